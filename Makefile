@@ -1,0 +1,69 @@
+# Every target does its own set-up: in a fresh clone, "make demo" is the first command.
+# The second run of a target finds the stamp and starts at once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+READY := $(VENV)/.ready
+READY_BENCH := $(VENV)/.ready-bench
+
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+BENCHMARKS ?= collectives ddp
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check bench clean
+
+help:
+	@echo "make demo    train a GPT on real text over two local processes"
+	@echo "make test    checks, then all tests"
+	@echo "make check   format, lint, types and architecture"
+	@echo "make bench   echelon and its peers side by side, with ratios"
+	@echo "make clean   remove $(VENV), caches and build outputs"
+
+demo: $(READY)
+	$(BIN)/echelon run --ranks 2 --world processes examples/train_gpt.py $(DEMO_ARGS)
+	@report=$$(ls -t runs/*/report.html 2>/dev/null | head -n 1); \
+	if [ -n "$$report" ]; then echo "The report is in $(CURDIR)/$$report"; \
+	else echo "The demo left no report under $(CURDIR)/runs" >&2; exit 1; fi
+
+test: export OMP_NUM_THREADS = 1
+test: $(READY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(READY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
+
+bench: export OMP_NUM_THREADS = 1
+bench: $(READY_BENCH)
+	@for name in $(BENCHMARKS); do \
+	  echo "== $$name"; \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/$$name.py $(BENCH_ARGS) || exit 1; \
+	done
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Python packages from setuptools on are pinned: without build isolation, the build tool is too.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "echelon needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "Name another with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "Setting up $(VENV). torch is large: the first time takes some minutes."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+	  rm -rf $(VENV); \
+	  echo "$(PYTHON) cannot make a virtual environment (Debian: apt install python3-venv)." >&2; \
+	  exit 1; }
+	@$(PIP) install -c constraints.txt setuptools
+	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,plots]"
+	@touch $@
+
+# MPICH is a peer in the tables, not a need: where it has no wheel, its column is left out.
+$(READY_BENCH): $(READY)
+	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[bench]" \
+	  || echo "mpi4py or mpich cannot be installed here: the tables will have no MPICH column." >&2
+	@touch $@

@@ -1,0 +1,92 @@
+"""Trains one PyTorch model on many ranks, with the same weights as one process would give.
+
+Names are loaded when they are first used, so that ``echelon --help`` need not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon import errors, events, observe, testing
+    from echelon.ddp import DDP
+    from echelon.errors import (
+        ArgumentError,
+        CollectiveMismatch,
+        CommError,
+        CommTimeout,
+        DeadlockError,
+        EchelonError,
+        ModelMismatch,
+        RankError,
+        RankFailed,
+        SharedMemoryError,
+        StateError,
+        UnsupportedError,
+        WorldError,
+    )
+    from echelon.gradients import clip_grad_norm_
+    from echelon.world.base import World
+    from echelon.world.group import Group
+    from echelon.world.mesh import Mesh
+    from echelon.world.run import init, run
+    from echelon.world.work import Window, Work
+
+__all__ = [
+    "DDP",
+    "ArgumentError",
+    "CollectiveMismatch",
+    "CommError",
+    "CommTimeout",
+    "DeadlockError",
+    "EchelonError",
+    "Group",
+    "Mesh",
+    "ModelMismatch",
+    "RankError",
+    "RankFailed",
+    "SharedMemoryError",
+    "StateError",
+    "UnsupportedError",
+    "Window",
+    "Work",
+    "World",
+    "WorldError",
+    "clip_grad_norm_",
+    "errors",
+    "events",
+    "init",
+    "observe",
+    "run",
+    "testing",
+]
+
+# Where each name lives; a module itself where the value ends in its own name.
+_HOMES = {
+    "DDP": "echelon.ddp",
+    "clip_grad_norm_": "echelon.gradients",
+    "World": "echelon.world.base",
+    "Group": "echelon.world.group",
+    "Mesh": "echelon.world.mesh",
+    "init": "echelon.world.run",
+    "run": "echelon.world.run",
+    "Window": "echelon.world.work",
+    "Work": "echelon.world.work",
+}
+_MODULES = {"errors", "events", "observe", "testing"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'echelon' has no attribute {name!r}")
+    if name in _MODULES:
+        value = importlib.import_module(f"echelon.{name}")
+    else:
+        value = getattr(importlib.import_module(_HOMES.get(name, "echelon.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,73 @@
+"""What c10d says, in our words: reductions, timeouts, lists of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from echelon.errors import ArgumentError
+
+__all__ = ["UNSET", "Options", "copy_all", "joined", "reduction", "seconds_of"]
+
+UNSET = timedelta(0)
+
+_REDUCTIONS = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "mean",
+    ReduceOp.PRODUCT: "product",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.BAND: "band",
+    ReduceOp.BOR: "bor",
+    ReduceOp.BXOR: "bxor",
+}
+
+
+class Options(Protocol):
+    """What the options of all collectives of c10d have in common."""
+
+    timeout: timedelta
+    asyncOp: bool
+
+
+def seconds_of(timeout: timedelta) -> float | None:
+    """A timeout of c10d in seconds; None where it is unset, which c10d writes as 0 or -1 ms.
+
+    Example:
+        >>> seconds_of(timedelta(minutes=1)), seconds_of(timedelta(0))
+        (60.0, None)
+    """
+    return timeout.total_seconds() if timeout > UNSET else None
+
+
+def reduction(op: ReduceOp, tensors: Sequence[Tensor]) -> tuple[str, list[Tensor]]:
+    """Our name of a reduction, and what to reduce.
+
+    Returns:
+        The name and the tensors; scaled copies of them where c10d scales before it sums.
+
+    Raises:
+        ArgumentError: c10d has a reduction that we do not know.
+    """
+    if op.op == ReduceOp.PREMUL_SUM:
+        return "sum", [tensor.detach() * op.factor for tensor in tensors]
+    if op.op not in _REDUCTIONS:
+        raise ArgumentError(f"{op.op} is not one of {', '.join(_REDUCTIONS.values())}")
+    return _REDUCTIONS[op.op], list(tensors)
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """A new buffer with the elements of all tensors, end to end. 1D"""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, which has as many elements and may be the same tensor."""
+    for target, source in zip(targets, sources, strict=True):
+        if target is not source:
+            target.detach().copy_(source.view(target.shape))

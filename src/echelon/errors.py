@@ -1,0 +1,187 @@
+"""The exception tree. Each class takes facts and builds its sentence here, so that messages agree everywhere.
+
+::
+
+    EchelonError
+    ├── ArgumentError (ValueError)      a call or an option that cannot be carried out
+    │   ├── RankError                   a rank that is not in the group
+    │   └── UnsupportedError            a combination that this backend or technique does not have
+    ├── StateError (RuntimeError)       the right call at the wrong time
+    ├── ModelMismatch                   the ranks hold different models
+    ├── WorldError                      a world that could not be started
+    │   └── SharedMemoryError           not enough shared memory
+    └── CommError                       ranks that fail to communicate
+        ├── CollectiveMismatch          different collectives at one position
+        ├── RankFailed                  another rank raised, left or died
+        ├── DeadlockError               ranks that wait for one another
+        └── CommTimeout (TimeoutError)  a rank that did not come in time
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = [
+    "ArgumentError",
+    "CollectiveMismatch",
+    "CommError",
+    "CommTimeout",
+    "DeadlockError",
+    "EchelonError",
+    "ModelMismatch",
+    "RankError",
+    "RankFailed",
+    "SharedMemoryError",
+    "StateError",
+    "UnsupportedError",
+    "WorldError",
+]
+
+
+class EchelonError(Exception):
+    """Base of everything that this library raises on purpose. Travels between processes unchanged."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The constructors take facts, not the sentence, so the default would call them wrongly.
+        return _revive, (type(self), str(self), self.__dict__)
+
+
+class ArgumentError(EchelonError, ValueError):
+    """An argument or an option that cannot be carried out; raised before anything is done."""
+
+
+class RankError(ArgumentError):
+    """A rank that is not in the group."""
+
+    def __init__(self, what: str, rank: object, size: int) -> None:
+        super().__init__(
+            f"{what} is {rank!r}, which is not in a group of {size} (need 0 <= rank < {size})"
+        )
+
+
+class UnsupportedError(ArgumentError):
+    """A combination that this backend or technique does not have."""
+
+
+class StateError(EchelonError, RuntimeError):
+    """The right call at the wrong time."""
+
+
+class ModelMismatch(EchelonError):
+    """The ranks of one group hold different models.
+
+    Attributes:
+        found: what each rank has, by rank.
+    """
+
+    def __init__(self, what: str, found: Mapping[int, str]) -> None:
+        self.found = dict(found)
+        super().__init__(
+            f"the models of the ranks differ in {what}:\n{_rows(self.found)}\n"
+            "Build the same model on every rank."
+        )
+
+
+class WorldError(EchelonError):
+    """A world that could not be started."""
+
+
+class SharedMemoryError(WorldError):
+    """There is not enough shared memory for what was asked."""
+
+    def __init__(self, what: str, needed: int, available: int) -> None:
+        self.needed, self.available = needed, available
+        super().__init__(
+            f"{what} needs {needed / 2**20:.1f} MiB of shared memory and {available / 2**20:.1f} MiB are "
+            "available: use fewer ranks or a smaller model, free memory, or raise the container's limit"
+        )
+
+
+class CommError(EchelonError):
+    """Ranks that fail to communicate."""
+
+
+class CollectiveMismatch(CommError):
+    """The ranks of one group issued different collectives at the same position.
+
+    Attributes:
+        calls: what each rank issued, by rank inside the group.
+    """
+
+    def __init__(self, group: str, position: int, calls: Mapping[int, str]) -> None:
+        self.calls = dict(calls)
+        super().__init__(
+            f"collective #{position} of group {group!r} differs between ranks:\n{_rows(self.calls)}\n"
+            "All ranks of a group must issue the same collectives in the same order."
+        )
+
+
+class RankFailed(CommError):
+    """Another rank raised an exception, left or died while this one needed it.
+
+    Attributes:
+        failed_rank: rank of the one that failed, in the job.
+    """
+
+    def __init__(self, failed_rank: int, cause: str, doing: str) -> None:
+        self.failed_rank, self.cause, self.doing = failed_rank, cause, doing
+        super().__init__(f"rank {failed_rank} {cause}, while this rank was in {doing}")
+
+
+class DeadlockError(CommError):
+    """Ranks wait for one another and none of them can go on.
+
+    Attributes:
+        waits: for each rank that waits, the call it is in and the ranks that have not come.
+    """
+
+    def __init__(
+        self, waits: Mapping[int, tuple[str, Sequence[int]]], finished: Iterable[int]
+    ) -> None:
+        self.waits = {rank: (call, tuple(missing)) for rank, (call, missing) in waits.items()}
+        gone = sorted(finished)
+        rows = "\n".join(
+            f"  rank {rank} waits in {call} for {_ranks(missing)}"
+            for rank, (call, missing) in sorted(self.waits.items())
+        )
+        left = f"\n  {_ranks(gone)} returned already" if gone else ""
+        super().__init__(f"deadlock: no rank can go on\n{rows}{left}")
+
+
+class CommTimeout(CommError, TimeoutError):
+    """A rank did not come in time.
+
+    Attributes:
+        missing: the ranks (in the job) that were waited for.
+    """
+
+    def __init__(
+        self, doing: str, missing: Sequence[int], seconds: float, others: str = ""
+    ) -> None:
+        self.missing = tuple(missing)
+        tail = f"\n{others}" if others else ""
+        super().__init__(f"{doing} waited {seconds:.1f} s for {_ranks(missing)} in vain{tail}")
+
+
+def _revive(cls: type[EchelonError], message: str, facts: dict[str, object]) -> EchelonError:
+    """Rebuild an exception in another process from its finished sentence and its facts."""
+    error = cls.__new__(cls, message)
+    Exception.__init__(error, message)
+    error.__dict__.update(facts)
+    return error
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 1, 2, 5``; long lists are cut."""
+    shown = ", ".join(map(str, ranks[:12])) + (", …" if len(ranks) > 12 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _rows(found: Mapping[int, str]) -> str:
+    """One row a rank; those that are not like most are marked."""
+    usual, _ = Counter(found.values()).most_common(1)[0]
+    return "\n".join(
+        f"  rank {rank}: {text}" + ("" if text == usual else "   <-- differs")
+        for rank, text in sorted(found.items())
+    )

@@ -1,0 +1,242 @@
+"""The drawings of the report, in plotly; each is a function from recorded lines to a figure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+__all__ = ["comm_figure", "loss_figure", "memory_figure", "speed_figure"]
+
+Line = dict[str, Any]
+
+INK = "#1f2933"
+MUTED = "#7b8794"
+GRID = "#e8ecf1"
+TRAIN = "#2f6fde"
+VALIDATION = "#d9480f"
+# One colour a rank, told apart also by those who see few colours.
+RANKS = ("#2f6fde", "#e8903a", "#1b9e8a", "#c2417f", "#7a5cc9", "#8a6d3b", "#4b5d73", "#b8a000")
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+
+
+def loss_figure(steps: Sequence[Line], evaluations: Sequence[Line], start: Line) -> go.Figure:
+    """Training and validation loss over steps, and the references as lines."""
+    unit = start.get("unit", "")
+    suffix = f" {unit}" if unit else ""
+    figure = go.Figure()
+    x = [line["step"] for line in steps]
+    losses = [line["loss"] for line in steps]
+    hover = f"step %{{x}}<br>%{{y:.3f}}{suffix}<extra>%{{fullData.name}}</extra>"
+    figure.add_scatter(
+        x=x,
+        y=losses,
+        name="training, each step",
+        mode="lines",
+        line={"color": TRAIN, "width": 1},
+        opacity=0.3,
+        hovertemplate=hover,
+    )
+    figure.add_scatter(
+        x=x,
+        y=_smooth(losses),
+        name="training, smoothed",
+        mode="lines",
+        line={"color": TRAIN, "width": 2.5},
+        hovertemplate=hover,
+    )
+    figure.add_scatter(
+        x=[line["step"] for line in evaluations],
+        y=[line["loss"] for line in evaluations],
+        name="validation",
+        mode="lines+markers",
+        line={"color": VALIDATION, "width": 2.5},
+        marker={"size": 8},
+        hovertemplate=hover,
+    )
+    last = max((line["step"] for line in [*steps, *evaluations]), default=1)
+    for name, value in start.get("references", {}).items():
+        figure.add_scatter(
+            x=[0, last],
+            y=[value, value],
+            name=f"{name} ({value:.3f})",
+            mode="lines",
+            line={"color": MUTED, "width": 1.5, "dash": "dash"},
+            hovertemplate=f"{name}<br>{value:.3f}{suffix}<extra></extra>",
+        )
+    figure.update_xaxes(title="step", rangemode="tozero")
+    figure.update_yaxes(title=f"loss ({unit})" if unit else "loss")
+    return _styled(figure, height=420)
+
+
+def speed_figure(steps: Sequence[Line]) -> go.Figure:
+    """Tokens per second over time, all ranks together."""
+    x = [line["time_s"] for line in steps]
+    y = [line["tokens_per_s"] for line in steps]
+    text = [line["step"] for line in steps]
+    hover = "%{y:,.0f} tokens/s<br>step %{text}, after %{x:.1f} s<extra>%{fullData.name}</extra>"
+    figure = go.Figure()
+    figure.add_scatter(
+        x=x,
+        y=y,
+        text=text,
+        name="each step",
+        mode="markers",
+        marker={"color": TRAIN, "size": 4, "opacity": 0.3},
+        hovertemplate=hover,
+    )
+    figure.add_scatter(
+        x=x,
+        y=[statistics.median(y[max(0, i - 10) : i + 11]) for i in range(len(y))],
+        text=text,
+        name="median of 21 steps",
+        mode="lines",
+        line={"color": TRAIN, "width": 2.5},
+        hovertemplate=hover,
+    )
+    figure.update_xaxes(title="time since the start (s)", rangemode="tozero")
+    figure.update_yaxes(title="tokens per second", rangemode="tozero", tickformat="~s")
+    return _styled(figure, height=340)
+
+
+def memory_figure(ranks: Sequence[Line]) -> go.Figure:
+    """Peak bytes per category, a bar for each rank, and the peak of the whole process."""
+    categories = [
+        name
+        for name in dict.fromkeys(name for rank in ranks for name in rank["memory"])
+        if any(rank["memory"].get(name, {}).get("peak", 0) for rank in ranks)
+    ]
+    whole = "process, in all"
+    peak = max((rank["process_peak"] for rank in ranks), default=0)
+    divisor, unit = _binary_unit(peak)
+
+    def held(rank: Line, category: str) -> float:
+        if category == whole:
+            return float(rank["process_peak"]) / divisor
+        return float(rank["memory"].get(category, {}).get("peak", 0)) / divisor
+
+    figure = go.Figure()
+    for bar in _bars(ranks, [*categories, whole], held):
+        figure.add_bar(
+            **bar,
+            hovertemplate=f"%{{x}}<br>%{{y:,.1f}} {unit} at most<extra>%{{fullData.name}}</extra>",
+            texttemplate="%{y:,.3s}" if len(ranks) <= 2 else None,
+            textposition="outside",
+            cliponaxis=False,
+        )
+    figure.update_yaxes(title=f"peak memory ({unit})")
+    figure.update_layout(barmode="group", bargap=0.35, bargroupgap=0.06)
+    return _styled(figure, height=340)
+
+
+def comm_figure(ranks: Sequence[Line]) -> go.Figure:
+    """Calls, bytes and seconds waited per operation, a bar for each rank."""
+    operations = list(dict.fromkeys(op for rank in ranks for op in rank["comm"]))[::-1]
+    most = max((t["nbytes"] for rank in ranks for t in rank["comm"].values()), default=0)
+    divisor, unit = _binary_unit(most)
+    panels: tuple[tuple[str, str, float, str], ...] = (
+        ("calls", "calls", 1, "%{x:,.0f} calls"),
+        (f"volume ({unit})", "nbytes", divisor, f"%{{x:,.2f}} {unit}"),
+        ("time waited (s)", "wait_s", 1, "%{x:,.3f} s"),
+    )
+    figure = make_subplots(
+        rows=1,
+        cols=len(panels),
+        shared_yaxes=True,
+        horizontal_spacing=0.05,
+        subplot_titles=[title for title, *_ in panels],
+    )
+    for column, (_, field, scale, shown) in enumerate(panels, start=1):
+
+        def value(rank: Line, op: str, field: str = field, scale: float = scale) -> float:
+            return float(rank["comm"].get(op, {}).get(field, 0)) / scale
+
+        for bar in _bars(ranks, operations, value):
+            bar["x"], bar["y"] = bar["y"], bar["x"]
+            figure.add_bar(
+                **bar,
+                orientation="h",
+                legendgroup=bar["name"],
+                showlegend=column == 1,
+                hovertemplate=f"%{{y}}<br>{shown}<extra>%{{fullData.name}}</extra>",
+                row=1,
+                col=column,
+            )
+    figure.update_xaxes(rangemode="tozero", nticks=5)
+    figure.update_yaxes(ticksuffix="  ")
+    figure.update_layout(barmode="group", bargap=0.35, bargroupgap=0.06)
+    bars = len(operations) * min(len(ranks), 3 if len(ranks) > len(RANKS) else len(ranks))
+    return _styled(figure, height=max(240, 150 + 22 * bars), legend_y=-44)
+
+
+def _bars(
+    ranks: Sequence[Line], names: Sequence[str], value: Callable[[Line, str], float]
+) -> list[Line]:
+    """A bar series for each rank; for many ranks the lowest, the median and the highest."""
+    if len(ranks) <= len(RANKS):
+        return [
+            {
+                "x": list(names),
+                "y": [value(rank, name) for name in names],
+                "name": rank.get("title", f"rank {rank['rank']}"),
+                "marker": {"color": RANKS[i]},
+            }
+            for i, rank in enumerate(ranks)
+        ]
+    found = {name: sorted(value(rank, name) for rank in ranks) for name in names}
+    kinds = (("lowest rank", 0), ("median rank", len(ranks) // 2), ("highest rank", -1))
+    return [
+        {
+            "x": list(names),
+            "y": [found[name][position] for name in names],
+            "name": kind,
+            "marker": {"color": RANKS[i]},
+        }
+        for i, (kind, position) in enumerate(kinds)
+    ]
+
+
+def _smooth(values: Sequence[float | None]) -> list[float | None]:
+    """Means that forget: each step counts a tenth, or more at the start; gaps stay gaps."""
+    smooth: list[float | None] = []
+    mean, weight = 0.0, 0.0
+    for value in values:
+        if value is None:  # a loss that was not finite
+            smooth.append(None)
+            continue
+        mean, weight = 0.9 * mean + 0.1 * value, 0.9 * weight + 0.1
+        smooth.append(mean / weight)
+    return smooth
+
+
+def _binary_unit(nbytes: float) -> tuple[float, str]:
+    """The divisor and the name of the unit in which ``nbytes`` reads well."""
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if nbytes >= 1024**power:
+            return float(1024**power), unit
+    return 1.0, "bytes"
+
+
+def _styled(figure: go.Figure, *, height: int, legend_y: float | None = None) -> go.Figure:
+    """The common look: light, few lines, the legend above the drawing."""
+    figure.update_layout(
+        template="plotly_white",
+        height=height,
+        margin={"l": 64, "r": 24, "t": 48, "b": 56},
+        font={"family": FONT, "size": 13, "color": INK},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        hoverlabel={"bgcolor": "white", "font": {"family": FONT, "size": 13}},
+        legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 1.04, "yanchor": "bottom"},
+    )
+    if legend_y is not None:  # below the axes, because titles stand above them
+        figure.update_layout(
+            legend={"y": legend_y / height, "yanchor": "top"},
+            margin={"t": 40, "b": 84},
+        )
+    figure.update_xaxes(gridcolor=GRID, zeroline=False, title_standoff=10, automargin=True)
+    figure.update_yaxes(gridcolor=GRID, zeroline=False, title_standoff=10, automargin=True)
+    return figure

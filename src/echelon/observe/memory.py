@@ -1,0 +1,107 @@
+"""How many bytes of which category a rank holds now, and held at most."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from echelon import streams
+from echelon.events import Event
+
+__all__ = ["MemoryMeter", "MemoryTotal", "tensor_bytes"]
+
+
+@dataclass(slots=True)
+class MemoryTotal:
+    """Bytes of one category.
+
+    Attributes:
+        live: bytes held now.
+        peak: the most that were held at one time.
+    """
+
+    live: int = 0
+    peak: int = 0
+
+    def grow(self, nbytes: int) -> None:
+        """Add ``nbytes``, which is negative when memory is given back."""
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+
+class MemoryMeter:
+    """Live and peak bytes per category of one rank, from ``memory`` events. A listener.
+
+    Memory that nobody emits events for, such as an optimizer's state, is entered with ``measure``.
+
+    Attributes:
+        rank: whose events count, in the job.
+        totals: by category, in order of first appearance.
+
+    Example:
+        >>> meter = MemoryMeter(rank=0)
+        >>> for nbytes in (400, 200, -400):
+        ...     meter(Event("memory", 0.0, 0.0, dict(rank=0, category="unit", nbytes=nbytes)))
+        >>> meter.totals["unit"]
+        MemoryTotal(live=200, peak=600)
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.totals: dict[str, MemoryTotal] = {}
+        self._lock = threading.Lock()  # backward may emit from threads of autograd
+
+    def __call__(self, event: Event) -> None:
+        """Count one event."""
+        if event.name == "memory" and event.facts["rank"] == self.rank:
+            with self._lock:
+                total = self.totals.setdefault(event.facts["category"], MemoryTotal())
+                total.grow(event.facts["nbytes"])
+
+    def measure(self, nbytes: Mapping[str, int]) -> None:
+        """Enter what was found by looking, by category; categories that events report keep theirs."""
+        with self._lock:
+            for category, held in nbytes.items():
+                total = self.totals.setdefault(category, MemoryTotal())
+                total.grow(held - total.live)
+
+    def process_peak(self, device: torch.device) -> int:
+        """The most memory that this process held, in bytes, whatever it was for."""
+        return streams.memory_peak(device)
+
+
+def tensor_bytes(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, int]:
+    """Bytes of parameters, buffers, gradients and optimizer state that are allocated now.
+
+    A storage that several tensors view counts once, in the first category that has it.
+
+    Example:
+        >>> tensor_bytes(nn.Linear(10, 10, bias=False))
+        {'parameters': 400, 'buffers': 0, 'gradients': 0, 'optimizer state': 0}
+    """
+    parameters = list(model.parameters())
+    states = optimizer.state.values() if optimizer is not None else ()
+    categories: dict[str, Iterable[Tensor]] = {
+        "parameters": parameters,
+        "buffers": model.buffers(),
+        "gradients": [p.grad for p in parameters if p.grad is not None],
+        "optimizer state": [
+            value for state in states for value in state.values() if isinstance(value, Tensor)
+        ],
+    }
+    seen: set[int] = set()
+    found = {}
+    for category, tensors in categories.items():
+        found[category] = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                found[category] += storage.nbytes()
+    return found

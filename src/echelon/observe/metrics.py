@@ -1,0 +1,105 @@
+"""``metrics.jsonl``: what a run measured, one JSON object a line.
+
+===============  =============================================================================
+``kind``         fields
+===============  =============================================================================
+``start``        ``version name time ranks backend device total_steps unit references config``
+``step``         ``step time_s loss tokens_per_s`` and whatever the script adds
+``evaluation``   ``step time_s loss``
+``note``         ``title text``
+``ranks``        ``ranks``: for each, ``rank pid process_peak memory comm``
+``end``          ``time_s steps``
+===============  =============================================================================
+
+Seconds (``time_s``) count from the start of the run; bytes are plain numbers. A line is written
+whole and at once, so a run that was killed leaves a file that can be read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from echelon.errors import ArgumentError
+
+__all__ = ["MetricsWriter", "read_metrics"]
+
+
+class MetricsWriter:
+    """Appends lines to a new ``metrics.jsonl``. A context manager."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Write one line; numbers that JSON does not have (NaN, infinity) become null."""
+        line = json.dumps({"kind": kind, **_finite(fields)}, allow_nan=False, default=str)
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl``, or of the one in a folder.
+
+    A last line that was cut off, because the run was killed while it was written, is left out.
+
+    Raises:
+        ArgumentError: there is no such file, or a line in it is not an object with a ``kind``.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / "metrics.jsonl"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(
+            f"cannot read {file}: {error.strerror}; give the folder of a run, such as runs/gpt"
+        ) from error
+    return list(_parse(file, text))
+
+
+def _parse(file: Path, text: str) -> Iterator[dict[str, Any]]:
+    lines = text.split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            content = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                return  # no newline behind it: cut off
+            raise ArgumentError(f"{file}:{number} is not JSON: {error}") from error
+        if not isinstance(content, dict) or "kind" not in content:
+            raise ArgumentError(f"{file}:{number} is not an object with a 'kind': {line[:80]}")
+        yield content
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with None for each float that JSON cannot write."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,125 @@
+"""How a run is going, for a person who watches: a live line on a terminal, plain lines in a pipe."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+from rich.progress import Progress as Bar
+
+__all__ = ["Progress", "bytes_text", "duration_text"]
+
+
+def duration_text(seconds: float) -> str:
+    """``seconds`` as a person says it.
+
+    Example:
+        >>> [duration_text(seconds) for seconds in (7.4, 65, 7260)]
+        ['7s', '1m 05s', '2h 01m']
+    """
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
+def bytes_text(nbytes: float) -> str:
+    """``nbytes`` with a unit.
+
+    Example:
+        >>> [bytes_text(nbytes) for nbytes in (0, 2048, 3 * 2**20, 5 * 2**30)]
+        ['0 B', '2.0 KiB', '3.0 MiB', '5.0 GiB']
+    """
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        nbytes /= 1024
+        if nbytes < 1024:
+            break
+    else:
+        nbytes, unit = nbytes / 1024, "TiB"
+    return f"{nbytes:.1f} {unit}"
+
+
+class Progress:
+    """Shows loss, tokens per second, memory and time left. A context manager; for one rank only.
+
+    On a terminal there is one live line. Elsewhere (a pipe, a file) there is one plain line each
+    ``interval_s`` and one for the last step.
+
+    Args:
+        total_steps: of the run.
+        unit: of the loss.
+        console: where to write; standard output if none is given.
+        interval_s: seconds between plain lines.
+        clock: seconds that pass; a test gives its own.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        unit: str = "",
+        console: Console | None = None,
+        interval_s: float = 5.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.total_steps = total_steps
+        self._unit = unit
+        # A pipe has no width; a line must not be folded at 80 columns there.
+        self._console = console or Console(
+            file=sys.stdout, soft_wrap=True, highlight=False, markup=False, emoji=False
+        )
+        self._interval_s = interval_s
+        self._clock = clock
+        self._shown_s = -float("inf")
+        self._bar: Bar | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            columns = [
+                BarColumn(bar_width=20),
+                TaskProgressColumn(),
+                TextColumn("{task.description}", markup=False),
+            ]
+            self._bar = Bar(*columns, console=self._console, refresh_per_second=4)
+            self._task = self._bar.add_task("", total=self.total_steps)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def update(
+        self, step: int, *, loss: float, tokens_per_s: float, nbytes: int, left_s: float
+    ) -> None:
+        """Show the state after ``step`` steps."""
+        text = (
+            f"step {step}/{self.total_steps}  loss {loss:.3f}{f' {self._unit}' if self._unit else ''}"
+            f"  {tokens_per_s:,.0f} tokens/s  {bytes_text(nbytes)}  {duration_text(left_s)} left"
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, total=self.total_steps, description=text)
+            return
+        now = self._clock()
+        if now - self._shown_s >= self._interval_s or step >= self.total_steps:
+            self._shown_s = now
+            self._console.print(text)
+
+    def note(self, text: str) -> None:
+        """Show a line that stays."""
+        self._console.print(text)

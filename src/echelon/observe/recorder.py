@@ -1,0 +1,227 @@
+"""One object that a training script talks to: it shows, writes and draws what the run does."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, final
+
+import torch
+from torch import nn
+
+from echelon import events
+from echelon.errors import ArgumentError, StateError
+from echelon.observe.comm import CommMeter
+from echelon.observe.memory import MemoryMeter, tensor_bytes
+from echelon.observe.metrics import MetricsWriter
+from echelon.observe.progress import Progress
+from echelon.observe.report import write_report
+from echelon.observe.trace import Trace, write_trace
+from echelon.world.base import World
+
+__all__ = ["Recorder", "RunInfo"]
+
+FORMAT_VERSION = 1
+_SMOOTHING = 0.9  # of the shown speed: the weight of what was before
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What is known of a run before its first step.
+
+    Attributes:
+        total_steps: how many are planned.
+        unit: of the loss, such as ``"nats"``.
+        references: losses to compare with, by name; drawn as lines.
+        config: options of the script, shown on the page.
+    """
+
+    total_steps: int
+    unit: str = ""
+    references: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.total_steps < 1:
+            raise ArgumentError(f"total_steps is {self.total_steps}; a run has at least one step")
+
+
+@final
+class Recorder:
+    """Records a run in a folder: ``metrics.jsonl``, ``report.html`` and, if asked, ``trace.json``.
+
+    All ranks make one and leave it together: its end is a collective, which brings the memory and
+    communication of all ranks to rank 0. Only rank 0 writes and shows anything. When the body
+    raises, what was written stays and nothing is collected; ``echelon report`` draws the page.
+
+    Args:
+        folder: where to write. If it exists, the first free of ``folder-2``, ``folder-3`` … is taken.
+        trace: also write a timeline of all events, for Perfetto.
+
+    Attributes:
+        folder: where rank 0 writes; None on the others.
+
+    Example:
+        >>> # with Recorder(world, "runs/gpt", RunInfo(total_steps=100)) as recorder:
+        >>> #     for step in range(100):
+        >>> #         ...
+        >>> #         recorder.step(step + 1, loss.item(), num_tokens=4096)
+    """
+
+    def __init__(
+        self,
+        world: World,
+        folder: str | os.PathLike[str],
+        info: RunInfo,
+        *,
+        trace: bool = False,
+    ) -> None:
+        self.info = info
+        self._world = world
+        self.memory = MemoryMeter(world.rank)
+        self.comm = CommMeter(world.rank)
+        self._trace = Trace(world.rank) if trace else None
+        self.folder = _fresh(Path(folder)) if world.rank == 0 else None
+        self._stack = ExitStack()
+        self._writer: MetricsWriter | None = None
+        self._progress: Progress | None = None
+        self._steps = 0
+        self._step_s = 0.0  # smoothed seconds of a step
+        self._start_s = self._mark_s = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        for meter in (self.memory, self.comm, self._trace):
+            if meter is not None:
+                self._stack.enter_context(events.listen(meter))
+        if self.folder is not None:
+            self._writer = self._stack.enter_context(MetricsWriter(self.folder / "metrics.jsonl"))
+            self._progress = self._stack.enter_context(
+                Progress(self.info.total_steps, unit=self.info.unit)
+            )
+            self._writer.write(
+                "start",
+                version=FORMAT_VERSION,
+                name=self.folder.name,
+                time=time.strftime("%Y-%m-%d %H:%M:%S"),
+                ranks=self._world.size,
+                backend=self._world.backend,
+                device=str(self._world.device),
+                total_steps=self.info.total_steps,
+                unit=self.info.unit,
+                references=dict(self.info.references),
+                config=dict(self.info.config),
+            )
+        self._start_s = self._mark_s = time.perf_counter()
+        return self
+
+    def step(self, step: int, loss: float, num_tokens: int, **values: float) -> None:
+        """Record that ``step`` steps are done.
+
+        Args:
+            loss: of this step, over all ranks.
+            num_tokens: tokens of this step, over all ranks.
+            values: more numbers to write, such as the learning rate.
+        """
+        seconds, self._steps = self._lap(), step
+        keep = _SMOOTHING if self._step_s else 0.0
+        self._step_s = keep * self._step_s + (1 - keep) * seconds
+        if self._writer is None or self._progress is None:
+            return
+        self._writer.write(
+            "step",
+            step=step,
+            time_s=round(self._mark_s - self._start_s, 4),
+            loss=loss,
+            tokens_per_s=round(num_tokens / seconds, 1),
+            **values,
+        )
+        self._progress.update(
+            step,
+            loss=loss,
+            tokens_per_s=num_tokens / self._step_s,
+            nbytes=self.memory.process_peak(self._world.device),
+            left_s=(self.info.total_steps - step) * self._step_s,
+        )
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Record the validation loss after ``step`` steps; its time is no step's."""
+        self._lap()
+        if self._writer is not None and self._progress is not None:
+            self._writer.write(
+                "evaluation", step=step, time_s=round(self._mark_s - self._start_s, 4), loss=loss
+            )
+            compared = "".join(
+                f"  ({name} {value:.3f})" for name, value in self.info.references.items()
+            )
+            self._progress.note(
+                f"step {step}/{self.info.total_steps}  validation loss {loss:.3f} "
+                f"{self.info.unit}{compared}"
+            )
+
+    def measure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Enter the memory that parameters, gradients and optimizer state take on this rank now."""
+        self.memory.measure(tensor_bytes(model, optimizer))
+
+    def note(self, title: str, text: str) -> None:
+        """Show a text and keep it for the page."""
+        self._lap()
+        if self._writer is not None and self._progress is not None:
+            self._writer.write("note", title=title, text=text)
+            self._progress.note(f"{title}:\n{text}" if "\n" in text else f"{title}: {text}")
+
+    def _lap(self) -> float:
+        """Seconds since the last record."""
+        now = time.perf_counter()
+        seconds, self._mark_s = now - self._mark_s, now
+        return max(seconds, 1e-9)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._stack:
+            if error is None:
+                self._collect()
+        if error is None and self.folder is not None:
+            write_report(self.folder)
+
+    def _collect(self) -> None:
+        """Bring what all ranks counted to rank 0, and write it. A collective."""
+        own = {
+            "rank": self._world.rank,
+            "pid": os.getpid(),
+            "process_peak": self.memory.process_peak(self._world.device),
+            "memory": {name: asdict(total) for name, total in self.memory.totals.items()},
+            "comm": {op: asdict(total) for op, total in self.comm.totals.items()},
+        }
+        rows = self._trace.rows if self._trace is not None else None
+        ranks = self._world.group.all_gather_object((own, rows))
+        if self._writer is None or self.folder is None:
+            return
+        self._writer.write("ranks", ranks=[summary for summary, _ in ranks])
+        self._writer.write("end", time_s=self._mark_s - self._start_s, steps=self._steps)
+        if self._trace is not None:
+            write_trace(self.folder / "trace.json", [rows for _, rows in ranks])
+
+
+def _fresh(folder: Path) -> Path:
+    """Make ``folder``, or the first free of ``folder-2``, ``folder-3`` …"""
+    for number in range(1, 10_000):
+        path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ArgumentError(
+                f"cannot make the folder {path} for this run: {error.strerror}"
+            ) from error
+        return path
+    raise StateError(f"{folder} and its numbered successors all exist; choose another name")

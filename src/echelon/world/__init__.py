@@ -1,0 +1,1 @@
+"""What a rank is, and how ranks reach one another."""

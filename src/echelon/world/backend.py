@@ -1,0 +1,194 @@
+"""What a backend of ``Group`` writes, and the checks that all of them share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from echelon import events
+from echelon.errors import ArgumentError, RankError
+from echelon.world.signature import Call, caller
+from echelon.world.work import Ticket, Window, Work, emit_issue
+
+if TYPE_CHECKING:
+    from echelon.world.group import Group
+
+__all__ = ["Backend"]
+
+
+class Backend(ABC):
+    """The part of a ``Group`` that differs between worlds.
+
+    Tensors that reach the abstract methods are 1D, contiguous and on ``device``. Each method starts
+    the operation and returns at once; if ``ticket.blocking``, the caller waits next and the backend
+    may use its thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        device: torch.device,
+        timeout: float,
+        *,
+        shares_memory: bool,
+    ) -> None:
+        self.name = name
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.device = device
+        self.timeout = timeout
+        self.shares_memory = shares_memory
+        self._position = 0
+        self._p2p_position = 0
+        self._num_subgroups = 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size}, on {self.device})"
+
+    # What a backend writes -------------------------------------------------------------------
+
+    @abstractmethod
+    def _all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> Work: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, ticket: Ticket, output: Tensor, input: Tensor, op: str) -> Work: ...
+
+    @abstractmethod
+    def _all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> Work: ...
+
+    @abstractmethod
+    def _broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> Work: ...
+
+    @abstractmethod
+    def _reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> Work: ...
+
+    @abstractmethod
+    def _gather(
+        self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+    ) -> Work: ...
+
+    @abstractmethod
+    def _scatter(
+        self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int
+    ) -> Work: ...
+
+    @abstractmethod
+    def _all_to_all(
+        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Work: ...
+
+    @abstractmethod
+    def _barrier(self, ticket: Ticket) -> Work: ...
+
+    @abstractmethod
+    def _send(self, ticket: Ticket, tensor: Tensor, dst: int, tag: int) -> Work: ...
+
+    @abstractmethod
+    def _recv(self, ticket: Ticket, tensor: Tensor, src: int, tag: int) -> Work: ...
+
+    @abstractmethod
+    def _subgroup(self, ticket: Ticket, name: str, members: Sequence[int]) -> Group | None: ...
+
+    @abstractmethod
+    def _window(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Window: ...
+
+    # Checks ----------------------------------------------------------------------------------
+
+    def _ticket(self, call: Call, async_op: bool) -> Ticket:
+        ticket = Ticket(
+            call, caller(), self._position, self.name, self.ranks[self.rank], not async_op
+        )
+        self._position += 1
+        if events.listening():
+            emit_issue(ticket)
+        return ticket
+
+    def _p2p_ticket(
+        self, op: str, tensor: Tensor, peer: int, tag: int, *, blocking: bool
+    ) -> Ticket:
+        self._check(op, tensor)
+        self._check_rank("dst" if op == "send" else "src", peer)
+        if peer == self.rank:
+            raise ArgumentError(f"rank {peer} cannot {op} to itself: copy the tensor instead")
+        call = Call(op, tensor.dtype, (tensor.numel(),), None, peer, f"tag {tag}")
+        ticket = Ticket(
+            call, caller(), self._p2p_position, self.name, self.ranks[self.rank], blocking
+        )
+        self._p2p_position += 1
+        if events.listening():
+            emit_issue(ticket)
+        return ticket
+
+    def _started(self, work: Work, *restores: Callable[[], None] | None) -> Work | None:
+        for restore in restores:
+            if restore is not None:
+                work.then(restore)
+        if work.ticket.blocking:
+            work.wait()
+            return None
+        return work
+
+    def _check(self, op: str, *tensors: Tensor) -> torch.dtype:
+        first = tensors[0]
+        for tensor in tensors:
+            if tensor.layout != torch.strided:
+                raise ArgumentError(
+                    f"{op} takes dense tensors, not {tensor.layout}: call .to_dense() first"
+                )
+            if tensor.dtype != first.dtype:
+                raise ArgumentError(
+                    f"{op} got tensors of {first.dtype} and {tensor.dtype}; use one dtype"
+                )
+            if tensor.device != self.device:
+                raise ArgumentError(
+                    f"{op} got a tensor on {tensor.device}; this group is on {self.device}"
+                )
+        return first.dtype
+
+    def _check_rank(self, what: str, rank: object) -> None:
+        if not isinstance(rank, int) or not 0 <= rank < self.size:
+            raise RankError(what, rank, self.size)
+
+    def _check_numel(self, what: str, tensor: Tensor, numel: int, meaning: str) -> None:
+        if tensor.numel() != numel:
+            raise ArgumentError(
+                f"{what} has {tensor.numel()} elements; it needs {meaning} = {numel}"
+            )
+
+    def _check_list(
+        self, op: str, what: str, tensors: Sequence[Tensor] | None, like: Tensor, root: int
+    ) -> None:
+        if self.rank != root:
+            if tensors:
+                raise ArgumentError(
+                    f"{op}: only rank {root} gives {what}, this is rank {self.rank}"
+                )
+            return
+        if tensors is None or len(tensors) != self.size:
+            got = "none" if tensors is None else len(tensors)
+            raise ArgumentError(f"{op}: rank {root} must give {self.size} {what}, got {got}")
+        for i, tensor in enumerate(tensors):
+            self._check_numel(f"{op}: {what}[{i}]", tensor, like.numel(), "tensor.numel()")
+
+    def _split_numels(self, what: str, tensor: Tensor, splits: Sequence[int] | None) -> list[int]:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if splits is None:
+            if rows % self.size:
+                raise ArgumentError(
+                    f"all_to_all_single: {what} has {rows} rows, not a multiple of {self.size} ranks; "
+                    f"give {what}_splits"
+                )
+            splits = [rows // self.size] * self.size
+        if len(splits) != self.size or sum(splits) != rows or min(splits) < 0:
+            raise ArgumentError(
+                f"all_to_all_single: {what}_splits {list(splits)} do not cut {rows} rows for {self.size} ranks"
+            )
+        row = tensor[0].numel() if rows else 0
+        return [split * row for split in splits]

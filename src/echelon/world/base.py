@@ -1,0 +1,90 @@
+"""What a script sees of the job it runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, final
+
+import torch
+
+from echelon.world.group import Group
+from echelon.world.mesh import Mesh
+
+__all__ = ["DEFAULT_TIMEOUT_S", "World"]
+
+# How long a rank waits for another in one call before it raises. Long enough for a slow first
+# step or a garbage collection, short enough to see an error before lunch.
+DEFAULT_TIMEOUT_S = 300.0
+
+
+@final
+class World:
+    """All ranks of a job, seen from one of them. A context manager; closing it ends communication.
+
+    Attributes:
+        group: the group of all ranks.
+        local_rank: position of this rank among the ranks of its host.
+        backend: ``"threads"``, ``"shm"``, ``"gloo"``, ``"nccl"`` or ``"single"``.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        backend: str,
+        local_rank: int | None = None,
+        close: Callable[[BaseException | None], None] = lambda error: None,
+    ) -> None:
+        self.group = group
+        self.backend = backend
+        self.local_rank = group.rank if local_rank is None else local_rank
+        self._close = close
+        self._closed = False
+
+    @property
+    def rank(self) -> int:
+        """This rank in the job."""
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the job."""
+        return self.group.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors of this rank live."""
+        return self.group.device
+
+    def mesh(self, **axes: int) -> Mesh:
+        """Arrange all ranks on named axes; one length may be -1.
+
+        Raises:
+            ArgumentError: the lengths do not multiply to the number of ranks.
+        """
+        return Mesh(self.group, axes)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End communication in good order. A second call does nothing.
+
+        Args:
+            error: why this rank leaves early; the other ranks raise it as the cause.
+        """
+        if not self._closed:
+            self._closed = True
+            self._close(error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(error)
+
+    def __repr__(self) -> str:
+        return f"World(rank {self.rank} of {self.size}, {self.backend}, on {self.device})"

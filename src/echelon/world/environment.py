@@ -1,0 +1,230 @@
+"""Which job this process belongs to, read from the variables that torchrun or Slurm set. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from echelon.errors import WorldError
+
+__all__ = ["JobEnvironment", "environment", "first_host"]
+
+_TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_HOW = (
+    "Start the script with torchrun, srun or echelon run, or unset these variables to run it alone."
+)
+# Below Linux's range of ephemeral ports, so that no outgoing connection holds the port by chance.
+_FIRST_PORT, _NUM_PORTS = 12_000, 18_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnvironment:
+    """Where this process stands in its job.
+
+    Attributes:
+        launcher: ``"torchrun"`` or ``"slurm"``: whose variables were read.
+        rank: this process in the job.
+        size: number of processes in the job.
+        local_rank: this process among those of its host.
+        local_size: number of processes on this host.
+        master_addr: host that holds the store; empty if the job has one process and needs none.
+        master_port: its port; 0 if there is none.
+        agent_store: whether torchrun's agent already holds the store.
+        attempt: how often the launcher has restarted the job.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    master_addr: str = ""
+    master_port: int = 0
+    agent_store: bool = False
+    attempt: int = 0
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all processes of the job are on this host."""
+        return self.local_size == self.size
+
+
+def environment(env: Mapping[str, str]) -> JobEnvironment | None:
+    """The job that ``env`` describes, or None if it describes none and this process is alone.
+
+    torchrun's own variables (it sets ``TORCHELASTIC_RUN_ID``) win over Slurm's, because Slurm then
+    describes torchrun's agents. Without it, both may be set if they say the same.
+
+    Raises:
+        WorldError: a variable is missing or no number, or two of them contradict each other.
+
+    Example:
+        >>> env = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2",
+        ...        "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_ID": "7", "SLURM_NODELIST": "n[3-4]"}
+        >>> environment(env).master_addr
+        'n3'
+    """
+    torch_job = _torchrun(env) if any(env.get(name) for name in _TORCH[:4]) else None
+    if torch_job is not None and "TORCHELASTIC_RUN_ID" in env:
+        return torch_job
+    slurm_job = _slurm(env) if env.get("SLURM_PROCID") else None
+    if torch_job is not None and slurm_job is not None:
+        _compare(torch_job, slurm_job, env)
+    return torch_job or slurm_job
+
+
+def _compare(torch_job: JobEnvironment, slurm_job: JobEnvironment, env: Mapping[str, str]) -> None:
+    if (torch_job.rank, torch_job.size) != (slurm_job.rank, slurm_job.size):
+        raise WorldError(
+            f"torchrun's variables say rank {torch_job.rank} of {torch_job.size} and Slurm's say "
+            f"rank {slurm_job.rank} of {slurm_job.size} "
+            f"({_found(env, 'RANK', 'WORLD_SIZE', 'SLURM_PROCID', 'SLURM_NTASKS')}). "
+            "Unset RANK and WORLD_SIZE, or start the script with torchrun."
+        )
+
+
+def _torchrun(env: Mapping[str, str]) -> JobEnvironment:
+    rank, size = _number(env, "RANK", _TORCH), _number(env, "WORLD_SIZE", _TORCH)
+    local_rank = _number(env, "LOCAL_RANK", _TORCH)
+    local_size = _number(env, "LOCAL_WORLD_SIZE", _TORCH)
+    _check_ranks(env, ("RANK", "WORLD_SIZE"), rank, size)
+    _check_ranks(env, ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), local_rank, local_size)
+    _check_hosts(env, size, local_size, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    addr, port = env.get("MASTER_ADDR", ""), 0
+    if size > 1:
+        if not addr:
+            raise WorldError(f"MASTER_ADDR is not set, but {_found(env, *_TORCH)}. {_HOW}")
+        port = _port(env, _number(env, "MASTER_PORT", _TORCH))
+    return JobEnvironment(
+        launcher="torchrun",
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        master_addr=addr,
+        master_port=port,
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=int(env.get("TORCHELASTIC_RESTART_COUNT") or 0),
+    )
+
+
+def _slurm(env: Mapping[str, str]) -> JobEnvironment:
+    tasks = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    shown = ("SLURM_PROCID", "SLURM_LOCALID", tasks, "SLURM_NTASKS_PER_NODE")
+    rank, size = _number(env, "SLURM_PROCID", shown), _number(env, tasks, shown)
+    local_rank = _number(env, "SLURM_LOCALID", shown)
+    _check_ranks(env, ("SLURM_PROCID", tasks), rank, size)
+    local_size = _slurm_local_size(env, size, shown)
+    _check_ranks(env, ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), local_rank, local_size)
+    _check_hosts(env, size, local_size, shown)
+    addr, port = env.get("MASTER_ADDR", ""), 0
+    if size > 1:
+        hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+        hosts = hosts or env.get("SLURM_NODELIST", "")
+        addr = addr or (first_host(hosts) if hosts else "127.0.0.1" if local_size == size else "")
+        if not addr:
+            raise WorldError(
+                "the host of rank 0 is unknown: neither SLURM_STEP_NODELIST nor MASTER_ADDR is set "
+                f"({_found(env, *shown)}). Start the script with srun, or set MASTER_ADDR."
+            )
+        port = _slurm_port(env, shown)
+    return JobEnvironment(
+        launcher="slurm",
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        master_addr=addr,
+        master_port=port,
+        attempt=int(env.get("SLURM_RESTART_COUNT") or 0),
+    )
+
+
+def _slurm_port(env: Mapping[str, str], shown: tuple[str, ...]) -> int:
+    """MASTER_PORT, or a port that all tasks of the step derive alike and other steps do not."""
+    if env.get("MASTER_PORT"):
+        return _port(env, _number(env, "MASTER_PORT", shown))
+    job = "SLURM_JOB_ID" if env.get("SLURM_JOB_ID") else "SLURM_JOBID"
+    number = _number(env, job, (*shown, "MASTER_PORT"))
+    step = int(env.get("SLURM_STEP_ID") or 0)
+    return _FIRST_PORT + (number * 31 + step) % _NUM_PORTS
+
+
+def _slurm_local_size(env: Mapping[str, str], size: int, shown: tuple[str, ...]) -> int:
+    """Tasks on this host: from a list such as ``2(x3),1``, or the same number on every host."""
+    counts = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
+    if counts and env.get("SLURM_NODEID"):
+        per_host = list(_expand_counts(counts))
+        host = _number(env, "SLURM_NODEID", shown)
+        if sum(per_host) == size and host < len(per_host):
+            return per_host[host]
+    if env.get("SLURM_NTASKS_PER_NODE"):
+        return min(size, _number(env, "SLURM_NTASKS_PER_NODE", shown))
+    num_hosts = env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES")
+    if num_hosts == "1" or size == 1:
+        return size
+    return _number(env, "SLURM_NTASKS_PER_NODE", shown)
+
+
+def _expand_counts(counts: str) -> Iterator[int]:
+    """``2(x3),1`` is 2, 2, 2, 1."""
+    for item in counts.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
+        if match is None:
+            raise WorldError(f"SLURM_STEP_TASKS_PER_NODE is {counts!r}, which is no list of counts")
+        yield from [int(match[1])] * int(match[2] or 1)
+
+
+def first_host(hosts: str) -> str:
+    """The first host of a Slurm list.
+
+    Example:
+        >>> first_host("gpu[07-12,15],cpu1")
+        'gpu07'
+    """
+    first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", hosts.strip())
+    if first is None:
+        raise WorldError(f"Slurm's list of hosts {hosts!r} names no host: set MASTER_ADDR")
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
+
+
+def _number(env: Mapping[str, str], name: str, shown: tuple[str, ...]) -> int:
+    text = env.get(name, "")
+    if not text.strip():
+        raise WorldError(f"{name} is not set, but {_found(env, *shown)}. {_HOW}")
+    if not re.fullmatch(r"\s*-?\d+\s*", text):
+        raise WorldError(f"{name} is {text!r}, which is not a whole number. {_HOW}")
+    return int(text)
+
+
+def _port(env: Mapping[str, str], port: int) -> int:
+    if not 0 < port < 2**16:
+        raise WorldError(
+            f"MASTER_PORT is {port}, which is not a port (need 0 < port < {2**16}): "
+            f"all ranks need the same free port of {env.get('MASTER_ADDR')!r}"
+        )
+    return port
+
+
+def _check_ranks(env: Mapping[str, str], names: tuple[str, str], rank: int, size: int) -> None:
+    if size < 1:
+        raise WorldError(f"{names[1]} is {size}: a job needs at least one rank. {_HOW}")
+    if not 0 <= rank < size:
+        raise WorldError(
+            f"{names[0]} is {rank} and {names[1]} is {env.get(names[1], size)} "
+            f"(need 0 <= {names[0]} < {names[1]}). {_HOW}"
+        )
+
+
+def _check_hosts(
+    env: Mapping[str, str], size: int, local_size: int, shown: tuple[str, ...]
+) -> None:
+    if local_size > size:
+        raise WorldError(
+            f"this host has {local_size} ranks and the whole job {size} ({_found(env, *shown)}). {_HOW}"
+        )
+
+
+def _found(env: Mapping[str, str], *names: str) -> str:
+    return ", ".join(f"{name}={env[name]}" for name in names if name in env)

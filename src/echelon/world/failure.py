@@ -1,0 +1,153 @@
+"""How a failed rank tells its launcher what happened: one small JSON file, and how it reads.
+
+The file has the fields that torchrun's agent looks for in the file it names in
+``TORCHELASTIC_ERROR_FILE``, and beside them the facts that name the cause. This module imports
+neither torch nor anything that does, so that a launcher can read records at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from echelon.errors import CollectiveMismatch, CommError, DeadlockError, RankFailed
+
+__all__ = ["FailureRecord", "error_file", "install_failure_record"]
+
+# Of these, the first one set names the file; torchrun sets the second in every rank.
+VARIABLES = ("ECHELON_ERROR_FILE", "TORCHELASTIC_ERROR_FILE")
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+_MAX_MESSAGE = 4000  # characters; a message may hold a tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailureRecord:
+    """What ended one rank.
+
+    Attributes:
+        rank: in the job.
+        type: class name of the exception.
+        message: its sentence.
+        place: the innermost line of user code, ``train.py:12 in main``; empty where there is none.
+        traceback: as Python prints it.
+        time_s: when, in seconds since the epoch.
+        follows: whether it only reports that communication broke, because another rank failed.
+        failed_rank: the rank that this one names as failed, if it does.
+    """
+
+    rank: int
+    type: str
+    message: str
+    place: str
+    traceback: str
+    time_s: float
+    follows: bool = False
+    failed_rank: int | None = None
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> FailureRecord:
+        """The record of ``error`` raised on ``rank``."""
+        return cls(
+            rank=rank,
+            type=type(error).__name__,
+            message=_cut(str(error)),
+            place=_place(error),
+            traceback="".join(traceback.format_exception(error)),
+            time_s=time.time(),
+            follows=isinstance(error, CommError)
+            and not isinstance(error, CollectiveMismatch | DeadlockError),
+            failed_rank=error.failed_rank if isinstance(error, RankFailed) else None,
+        )
+
+    @property
+    def headline(self) -> str:
+        """One line: the rank, the exception and the first line of its message."""
+        first = self.message.strip().split("\n", 1)[0]
+        return f"rank {self.rank} raised {self.type}" + (f": {first}" if first else "")
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the record; a reader sees all of it or nothing."""
+        facts = asdict(self)
+        torchrun = {
+            "message": f"{self.type}: {self.message}",
+            "extraInfo": {"py_callstack": self.traceback, "timestamp": str(int(self.time_s))},
+        }
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f"{target.name}.{os.getpid()}.part")
+        part.write_text(json.dumps({"message": torchrun, "echelon": facts}))
+        part.replace(target)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> FailureRecord | None:
+        """The record in a file; None where there is none of ours."""
+        try:
+            content = json.loads(Path(path).read_text())
+        except (OSError, ValueError):
+            return None  # not written, or written by something else
+        facts = content.get("echelon") if isinstance(content, dict) else None
+        return cls(**facts) if isinstance(facts, dict) else None
+
+
+def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where this rank's launcher wants its record, or None where nobody asked."""
+    for name in VARIABLES:
+        if environ.get(name):
+            return Path(environ[name])
+    return None
+
+
+def install_failure_record(path: str | os.PathLike[str], rank: int) -> Callable[[], None]:
+    """Write a record to ``path`` when an exception ends this process.
+
+    Python's own report of the exception still follows. A second call replaces the first one's
+    path and rank.
+
+    Returns:
+        a function that takes the hook out again.
+    """
+    before = sys.excepthook
+
+    def record_and_report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            try:
+                FailureRecord.of(error, rank).write(path)
+            except OSError as problem:  # the exception itself must still be seen
+                print(f"cannot write the failure record {path}: {problem}", file=sys.stderr)
+        before(kind, error, trace)
+
+    def remove() -> None:
+        if sys.excepthook is record_and_report:
+            sys.excepthook = before
+
+    sys.excepthook = record_and_report
+    return remove
+
+
+def _cut(message: str) -> str:
+    """``message``, shortened in the middle where it is very long."""
+    if len(message) <= _MAX_MESSAGE:
+        return message
+    half = _MAX_MESSAGE // 2
+    return f"{message[:half]} … {message[-half:]}"
+
+
+def _place(error: BaseException) -> str:
+    """The innermost frame that is neither of this package nor installed."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((_PACKAGE, "<frozen"))
+        and f"{os.sep}site-packages{os.sep}" not in frame.filename
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""

@@ -1,0 +1,352 @@
+"""The narrow waist: ranks that communicate together.
+
+Everything above takes a ``Group``; everything below writes only what ``backend`` lists. The public
+methods are final: they check arguments, build the call that all ranks must agree on, tell the
+observers, and make dense contiguous buffers of whatever tensor they are given.
+
+Names and meaning follow ``torch.distributed`` as of 2.13; a rank argument is a rank inside the group.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from echelon.errors import ArgumentError
+from echelon.world import arithmetic
+from echelon.world.backend import Backend
+from echelon.world.signature import Call
+from echelon.world.work import Window, Work
+
+__all__ = ["Group"]
+
+
+class Group(Backend):
+    """Ranks that communicate together. Abstract: a backend writes the ``_`` methods of ``Backend``.
+
+    Each collective is called by all ranks of the group, in the same order. With
+    ``async_op=True`` it returns a ``Work`` at once; any number may be outstanding. ``label`` names
+    what is communicated: errors repeat it, and ranks must agree on it.
+
+    Attributes:
+        rank: of this process (or simulated rank) inside the group.
+        size: number of ranks in the group.
+        ranks: their ranks in the job, in order.
+        name: for messages; ``"world"`` or derived from the parent's.
+        device: where tensors of this group live.
+        timeout: seconds that a rank waits for others before it raises.
+        shares_memory: whether windows of this group reach the peers' memory.
+    """
+
+    # Collectives -----------------------------------------------------------------------------
+
+    @final
+    def all_reduce(
+        self, tensor: Tensor, op: str = "sum", async_op: bool = False, *, label: str | None = None
+    ) -> Work | None:
+        """Replace ``tensor`` by its reduction over all ranks; bitwise the same on every rank.
+
+        Args:
+            op: ``"sum" "mean" "min" "max" "product"``, for integers also ``"band" "bor" "bxor"``.
+
+        Raises:
+            ArgumentError: the operation has no meaning for the dtype, or the tensor is not dense.
+            CollectiveMismatch: ranks differ in operation, dtype, shape, label or order.
+        """
+        arithmetic.check_op(op, self._check("all_reduce", tensor))
+        ticket = self._ticket(
+            Call("all_reduce", tensor.dtype, tuple(tensor.shape), op, None, label), async_op
+        )
+        flat, restore = _flat(tensor)
+        return self._started(self._all_reduce(ticket, flat, op), restore)
+
+    @final
+    def reduce_scatter_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: str = "sum",
+        async_op: bool = False,
+        *,
+        label: str | None = None,
+    ) -> Work | None:
+        """Reduce ``input`` over ranks and leave part ``rank`` of it in ``output``.
+
+        Args:
+            output: ``numel`` elements.
+            input: ``size * numel`` elements, the parts for all ranks end to end.
+        """
+        arithmetic.check_op(op, self._check("reduce_scatter_single", input, output))
+        self._check_numel("input", input, self.size * output.numel(), "size * output.numel()")
+        ticket = self._ticket(
+            Call("reduce_scatter_single", input.dtype, tuple(input.shape), op, None, label),
+            async_op,
+        )
+        flat, restore = _flat(output)
+        return self._started(self._reduce_scatter(ticket, flat, _flat(input)[0], op), restore)
+
+    @final
+    def all_gather_single(
+        self, output: Tensor, input: Tensor, async_op: bool = False, *, label: str | None = None
+    ) -> Work | None:
+        """Put the ``input`` of all ranks end to end, in rank order, into ``output``.
+
+        Args:
+            output: ``size * numel`` elements; may contain ``input`` at this rank's place.
+            input: ``numel`` elements.
+        """
+        self._check("all_gather_single", input, output)
+        self._check_numel("output", output, self.size * input.numel(), "size * input.numel()")
+        ticket = self._ticket(
+            Call("all_gather_single", input.dtype, tuple(input.shape), None, None, label), async_op
+        )
+        flat, restore = _flat(output)
+        parts = flat.view(self.size, -1).unbind(0) if flat.numel() else [flat] * self.size
+        return self._started(self._all_gather(ticket, parts, _flat(input)[0]), restore)
+
+    @final
+    def all_gather(
+        self,
+        outputs: Sequence[Tensor],
+        input: Tensor,
+        async_op: bool = False,
+        *,
+        label: str | None = None,
+    ) -> Work | None:
+        """Copy the ``input`` of rank ``r`` into ``outputs[r]`` on all ranks. Lengths may differ by rank."""
+        self._check("all_gather", input, *outputs)
+        if len(outputs) != self.size:
+            raise ArgumentError(f"all_gather got {len(outputs)} outputs for {self.size} ranks")
+        self._check_numel(
+            "input", input, outputs[self.rank].numel(), f"outputs[{self.rank}].numel()"
+        )
+        lengths = tuple(output.numel() for output in outputs)
+        ticket = self._ticket(Call("all_gather", input.dtype, lengths, None, None, label), async_op)
+        flats, restores = zip(*map(_flat, outputs), strict=True)
+        return self._started(self._all_gather(ticket, flats, _flat(input)[0]), *restores)
+
+    @final
+    def broadcast(
+        self, tensor: Tensor, src: int, async_op: bool = False, *, label: str | None = None
+    ) -> Work | None:
+        """Copy the ``tensor`` of rank ``src`` to all ranks."""
+        self._check("broadcast", tensor)
+        self._check_rank("src", src)
+        ticket = self._ticket(
+            Call("broadcast", tensor.dtype, tuple(tensor.shape), None, src, label), async_op
+        )
+        flat, restore = _flat(tensor)
+        return self._started(self._broadcast(ticket, flat, src), restore)
+
+    @final
+    def reduce(
+        self,
+        tensor: Tensor,
+        dst: int,
+        op: str = "sum",
+        async_op: bool = False,
+        *,
+        label: str | None = None,
+    ) -> Work | None:
+        """Replace ``tensor`` of rank ``dst`` by the reduction over all ranks; others keep theirs."""
+        arithmetic.check_op(op, self._check("reduce", tensor))
+        self._check_rank("dst", dst)
+        ticket = self._ticket(
+            Call("reduce", tensor.dtype, tuple(tensor.shape), op, dst, label), async_op
+        )
+        flat, restore = _flat(tensor)
+        return self._started(self._reduce(ticket, flat, dst, op), restore)
+
+    @final
+    def gather(
+        self,
+        tensor: Tensor,
+        outputs: Sequence[Tensor] | None = None,
+        dst: int = 0,
+        async_op: bool = False,
+        *,
+        label: str | None = None,
+    ) -> Work | None:
+        """Copy the ``tensor`` of rank ``r`` into ``outputs[r]`` of rank ``dst``; others give no outputs."""
+        self._check("gather", tensor, *(outputs or ()))
+        self._check_rank("dst", dst)
+        self._check_list("gather", "outputs", outputs, tensor, root=dst)
+        ticket = self._ticket(
+            Call("gather", tensor.dtype, tuple(tensor.shape), None, dst, label), async_op
+        )
+        pairs = [_flat(output) for output in outputs or ()]
+        work = self._gather(ticket, [flat for flat, _ in pairs], _flat(tensor)[0], dst)
+        return self._started(work, *(restore for _, restore in pairs))
+
+    @final
+    def scatter(
+        self,
+        tensor: Tensor,
+        inputs: Sequence[Tensor] | None = None,
+        src: int = 0,
+        async_op: bool = False,
+        *,
+        label: str | None = None,
+    ) -> Work | None:
+        """Copy ``inputs[r]`` of rank ``src`` into the ``tensor`` of rank ``r``; others give no inputs."""
+        self._check("scatter", tensor, *(inputs or ()))
+        self._check_rank("src", src)
+        self._check_list("scatter", "inputs", inputs, tensor, root=src)
+        ticket = self._ticket(
+            Call("scatter", tensor.dtype, tuple(tensor.shape), None, src, label), async_op
+        )
+        flat, restore = _flat(tensor)
+        work = self._scatter(ticket, flat, [_flat(item)[0] for item in inputs or ()], src)
+        return self._started(work, restore)
+
+    @final
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        async_op: bool = False,
+        *,
+        label: str | None = None,
+    ) -> Work | None:
+        """Send part ``r`` of ``input`` to rank ``r`` and put what rank ``r`` sent at part ``r`` of ``output``.
+
+        Args:
+            output_splits: rows of dim 0 that come from each rank; None: equal parts.
+            input_splits: rows of dim 0 that go to each rank; None: equal parts.
+
+        Raises:
+            CollectiveMismatch: a rank sends another number of elements than its peer expects.
+        """
+        self._check("all_to_all_single", input, output)
+        outs = self._split_numels("output", output, output_splits)
+        ins = self._split_numels("input", input, input_splits)
+        ticket = self._ticket(
+            Call("all_to_all_single", input.dtype, (), None, None, label), async_op
+        )
+        flat, restore = _flat(output)
+        work = self._all_to_all(ticket, flat.split(outs), _flat(input)[0].split(ins))
+        return self._started(work, restore)
+
+    @final
+    def barrier(self, async_op: bool = False, *, label: str | None = None) -> Work | None:
+        """Return when all ranks of the group have called it."""
+        ticket = self._ticket(Call("barrier", label=label), async_op)
+        return self._started(self._barrier(ticket))
+
+    # Objects ---------------------------------------------------------------------------------
+
+    @final
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """The picklable ``item`` of every rank, in rank order. For set-up, not for the training path."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8).to(self.device)
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        length = torch.tensor([mine.numel()], dtype=torch.int64, device=self.device)
+        self.all_gather_single(lengths, length, label="object lengths")
+        parts = [mine.new_empty(n) for n in lengths.tolist()]
+        self.all_gather(parts, mine, label="objects")
+        return [pickle.loads(part.cpu().numpy().tobytes()) for part in parts]
+
+    @final
+    def broadcast_object(self, item: Any = None, src: int = 0) -> Any:
+        """The picklable ``item`` of rank ``src``, on every rank. For set-up, not for the training path."""
+        self._check_rank("src", src)
+        mine = torch.empty(0, dtype=torch.uint8)
+        if self.rank == src:
+            mine = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+        length = torch.tensor([mine.numel()], dtype=torch.int64, device=self.device)
+        self.broadcast(length, src, label="object length")
+        if self.rank != src:
+            mine = mine.new_empty(int(length.item()))
+        data = mine.to(self.device)
+        self.broadcast(data, src, label="object")
+        return pickle.loads(data.cpu().numpy().tobytes())
+
+    # Point to point --------------------------------------------------------------------------
+
+    @final
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
+        """Send ``tensor`` to rank ``dst``; it must not change before the work is waited for."""
+        ticket = self._p2p_ticket("send", tensor, dst, tag, blocking=False)
+        return self._send(ticket, _flat(tensor)[0], dst, tag)
+
+    @final
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
+        """Receive into ``tensor`` what rank ``src`` sends with the same ``tag``, in the order of sending."""
+        ticket = self._p2p_ticket("recv", tensor, src, tag, blocking=False)
+        flat, restore = _flat(tensor)
+        work = self._recv(ticket, flat, src, tag)
+        if restore is not None:
+            work.then(restore)
+        return work
+
+    @final
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send ``tensor`` to rank ``dst`` and return when it may be changed again.
+
+        A program must not count on buffering: simulated ranks return only when the receiver has come.
+        """
+        ticket = self._p2p_ticket("send", tensor, dst, tag, blocking=True)
+        self._send(ticket, _flat(tensor)[0], dst, tag).wait()
+
+    @final
+    def recv(self, tensor: Tensor, src: int, tag: int = 0) -> None:
+        """Receive into ``tensor`` what rank ``src`` sends with the same ``tag``.
+
+        Raises:
+            CollectiveMismatch: the peer sent another dtype or number of elements.
+        """
+        ticket = self._p2p_ticket("recv", tensor, src, tag, blocking=True)
+        flat, restore = _flat(tensor)
+        self._recv(ticket, flat, src, tag).wait()
+        if restore is not None:
+            restore()
+
+    # Groups and windows ----------------------------------------------------------------------
+
+    @final
+    def subgroup(self, ranks: Sequence[int]) -> Group | None:
+        """A group of some of these ranks (numbers inside this group), or None where this rank is not among them.
+
+        All ranks of this group call it, with the same ``ranks``; they are sorted and repeats dropped.
+        """
+        members = sorted(set(ranks))
+        if not members:
+            raise ArgumentError("a subgroup needs at least one rank")
+        for member in members:
+            self._check_rank("a member of the subgroup", member)
+        self._num_subgroups += 1
+        name = f"{self.name}.{self._num_subgroups}"
+        ticket = self._ticket(
+            Call("subgroup", None, tuple(members), None, None, name), async_op=False
+        )
+        return self._subgroup(ticket, name, members)
+
+    @final
+    def window(self, numel: int, dtype: torch.dtype = torch.float32) -> Window:
+        """Memory of ``numel`` elements on each rank that the peers can reach in place; zeros at first.
+
+        All ranks of the group call it. Where memory is not shared (``shares_memory``) the window holds the
+        local region only; collectives on it work everywhere and are fastest where it is shared.
+
+        Raises:
+            SharedMemoryError: there is not enough.
+        """
+        if numel < 0:
+            raise ArgumentError(f"a window cannot have {numel} elements")
+        ticket = self._ticket(Call("window", dtype, (numel,)), async_op=False)
+        return self._window(ticket, numel, dtype)
+
+
+def _flat(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+    """``tensor`` as a 1D buffer, and a step that copies the buffer back where it had to be a copy."""
+    data = tensor.detach()
+    if data.is_contiguous() and not data.is_conj() and not data.is_neg():
+        return data.view(-1), None
+    buffer = data.resolve_conj().resolve_neg().contiguous().view(-1)
+    return buffer, lambda: data.copy_(buffer.view(data.shape)) and None

@@ -1,0 +1,216 @@
+"""Local processes as ranks: start them, collect their results, name the one that failed, leave nothing behind.
+
+Children are forked from a server that has torch imported already, so that starting them takes
+milliseconds and no thread of the caller is copied. They die with the server, and it with the caller.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from echelon.errors import ArgumentError, CommError, CommTimeout, RankFailed, WorldError
+from echelon.world.base import World
+from echelon.world.shm.start import create_segments, join
+
+__all__ = ["GRACE_S", "run_processes"]
+
+# After one rank failed, how long the others may take to notice by themselves, in seconds.
+GRACE_S = 1.0
+_PR_SET_PDEATHSIG = 1
+
+Enter = Callable[[World], None]
+
+
+class _RemoteTraceback(Exception):
+    """The traceback of another process, shown as the cause of its exception."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        super().__init__(text)
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"
+
+
+def run_processes(
+    fn: Callable[..., Any],
+    ranks: int,
+    args: tuple[Any, ...],
+    timeout: float,
+    enter: Enter,
+) -> list[Any]:
+    """Call ``fn(world, *args)`` in ``ranks`` processes of this host; results in rank order.
+
+    Args:
+        enter: called in each child with its world before ``fn``.
+
+    Raises:
+        ArgumentError: ``fn`` or ``args`` cannot be sent to another process.
+        Exception: the first failure of a rank, with a note that names the rank.
+    """
+    try:
+        job = pickle.dumps((fn, args, timeout, enter))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ArgumentError(
+            f"{fn!r} and its arguments cannot be sent to other processes ({error}): "
+            "define the function at the top level of a module, or use world='threads'"
+        ) from error
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["echelon.world.processes"])
+    segments = create_segments(ranks)
+    tokens = (segments[0].token, segments[1].token)
+    children: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    try:
+        for rank in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_child, args=(rank, ranks, tokens, job, theirs), name=f"rank {rank}"
+            )
+            process.start()
+            theirs.close()
+            children.append(process)
+            pipes.append(ours)
+        return _collect(children, pipes)
+    finally:
+        _end(children)
+        for pipe in pipes:
+            pipe.close()
+        for segment in segments:
+            segment.unpublish()
+
+
+def _collect(children: Sequence[BaseProcess], pipes: Sequence[Connection]) -> list[Any]:
+    """The results, or the failure that came first; waits for the others a moment to learn more."""
+    results: dict[int, Any] = {}
+    failures: dict[int, BaseException] = {}
+    deadline: float | None = None
+    while len(results) + len(failures) < len(children):
+        open_ranks = [r for r in range(len(children)) if r not in results and r not in failures]
+        seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = set(wait([pipes[r] for r in open_ranks], seconds))
+        for rank in open_ranks:
+            if pipes[rank] in ready:
+                outcome = _receive(children[rank], pipes[rank])
+                if isinstance(outcome, BaseException):
+                    failures[rank] = outcome
+                else:
+                    results[rank] = outcome[0]
+        if failures and deadline is None:
+            deadline = time.monotonic() + GRACE_S
+        if deadline is not None and time.monotonic() >= deadline:
+            break
+    if failures:
+        rank, error = _first(failures)
+        error.add_note(f"raised on rank {rank} of {len(children)}")
+        raise error
+    return [results[rank] for rank in range(len(children))]
+
+
+def _receive(process: BaseProcess, pipe: Connection) -> tuple[Any] | BaseException:
+    """The result of a rank as a 1-tuple, or what it raised, or how it died."""
+    try:
+        kind, payload, text = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        process.join()
+        return _Died(process.exitcode or 0)
+    if kind == "result":
+        return (pickle.loads(payload),)
+    try:
+        error: BaseException = pickle.loads(payload)
+    except Exception as problem:  # an exception class that only the child can build
+        error = WorldError(f"a rank raised an exception that cannot be sent: {text} ({problem!r})")
+    error.__cause__ = _RemoteTraceback(text)
+    return error
+
+
+class _Died(Exception):
+    """A child ended without a word."""
+
+    def __init__(self, exitcode: int) -> None:
+        super().__init__(exitcode)
+        self.how = (
+            f"was killed by {signal.Signals(-exitcode).name}"
+            if exitcode < 0
+            else f"ended with exit code {exitcode} before it returned"
+        )
+
+
+def _first(failures: dict[int, BaseException]) -> tuple[int, BaseException]:
+    """The failure that caused the others, and its rank."""
+    for rank, error in failures.items():
+        if isinstance(error, _Died):
+            seen = next(
+                (e.doing for e in failures.values() if isinstance(e, RankFailed) and e.failed_rank == rank),
+                "no communication with it",
+            )
+            return rank, RankFailed(rank, error.how, seen)
+    for rank, error in failures.items():
+        if not isinstance(error, RankFailed | CommTimeout):
+            return rank, error
+    for rank, error in failures.items():
+        if not isinstance(error, RankFailed):
+            return rank, error
+    return next(iter(failures.items()))
+
+
+def _end(children: Sequence[BaseProcess]) -> None:
+    """End what still runs, and wait for it."""
+    for process in children:
+        if process.is_alive():
+            process.kill()
+    for process in children:
+        process.join()
+        process.close()
+
+
+def _child(rank: int, size: int, tokens: tuple[str, str], job: bytes, pipe: Connection) -> None:
+    """One rank: enter the world, call the function, send what it returned or raised."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the caller, who ends us
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+    try:
+        fn, args, timeout, enter = pickle.loads(job)
+        group = join(rank, size, tokens, timeout=timeout)
+    except BaseException as error:
+        _send_error(pipe, error)
+        return
+    world = World(group, backend="shm", close=lambda error: group.close(_reason(error)))
+    try:
+        enter(world)
+        result = fn(world, *args)
+        world.close()
+        payload = pickle.dumps(("result", pickle.dumps(result), ""))
+    except BaseException as error:
+        group.close(_reason(error))
+        _send_error(pipe, error)
+    else:
+        pipe.send_bytes(payload)
+
+
+def _reason(error: BaseException | None) -> str | None:
+    """How the other ranks will read of a failure."""
+    return None if error is None else f"raised {type(error).__name__}: {error}"
+
+
+def _send_error(pipe: Connection, error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error))
+    try:
+        payload = pickle.dumps(error)
+        pickle.loads(payload)
+    except Exception:  # the text still tells what happened
+        payload = pickle.dumps(CommError(text) if isinstance(error, CommError) else WorldError(text))
+    pipe.send_bytes(pickle.dumps(("error", payload, text)))

@@ -1,0 +1,160 @@
+"""A random stream for each simulated rank.
+
+torch has one default CPU generator for the whole process. Ranks that are threads would draw from it in
+whatever order they happen to run, so that ``torch.manual_seed(0)`` on every rank would give neither the
+weights that one process gets nor the same weights twice. Here the one generator has one owner at a time:
+before a rank draws, the owner's state is put aside and the rank's own is put in place. A draw by the same
+rank as before costs a lock.
+
+Law: what a simulated rank draws depends only on its own seeds and draws.
+
+Python's ``random`` and NumPy's global generator stay shared; draws on CUDA devices too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["random_stream"]
+
+_DRAWS = {
+    torch: (
+        "rand randn randint rand_like randn_like randint_like randperm normal bernoulli multinomial "
+        "poisson dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout rrelu "
+        "binomial _standard_gamma _sample_dirichlet lstm gru rnn_tanh rnn_relu dropout_ "
+        "alpha_dropout_ feature_dropout_ feature_alpha_dropout_ rrelu_"
+    ),
+    torch.Tensor: (
+        "uniform_ normal_ bernoulli bernoulli_ exponential_ random_ cauchy_ geometric_ log_normal_ multinomial"
+    ),
+    torch.nn.functional: (
+        "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout gumbel_softmax rrelu rrelu_ "
+        "multi_head_attention_forward scaled_dot_product_attention fractional_max_pool2d "
+        "fractional_max_pool3d fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices"
+    ),
+    torch.nn.init: (
+        "uniform_ normal_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ "
+        "orthogonal_ sparse_"
+    ),
+}
+
+_DRAWING: frozenset[Any] = frozenset(
+    getattr(module, name)
+    for module, names in _DRAWS.items()
+    for name in names.split()
+    if name in dir(module)
+)
+
+
+class _Turns:
+    """Who owns torch's default generator, and the states of those who do not."""
+
+    def __init__(self) -> None:
+        self.generator = torch.default_generator
+        self._lock = threading.RLock()
+        self._states: dict[object, Tensor] = {}
+        self._owner: object = None  # None: code outside all simulated ranks
+
+    @contextmanager
+    def turn(self, who: object) -> Iterator[torch.Generator]:
+        """Hold the generator with the state of ``who`` in it."""
+        with self._lock:
+            if self._owner is not who:
+                self._states[self._owner] = self.generator.get_state()
+                # A new stream starts where its world was started from.
+                self.generator.set_state(self._states.get(who, self._states[None]))
+                self._owner = who
+            yield self.generator
+
+    def forget(self, who: object) -> None:
+        """Drop the stream of a rank that is done."""
+        with self._lock:
+            if self._owner is who:
+                self.generator.set_state(self._states[None])
+                self._owner = None
+            self._states.pop(who, None)
+
+
+_turns = _Turns()
+_current = threading.local()
+
+
+class _RankGenerator:
+    """Stands for ``torch.random.default_generator``, so that seeding and saving act on the rank's own stream."""
+
+    def __getattr__(self, name: str) -> Any:
+        who = getattr(_current, "who", None)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _turns.turn(who) as generator:
+                return getattr(generator, name)(*args, **kwargs)
+
+        return call
+
+
+class _OwnDraws(TorchFunctionMode):
+    """Gives a rank its turn around every function of torch that draws."""
+
+    def __init__(self, who: object) -> None:
+        super().__init__()
+        self._who = who
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _DRAWING:
+            with _turns.turn(self._who):
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+_installed = 0
+_install_lock = threading.Lock()
+
+
+@contextmanager
+def _rank_generator_installed() -> Iterator[None]:
+    global _installed
+    with _install_lock:
+        _installed += 1
+        torch.random.default_generator = _RankGenerator()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        with _install_lock:
+            _installed -= 1
+            if not _installed:
+                torch.random.default_generator = _turns.generator
+
+
+@contextmanager
+def random_stream() -> Iterator[None]:
+    """Give the current thread its own stream while the body runs; it starts as a copy of the outer one.
+
+    Example:
+        >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
+        <torch._C.Generator object at ...>
+        >>> with random_stream():
+        ...     inside = torch.rand(3)
+        >>> bool((inside == torch.rand(3)).all())
+        True
+    """
+    who = object()
+    with _rank_generator_installed(), _OwnDraws(who):
+        _current.who = who
+        try:
+            yield
+        finally:
+            _current.who = None
+            _turns.forget(who)

@@ -1,0 +1,205 @@
+"""Start ranks, collect what they return, raise the first failure; find the world a script was started in."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from echelon.errors import ArgumentError, WorldError
+from echelon.streams import is_cpu, local_device
+from echelon.world import shm
+from echelon.world.base import DEFAULT_TIMEOUT_S, World
+from echelon.world.environment import JobEnvironment, environment
+from echelon.world.failure import error_file, install_failure_record
+from echelon.world.processes import run_processes
+from echelon.world.randomness import random_stream
+from echelon.world.threads import Fabric, ThreadGroup
+
+__all__ = ["init", "run"]
+
+# After one rank failed, how long the others may take to notice, in seconds.
+GRACE_S = 2.0
+
+_current = threading.local()
+
+
+def run(
+    fn: Callable[..., Any],
+    ranks: int,
+    world: str = "threads",
+    *,
+    args: Sequence[Any] = (),
+    timeout: float = DEFAULT_TIMEOUT_S,
+    device: str | torch.device = "cpu",
+) -> list[Any]:
+    """Call ``fn(world, *args)`` on every rank and return the results in rank order.
+
+    Args:
+        fn: called with this rank's ``World``; for ``"processes"`` a function of a module.
+        ranks: how many.
+        world: ``"threads"``: simulated ranks in this process; ``"processes"``: local processes over shared memory.
+        timeout: seconds that a rank waits for others in one call before it raises.
+        device: for threads, where all ranks live.
+
+    Raises:
+        Exception: the first failure of a rank, with a note that names the rank.
+
+    Example:
+        >>> def main(world):
+        ...     total = torch.tensor([world.rank])
+        ...     world.group.all_reduce(total)
+        ...     return total.item()
+        >>> run(main, ranks=4)
+        [6, 6, 6, 6]
+    """
+    if not isinstance(ranks, int) or ranks < 1:
+        raise ArgumentError(f"ranks is {ranks!r}; a world needs at least one rank")
+    if not timeout > 0:
+        raise ArgumentError(f"timeout is {timeout!r}; give seconds > 0")
+    if world == "threads":
+        return _run_threads(fn, ranks, tuple(args), timeout, torch.device(device))
+    if world == "processes":
+        if not is_cpu(torch.device(device)):
+            raise ArgumentError(f"processes share CPU memory, so device={device!r} needs torchrun and NCCL")
+        return run_processes(fn, ranks, tuple(args), timeout, _enter)
+    raise ArgumentError(f"unknown world {world!r}: use 'threads' or 'processes'")
+
+
+def _enter(world: World) -> None:
+    """Make ``world`` what ``init`` returns on this thread."""
+    _current.world = world
+
+
+def _run_threads(
+    fn: Callable[..., Any], ranks: int, args: tuple[Any, ...], timeout: float, device: torch.device
+) -> list[Any]:
+    fabric = Fabric(ranks, timeout)
+    results: list[Any] = [None] * ranks
+
+    def rank_main(rank: int) -> None:
+        try:
+            # Backward runs on the rank's own thread, or hooks of several ranks would queue behind one another.
+            with random_stream(), torch.autograd.set_multithreading_enabled(False):
+                group = ThreadGroup(fabric, rank, range(ranks), device=device)
+                world = World(group, backend="threads")
+                _enter(world)
+                results[rank] = fn(world, *args)
+        except BaseException as error:
+            fabric.fail(rank, error)
+        else:
+            fabric.finish(rank)
+
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(ranks)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.2 if fabric.failure is None else GRACE_S)
+                if fabric.failure is not None:
+                    break
+    except BaseException as error:  # Ctrl-C: free the ranks before we leave
+        fabric.fail(-1, error)
+        raise
+    if fabric.failure is not None:
+        _raise_first(fabric, threads)
+    return results
+
+
+def _raise_first(fabric: Fabric, threads: Sequence[threading.Thread]) -> None:
+    """Raise the first failure, once the other ranks have ended or had their time."""
+    assert fabric.failure is not None
+    rank, error = fabric.failure
+    for thread in threads:
+        thread.join(GRACE_S)
+    error.add_note(f"raised on rank {rank} of {fabric.size}")
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    if stuck:
+        error.add_note(f"still running outside communication, and left behind: {', '.join(stuck)}")
+    raise error
+
+
+def init(
+    backend: str | None = None, *, timeout: float = DEFAULT_TIMEOUT_S, check: bool | None = None
+) -> World:
+    """The world that this script was started in.
+
+    Inside ``run`` and ``echelon run``: that world. Under torchrun or Slurm: NCCL where there is CUDA,
+    shared memory where all ranks are on one host, else gloo. Otherwise a world of one rank.
+
+    Args:
+        backend: ``"shm"``, or any of ``torch.distributed``'s (``"gloo"``, ``"nccl"``, …), instead of the choice above.
+        timeout: seconds that a rank waits for others in one call before it raises.
+        check: compare every call of all ranks on backends of ``torch.distributed``; None: if
+            ``ECHELON_CHECK=1``. Threads and shared memory always do.
+
+    Raises:
+        WorldError: the variables contradict each other, or the ranks cannot reach each other.
+        CommTimeout: some rank did not come.
+    """
+    world: World | None = getattr(_current, "world", None)
+    if world is not None:
+        return world
+    job = environment(os.environ)
+    if job is None or (job.size == 1 and backend is None):
+        world = _alone(timeout)
+    else:
+        world = _join_job(job, backend, timeout, check)
+    _close_at_exit(world)
+    _enter(world)
+    return world
+
+
+def _alone(timeout: float) -> World:
+    group = ThreadGroup(Fabric(1, timeout), 0, [0], device=local_device(0))
+    return World(group, backend="single")
+
+
+def _join_job(job: JobEnvironment, backend: str | None, timeout: float, check: bool | None) -> World:
+    # Imported here: threads and processes need no torch.distributed, and it takes a second to import.
+    from echelon.world import torch_dist
+
+    device = local_device(job.local_rank)
+    if backend is None:
+        backend = "shm" if job.one_host else "gloo"
+        if not is_cpu(device):
+            backend = "nccl"
+    if backend == "shm":
+        if not job.one_host:
+            raise WorldError(
+                f"backend 'shm' needs all ranks on one host, but this host has {job.local_size} of {job.size}: "
+                "use 'gloo' or 'nccl'"
+            )
+        store = torch_dist.open_store(job, timeout)
+        group = shm.connect(job.rank, job.size, store, timeout=timeout, name=f"world {job.attempt}")
+        return World(
+            group,
+            backend="shm",
+            local_rank=job.local_rank,
+            close=lambda error: group.close(None if error is None else f"raised {type(error).__name__}: {error}"),
+        )
+    return torch_dist.connect(job, backend, device=device, timeout=timeout, check=check)
+
+
+def _close_at_exit(world: World) -> None:
+    """Leave in good order when the script ends; if an exception ends it, tell the other ranks why."""
+    if path := error_file():
+        install_failure_record(path, world.rank)
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        world.close(error)
+        before(kind, error, trace)
+
+    sys.excepthook = tell
+    atexit.register(world.close)

@@ -1,0 +1,212 @@
+"""What the processes of one job know of each other: who is there, who left, who sleeps, who failed.
+
+The board is one segment with a page a rank; each word has one writer, so no atomic operation is needed::
+
+    rank r:  | bell | state | pid | sleepers | text length | … text of the failure … |
+
+``bell`` is the exception: anyone writes it, always with a value that nobody wrote before, so that a rank
+which read it, looked around and then goes to sleep on it cannot miss a change in between.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import final
+
+from echelon.errors import CommTimeout, RankFailed
+from echelon.world.shm.futex import Bell, fence
+from echelon.world.shm.segment import Segment
+
+__all__ = ["Board"]
+
+_PAGE = 4096
+_WORDS = _PAGE // 4
+_BELL, _STATE, _PID, _SLEEPERS, _TEXT_LENGTH = range(5)
+_TEXT_START = 64
+_ABSENT, _HERE, _LEFT, _FAILED = range(4)
+
+# A sleeping rank looks around this often even if no bell rings: peers can die without a sound.
+_LOOK_S = 0.05
+# Spinning saves two context switches where a peer is about to come; it pays while each rank has a core.
+_SPIN_S = 0.0001
+
+
+@final
+class Board:
+    """The page of every rank of a job, and the sleeping and waking between them.
+
+    Args:
+        segment: of ``Board.nbytes(size)``.
+        rank: of this process in the job.
+        size: number of ranks in the job.
+    """
+
+    def __init__(self, segment: Segment, rank: int, size: int) -> None:
+        self.segment, self.rank, self.size = segment, rank, size
+        self._bytes = memoryview(segment.buffer)
+        self._words = self._bytes.cast("I")
+        base = ctypes.addressof(ctypes.c_char.from_buffer(segment.buffer))
+        self._bells = [Bell(base + r * _PAGE + _BELL * 4) for r in range(size)]
+        self._rung = 0
+        self._pidfds: dict[int, int] = {}
+        self._num_sleepers = 0
+        self._sleep_lock = threading.Lock()
+        self.spin_s = _SPIN_S if size <= len(os.sched_getaffinity(0)) else _SPIN_S / 20
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Bytes of a board for ``size`` ranks."""
+        return size * _PAGE
+
+    # Joining and leaving ---------------------------------------------------------------------
+
+    def join(self, timeout: float) -> None:
+        """Put this rank on the board and return when all are on it.
+
+        Raises:
+            CommTimeout: some rank did not come.
+        """
+        self._words[self._at(self.rank, _PID)] = os.getpid()
+        fence()
+        self._words[self._at(self.rank, _STATE)] = _HERE
+        everyone = [r for r in range(self.size) if r != self.rank]
+        self.ring(everyone)
+        deadline = time.monotonic() + timeout
+        while missing := [r for r in everyone if self._state(r) == _ABSENT]:
+            self._sleep(lambda: self._state(missing[0]) != _ABSENT, _LOOK_S)
+            if time.monotonic() > deadline:
+                raise CommTimeout(f"rank {self.rank}, starting a world of {self.size} ranks,", missing, timeout)
+        for r in everyone:
+            try:
+                self._pidfds[r] = os.pidfd_open(self._words[self._at(r, _PID)])
+            except ProcessLookupError:
+                pass  # died already; the board says how, or ``_check`` finds no descriptor
+
+    def leave(self, failure: str | None) -> None:
+        """Note that this rank ends, and why if it failed; wakes all ranks."""
+        if failure is not None:
+            text = failure.encode()[: _PAGE - _TEXT_START]
+            start = self.rank * _PAGE + _TEXT_START
+            self._bytes[start : start + len(text)] = text
+            self._words[self._at(self.rank, _TEXT_LENGTH)] = len(text)
+            fence()
+        self._words[self._at(self.rank, _STATE)] = _LEFT if failure is None else _FAILED
+        self.ring(r for r in range(self.size) if r != self.rank)
+        for descriptor in self._pidfds.values():
+            os.close(descriptor)
+        self._pidfds.clear()
+
+    # Sleeping and waking ---------------------------------------------------------------------
+
+    def ring(self, ranks: Iterable[int]) -> None:
+        """Tell ``ranks`` that something they may wait for has changed. Call after the change."""
+        self._rung += 1
+        value = (self._rung * self.size + self.rank) & 0xFFFFFFFF  # no other ring has this value
+        words = self._words
+        sleepers = []
+        for rank in ranks:
+            words[rank * _WORDS + _BELL] = value
+            sleepers.append(rank)
+        fence()  # or the sleepers might be read before the change is seen
+        for rank in sleepers:
+            if words[rank * _WORDS + _SLEEPERS]:
+                self._bells[rank].wake()
+
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        doing: Callable[[], str],
+        missing: Callable[[], Sequence[int]],
+        timeout: float,
+        spin: bool = True,
+    ) -> None:
+        """Return when ``ready()``: spin for a moment, then sleep until a bell rings.
+
+        Args:
+            ready: reads shared memory; cheap.
+            doing: the call that waits, for the message of an error.
+            missing: ranks in the job that have not come.
+            timeout: seconds.
+            spin: whether this thread may spin; it holds the interpreter while it does.
+
+        Raises:
+            RankFailed: a rank failed, or one that is missing left or died.
+            CommTimeout: time is up.
+        """
+        now = time.perf_counter
+        if spin:
+            end = now() + self.spin_s
+            while now() < end:
+                if ready():
+                    return
+        deadline = now() + timeout
+        while not ready():
+            self._sleep(ready, min(_LOOK_S, max(0.0, deadline - now())))
+            if ready():
+                return
+            self.check(doing, missing)
+            if now() >= deadline:
+                raise CommTimeout(doing(), missing(), timeout)
+
+    def doze(self, act: Callable[[], None]) -> None:
+        """Run ``act``, then sleep until a bell rings that was not heard before ``act`` began."""
+        self._sleep(lambda: act() is not None, _LOOK_S)
+
+    def check(self, doing: Callable[[], str], missing: Callable[[], Sequence[int]]) -> None:
+        """Raise if a rank failed, or if one that is waited for left or died."""
+        for rank in range(self.size):
+            if self._state(rank) == _FAILED and rank != self.rank:
+                raise RankFailed(rank, self._text(rank), doing())
+        dead = self._dead()
+        for rank in missing():
+            if rank == self.rank:
+                continue
+            if self._state(rank) == _LEFT:
+                raise RankFailed(rank, "returned and left the world", doing())
+            if rank in dead:
+                raise RankFailed(rank, "died: it was killed, crashed or called os._exit", doing())
+
+    def _sleep(self, done: Callable[[], bool], seconds: float) -> None:
+        """Sleep until a bell rings that was not heard before ``done()`` was false; at most ``seconds``."""
+        words, at = self._words, self._at(self.rank, _SLEEPERS)
+        with self._sleep_lock:
+            self._num_sleepers += 1
+            words[at] = self._num_sleepers
+        try:
+            seen = words[self._at(self.rank, _BELL)]
+            fence()  # the others must see a sleeper before we look for the last time
+            if not done():
+                self._bells[self.rank].wait(seen, seconds)
+        finally:
+            with self._sleep_lock:
+                self._num_sleepers -= 1
+                words[at] = self._num_sleepers
+
+    # Reading the board -----------------------------------------------------------------------
+
+    @staticmethod
+    def _at(rank: int, field: int) -> int:
+        return rank * _WORDS + field
+
+    def _state(self, rank: int) -> int:
+        return self._words[rank * _WORDS + _STATE]
+
+    def _text(self, rank: int) -> str:
+        start = rank * _PAGE + _TEXT_START
+        length = self._words[self._at(rank, _TEXT_LENGTH)]
+        return bytes(self._bytes[start : start + length]).decode(errors="replace")
+
+    def _dead(self) -> set[int]:
+        """Ranks whose process has ended; a zombie counts."""
+        poll = select.poll()
+        by_descriptor = {descriptor: rank for rank, descriptor in self._pidfds.items()}
+        for descriptor in by_descriptor:
+            poll.register(descriptor, select.POLLIN)
+        dead = {by_descriptor[descriptor] for descriptor, _ in poll.poll(0)}
+        joined = {r for r in range(self.size) if self._state(r) == _HERE and r != self.rank}
+        return dead | (joined - set(self._pidfds))

@@ -1,0 +1,101 @@
+"""One background thread that runs the asynchronous collectives of a group in the order of issue."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import final
+
+from echelon.errors import CommTimeout
+from echelon.world.work import Ticket, Work
+
+__all__ = ["Engine"]
+
+
+@final
+class _EngineWork(Work):
+    """A collective that is queued, running or done."""
+
+    def __init__(self, ticket: Ticket, action: Callable[[], None] | None, timeout: float) -> None:
+        super().__init__(ticket)
+        self.action = action
+        self.error: BaseException | None = None
+        self._complete = threading.Event() if action is not None else None
+        self._timeout = timeout
+
+    def run(self) -> None:
+        assert self.action is not None and self._complete is not None
+        try:
+            self.action()
+        except BaseException as error:  # raised again by whoever waits
+            self.error = error
+        self.action = None  # frees the tensors
+        self._complete.set()
+
+    def done(self) -> bool:
+        return self._complete is None or self._complete.is_set()
+
+    def _wait(self, timeout: float | None) -> None:
+        seconds = self._timeout if timeout is None else timeout
+        if self._complete is not None and not self._complete.wait(seconds):
+            raise CommTimeout(str(self.ticket), (), seconds)
+        if self.error is not None:
+            raise self.error
+
+
+@final
+class Engine:
+    """Runs actions one after another: on the caller's thread if it waits anyway, else in the background.
+
+    Law: actions run in the order in which they were given, whatever thread runs them.
+
+    Args:
+        name: of the thread.
+        timeout: seconds that ``wait`` of a work takes by default.
+    """
+
+    def __init__(self, name: str, timeout: float) -> None:
+        self._name = name
+        # The action itself gives up after the group's timeout and knows whom it waited for.
+        self._timeout = timeout + 10.0
+        self._queue: deque[_EngineWork] = deque()
+        self._changed = threading.Condition()
+        self._num_open = 0  # queued or running
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    def run(self, ticket: Ticket, action: Callable[[], None]) -> Work:
+        """Run ``action`` now if the caller blocks and nothing is outstanding; else in its turn."""
+        if ticket.blocking and not self._num_open:
+            action()
+            return _EngineWork(ticket, None, self._timeout)
+        work = _EngineWork(ticket, action, self._timeout)
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                self._thread.start()
+            self._queue.append(work)
+            self._num_open += 1
+            self._changed.notify()
+        return work
+
+    def close(self) -> None:
+        """End the thread after what is queued; what waits for dead ranks ends by itself."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._closing:
+                    self._changed.wait()
+                if not self._queue:
+                    return
+                work = self._queue.popleft()
+            work.run()
+            with self._changed:
+                self._num_open -= 1

@@ -1,0 +1,72 @@
+"""Sleep until a 32-bit word of shared memory changes: Linux's futex, between processes."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import threading
+from typing import final
+
+from echelon.errors import WorldError
+
+__all__ = ["Bell", "fence"]
+
+_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+_WAIT, _WAKE = 0, 1  # without FUTEX_PRIVATE_FLAG: the word is shared by processes
+_EVERYONE = 0x7FFFFFFF
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)  # releases the GIL while it sleeps
+_syscall = _libc.syscall
+_syscall.restype = ctypes.c_long
+
+
+def _number() -> int:
+    try:
+        return _NUMBERS[platform.machine()]
+    except KeyError:
+        raise WorldError(
+            f"shared memory between processes is not known on {platform.machine()}: use backend='gloo'"
+        ) from None
+
+
+@final
+class Bell:
+    """One word of shared memory that a process sleeps on and others ring. The arguments are built once."""
+
+    def __init__(self, address: int) -> None:
+        number, place = ctypes.c_long(_number()), ctypes.c_void_p(address)
+        nothing, zero = ctypes.c_void_p(None), ctypes.c_uint32(0)
+        self._wake = (number, place, ctypes.c_int(_WAKE), ctypes.c_int(_EVERYONE), nothing, nothing, zero)
+        self._wait = (number, place, ctypes.c_int(_WAIT))
+        self._rest = (nothing, zero)
+
+    def wake(self) -> None:
+        """Wake all that sleep on the word."""
+        _syscall(*self._wake)
+
+    def wait(self, value: int, seconds: float) -> None:
+        """Sleep while the word is ``value``, at most ``seconds``; may return early."""
+        whole = int(seconds)
+        limit = _Timespec(whole, int((seconds - whole) * 1e9))
+        outcome = _syscall(*self._wait, ctypes.c_uint32(value), ctypes.byref(limit), *self._rest)
+        if outcome == -1 and ctypes.get_errno() not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
+            raise WorldError(f"futex wait failed with errno {ctypes.get_errno()}")
+
+
+_lock = threading.Lock()
+
+
+def fence() -> None:
+    """Order all earlier loads and stores of this thread before all later ones.
+
+    Python has no memory barrier; taking a lock is an atomic read-modify-write, which is one. A plain
+    store of a flag would otherwise be allowed to pass a later load, on x86 too.
+    """
+    _lock.acquire()
+    _lock.release()

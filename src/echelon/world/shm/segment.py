@@ -1,0 +1,116 @@
+"""Shared memory that no crash can leave behind.
+
+A segment is a memfd: it has no name in ``/dev/shm``, peers open it through ``/proc/<pid>/fd``, and the
+kernel frees it with the last process that maps it, however that process ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+from echelon.errors import SharedMemoryError, WorldError
+
+__all__ = ["Segment", "available_nbytes"]
+
+_PAGE = mmap.PAGESIZE
+# What must stay free for everyone else when a segment is made.
+_RESERVE = 64 * 2**20
+
+
+@final
+class Segment:
+    """A piece of memory that several processes map.
+
+    Attributes:
+        nbytes: its length.
+        buffer: its bytes; tensors made by ``tensor`` keep it alive.
+        token: tells a process of this host how to open it, while ``publish``ed.
+    """
+
+    def __init__(self, fd: int, nbytes: int, *, populate: bool) -> None:
+        self.nbytes = nbytes
+        self._fd = fd
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+        self.buffer = mmap.mmap(fd, nbytes, flags=flags)
+        self.token = f"{os.getpid()}:{fd}:{nbytes}"
+
+    @classmethod
+    def create(cls, nbytes: int, *, what: str, reserve: bool) -> Self:
+        """A new segment of zeros.
+
+        Args:
+            nbytes: rounded up to whole pages.
+            what: for the message of an error.
+            reserve: take the pages now, so that a lack of memory is an error here and not a crash later;
+                without it, pages are taken when they are first written.
+
+        Raises:
+            SharedMemoryError: there is not enough.
+        """
+        nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        available = available_nbytes()
+        if reserve and nbytes > available - _RESERVE:
+            raise SharedMemoryError(what, nbytes, max(0, available - _RESERVE))
+        fd = os.memfd_create("echelon", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            if reserve:
+                os.posix_fallocate(fd, 0, nbytes)
+            return cls(fd, nbytes, populate=reserve)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise SharedMemoryError(what, nbytes, available) from error
+            raise
+
+    @classmethod
+    def open(cls, token: str, *, populate: bool = False) -> Self:
+        """Map the segment that another process of this host published.
+
+        Raises:
+            WorldError: it cannot be reached from here.
+        """
+        pid, fd, nbytes = (int(part) for part in token.split(":"))
+        try:
+            own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise WorldError(
+                f"process {os.getpid()} cannot open the shared memory of process {pid} ({error.strerror}): "
+                "the ranks must be processes of one user in one container; otherwise use backend='gloo'"
+            ) from error
+        segment = cls(own, nbytes, populate=populate)
+        segment.unpublish()
+        return segment
+
+    def unpublish(self) -> None:
+        """Close the file once all peers have mapped it; the memory lives as long as it is mapped."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def tensor(self, start: int, nbytes: int) -> Tensor:
+        """The bytes ``[start, start + nbytes)`` as a uint8 tensor, without a copy. 1D"""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self.buffer, dtype=torch.uint8, count=nbytes, offset=start)
+
+
+def available_nbytes() -> int:
+    """Memory that new segments may take: what the machine has free, or what the control group leaves."""
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            text = limit.read().strip()
+            if text != "max":
+                available = min(available, int(text) - int(used.read()))
+    except FileNotFoundError:
+        pass  # no control group limits this process
+    return available

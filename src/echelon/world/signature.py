@@ -1,0 +1,85 @@
+"""What a collective call is, how it reads, and how ranks compare theirs in eight bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Call", "Place", "caller", "fingerprint"]
+
+
+class Call(NamedTuple):
+    """One communication call, as far as all ranks of a group must agree on it.
+
+    Attributes:
+        op: name of the method, ``"all_reduce"``.
+        dtype: element type, or None where the call has none.
+        shape: shape of the tensor that the call is about; empty where ranks may differ in it.
+        reduce: reduction, ``"sum"``, or None.
+        root: source or destination rank in the group, or None.
+        label: what is communicated, in the user's words; part of the agreement.
+    """
+
+    op: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    reduce: str | None = None
+    root: int | None = None
+    label: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor that the call is about."""
+        if self.dtype is None:
+            return 0
+        numel = 1
+        for length in self.shape:
+            numel *= length
+        return numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        text = self.op if self.reduce is None else f"{self.op}({self.reduce})"
+        if self.dtype is not None:
+            text += f" {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        if self.root is not None:
+            text += f" root={self.root}"
+        if self.label is not None:
+            text += f" of {self.label!r}"
+        return text
+
+
+@lru_cache(maxsize=8192)
+def fingerprint(call: Call) -> int:
+    """64 bits that differ when two calls differ; the same in every process."""
+    return int.from_bytes(hashlib.blake2b(str(call).encode(), digest_size=8).digest(), "little")
+
+
+class Place(NamedTuple):
+    """A line of user code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+# Frames of this library and of torch (autograd calls our hooks) are not the user's.
+_OURS = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+)
+
+
+def caller() -> Place:
+    """The innermost line of user code that led here."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_OURS) and frame.f_back is not None:
+        frame = frame.f_back
+    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

@@ -1,0 +1,151 @@
+"""What all groups of one job share on this rank: the store, the notices, the first failure, the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar, final
+
+import torch.distributed as dist
+
+from echelon.errors import CommError
+from echelon.world.torch_dist.notices import Notice, Reason, conclude
+from echelon.world.work import Ticket
+
+__all__ = ["Job"]
+
+_T = TypeVar("_T")
+
+# How long a rank in trouble waits for the notices of others before it says what it knows itself.
+GRACE_S = 1.0
+# A store behind a cut link never answers: a call to it is given up after this time.
+STORE_S = 2.0
+
+
+@final
+class Job:
+    """One rank's part in a job.
+
+    Args:
+        store: shared by all ranks; this object writes under ``notice/`` only.
+        rank: of this process in the job.
+    """
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self.store = store
+        self.rank = rank
+        self.failure: CommError | None = None
+        self._lock = threading.Lock()
+        self._posted = False
+        self._closed = False
+        self._sever: list[Callable[[], None]] = []
+        self._drop: list[Callable[[bool], None]] = []
+
+    def join(self, sever: Callable[[], None], drop: Callable[[bool], None]) -> None:
+        """Take in a group.
+
+        Args:
+            sever: break its connections, so that no rank waits for this one.
+            drop: end its work and let go of its engine; the argument says whether the job failed.
+        """
+        with self._lock:
+            self._sever.append(sever)
+            self._drop.append(drop)
+
+    def check(self) -> None:
+        """Raise the first failure of this rank again: connections do not survive one."""
+        if self.failure is not None:
+            raise self.failure
+
+    def diagnose(
+        self, ticket: Ticket, ranks: Sequence[int], missing: Sequence[int], late: bool, seconds: float
+    ) -> CommError:
+        """Find out who failed, tell the other ranks, and break all connections of this rank.
+
+        Args:
+            ranks: of the group, in the job.
+            missing: those that were waited for (``late``) or whose connection closed.
+        """
+        with self._lock:
+            if self.failure is not None:
+                return self.failure
+            reason = Reason.TIMEOUT if late else Reason.LOST
+            mine = Notice.of(ticket, reason, tuple(missing), seconds)
+            if late:
+                self._post(mine)
+            end = time.monotonic() + GRACE_S
+            others = [rank for rank in ranks if rank != self.rank]
+            while True:
+                seen = _bounded(lambda: self._read(others), {})
+                error, certain = conclude(mine, seen, tuple(ranks))
+                if certain or time.monotonic() > end:
+                    break
+                time.sleep(0.05)
+            self.failure = error
+            if not late:
+                self._post(_with_root(mine, error))
+            sever = list(self._sever)
+        for step in sever:
+            step()
+        return error
+
+    def close(self, error: BaseException | None) -> None:
+        """End all groups of this rank and tell the others why. A second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if error is not None and not isinstance(error, CommError):
+                text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                self._post(Notice(rank=self.rank, reason=Reason.RAISED, text=text[:2000]))
+            elif error is None:
+                self._post(Notice(rank=self.rank, reason=Reason.LEFT))
+            failed = error is not None or self.failure is not None
+        if failed:
+            for step in self._sever:
+                step()
+        for drop in reversed(self._drop):
+            drop(failed)
+        self._sever.clear()
+        self._drop.clear()
+
+    def _post(self, notice: Notice) -> None:
+        """Write the first notice of this rank; later ones are its consequences."""
+        if not self._posted:
+            self._posted = True
+            _bounded(lambda: self.store.set(f"notice/{self.rank}", notice.dump()), None)
+
+    def _read(self, ranks: Sequence[int]) -> dict[int, Notice]:
+        keys = {rank: f"notice/{rank}" for rank in ranks}
+        return {
+            rank: Notice.load(self.store.get(key))
+            for rank, key in keys.items()
+            if self.store.check([key])
+        }
+
+
+def _with_root(mine: Notice, error: CommError) -> Notice:
+    from dataclasses import replace
+
+    from echelon.errors import RankFailed
+
+    if isinstance(error, RankFailed):
+        return replace(mine, root=error.failed_rank, cause=error.cause)
+    return mine
+
+
+def _bounded(step: Callable[[], _T], default: _T) -> _T:
+    """The result of a store call, or ``default`` when the store is gone or does not answer."""
+    results: list[_T] = []
+
+    def call() -> None:
+        try:
+            results.append(step())
+        except RuntimeError:  # the store's host is gone; then the notices are, too
+            pass
+
+    thread = threading.Thread(target=call, name="echelon store", daemon=True)
+    thread.start()
+    thread.join(STORE_S)
+    return results[0] if results else default

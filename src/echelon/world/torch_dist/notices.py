@@ -1,0 +1,176 @@
+"""What a rank writes into the store when it stops, and what the others conclude from it. Pure.
+
+A rank learns of trouble as a closed connection or as time that is up: at most it knows its neighbour.
+So every rank that stops leaves one notice, and a rank in trouble reads those of the group and follows
+them to the first cause: rank 2 lost rank 1, rank 1 lost rank 0, rank 0 raised ``ValueError``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+from echelon.errors import CollectiveMismatch, CommError, CommTimeout, RankFailed
+from echelon.world.work import Ticket
+
+__all__ = ["Notice", "Reason", "conclude"]
+
+
+class Reason(Enum):
+    """Why a rank stopped."""
+
+    RAISED = "an exception of the user's code or of this library ended it"
+    LEFT = "it closed its world"
+    TIMEOUT = "it waited in vain"
+    LOST = "a connection closed under it"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notice:
+    """Why one rank stopped.
+
+    Attributes:
+        rank: in the job.
+        reason: kind of end.
+        text: the exception, for ``RAISED``.
+        group: group of the call it was in; empty if in none.
+        position: of that call in the group.
+        call: what the ranks must agree on.
+        place: line of user code.
+        p2p: whether it was a send or a receive, which have positions of their own.
+        missing: ranks in the job that it waited for or lost.
+        seconds: how long it waited.
+        root: the rank that it blames; -1 if not known.
+        cause: what it says of that rank.
+    """
+
+    rank: int
+    reason: Reason
+    text: str = ""
+    group: str = ""
+    position: int = -1
+    call: str = ""
+    place: str = ""
+    p2p: bool = False
+    missing: tuple[int, ...] = ()
+    seconds: float = 0.0
+    root: int = -1
+    cause: str = ""
+
+    @classmethod
+    def of(
+        cls, ticket: Ticket, reason: Reason, missing: tuple[int, ...], seconds: float
+    ) -> Notice:
+        """The notice of a rank that stopped in the call of ``ticket``."""
+        return cls(
+            rank=ticket.rank,
+            reason=reason,
+            group=ticket.group,
+            position=ticket.position,
+            call=str(ticket.call),
+            place=str(ticket.place),
+            p2p=ticket.call.op in ("send", "recv"),
+            missing=missing,
+            seconds=seconds,
+        )
+
+    def dump(self) -> str:
+        """As text for the store."""
+        return json.dumps({**asdict(self), "reason": self.reason.name})
+
+    @classmethod
+    def load(cls, text: str | bytes) -> Notice:
+        """From the text of ``dump``."""
+        facts = json.loads(text)
+        facts["reason"] = Reason[facts["reason"]]
+        facts["missing"] = tuple(facts["missing"])
+        return cls(**facts)
+
+
+def conclude(
+    mine: Notice, seen: Mapping[int, Notice], ranks: tuple[int, ...]
+) -> tuple[CommError, bool]:
+    """What this rank raises, given the notices of others, and whether more notices cannot change it.
+
+    Args:
+        mine: what happened here: ``TIMEOUT`` or ``LOST``.
+        seen: notices of other ranks, by rank in the job.
+        ranks: the group's ranks in the job, in order.
+    """
+    mismatch = _mismatch(mine, seen, ranks)
+    if mismatch is not None:
+        return mismatch, True
+    doing = f"{mine.call} (#{mine.position} of group {mine.group!r}) at {mine.place}"
+    known = [seen[rank] for rank in mine.missing if rank in seen]
+    for notice in known:
+        root, cause = _blame(notice, mine.rank)
+        if mine.reason is Reason.LOST or notice.reason in (Reason.RAISED, Reason.LEFT):
+            return RankFailed(root, cause, doing), notice.reason is not Reason.TIMEOUT
+    if mine.reason is Reason.LOST:
+        rank = mine.missing[0] if mine.missing else -1
+        cause = "died: its connection closed without a word (killed, crashed or exited)"
+        return RankFailed(rank, cause, doing), False
+    others = "\n".join(
+        f"  rank {notice.rank} waits in {notice.call} of group {notice.group!r} at {notice.place}"
+        for notice in known
+    )
+    return CommTimeout(doing, mine.missing, mine.seconds, others), False
+
+
+def _mismatch(
+    mine: Notice, seen: Mapping[int, Notice], ranks: tuple[int, ...]
+) -> CollectiveMismatch | None:
+    """Ranks of the group that stopped at the same position in different calls."""
+    here = {mine.rank: mine} | {
+        rank: notice
+        for rank, notice in seen.items()
+        if (notice.group, notice.position, notice.p2p) == (mine.group, mine.position, mine.p2p)
+    }
+    if mine.p2p:
+        here = {rank: notice for rank, notice in here.items() if _meet(mine, notice, ranks)}
+        different = any(_content(notice) != _content(mine) for notice in here.values())
+    else:
+        different = len({notice.call for notice in here.values()}) > 1
+    if not different:
+        return None
+    calls = {ranks.index(rank): f"{note.call} at {note.place}" for rank, note in here.items()}
+    return CollectiveMismatch(mine.group, mine.position, calls)
+
+
+def _meet(mine: Notice, other: Notice, ranks: tuple[int, ...]) -> bool:
+    """Whether two sends or receives are the two ends of one message (or the same end)."""
+    if other.rank == mine.rank:
+        return True
+    ends = mine.call.split(" ", 1)[0] != other.call.split(" ", 1)[0]
+    return ends and mine.missing == (other.rank,) and other.missing in ((mine.rank,), ())
+
+
+def _content(notice: Notice) -> str:
+    """Dtype, shape and tag of a message: what both ends must agree on."""
+    words = notice.call.split(" ", 1)[1]
+    before, _, after = words.partition(" root=")
+    return before + after.partition(" ")[2]
+
+
+def _blame(notice: Notice, me: int) -> tuple[int, str]:
+    """The rank that a notice leads to, and what is wrong with it."""
+    if notice.reason is Reason.RAISED:
+        return notice.rank, f"raised {notice.text}"
+    if notice.reason is Reason.LEFT:
+        return notice.rank, "closed its world and left"
+    if notice.root >= 0:
+        return notice.root, notice.cause
+    late = [rank for rank in notice.missing if rank != me]
+    if notice.reason is Reason.TIMEOUT and not late:
+        return (
+            notice.rank,
+            f"gave up after it had waited {notice.seconds:.1f} s for this rank in {notice.call}",
+        )
+    if late and notice.reason is Reason.TIMEOUT:
+        return (
+            late[0],
+            f"did not come: rank {notice.rank} waited {notice.seconds:.1f} s for it in {notice.call}",
+        )
+    return notice.rank, f"stopped in {notice.call} at {notice.place}"

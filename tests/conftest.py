@@ -1,0 +1,115 @@
+"""What every test runs in: one torch thread, and a session that leaves nothing behind.
+
+A rank that outlives its test, or a shared-memory file that outlives its rank, is a bug of the
+library. So the session fails when one is left, and names it and the test that started it.
+"""
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; child processes inherit it
+
+import pytest
+import torch
+
+MARK = "ECHELON_TEST_SESSION"
+GRACE_S = 5.0  # processes that were told to end may still be ending
+PROC = Path("/proc")
+SHARED_MEMORY = Path("/dev/shm")
+# These serve all processes of a session and end with it. A rank is a child of the forkserver, not
+# of pytest, and would show the same command line.
+OWN_SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+
+
+def read(path: Path) -> bytes:
+    """The content of a file of /proc; empty when its process ended or is not ours."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def processes() -> list[Path]:
+    """The folders of all processes in /proc but this one."""
+    return [path for path in PROC.glob("[0-9]*") if path.name != str(os.getpid())]
+
+
+def is_marked(process: Path, mark: str) -> bool:
+    """Whether a process inherited the mark of this session, directly or not, orphans included."""
+    return f"{MARK}={mark}".encode() in read(process / "environ").split(b"\0")
+
+
+def is_own_server(process: Path) -> bool:
+    """Whether a process is a helper that multiprocessing keeps for this very process."""
+    parent = read(process / "stat").rpartition(b")")[2].split()[1:2]
+    command = read(process / "cmdline").decode(errors="replace")
+    return parent == [str(os.getpid()).encode()] and any(name in command for name in OWN_SERVERS)
+
+
+def leftover_processes(mark: str) -> list[str]:
+    """Processes that this session started and that still run: a line for each."""
+    lines = []
+    for process in processes():
+        if is_marked(process, mark) and not is_own_server(process):
+            command = read(process / "cmdline").replace(b"\0", b" ").decode(errors="replace")
+            started = [
+                entry.partition(b"=")[2].decode()
+                for entry in read(process / "environ").split(b"\0")
+                if entry.startswith(b"PYTEST_CURRENT_TEST=")
+            ]
+            where = started[0] if started else "no test"
+            lines.append(f"process {process.name} ({command.strip()[:80]}), started in {where}")
+    return lines
+
+
+def shared_memory_files() -> set[str]:
+    """The names in /dev/shm of files that belong to this user."""
+    names = set()
+    for path in SHARED_MEMORY.glob("*"):
+        try:
+            if path.stat().st_uid == os.getuid():
+                names.add(path.name)
+        except OSError:
+            continue  # it went away while we looked
+    return names
+
+
+def used_by_others(name: str, mark: str) -> bool:
+    """Whether a process outside this session maps the file, which then is not ours."""
+    needle = str(SHARED_MEMORY / name).encode()
+    return any(
+        needle in read(process / "maps") and not is_marked(process, mark) for process in processes()
+    )
+
+
+def leftovers(mark: str, before: set[str]) -> list[str]:
+    """What this session has left: processes, and files in /dev/shm that were not there before."""
+    files = sorted(
+        name for name in shared_memory_files() - before if not used_by_others(name, mark)
+    )
+    return leftover_processes(mark) + [f"file {SHARED_MEMORY / name}" for name in files]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Fail the session when a process or a shared-memory file outlives it."""
+    if not (PROC / "self" / "environ").exists():
+        yield  # no Linux: nothing to look at
+        return
+    mark, before = uuid.uuid4().hex, shared_memory_files()
+    os.environ[MARK] = mark
+    yield
+    end = time.monotonic() + GRACE_S
+    while (left := leftovers(mark, before)) and time.monotonic() < end:
+        time.sleep(0.1)
+    if left:
+        pytest.fail("the tests left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> None:
+    """Give each test one torch thread, whatever the test before it chose."""
+    torch.set_num_threads(1)
