@@ -1,4 +1,4 @@
-"""The exception tree. Each class takes facts and builds its sentence here, so that messages agree everywhere.
+"""The exception tree. Each class takes facts and builds its sentence, so messages agree.
 
 ::
 
@@ -174,6 +174,8 @@ def _revive(cls: type[EchelonError], message: str, facts: dict[str, object]) -> 
 
 def _ranks(ranks: Sequence[int]) -> str:
     """``rank 3`` or ``ranks 1, 2, 5``; long lists are cut."""
+    if not ranks:
+        return "other ranks"
     shown = ", ".join(map(str, ranks[:12])) + (", …" if len(ranks) > 12 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 

@@ -35,7 +35,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_peak(device: torch.device) -> int:
-    """The most memory this process has held, in bytes: allocator on CUDA, resident set on the CPU."""
+    """The most memory this process has held, in bytes: allocated on CUDA, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB

@@ -54,15 +54,16 @@ def reduction(op: ReduceOp, tensors: Sequence[Tensor]) -> tuple[str, list[Tensor
     Raises:
         ArgumentError: c10d has a reduction that we do not know.
     """
-    if op.op == ReduceOp.PREMUL_SUM:
+    kind = op.op  # type: ignore[attr-defined]  # torch's annotations lack it
+    if kind == ReduceOp.PREMUL_SUM:
         return "sum", [tensor.detach() * op.factor for tensor in tensors]
-    if op.op not in _REDUCTIONS:
-        raise ArgumentError(f"{op.op} is not one of {', '.join(_REDUCTIONS.values())}")
-    return _REDUCTIONS[op.op], list(tensors)
+    if kind not in _REDUCTIONS:
+        raise ArgumentError(f"{kind} is not one of {', '.join(_REDUCTIONS.values())}")
+    return _REDUCTIONS[kind], list(tensors)
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """A new buffer with the elements of all tensors, end to end. 1D"""
+    """A new buffer with the elements of all tensors, end to end: 1D."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 

@@ -20,7 +20,7 @@ from echelon.world.work import Ticket, Work
 
 __all__ = ["C10dWork", "ReceiveFromAny"]
 
-# How often a receive from any rank looks for a message: often at first, then without burning a core.
+# How often a receive from any rank looks for a message: often at first, later to spare the core.
 _LOOK_S = (0.00005, 0.001)
 
 
@@ -96,7 +96,7 @@ class C10dWork(dist.Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future with the tensors that the operation writes, fulfilled without anybody's ``wait``."""
+        """A future with the tensors that the operation writes; it needs nobody's ``wait``."""
         if self._future is None:
             ended: torch.futures.Future[None] = torch.futures.Future()
             # C++ code sees an error of a future only when it was raised in a callback.
@@ -128,24 +128,31 @@ class C10dWork(dist.Work):
     def _wait(self, seconds: float | None) -> None:
         if self._complete:
             return
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            try:
-                while self._parts:
-                    self._parts[0].wait(seconds)
-                    del self._parts[0]
-            except CommTimeout:
-                raise  # not the end: c10d may wait again
-            except Exception as error:
-                self._error = error
-                self._kept.discard(self)
-                raise
-            if not self._complete:
-                if self._finish is not None:
-                    self._finish()
-                self._complete = True
-                self._kept.discard(self)
+        if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
+            assert seconds is not None  # the thread of the future waits, and longer than we may
+            raise CommTimeout(str(self._parts[0].ticket), (), seconds)
+        try:
+            self._end(seconds)
+        except CommTimeout:
+            raise  # not the end: c10d may wait again
+        except Exception as error:
+            self._error = error
+            self._kept.discard(self)
+            raise
+        finally:
+            self._lock.release()
+
+    def _end(self, seconds: float | None) -> None:
+        if self._error is not None:
+            raise self._error
+        while self._parts:
+            self._parts[0].wait(seconds)
+            del self._parts[0]
+        if not self._complete:
+            if self._finish is not None:
+                self._finish()
+            self._complete = True
+            self._kept.discard(self)
 
 
 @final

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from echelon import events
 from echelon.ddp.buckets import BucketPlan
-from echelon.errors import UnsupportedError
+from echelon.errors import StateError, UnsupportedError
 from echelon.world.group import Group
 
 __all__ = ["Bucket"]
@@ -35,6 +35,7 @@ class Bucket:
         names: their names.
         wire: what is reduced. 1D
         views: what ``.grad`` is, in the shape of each parameter.
+        casts: whether gradients travel in another dtype than their own.
         label: what errors and events call it; the same on all ranks.
     """
 
@@ -58,13 +59,13 @@ class Bucket:
         self._flags = self.wire[numel : numel + num]
         self.notice = self.wire[numel + num :]
         self._body = self.wire[:numel]
-        self._casts = wire_dtype != self.dtype
+        self.casts = wire_dtype != self.dtype
         self._gradients = self._body
-        if self._casts:
+        if self.casts:
             self._gradients = torch.zeros(numel, dtype=self.dtype, device=group.device)
         starts = plan.placement.starts
         self._wire_views = _views(self._body, starts, self.params)
-        self.views = _views(self._gradients, starts, self.params) if self._casts else self._wire_views
+        self.views = _views(self._gradients, starts, self.params) if self.casts else self._wire_views
         self._emit_memory(1)
 
     @property
@@ -77,10 +78,8 @@ class Bucket:
         targets, sources, slots = [], [], []
         for slot, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
-            if grad is not view or self._casts:
-                assert grad is not None
-                if grad.layout is not torch.strided:
-                    raise self._sparse(slot, grad)
+            if grad is not view or self.casts:
+                self._check(slot, grad)
                 targets.append(self._wire_views[slot])
                 sources.append(grad)
                 slots.append(slot)
@@ -93,10 +92,8 @@ class Bucket:
         """Move one gradient into the buffer; its ``.grad`` becomes the view."""
         param, view = self.params[slot], self.views[slot]
         grad = param.grad
-        assert grad is not None
-        if grad.layout is not torch.strided:
-            raise self._sparse(slot, grad)
-        if grad is not view or self._casts:
+        self._check(slot, grad)
+        if grad is not view or self.casts:
             self._wire_views[slot].copy_(grad)
             param.grad = view
 
@@ -120,7 +117,7 @@ class Bucket:
         Returns:
             Those of the missing slots that no rank had a gradient for.
         """
-        if self._casts:
+        if self.casts:
             self._gradients.copy_(self._body)
         if divisor != 1:
             self._gradients.div_(divisor)
@@ -132,21 +129,28 @@ class Bucket:
                 self.params[slot].grad = self.views[slot]
         return [slot for slot in missing if not present[slot]]
 
-    def set_aside(self) -> tuple[list[int], list[Tensor]]:
-        """Take reduced gradients off their parameters, as copies, so that backward writes new ones."""
-        slots = [
-            slot
-            for slot, (param, view) in enumerate(zip(self.params, self.views, strict=True))
-            if param.grad is view
-        ]
-        olds = [self.views[slot].clone() for slot in slots]
-        for slot in slots:
-            self.params[slot].grad = None
-        return slots, olds
+    def set_aside(self, first: nn.Parameter | None) -> dict[int, Tensor]:
+        """Take reduced gradients off their parameters, as copies, so that backward writes new ones.
 
-    def put_back(self, slots: Sequence[int], olds: Sequence[Tensor]) -> None:
+        Args:
+            first: left out, because its gradient is no longer the reduced one.
+
+        Returns:
+            The copies, by index of the parameter.
+        """
+        olds = {}
+        for i, param, view in zip(self.members, self.params, self.views, strict=True):
+            if param.grad is view and param is not first:
+                olds[i] = view.clone()
+                param.grad = None
+        return olds
+
+    def put_back(self, olds: Mapping[int, Tensor]) -> None:
         """Add what ``set_aside`` took to the gradients of now."""
-        torch._foreach_add_([self.views[slot] for slot in slots], list(olds))
+        slots = [slot for slot, i in enumerate(self.members) if i in olds]
+        if slots:
+            views = [self.views[slot] for slot in slots]
+            torch._foreach_add_(views, [olds[self.members[slot]] for slot in slots])
         for slot in slots:
             self.params[slot].grad = self.views[slot]
 
@@ -172,18 +176,24 @@ class Bucket:
         self._emit_memory(-1)
         self._window.close()
 
-    def _sparse(self, slot: int, grad: Tensor) -> UnsupportedError:
-        return UnsupportedError(
-            f"parameter {self.names[slot]!r} got a gradient of layout {grad.layout}: DDP reduces dense "
-            "gradients only; build the module that makes it with sparse=False"
-        )
+    def _check(self, slot: int, grad: Tensor | None) -> None:
+        if grad is None:
+            raise StateError(
+                f"the gradient of parameter {self.names[slot]!r} was set to None during backward, before "
+                "it was reduced: do so after backward"
+            )
+        if grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"parameter {self.names[slot]!r} got a gradient of layout {grad.layout}: DDP reduces dense "
+                "gradients only; build the module that makes it with sparse=False"
+            )
 
     def _emit_memory(self, sign: int) -> None:
         if not events.listening():
             return
         owned = self._gradients.numel() * self._gradients.element_size()
-        facts = [("gradients", owned if self._casts else self.nbytes)]
-        if self._casts:
+        facts = [("gradients", owned if self.casts else self.nbytes)]
+        if self.casts:
             facts.append(("communication", self.nbytes))
         for category, nbytes in facts:
             events.emit("memory", rank=self._world_rank, category=category, nbytes=sign * nbytes)

@@ -37,7 +37,7 @@ def loss_figure(steps: Sequence[Line], evaluations: Sequence[Line], start: Line)
         name="training, each step",
         mode="lines",
         line={"color": TRAIN, "width": 1},
-        opacity=0.3,
+        opacity=0.4,
         hovertemplate=hover,
     )
     figure.add_scatter(
@@ -85,7 +85,7 @@ def speed_figure(steps: Sequence[Line]) -> go.Figure:
         text=text,
         name="each step",
         mode="markers",
-        marker={"color": TRAIN, "size": 4, "opacity": 0.3},
+        marker={"color": TRAIN, "size": 4, "opacity": 0.35},
         hovertemplate=hover,
     )
     figure.add_scatter(
@@ -103,33 +103,27 @@ def speed_figure(steps: Sequence[Line]) -> go.Figure:
 
 
 def memory_figure(ranks: Sequence[Line]) -> go.Figure:
-    """Peak bytes per category, a bar for each rank, and the peak of the whole process."""
-    categories = [
-        name
-        for name in dict.fromkeys(name for rank in ranks for name in rank["memory"])
-        if any(rank["memory"].get(name, {}).get("peak", 0) for rank in ranks)
-    ]
-    whole = "process, in all"
-    peak = max((rank["process_peak"] for rank in ranks), default=0)
-    divisor, unit = _binary_unit(peak)
+    """Peak bytes per category, a bar for each rank."""
+    categories = dict.fromkeys(name for rank in ranks for name in rank["memory"])
 
-    def held(rank: Line, category: str) -> float:
-        if category == whole:
-            return float(rank["process_peak"]) / divisor
-        return float(rank["memory"].get(category, {}).get("peak", 0)) / divisor
+    def peak(rank: Line, category: str) -> float:
+        return float(rank["memory"].get(category, {}).get("peak", 0))
 
+    used = [name for name in categories if any(peak(rank, name) for rank in ranks)]
+    most = max((peak(rank, name) for rank in ranks for name in used), default=0)
+    divisor, unit = _binary_unit(most)
     figure = go.Figure()
-    for bar in _bars(ranks, [*categories, whole], held):
+    for bar in _bars(ranks, used, lambda rank, name: peak(rank, name) / divisor):
         figure.add_bar(
             **bar,
-            hovertemplate=f"%{{x}}<br>%{{y:,.1f}} {unit} at most<extra>%{{fullData.name}}</extra>",
-            texttemplate="%{y:,.3s}" if len(ranks) <= 2 else None,
+            hovertemplate=f"%{{x}}<br>%{{y:,.2f}} {unit} at most<extra>%{{fullData.name}}</extra>",
+            texttemplate="%{y:,.1f}" if len(ranks) <= len(RANKS) // 2 else None,
             textposition="outside",
             cliponaxis=False,
         )
-    figure.update_yaxes(title=f"peak memory ({unit})")
-    figure.update_layout(barmode="group", bargap=0.35, bargroupgap=0.06)
-    return _styled(figure, height=340)
+    figure.update_yaxes(title=f"peak memory ({unit})", rangemode="tozero")
+    figure.update_layout(barmode="group", bargap=0.4, bargroupgap=0.06)
+    return _styled(figure, height=320)
 
 
 def comm_figure(ranks: Sequence[Line]) -> go.Figure:
@@ -200,15 +194,13 @@ def _bars(
 
 
 def _smooth(values: Sequence[float | None]) -> list[float | None]:
-    """Means that forget: each step counts a tenth, or more at the start; gaps stay gaps."""
+    """Means over a window around each step, so that the curve does not lag; it shrinks at the ends."""
+    reach = max(2, len(values) // 60)
     smooth: list[float | None] = []
-    mean, weight = 0.0, 0.0
-    for value in values:
-        if value is None:  # a loss that was not finite
-            smooth.append(None)
-            continue
-        mean, weight = 0.9 * mean + 0.1 * value, 0.9 * weight + 0.1
-        smooth.append(mean / weight)
+    for i in range(len(values)):
+        near = min(reach, i, len(values) - 1 - i)
+        known = [value for value in values[i - near : i + near + 1] if value is not None]
+        smooth.append(statistics.fmean(known) if known else None)
     return smooth
 
 
@@ -225,7 +217,7 @@ def _styled(figure: go.Figure, *, height: int, legend_y: float | None = None) ->
     figure.update_layout(
         template="plotly_white",
         height=height,
-        margin={"l": 64, "r": 24, "t": 48, "b": 56},
+        margin={"l": 64, "r": 24, "t": 44, "b": 44},
         font={"family": FONT, "size": 13, "color": INK},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
@@ -237,6 +229,8 @@ def _styled(figure: go.Figure, *, height: int, legend_y: float | None = None) ->
             legend={"y": legend_y / height, "yanchor": "top"},
             margin={"t": 40, "b": 84},
         )
-    figure.update_xaxes(gridcolor=GRID, zeroline=False, title_standoff=10, automargin=True)
-    figure.update_yaxes(gridcolor=GRID, zeroline=False, title_standoff=10, automargin=True)
+    axes = {"gridcolor": GRID, "zeroline": False, "title_standoff": 10, "automargin": True}
+    # Ticks that cannot be seen keep the labels off the axes.
+    figure.update_xaxes(**axes, ticks="outside", ticklen=5, tickcolor="rgba(0,0,0,0)")
+    figure.update_yaxes(**axes, ticks="outside", ticklen=5, tickcolor="rgba(0,0,0,0)")
     return figure

@@ -63,7 +63,7 @@ class MemoryMeter:
                 total.grow(event.facts["nbytes"])
 
     def measure(self, nbytes: Mapping[str, int]) -> None:
-        """Enter what was found by looking, by category; categories that events report keep theirs."""
+        """Enter how much of each category is held now, as found by looking."""
         with self._lock:
             for category, held in nbytes.items():
                 total = self.totals.setdefault(category, MemoryTotal())
@@ -79,7 +79,8 @@ def tensor_bytes(
 ) -> dict[str, int]:
     """Bytes of parameters, buffers, gradients and optimizer state that are allocated now.
 
-    A storage that several tensors view counts once, in the first category that has it.
+    Tied tensors count once, in the first category that has them. A gradient that is a view of a
+    larger buffer counts its own bytes.
 
     Example:
         >>> tensor_bytes(nn.Linear(10, 10, bias=False))
@@ -100,8 +101,7 @@ def tensor_bytes(
     for category, tensors in categories.items():
         found[category] = 0
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                found[category] += storage.nbytes()
+            if tensor.numel() and tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                found[category] += tensor.nbytes
     return found

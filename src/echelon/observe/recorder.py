@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -27,7 +28,7 @@ from echelon.world.base import World
 __all__ = ["Recorder", "RunInfo"]
 
 FORMAT_VERSION = 1
-_SMOOTHING = 0.9  # of the shown speed: the weight of what was before
+_SHOWN_STEPS = 20  # the shown speed is a mean over so many; the first step of all is left out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ class Recorder:
         self._writer: MetricsWriter | None = None
         self._progress: Progress | None = None
         self._steps = 0
-        self._step_s = 0.0  # smoothed seconds of a step
+        self._recent_s: deque[float] = deque(maxlen=_SHOWN_STEPS)
         self._start_s = self._mark_s = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -128,8 +129,9 @@ class Recorder:
             values: more numbers to write, such as the learning rate.
         """
         seconds, self._steps = self._lap(), step
-        keep = _SMOOTHING if self._step_s else 0.0
-        self._step_s = keep * self._step_s + (1 - keep) * seconds
+        if len(self._recent_s) == 1 and step == 2:
+            self._recent_s.clear()  # the first step also allocates and warms up
+        self._recent_s.append(seconds)
         if self._writer is None or self._progress is None:
             return
         self._writer.write(
@@ -140,12 +142,13 @@ class Recorder:
             tokens_per_s=round(num_tokens / seconds, 1),
             **values,
         )
+        step_s = sum(self._recent_s) / len(self._recent_s)
         self._progress.update(
             step,
             loss=loss,
-            tokens_per_s=num_tokens / self._step_s,
+            tokens_per_s=num_tokens / step_s,
             nbytes=self.memory.process_peak(self._world.device),
-            left_s=(self.info.total_steps - step) * self._step_s,
+            left_s=(self.info.total_steps - step) * step_s,
         )
 
     def evaluation(self, step: int, loss: float) -> None:

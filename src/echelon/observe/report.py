@@ -36,6 +36,7 @@ header p { margin: 4px 0 20px; color: #616e7c; }
 .fact span { color: #616e7c; font-size: 13px; }
 section { margin-top: 16px; padding: 18px 22px; overflow-x: auto; }
 h2 { margin: 0 0 2px; font-size: 18px; font-weight: 600; }
+h2::first-letter { text-transform: uppercase; }
 section > p { margin: 0 0 8px; color: #616e7c; font-size: 13.5px; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
 th, td { padding: 5px 12px; text-align: right; border-top: 1px solid #e8ecf1;
@@ -108,7 +109,8 @@ def _facts(start: Line, lines: Sequence[Line]) -> str:
     facts: list[tuple[str, str]] = []
     if evaluations:
         facts.append((_number(evaluations[-1]["loss"]), f"validation loss, {unit}".rstrip(", ")))
-    facts += [(_number(value), name) for name, value in start.get("references", {}).items()]
+    references = start.get("references", {})
+    facts += [(_number(v), f"{name}, {unit}".rstrip(", ")) for name, v in references.items()]
     if steps:
         speeds = sorted(line["tokens_per_s"] for line in steps)
         facts.append((f"{steps[-1]['step']:,}", f"of {start['total_steps']:,} steps"))
@@ -139,10 +141,10 @@ def _sections(start: Line, lines: Sequence[Line]) -> list[str]:
         parts.append(_section("Throughput", about, _drawing(figure)))
     if ranks:
         about = (
-            "The most that was held at one time. Categories need not peak together, and the process "
-            "also holds activations, the data and PyTorch itself."
+            "The most that was held at one time; categories need not peak together. "
+            + _process_text(ranks)
         )
-        drawing = _drawing(figures.memory_figure(_processes(ranks)))
+        drawing = _drawing(figures.memory_figure(ranks))
         parts.append(_section("Memory per category", about, drawing))
     if any(rank["comm"] for rank in ranks):
         about = "Volume is the size of the tensors that calls were about; time waited is how long a rank was held up."
@@ -209,12 +211,16 @@ def _ranks(lines: Sequence[Line]) -> list[Line]:
     return list(found[-1]["ranks"]) if found else []
 
 
-def _processes(ranks: Sequence[Line]) -> list[Line]:
-    """Ranks as they share processes: simulated ranks live in one, whose peak is not theirs alone."""
-    pids = {rank["pid"] for rank in ranks}
-    if len(ranks) == 1 or len(pids) == len(ranks):
-        return list(ranks)
-    return [rank | {"process_peak": rank["process_peak"] / len(ranks)} for rank in ranks]
+def _process_text(ranks: Sequence[Line]) -> str:
+    """What whole processes held; simulated ranks share one."""
+    peaks = {rank["pid"]: rank["process_peak"] for rank in ranks}
+    also = "with activations, the data and PyTorch itself."
+    if len(peaks) == 1:
+        shared = f", which all {len(ranks)} ranks share," if len(ranks) > 1 else ""
+        return f"The process{shared} held {bytes_text(max(peaks.values()))}, {also}"
+    low, high = bytes_text(min(peaks.values())), bytes_text(max(peaks.values()))
+    held = low if low == high else f"{low} to {high}"
+    return f"The process of a rank held {held}, {also}"
 
 
 def _number(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The rules of reduction: which operation has a meaning for which dtype, and in which order sums run.
+"""The rules of reduction: what has a meaning for which dtype, and in which order sums run.
 
 Every backend that reduces by itself uses ``reduce_into``, so all of them give the same bits: parts
 are combined in rank order, bfloat16 and float16 are accumulated in float32 and rounded once, and a
@@ -40,7 +40,8 @@ _FLOAT8 = tuple(
 )
 _NARROW = (torch.bfloat16, torch.float16, *_FLOAT8)
 
-# torch has no arithmetic for these; in two's complement, sums and products have the same bits as signed ones.
+# torch has no arithmetic for these; in two's complement, sums and products have the same bits as
+# signed ones.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 

@@ -4,7 +4,8 @@ Everything above takes a ``Group``; everything below writes only what ``backend`
 methods are final: they check arguments, build the call that all ranks must agree on, tell the
 observers, and make dense contiguous buffers of whatever tensor they are given.
 
-Names and meaning follow ``torch.distributed`` as of 2.13; a rank argument is a rank inside the group.
+Names and meaning follow ``torch.distributed`` as of 2.13; a rank argument is a rank inside the
+group.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Group(Backend):
         *,
         label: str | None = None,
     ) -> Work | None:
-        """Copy the ``input`` of rank ``r`` into ``outputs[r]`` on all ranks. Lengths may differ by rank."""
+        """Copy the ``input`` of rank ``r`` into ``outputs[r]`` on all ranks; lengths may differ."""
         self._check("all_gather", input, *outputs)
         if len(outputs) != self.size:
             raise ArgumentError(f"all_gather got {len(outputs)} outputs for {self.size} ranks")
@@ -289,7 +290,8 @@ class Group(Backend):
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send ``tensor`` to rank ``dst`` and return when it may be changed again.
 
-        A program must not count on buffering: simulated ranks return only when the receiver has come.
+        A program must not count on buffering: simulated ranks return only when the receiver has
+        come.
         """
         ticket = self._p2p_ticket("send", tensor, dst, tag, blocking=True)
         self._send(ticket, _flat(tensor)[0], dst, tag).wait()
@@ -313,7 +315,8 @@ class Group(Backend):
     def subgroup(self, ranks: Sequence[int]) -> Group | None:
         """A group of some of these ranks (numbers inside this group), or None where this rank is not among them.
 
-        All ranks of this group call it, with the same ``ranks``; they are sorted and repeats dropped.
+        All ranks of this group call it, with the same ``ranks``; they are sorted and repeats
+        dropped.
         """
         members = sorted(set(ranks))
         if not members:
@@ -331,8 +334,9 @@ class Group(Backend):
     def window(self, numel: int, dtype: torch.dtype = torch.float32) -> Window:
         """Memory of ``numel`` elements on each rank that the peers can reach in place; zeros at first.
 
-        All ranks of the group call it. Where memory is not shared (``shares_memory``) the window holds the
-        local region only; collectives on it work everywhere and are fastest where it is shared.
+        All ranks of the group call it. Where memory is not shared (``shares_memory``) the window
+        holds the local region only; collectives on it work everywhere and are fastest where it is
+        shared.
 
         Raises:
             SharedMemoryError: there is not enough.
@@ -344,9 +348,13 @@ class Group(Backend):
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-    """``tensor`` as a 1D buffer, and a step that copies the buffer back where it had to be a copy."""
+    """``tensor`` as a 1D buffer; and where that had to be a copy, a step that copies it back."""
     data = tensor.detach()
     if data.is_contiguous() and not data.is_conj() and not data.is_neg():
         return data.view(-1), None
     buffer = data.resolve_conj().resolve_neg().contiguous().view(-1)
-    return buffer, lambda: data.copy_(buffer.view(data.shape)) and None
+
+    def restore() -> None:
+        data.copy_(buffer.view(data.shape))
+
+    return buffer, restore

@@ -21,9 +21,9 @@ def coordinates(rank: int, lengths: Mapping[str, int]) -> dict[str, int]:
     if not 0 <= rank < prod(lengths.values()):
         raise RankError("rank", rank, prod(lengths.values()))
     found = {}
-    for name, length in reversed(lengths.items()):
+    for name, length in reversed(list(lengths.items())):
         rank, found[name] = divmod(rank, length)
-    return dict(reversed(found.items()))
+    return dict(reversed(list(found.items())))
 
 
 def axis_ranks(axis: str, rank: int, lengths: Mapping[str, int]) -> list[int]:

@@ -1,7 +1,8 @@
-"""Local processes as ranks: start them, collect their results, name the one that failed, leave nothing behind.
+"""Local processes as ranks: start them, collect results, name a failure, leave nothing behind.
 
 Children are forked from a server that has torch imported already, so that starting them takes
-milliseconds and no thread of the caller is copied. They die with the server, and it with the caller.
+milliseconds and no thread of the caller is copied. They die with the server, and it with the
+caller.
 """
 
 from __future__ import annotations
@@ -153,7 +154,11 @@ def _first(failures: dict[int, BaseException]) -> tuple[int, BaseException]:
     for rank, error in failures.items():
         if isinstance(error, _Died):
             seen = next(
-                (e.doing for e in failures.values() if isinstance(e, RankFailed) and e.failed_rank == rank),
+                (
+                    e.doing
+                    for e in failures.values()
+                    if isinstance(e, RankFailed) and e.failed_rank == rank
+                ),
                 "no communication with it",
             )
             return rank, RankFailed(rank, error.how, seen)
@@ -212,5 +217,7 @@ def _send_error(pipe: Connection, error: BaseException) -> None:
         payload = pickle.dumps(error)
         pickle.loads(payload)
     except Exception:  # the text still tells what happened
-        payload = pickle.dumps(CommError(text) if isinstance(error, CommError) else WorldError(text))
+        payload = pickle.dumps(
+            CommError(text) if isinstance(error, CommError) else WorldError(text)
+        )
     pipe.send_bytes(pickle.dumps(("error", payload, text)))

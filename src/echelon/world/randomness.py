@@ -1,10 +1,10 @@
 """A random stream for each simulated rank.
 
-torch has one default CPU generator for the whole process. Ranks that are threads would draw from it in
-whatever order they happen to run, so that ``torch.manual_seed(0)`` on every rank would give neither the
-weights that one process gets nor the same weights twice. Here the one generator has one owner at a time:
-before a rank draws, the owner's state is put aside and the rank's own is put in place. A draw by the same
-rank as before costs a lock.
+torch has one default CPU generator for the whole process. Ranks that are threads would draw from it
+in whatever order they happen to run, so that ``torch.manual_seed(0)`` on every rank would give
+neither the weights that one process gets nor the same weights twice. Here the one generator has one
+owner at a time: before a rank draws, the owner's state is put aside and the rank's own is put in
+place. A draw by the same rank as before costs a lock.
 
 Law: what a simulated rank draws depends only on its own seeds and draws.
 
@@ -87,7 +87,7 @@ _current = threading.local()
 
 
 class _RankGenerator:
-    """Stands for ``torch.random.default_generator``, so that seeding and saving act on the rank's own stream."""
+    """Stands for ``torch.random.default_generator``: seeding acts on the rank's own stream."""
 
     def __getattr__(self, name: str) -> Any:
         who = getattr(_current, "who", None)
@@ -128,14 +128,14 @@ def _rank_generator_installed() -> Iterator[None]:
     global _installed
     with _install_lock:
         _installed += 1
-        torch.random.default_generator = _RankGenerator()  # type: ignore[assignment]
+        vars(torch.random)["default_generator"] = _RankGenerator()
     try:
         yield
     finally:
         with _install_lock:
             _installed -= 1
             if not _installed:
-                torch.random.default_generator = _turns.generator
+                vars(torch.random)["default_generator"] = _turns.generator
 
 
 @contextmanager

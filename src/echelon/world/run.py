@@ -1,4 +1,4 @@
-"""Start ranks, collect what they return, raise the first failure; find the world a script was started in."""
+"""Start ranks and collect what they return; find the world a script was started in."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def run(
     Args:
         fn: called with this rank's ``World``; for ``"processes"`` a function of a module.
         ranks: how many.
-        world: ``"threads"``: simulated ranks in this process; ``"processes"``: local processes over shared memory.
-        timeout: seconds that a rank waits for others in one call before it raises.
+        world: ``"threads"``: simulated ranks in this process; ``"processes"``: local processes over
+        shared memory. timeout: seconds that a rank waits for others in one call before it raises.
         device: for threads, where all ranks live.
 
     Raises:
@@ -67,7 +67,9 @@ def run(
         return _run_threads(fn, ranks, tuple(args), timeout, torch.device(device))
     if world == "processes":
         if not is_cpu(torch.device(device)):
-            raise ArgumentError(f"processes share CPU memory, so device={device!r} needs torchrun and NCCL")
+            raise ArgumentError(
+                f"processes share CPU memory, so device={device!r} needs torchrun and NCCL"
+            )
         return run_processes(fn, ranks, tuple(args), timeout, _enter)
     raise ArgumentError(f"unknown world {world!r}: use 'threads' or 'processes'")
 
@@ -85,7 +87,8 @@ def _run_threads(
 
     def rank_main(rank: int) -> None:
         try:
-            # Backward runs on the rank's own thread, or hooks of several ranks would queue behind one another.
+            # Backward runs on the rank's own thread, or hooks of several ranks would queue behind
+            # one another.
             with random_stream(), torch.autograd.set_multithreading_enabled(False):
                 group = ThreadGroup(fabric, rank, range(ranks), device=device)
                 world = World(group, backend="threads")
@@ -134,13 +137,14 @@ def init(
 ) -> World:
     """The world that this script was started in.
 
-    Inside ``run`` and ``echelon run``: that world. Under torchrun or Slurm: NCCL where there is CUDA,
-    shared memory where all ranks are on one host, else gloo. Otherwise a world of one rank.
+    Inside ``run`` and ``echelon run``: that world. Under torchrun or Slurm: NCCL where there is
+    CUDA, shared memory where all ranks are on one host, else gloo. Otherwise a world of one rank.
 
     Args:
-        backend: ``"shm"``, or any of ``torch.distributed``'s (``"gloo"``, ``"nccl"``, …), instead of the choice above.
-        timeout: seconds that a rank waits for others in one call before it raises.
-        check: compare every call of all ranks on backends of ``torch.distributed``; None: if
+        backend: ``"shm"``, or any of ``torch.distributed``'s (``"gloo"``, ``"nccl"``, …), instead
+        of the choice above. timeout: seconds that a rank waits for others in one call before it
+        raises. check: compare every call of all ranks on backends of ``torch.distributed``; None:
+        if
             ``ECHELON_CHECK=1``. Threads and shared memory always do.
 
     Raises:
@@ -165,8 +169,11 @@ def _alone(timeout: float) -> World:
     return World(group, backend="single")
 
 
-def _join_job(job: JobEnvironment, backend: str | None, timeout: float, check: bool | None) -> World:
-    # Imported here: threads and processes need no torch.distributed, and it takes a second to import.
+def _join_job(
+    job: JobEnvironment, backend: str | None, timeout: float, check: bool | None
+) -> World:
+    # Imported here: threads and processes need no torch.distributed, and it takes a second to
+    # import.
     from echelon.world import torch_dist
 
     device = local_device(job.local_rank)
@@ -186,7 +193,9 @@ def _join_job(job: JobEnvironment, backend: str | None, timeout: float, check: b
             group,
             backend="shm",
             local_rank=job.local_rank,
-            close=lambda error: group.close(None if error is None else f"raised {type(error).__name__}: {error}"),
+            close=lambda error: group.close(
+                None if error is None else f"raised {type(error).__name__}: {error}"
+            ),
         )
     return torch_dist.connect(job, backend, device=device, timeout=timeout, check=check)
 

@@ -1,8 +1,9 @@
 """Simulated ranks: one thread each, tensors passed by reference, a deadlock seen when it happens.
 
-Every communication is a ``_Pending`` thing that some ranks still have to come to. The last one that comes
-does the work for all, then wakes those who wait. Because the world knows who waits for whom, a
-cycle of waiting ranks, or a wait for a rank that has returned, is found at once and not by a timeout.
+Every communication is a ``_Pending`` thing that some ranks still have to come to. The last one that
+comes does the work for all, then wakes those who wait. Because the world knows who waits for whom,
+a cycle of waiting ranks, or a wait for a rank that has returned, is found at once and not by a
+timeout.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class _Transfer(_Pending):
 
     def __init__(self, expected: Sequence[int]) -> None:
         super().__init__(expected)
-        self.sides: dict[str, tuple[int, Ticket, Tensor]] = {}  # by op: rank in group, ticket, tensor
+        self.sides: dict[
+            str, tuple[int, Ticket, Tensor]
+        ] = {}  # by op: rank in group, ticket, tensor
 
 
 @final
@@ -162,9 +165,15 @@ class Fabric:
 
     def _others(self) -> str:
         """What the other ranks do, for the message of a timeout."""
-        rows = [f"  rank {rank} waits in {ticket}" for rank, (_, ticket) in sorted(self._waiting.items())]
+        rows = [
+            f"  rank {rank} waits in {ticket}"
+            for rank, (_, ticket) in sorted(self._waiting.items())
+        ]
         busy = sorted(set(range(self.size)) - set(self._waiting) - self._finished)
-        rows += [f"  rank {rank} is busy outside communication, or is the one that reports this" for rank in busy]
+        rows += [
+            f"  rank {rank} is busy outside communication, or is the one that reports this"
+            for rank in busy
+        ]
         return "\n".join(rows)
 
 
@@ -200,9 +209,7 @@ class ThreadGroup(Group):
         )
         self._fabric = fabric
 
-    def _meet(
-        self, ticket: Ticket, item: Any, act: Callable[[list[Any]], None]
-    ) -> _ThreadWork:
+    def _meet(self, ticket: Ticket, item: Any, act: Callable[[list[Any]], None]) -> _ThreadWork:
         """Bring ``item``; the last rank that comes runs ``act`` on all items in rank order."""
         fabric = self._fabric
         with fabric.lock:
@@ -282,11 +289,15 @@ class ThreadGroup(Group):
 
         return self._meet(ticket, (tensor, inputs), act)
 
-    def _all_to_all(self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+    def _all_to_all(
+        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Work:
         def act(items: list[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
             sent = [[part.numel() for part in item[1]] for item in items]
             expected = [[part.numel() for part in item[0]] for item in items]
-            if any(sent[s][r] != expected[r][s] for r in range(self.size) for s in range(self.size)):
+            if any(
+                sent[s][r] != expected[r][s] for r in range(self.size) for s in range(self.size)
+            ):
                 texts = {
                     rank: f"all_to_all_single sends {sent[rank]}, expects {expected[rank]} elements"
                     for rank in range(self.size)
@@ -327,8 +338,13 @@ class ThreadGroup(Group):
     def _deliver(self, transfer: _Transfer) -> None:
         (_, sent, source), (_, received, target) = transfer.sides["send"], transfer.sides["recv"]
         if source.dtype != target.dtype or source.numel() != target.numel():
-            texts = {rank: f"{ticket.call} at {ticket.place}" for rank, ticket, _ in transfer.sides.values()}
-            transfer.error = CollectiveMismatch(self.name, min(sent.position, received.position), texts)
+            texts = {
+                rank: f"{ticket.call} at {ticket.place}"
+                for rank, ticket, _ in transfer.sides.values()
+            }
+            transfer.error = CollectiveMismatch(
+                self.name, min(sent.position, received.position), texts
+            )
         else:
             target.copy_(source)
 
@@ -347,22 +363,20 @@ class ThreadGroup(Group):
     def _window(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Window:
         regions: list[Tensor] = []
         local = torch.zeros(numel, dtype=dtype, device=self.device)
-        self._meet(
-            ticket, (regions, local), lambda items: [own.extend(t for _, t in items) for own, _ in items] and None
-        ).wait()
+
+        def act(items: list[tuple[list[Tensor], Tensor]]) -> None:
+            for seen, _ in items:
+                seen.extend(region for _, region in items)
+
+        self._meet(ticket, (regions, local), act).wait()
         return Window(local, tuple(regions), shared=True)
 
 
 def _unaliased(act: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
-    """Let an output lie inside its input: ranks read each other's inputs after some outputs are written."""
+    """Let an output lie inside its input, which others still read when it is written."""
 
     def safely(items: list[tuple[Tensor, Tensor]]) -> None:
-        act(
-            [
-                (out, part.clone() if _overlap(out, part) else part)
-                for out, part in items
-            ]
-        )
+        act([(out, part.clone() if _overlap(out, part) else part) for out, part in items])
 
     return safely
 

@@ -57,7 +57,8 @@ class Work(ABC):
         """Return when the result is there, on CUDA in the order of the current stream.
 
         Args:
-            timeout: seconds; None means the timeout of the world. May be called again after it passed.
+            timeout: seconds; None means the timeout of the world. May be called again after it
+            passed.
 
         Raises:
             CommError: the ranks disagree, one failed, all wait for one another, or time is up.

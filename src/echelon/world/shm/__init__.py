@@ -1,4 +1,4 @@
-"""Local processes over shared memory: windows that peers read in place, and waits that do not burn a core."""
+"""Local processes over shared memory: windows read in place, waits that burn no core."""
 
 from echelon.world.shm.group import ShmGroup as ShmGroup
 from echelon.world.shm.start import connect as connect

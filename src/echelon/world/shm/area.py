@@ -1,9 +1,9 @@
 """The shared memory of one group: rounds, signatures, and room for small data.
 
-All collectives are made of *rounds*. In round k a rank writes what it has to say into half ``k % 2`` of
-its slot (or staging), posts k, and waits until all ranks have posted k; then it may read the others'
-half ``k % 2``. Whoever has posted k + 1 has read all of round k, so the half is free again in round
-k + 2 without another wait::
+All collectives are made of *rounds*. In round k a rank writes what it has to say into half ``k %
+2`` of its slot (or staging), posts k, and waits until all ranks have posted k; then it may read the
+others' half ``k % 2``. Whoever has posted k + 1 has read all of round k, so the half is free again
+in round k + 2 without another wait::
 
     rank 0   write A | post 1 | read A's | write B | post 2 | read B's | write A …
     rank 1     write A | post 1 | read A's | write B | post 2 | …
@@ -11,7 +11,8 @@ k + 2 without another wait::
 
 Layout of the segment, with a page and two slot halves a rank, then a ring for each pair of ranks::
 
-    | page 0 | page 1 | … | slot 0 half 0 | slot 0 half 1 | slot 1 half 0 | … | ring 0→0 | ring 0→1 | …
+    | page 0 | page 1 | … | slot 0 half 0 | slot 0 half 1 | slot 1 half 0 | … | ring 0→0 | ring 0→1
+    | …
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ RING_CONTROL_NBYTES = 128
 
 
 def ring_nbytes(size: int) -> int:
-    """Capacity of the ring from one rank to another; smaller where there are many pairs. A power of two."""
+    """Capacity of the ring between two ranks, a power of two; smaller where there are many."""
     return 1 << 20 if size <= 4 else 1 << 18 if size <= 16 else 1 << 16
 
 
@@ -65,7 +66,13 @@ class Area:
     def __init__(
         self, segment: Segment, board: Board, rank: int, ranks: Sequence[int], name: str
     ) -> None:
-        self.segment, self.board, self.rank, self.ranks, self.name = segment, board, rank, ranks, name
+        self.segment, self.board, self.rank, self.ranks, self.name = (
+            segment,
+            board,
+            rank,
+            ranks,
+            name,
+        )
         self.size = len(ranks)
         self.peers = [r for r in range(self.size) if r != rank]
         self.round = 0

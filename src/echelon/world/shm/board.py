@@ -1,11 +1,12 @@
 """What the processes of one job know of each other: who is there, who left, who sleeps, who failed.
 
-The board is one segment with a page a rank; each word has one writer, so no atomic operation is needed::
+The board is one segment with a page a rank; each word has one writer, so no atomic operation is
+needed::
 
     rank r:  | bell | state | pid | sleepers | text length | … text of the failure … |
 
-``bell`` is the exception: anyone writes it, always with a value that nobody wrote before, so that a rank
-which read it, looked around and then goes to sleep on it cannot miss a change in between.
+``bell`` is the exception: anyone writes it, always with a value that nobody wrote before, so that a
+rank which read it, looked around and then goes to sleep on it cannot miss a change in between.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import final
 
 from echelon.errors import CommTimeout, RankFailed
@@ -32,7 +34,8 @@ _ABSENT, _HERE, _LEFT, _FAILED = range(4)
 
 # A sleeping rank looks around this often even if no bell rings: peers can die without a sound.
 _LOOK_S = 0.05
-# Spinning saves two context switches where a peer is about to come; it pays while each rank has a core.
+# Spinning saves two context switches where a peer is about to come; it pays while each rank has a
+# core.
 _SPIN_S = 0.0001
 
 
@@ -80,12 +83,13 @@ class Board:
         while missing := [r for r in everyone if self._state(r) == _ABSENT]:
             self._sleep(lambda: self._state(missing[0]) != _ABSENT, _LOOK_S)
             if time.monotonic() > deadline:
-                raise CommTimeout(f"rank {self.rank}, starting a world of {self.size} ranks,", missing, timeout)
+                raise CommTimeout(
+                    f"rank {self.rank}, starting a world of {self.size} ranks,", missing, timeout
+                )
         for r in everyone:
-            try:
+            # One that died already has no descriptor, and counts as dead by that.
+            with suppress(ProcessLookupError):
                 self._pidfds[r] = os.pidfd_open(self._words[self._at(r, _PID)])
-            except ProcessLookupError:
-                pass  # died already; the board says how, or ``_check`` finds no descriptor
 
     def leave(self, failure: str | None) -> None:
         """Note that this rank ends, and why if it failed; wakes all ranks."""
@@ -155,7 +159,12 @@ class Board:
 
     def doze(self, act: Callable[[], None]) -> None:
         """Run ``act``, then sleep until a bell rings that was not heard before ``act`` began."""
-        self._sleep(lambda: act() is not None, _LOOK_S)
+
+        def acted() -> bool:
+            act()
+            return False
+
+        self._sleep(acted, _LOOK_S)
 
     def check(self, doing: Callable[[], str], missing: Callable[[], Sequence[int]]) -> None:
         """Raise if a rank failed, or if one that is waited for left or died."""
@@ -172,7 +181,7 @@ class Board:
                 raise RankFailed(rank, "died: it was killed, crashed or called os._exit", doing())
 
     def _sleep(self, done: Callable[[], bool], seconds: float) -> None:
-        """Sleep until a bell rings that was not heard before ``done()`` was false; at most ``seconds``."""
+        """Sleep until a bell rings after ``done()`` was false; at most ``seconds``."""
         words, at = self._words, self._at(self.rank, _SLEEPERS)
         with self._sleep_lock:
             self._num_sleepers += 1

@@ -1,4 +1,4 @@
-"""How each collective is done in rounds: small ones in slots, windows in place, large ones in pieces.
+"""Each collective in rounds: small ones in slots, windows in place, large ones in pieces.
 
 r: rank · n: ranks · k: round. Every function is called by all ranks at once; the first round is the
 agreement on the call, later ones carry or release data.
@@ -38,7 +38,9 @@ class Collectives:
         self.area = area
         self.timeout = timeout
         self._staging: Staging | None = None
-        self._windows: dict[int, tuple[int, Sequence[Tensor]]] = {}  # by address of the local region
+        self._windows: dict[
+            int, tuple[int, Sequence[Tensor]]
+        ] = {}  # by address of the local region
 
     # Windows ---------------------------------------------------------------------------------
 
@@ -55,16 +57,21 @@ class Collectives:
         window = self._windows.get(tensor.untyped_storage().data_ptr())
         if window is None:
             return 0
-        return window[0] << 48 | (tensor.storage_offset() * tensor.dtype.itemsize + 1)
+        return window[0] << 48 | (int(tensor.storage_offset()) * tensor.dtype.itemsize + 1)
 
     def _in_place(self, tensor: Tensor, keys: Sequence[int]) -> list[Tensor] | None:
         """``tensor`` as all ranks see theirs, if all lie at one place of one window."""
         if not keys[0] or any(key != keys[0] for key in keys):
             return None
         _, regions = self._windows[tensor.untyped_storage().data_ptr()]
-        start, numel, dtype = tensor.storage_offset() * tensor.dtype.itemsize, tensor.numel(), tensor.dtype
+        start, numel, dtype = (
+            tensor.storage_offset() * tensor.dtype.itemsize,
+            tensor.numel(),
+            tensor.dtype,
+        )
         return [
-            region.view(torch.uint8).narrow(0, start, numel * dtype.itemsize).view(dtype) for region in regions
+            region.view(torch.uint8).narrow(0, start, numel * dtype.itemsize).view(dtype)
+            for region in regions
         ]
 
     # Rounds ----------------------------------------------------------------------------------
@@ -148,7 +155,9 @@ class Collectives:
         piece = HALF_NBYTES // (dtype.itemsize * area.size)
         for start in range(0, numel, piece):
             length = min(piece, numel - start)
-            boxes = [part.view(area.size, length) for part in staging.parts(dtype, area.size * length)]
+            boxes = [
+                part.view(area.size, length) for part in staging.parts(dtype, area.size * length)
+            ]
             for peer in area.peers:
                 boxes[area.rank][peer].copy_(lanes[peer, start : start + length])
             self._round(ticket)
@@ -256,7 +265,9 @@ class Collectives:
             self._round(ticket)
             part.copy_(lanes[area.rank])
 
-    def all_to_all(self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def all_to_all(
+        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> None:
         area, dtype = self.area, inputs[0].dtype
         longest = self._agree_on_lengths(ticket, outputs, inputs)
         piece = HALF_NBYTES // (dtype.itemsize * area.size)
@@ -287,10 +298,11 @@ class Collectives:
         table = [part.tolist() for part in tables]
         if any(table[s][r] != table[r][n + s] for s in range(n) for r in range(n)):
             texts = {
-                r: f"all_to_all_single sends {table[r][:n]}, expects {table[r][n:]} elements" for r in range(n)
+                r: f"all_to_all_single sends {table[r][:n]}, expects {table[r][n:]} elements"
+                for r in range(n)
             }
             raise CollectiveMismatch(area.name, ticket.position, texts)
-        return max(length for row in table for length in row)
+        return int(max(length for row in table for length in row))
 
     def barrier(self, ticket: Ticket) -> None:
         self._agree(ticket)

@@ -25,7 +25,8 @@ class _EngineWork(Work):
         self._timeout = timeout
 
     def run(self) -> None:
-        assert self.action is not None and self._complete is not None
+        assert self.action is not None
+        assert self._complete is not None
         try:
             self.action()
         except BaseException as error:  # raised again by whoever waits
@@ -46,7 +47,7 @@ class _EngineWork(Work):
 
 @final
 class Engine:
-    """Runs actions one after another: on the caller's thread if it waits anyway, else in the background.
+    """Runs actions one after another: on the caller's thread if it waits, else in the background.
 
     Law: actions run in the order in which they were given, whatever thread runs them.
 

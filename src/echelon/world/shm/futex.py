@@ -37,12 +37,20 @@ def _number() -> int:
 
 @final
 class Bell:
-    """One word of shared memory that a process sleeps on and others ring. The arguments are built once."""
+    """A word of shared memory to sleep on and to ring. The arguments are built once."""
 
     def __init__(self, address: int) -> None:
         number, place = ctypes.c_long(_number()), ctypes.c_void_p(address)
         nothing, zero = ctypes.c_void_p(None), ctypes.c_uint32(0)
-        self._wake = (number, place, ctypes.c_int(_WAKE), ctypes.c_int(_EVERYONE), nothing, nothing, zero)
+        self._wake = (
+            number,
+            place,
+            ctypes.c_int(_WAKE),
+            ctypes.c_int(_EVERYONE),
+            nothing,
+            nothing,
+            zero,
+        )
         self._wait = (number, place, ctypes.c_int(_WAIT))
         self._rest = (nothing, zero)
 
@@ -65,8 +73,8 @@ _lock = threading.Lock()
 def fence() -> None:
     """Order all earlier loads and stores of this thread before all later ones.
 
-    Python has no memory barrier; taking a lock is an atomic read-modify-write, which is one. A plain
-    store of a flag would otherwise be allowed to pass a later load, on x86 too.
+    Python has no memory barrier; taking a lock is an atomic read-modify-write, which is one. A
+    plain store of a flag would otherwise be allowed to pass a later load, on x86 too.
     """
     _lock.acquire()
     _lock.release()

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from echelon.world.group import Group
 from echelon.world.shm.area import Area
-from echelon.world.shm.board import Board
 from echelon.world.shm.collectives import Collectives
 from echelon.world.shm.engine import Engine
 from echelon.world.shm.mailbox import Mailbox
@@ -71,7 +70,9 @@ class ShmGroup(Group):
         return self._run(ticket, lambda: self._collectives.all_reduce(ticket, tensor, op))
 
     def _reduce_scatter(self, ticket: Ticket, output: Tensor, input: Tensor, op: str) -> Work:
-        return self._run(ticket, lambda: self._collectives.reduce_scatter(ticket, output, input, op))
+        return self._run(
+            ticket, lambda: self._collectives.reduce_scatter(ticket, output, input, op)
+        )
 
     def _all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> Work:
         return self._run(ticket, lambda: self._collectives.all_gather(ticket, outputs, input))
@@ -88,7 +89,9 @@ class ShmGroup(Group):
     def _scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> Work:
         return self._run(ticket, lambda: self._collectives.scatter(ticket, tensor, inputs, src))
 
-    def _all_to_all(self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+    def _all_to_all(
+        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Work:
         return self._run(ticket, lambda: self._collectives.all_to_all(ticket, outputs, inputs))
 
     def _barrier(self, ticket: Ticket) -> Work:
@@ -101,7 +104,7 @@ class ShmGroup(Group):
         return self._mailbox.recv(ticket, tensor, src, tag)
 
     def probe(self, tag: int = 0) -> int | None:
-        """A rank that has sent a message with ``tag`` which nobody here has asked for yet, or None."""
+        """A rank that has sent a message with ``tag`` which nobody has asked for yet, or None."""
         return self._mailbox.probe(tag)
 
     def _subgroup(self, ticket: Ticket, name: str, members: Sequence[int]) -> Group | None:

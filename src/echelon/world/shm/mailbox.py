@@ -1,8 +1,9 @@
 """Point-to-point messages: one ring of bytes from each rank to each other one.
 
-A message is a header and its bytes, streamed through the ring in pieces, so that a message may be longer
-than the ring. The receiver looks for a posted receive with the same tag; a message that nobody has
-asked for yet is put aside. ``_progress`` moves whatever can move and never waits; threads that wait call it.
+A message is a header and its bytes, streamed through the ring in pieces, so that a message may be
+longer than the ring. The receiver looks for a posted receive with the same tag; a message that
+nobody has asked for yet is put aside. ``_progress`` moves whatever can move and never waits;
+threads that wait call it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,7 @@ _HEADER_NBYTES = 64
 _ALIGN = 64  # payloads are padded to this, so that headers never wrap
 _PIECE = 1 << 18
 
-_DTYPES = sorted(
-    (item for item in vars(torch).values() if isinstance(item, torch.dtype)), key=str
-)
+_DTYPES = sorted((item for item in vars(torch).values() if isinstance(item, torch.dtype)), key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
@@ -134,7 +133,7 @@ class Mailbox:
         return self._started(item, ticket)
 
     def probe(self, tag: int) -> int | None:
-        """A rank from which a message with this tag has begun to arrive and is not asked for yet."""
+        """A rank whose message with this tag has begun to arrive and is not asked for yet."""
         self.progress()
         with self._lock:
             for peer, items in self._early.items():
@@ -180,7 +179,9 @@ class Mailbox:
             return not unsent()
 
         if unsent():
-            area.board.wait(ready, lambda: "the end of the world, with messages unsent,", unsent, self._timeout)
+            area.board.wait(
+                ready, lambda: "the end of the world, with messages unsent,", unsent, self._timeout
+            )
         self.abandon()
 
     def abandon(self) -> None:
@@ -237,7 +238,9 @@ class Mailbox:
             at = ring.head % ring.capacity
             count = min(left, room, ring.capacity - at, _PIECE)
             if count:
-                ring.data[at : at + count].copy_(item.payload[item.num_moved : item.num_moved + count])
+                ring.data[at : at + count].copy_(
+                    item.payload[item.num_moved : item.num_moved + count]
+                )
                 item.num_moved += count
                 ring.advance_head(count if count < left else _padded(count))
                 moved = True
@@ -267,7 +270,9 @@ class Mailbox:
             at = ring.tail % ring.capacity
             count = min(left, filled, ring.capacity - at, _PIECE)
             if count:
-                item.payload[item.num_moved : item.num_moved + count].copy_(ring.data[at : at + count])
+                item.payload[item.num_moved : item.num_moved + count].copy_(
+                    ring.data[at : at + count]
+                )
                 item.num_moved += count
                 ring.advance_tail(count if count < left else _padded(count))
                 moved = True

@@ -1,7 +1,7 @@
 """Shared memory that no crash can leave behind.
 
-A segment is a memfd: it has no name in ``/dev/shm``, peers open it through ``/proc/<pid>/fd``, and the
-kernel frees it with the last process that maps it, however that process ends.
+A segment is a memfd: it has no name in ``/dev/shm``, peers open it through ``/proc/<pid>/fd``, and
+the kernel frees it with the last process that maps it, however that process ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Segment:
         Args:
             nbytes: rounded up to whole pages.
             what: for the message of an error.
-            reserve: take the pages now, so that a lack of memory is an error here and not a crash later;
+            reserve: take the pages now, so that a lack of memory is an error here and not a crash
+            later;
                 without it, pages are taken when they are first written.
 
         Raises:
@@ -89,13 +90,13 @@ class Segment:
         return segment
 
     def unpublish(self) -> None:
-        """Close the file once all peers have mapped it; the memory lives as long as it is mapped."""
+        """Close the file once all peers have mapped it; the memory lives while it is mapped."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def tensor(self, start: int, nbytes: int) -> Tensor:
-        """The bytes ``[start, start + nbytes)`` as a uint8 tensor, without a copy. 1D"""
+        """View the bytes ``[start, start + nbytes)`` as a uint8 tensor, 1D, without a copy."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self.buffer, dtype=torch.uint8, count=nbytes, offset=start)
@@ -107,7 +108,10 @@ def available_nbytes() -> int:
         fields = dict(line.split(":", 1) for line in file)
     available = int(fields["MemAvailable"].split()[0]) * 1024
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+        with (
+            open("/sys/fs/cgroup/memory.max") as limit,
+            open("/sys/fs/cgroup/memory.current") as used,
+        ):
             text = limit.read().strip()
             if text != "max":
                 available = min(available, int(text) - int(used.read()))

@@ -13,11 +13,14 @@ from echelon.world.work import Ticket
 
 __all__ = ["HALF_NBYTES", "Staging", "share_segments"]
 
-# A piece this large amortises a round (some 20 µs), and still lies in the last-level cache when it is read.
+# A piece this large amortises a round (some 20 µs), and still lies in the last-level cache when it
+# is read.
 HALF_NBYTES = 1 << 22
 
 
-def share_segments(area: Area, ticket: Ticket, mine: Segment, *, populate: bool, timeout: float) -> list[Segment]:
+def share_segments(
+    area: Area, ticket: Ticket, mine: Segment, *, populate: bool, timeout: float
+) -> list[Segment]:
     """Give each rank's segment to all ranks: the segments in rank order. Takes two rounds."""
     note = torch.frombuffer(bytearray(mine.token.encode().ljust(64)), dtype=torch.uint8)
     slots = area.parts(torch.uint8, note.numel())
@@ -39,7 +42,9 @@ class Staging:
 
     def __init__(self, area: Area, ticket: Ticket, timeout: float) -> None:
         self._area = area
-        segment = Segment.create(2 * HALF_NBYTES, what="staging for large collectives", reserve=True)
+        segment = Segment.create(
+            2 * HALF_NBYTES, what="staging for large collectives", reserve=True
+        )
         self._halves = [
             [one.tensor(half * HALF_NBYTES, HALF_NBYTES) for half in (0, 1)]
             for one in share_segments(area, ticket, segment, populate=True, timeout=timeout)

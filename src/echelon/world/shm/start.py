@@ -41,9 +41,7 @@ def join(
     return _enter(rank, size, Segment.open(tokens[0]), Segment.open(tokens[1]), timeout, name)
 
 
-def connect(
-    rank: int, size: int, store: Store, *, timeout: float, name: str = "world"
-) -> ShmGroup:
+def connect(rank: int, size: int, store: Store, *, timeout: float, name: str = "world") -> ShmGroup:
     """Meet the other ranks of this host through ``store``; returns when all have come.
 
     Args:

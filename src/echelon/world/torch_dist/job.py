@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar, final
 
 import torch.distributed as dist
 
-from echelon.errors import CommError
+from echelon.errors import CommError, RankFailed
 from echelon.world.torch_dist.notices import Notice, Reason, conclude
-from echelon.world.work import Ticket
 
 __all__ = ["Job"]
 
@@ -58,24 +59,25 @@ class Job:
         if self.failure is not None:
             raise self.failure
 
-    def diagnose(
-        self, ticket: Ticket, ranks: Sequence[int], missing: Sequence[int], late: bool, seconds: float
-    ) -> CommError:
+    def diagnose(self, mine: Notice, ranks: Sequence[int]) -> CommError:
         """Find out who failed, tell the other ranks, and break all connections of this rank.
 
         Args:
+            mine: what happened on this rank.
             ranks: of the group, in the job.
-            missing: those that were waited for (``late``) or whose connection closed.
+
+        Returns:
+            what to raise; the first failure of this rank if there was one before.
         """
         with self._lock:
             if self.failure is not None:
                 return self.failure
-            reason = Reason.TIMEOUT if late else Reason.LOST
-            mine = Notice.of(ticket, reason, tuple(missing), seconds)
-            if late:
+            # A rank that knows whom it lost can say more once it has read that one's notice.
+            knows_more_later = mine.reason is Reason.LOST and bool(mine.missing)
+            if not knows_more_later:
                 self._post(mine)
-            end = time.monotonic() + GRACE_S
             others = [rank for rank in ranks if rank != self.rank]
+            end = time.monotonic() + GRACE_S
             while True:
                 seen = _bounded(lambda: self._read(others), {})
                 error, certain = conclude(mine, seen, tuple(ranks))
@@ -83,8 +85,9 @@ class Job:
                     break
                 time.sleep(0.05)
             self.failure = error
-            if not late:
-                self._post(_with_root(mine, error))
+            if isinstance(error, RankFailed):
+                mine = replace(mine, root=error.failed_rank, cause=error.cause)
+            self._post(mine)
             sever = list(self._sever)
         for step in sever:
             step()
@@ -96,10 +99,10 @@ class Job:
             if self._closed:
                 return
             self._closed = True
-            if error is not None and not isinstance(error, CommError):
+            if error is not None:
                 text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 self._post(Notice(rank=self.rank, reason=Reason.RAISED, text=text[:2000]))
-            elif error is None:
+            else:
                 self._post(Notice(rank=self.rank, reason=Reason.LEFT))
             failed = error is not None or self.failure is not None
         if failed:
@@ -125,25 +128,13 @@ class Job:
         }
 
 
-def _with_root(mine: Notice, error: CommError) -> Notice:
-    from dataclasses import replace
-
-    from echelon.errors import RankFailed
-
-    if isinstance(error, RankFailed):
-        return replace(mine, root=error.failed_rank, cause=error.cause)
-    return mine
-
-
 def _bounded(step: Callable[[], _T], default: _T) -> _T:
     """The result of a store call, or ``default`` when the store is gone or does not answer."""
     results: list[_T] = []
 
     def call() -> None:
-        try:
+        with suppress(RuntimeError):  # the store's host is gone; then the notices are, too
             results.append(step())
-        except RuntimeError:  # the store's host is gone; then the notices are, too
-            pass
 
     thread = threading.Thread(target=call, name="echelon store", daemon=True)
     thread.start()

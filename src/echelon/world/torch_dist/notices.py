@@ -8,14 +8,14 @@ them to the first cause: rank 2 lost rank 1, rank 1 lost rank 0, rank 0 raised `
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
 from echelon.errors import CollectiveMismatch, CommError, CommTimeout, RankFailed
 from echelon.world.work import Ticket
 
-__all__ = ["Notice", "Reason", "conclude"]
+__all__ = ["Notice", "Reason", "conclude", "disagree"]
 
 
 class Reason(Enum):
@@ -40,6 +40,8 @@ class Notice:
         call: what the ranks must agree on.
         place: line of user code.
         p2p: whether it was a send or a receive, which have positions of their own.
+        sends: elements for each rank of the group, where ranks may differ in them.
+        expects: elements from each rank of the group, likewise.
         missing: ranks in the job that it waited for or lost.
         seconds: how long it waited.
         root: the rank that it blames; -1 if not known.
@@ -54,6 +56,8 @@ class Notice:
     call: str = ""
     place: str = ""
     p2p: bool = False
+    sends: tuple[int, ...] = ()
+    expects: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     seconds: float = 0.0
     root: int = -1
@@ -61,20 +65,34 @@ class Notice:
 
     @classmethod
     def of(
-        cls, ticket: Ticket, reason: Reason, missing: tuple[int, ...], seconds: float
+        cls,
+        ticket: Ticket,
+        *,
+        late: bool,
+        missing: Sequence[int],
+        seconds: float,
+        sends: Sequence[int] = (),
+        expects: Sequence[int] = (),
     ) -> Notice:
-        """The notice of a rank that stopped in the call of ``ticket``."""
+        """The notice of a rank that waited in vain (``late``) or lost a peer in the call of ``ticket``."""
         return cls(
             rank=ticket.rank,
-            reason=reason,
+            reason=Reason.TIMEOUT if late else Reason.LOST,
             group=ticket.group,
             position=ticket.position,
             call=str(ticket.call),
             place=str(ticket.place),
             p2p=ticket.call.op in ("send", "recv"),
-            missing=missing,
+            sends=tuple(sends),
+            expects=tuple(expects),
+            missing=tuple(missing),
             seconds=seconds,
         )
+
+    def text_of_call(self) -> str:
+        """The call with all that ranks may disagree on, and its place."""
+        lengths = f", sends {list(self.sends)}, expects {list(self.expects)} elements"
+        return f"{self.call}{lengths if self.sends else ''} at {self.place}"
 
     def dump(self) -> str:
         """As text for the store."""
@@ -85,7 +103,7 @@ class Notice:
         """From the text of ``dump``."""
         facts = json.loads(text)
         facts["reason"] = Reason[facts["reason"]]
-        facts["missing"] = tuple(facts["missing"])
+        facts |= {name: tuple(facts[name]) for name in ("sends", "expects", "missing")}
         return cls(**facts)
 
 
@@ -103,20 +121,22 @@ def conclude(
     if mismatch is not None:
         return mismatch, True
     doing = f"{mine.call} (#{mine.position} of group {mine.group!r}) at {mine.place}"
-    known = [seen[rank] for rank in mine.missing if rank in seen]
-    for notice in known:
+    # An engine that does not say whom it lost: whoever wrote no notice has not stopped by himself.
+    missing = mine.missing or tuple(rank for rank in ranks if rank != mine.rank)
+    known = [seen[rank] for rank in missing if rank in seen]
+    silent = tuple(rank for rank in missing if rank not in seen)
+    ended = [notice for notice in known if notice.reason in (Reason.RAISED, Reason.LEFT)]
+    for notice in ended or (known if mine.missing and mine.reason is Reason.LOST else ()):
         root, cause = _blame(notice, mine.rank)
-        if mine.reason is Reason.LOST or notice.reason in (Reason.RAISED, Reason.LEFT):
-            return RankFailed(root, cause, doing), notice.reason is not Reason.TIMEOUT
+        return RankFailed(root, cause, doing), notice.reason is not Reason.TIMEOUT
     if mine.reason is Reason.LOST:
-        rank = mine.missing[0] if mine.missing else -1
         cause = "died: its connection closed without a word (killed, crashed or exited)"
-        return RankFailed(rank, cause, doing), False
+        return RankFailed((silent or missing)[0], cause, doing), False
     others = "\n".join(
         f"  rank {notice.rank} waits in {notice.call} of group {notice.group!r} at {notice.place}"
         for notice in known
     )
-    return CommTimeout(doing, mine.missing, mine.seconds, others), False
+    return CommTimeout(doing, silent or missing, mine.seconds, others), False
 
 
 def _mismatch(
@@ -132,11 +152,22 @@ def _mismatch(
         here = {rank: notice for rank, notice in here.items() if _meet(mine, notice, ranks)}
         different = any(_content(notice) != _content(mine) for notice in here.values())
     else:
-        different = len({notice.call for notice in here.values()}) > 1
+        different = len({notice.call for notice in here.values()}) > 1 or disagree(
+            {ranks.index(rank): notice for rank, notice in here.items() if notice.sends}
+        )
     if not different:
         return None
-    calls = {ranks.index(rank): f"{note.call} at {note.place}" for rank, note in here.items()}
+    calls = {ranks.index(rank): notice.text_of_call() for rank, notice in here.items()}
     return CollectiveMismatch(mine.group, mine.position, calls)
+
+
+def disagree(notices: Mapping[int, Notice]) -> bool:
+    """Whether a rank (in the group) sends another number of elements than its peer expects."""
+    return any(
+        mine.expects[sender] != other.sends[receiver]
+        for receiver, mine in notices.items()
+        for sender, other in notices.items()
+    )
 
 
 def _meet(mine: Notice, other: Notice, ranks: tuple[int, ...]) -> bool:

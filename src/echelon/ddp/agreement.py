@@ -1,0 +1,99 @@
+"""Whether the ranks hold the same model: its structure always, its values when asked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import ArgumentError, ModelMismatch
+from echelon.world.group import Group
+
+__all__ = ["check_agreement", "check_model"]
+
+_ABSENT = "not there"
+
+
+def check_model(module: nn.Module, device: torch.device) -> None:
+    """Refuse a model that cannot be replicated over ranks on ``device``.
+
+    Raises:
+        ArgumentError: lazy, sparse or misplaced parameters, or none that needs a gradient.
+    """
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
+            raise ArgumentError(
+                f"module {name or type(submodule).__name__!r} makes sparse gradients, and DDP reduces dense "
+                f"ones: build it with sparse=False"
+            )
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise ArgumentError(
+                f"parameter {name!r} has no shape yet: run one batch through the model before wrapping it"
+            )
+        if tensor.device != device:
+            raise ArgumentError(
+                f"{name!r} is on {tensor.device} and the group is on {device}: "
+                f"move the model there before wrapping it"
+            )
+    if not any(param.requires_grad for param in module.parameters()):
+        raise ArgumentError(
+            f"no parameter of {type(module).__name__} requires a gradient, so there is nothing to reduce: "
+            "use the module itself"
+        )
+
+
+def check_agreement(
+    module: nn.Module, options: Mapping[str, str], group: Group, *, values: bool
+) -> None:
+    """Compare the model and the options of all ranks, in one exchange of objects.
+
+    Args:
+        values: whether to compare parameters and buffers bit by bit (their hashes), too.
+
+    Raises:
+        ModelMismatch: the same one on every rank; names the first difference and who has what.
+    """
+    mine = {
+        "option": dict(options),
+        "parameter": {name: _describe(param) for name, param in module.named_parameters()},
+        "buffer": {name: _describe(buffer) for name, buffer in module.named_buffers()},
+    }
+    if values:
+        mine["the values of parameter"] = {n: _digest(p) for n, p in module.named_parameters()}
+        mine["the values of buffer"] = {n: _digest(b) for n, b in module.named_buffers()}
+    everyone: list[dict[str, dict[str, str]]] = group.all_gather_object(mine)
+    for kind in mine:
+        _compare(kind, [facts[kind] for facts in everyone])
+
+
+def _compare(kind: str, facts: Sequence[Mapping[str, str]]) -> None:
+    names = list(dict.fromkeys(name for one in facts for name in one))
+    for name in names:
+        found = {rank: one.get(name, _ABSENT) for rank, one in enumerate(facts)}
+        if len(set(found.values())) > 1:
+            raise ModelMismatch(f"{kind} {name!r}", found)
+    orders = [list(one) for one in facts]
+    for position, names_there in enumerate(zip(*orders, strict=True)):
+        if len(set(names_there)) > 1:
+            raise ModelMismatch(
+                f"the order of their {kind}s, at position {position}",
+                {rank: repr(name) for rank, name in enumerate(names_there)},
+            )
+
+
+def _describe(tensor: Tensor) -> str:
+    """``float32[3, 4]``, with what else must agree for flat buffers to line up."""
+    text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    if not tensor.is_contiguous():
+        text += f" strides {tensor.stride()}"
+    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        text += " frozen"
+    return text
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

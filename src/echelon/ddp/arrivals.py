@@ -1,0 +1,152 @@
+"""Which gradients of a backward are there: one hook a parameter, and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, final
+
+import torch
+from torch import nn
+
+from echelon.ddp.buckets import BucketPlan
+
+__all__ = ["Arrivals", "Receiver", "is_watched"]
+
+# A gradient of 1 MiB or more is moved in its own hook: it is still in the cache, and its memory is
+# free for the next one. Smaller ones are moved together, which costs less Python.
+_LARGE_NBYTES = 1 << 20
+
+# Our hooks carry this name, so that a second wrapper sees that the parameter is taken.
+_MARK = "_echelon_ddp"
+
+_Hook = Callable[[nn.Parameter], None]
+
+
+class Receiver(Protocol):
+    """Who is told about arrivals."""
+
+    def large(self, b: int, slot: int) -> None:
+        """A large gradient is there; its bucket may not be complete."""
+
+    def ready(self, b: int) -> None:
+        """The last gradient of a bucket is there."""
+
+    def unexpected(self, i: int, b: int) -> None:
+        """A gradient came while none was expected, or came again."""
+
+
+def is_watched(param: nn.Parameter) -> bool:
+    """Whether a hook of ours is on ``param``."""
+    hooks: dict[int, Any] | None = param._post_accumulate_grad_hooks
+    return any(_MARK in getattr(hook, "__dict__", {}) for hook in (hooks or {}).values())
+
+
+@final
+class Arrivals:
+    """Counts the gradients of one backward, bucket by bucket.
+
+    Between ``open`` and ``close`` each gradient is expected once. Outside, all count as seen, so a
+    hook needs one test to find that something is unusual.
+
+    Attributes:
+        seen: for each parameter, 1 when its gradient is there.
+        remaining: for each bucket, the number of gradients that are not there.
+        order: the parameters in the order of arrival; recorded if asked for.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], receiver: Receiver) -> None:
+        self.order: list[int] = []
+        self.seen = bytearray(b"\1" * len(params))
+        self.remaining: list[int] = []
+        self._params = params
+        self._receiver = receiver
+        self._counts: list[int] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def claim(self) -> None:
+        """Mark the parameters as ours without counting."""
+        self._watch(0, lambda param: None)
+
+    def watch(self, plans: Sequence[BucketPlan], record: bool) -> None:
+        """Hook all parameters, according to the buckets they are in.
+
+        Args:
+            record: whether to note the order of arrival.
+        """
+        self.unwatch()
+        self._counts = [len(plan.members) for plan in plans]
+        for b, plan in enumerate(plans):
+            for slot, i in enumerate(plan.members):
+                large = self._params[i].nbytes >= _LARGE_NBYTES
+                hook = self._full(i, b, slot, large) if large or record else self._lean(i, b)
+                self._watch(i, hook)
+
+    def unwatch(self) -> None:
+        """Take all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def open(self, counts: Sequence[int]) -> None:
+        """Expect one gradient of every parameter.
+
+        Args:
+            counts: number of gradients of each bucket.
+        """
+        self.order.clear()
+        self.remaining[:] = counts
+        self.seen[:] = bytes(len(self.seen))
+
+    def close(self) -> None:
+        """Expect no gradient."""
+        self.seen[:] = b"\1" * len(self.seen)
+
+    def arrive(self, i: int, b: int, slot: int) -> None:
+        """Count a gradient that its hook could not count."""
+        self.order.append(i)
+        self.seen[i] = 1
+        if self._params[i].nbytes >= _LARGE_NBYTES:
+            self._receiver.large(b, slot)
+        self.remaining[b] -= 1
+        if not self.remaining[b]:
+            self._receiver.ready(b)
+
+    def _watch(self, i: int, hook: _Hook) -> None:
+        setattr(hook, _MARK, True)
+        self._handles.append(self._params[i].register_post_accumulate_grad_hook(hook))
+
+    def _lean(self, i: int, b: int) -> _Hook:
+        # Runs once a parameter and backward, so it is as short as it can be.
+        seen, remaining = self.seen, self.remaining
+        ready, unexpected = self._receiver.ready, self._receiver.unexpected
+
+        def hook(_: nn.Parameter) -> None:
+            if seen[i]:
+                unexpected(i, b)
+                return
+            seen[i] = 1
+            left = remaining[b] - 1
+            remaining[b] = left
+            if not left:
+                ready(b)
+
+        return hook
+
+    def _full(self, i: int, b: int, slot: int, large: bool) -> _Hook:
+        """The hook of a large gradient, and of all while the order of arrival is recorded."""
+        seen, remaining, record = self.seen, self.remaining, self.order.append
+        receiver = self._receiver
+
+        def hook(_: nn.Parameter) -> None:
+            if seen[i]:
+                receiver.unexpected(i, b)
+                return
+            seen[i] = 1
+            record(i)
+            if large:
+                receiver.large(b, slot)
+            remaining[b] -= 1
+            if not remaining[b]:
+                receiver.ready(b)
+
+        return hook
