@@ -40,7 +40,7 @@ __all__ = [
 
 
 class EchelonError(Exception):
-    """Base of everything that this library raises on purpose. Travels between processes unchanged."""
+    """Base of everything that this library raises on purpose; can be pickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
         # The constructors take facts, not the sentence, so the default would call them wrongly.
@@ -93,8 +93,9 @@ class SharedMemoryError(WorldError):
     def __init__(self, what: str, needed: int, available: int) -> None:
         self.needed, self.available = needed, available
         super().__init__(
-            f"{what} needs {needed / 2**20:.1f} MiB of shared memory and {available / 2**20:.1f} MiB are "
-            "available: use fewer ranks or a smaller model, free memory, or raise the container's limit"
+            f"{what} needs {needed / 2**20:.1f} MiB of shared memory and "
+            f"{available / 2**20:.1f} MiB are available: "
+            "use fewer ranks or a smaller model, free memory, or raise the container's limit"
         )
 
 
@@ -112,7 +113,8 @@ class CollectiveMismatch(CommError):
     def __init__(self, group: str, position: int, calls: Mapping[int, str]) -> None:
         self.calls = dict(calls)
         super().__init__(
-            f"collective #{position} of group {group!r} differs between ranks:\n{_rows(self.calls)}\n"
+            f"collective #{position} of group {group!r} differs between ranks:\n"
+            f"{_rows(self.calls)}\n"
             "All ranks of a group must issue the same collectives in the same order."
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from echelon.errors import ArgumentError, ModelMismatch
 from echelon.world.group import Group
@@ -29,7 +30,7 @@ def check_model(module: nn.Module, device: torch.device) -> None:
                 f"ones: build it with sparse=False"
             )
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise ArgumentError(
                 f"parameter {name!r} has no shape yet: run one batch through the model before wrapping it"
             )
@@ -96,4 +97,4 @@ def _describe(tensor: Tensor) -> str:
 
 def _digest(tensor: Tensor) -> str:
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+    return hashlib.blake2b(data.data, digest_size=8).hexdigest()

@@ -65,7 +65,9 @@ class Bucket:
             self._gradients = torch.zeros(numel, dtype=self.dtype, device=group.device)
         starts = plan.placement.starts
         self._wire_views = _views(self._body, starts, self.params)
-        self.views = _views(self._gradients, starts, self.params) if self.casts else self._wire_views
+        self.views = (
+            _views(self._gradients, starts, self.params) if self.casts else self._wire_views
+        )
         self._emit_memory(1)
 
     @property
@@ -79,7 +81,7 @@ class Bucket:
         for slot, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
             if grad is not view or self.casts:
-                self._check(slot, grad)
+                grad = self._checked(slot, grad)
                 targets.append(self._wire_views[slot])
                 sources.append(grad)
                 slots.append(slot)
@@ -91,8 +93,7 @@ class Bucket:
     def take_one(self, slot: int) -> None:
         """Move one gradient into the buffer; its ``.grad`` becomes the view."""
         param, view = self.params[slot], self.views[slot]
-        grad = param.grad
-        self._check(slot, grad)
+        grad = self._checked(slot, param.grad)
         if grad is not view or self.casts:
             self._wire_views[slot].copy_(grad)
             param.grad = view
@@ -176,7 +177,7 @@ class Bucket:
         self._emit_memory(-1)
         self._window.close()
 
-    def _check(self, slot: int, grad: Tensor | None) -> None:
+    def _checked(self, slot: int, grad: Tensor | None) -> Tensor:
         if grad is None:
             raise StateError(
                 f"the gradient of parameter {self.names[slot]!r} was set to None during backward, before "
@@ -187,6 +188,7 @@ class Bucket:
                 f"parameter {self.names[slot]!r} got a gradient of layout {grad.layout}: DDP reduces dense "
                 "gradients only; build the module that makes it with sparse=False"
             )
+        return grad
 
     def _emit_memory(self, sign: int) -> None:
         if not events.listening():

@@ -128,7 +128,7 @@ def memory_figure(ranks: Sequence[Line]) -> go.Figure:
 
 def comm_figure(ranks: Sequence[Line]) -> go.Figure:
     """Calls, bytes and seconds waited per operation, a bar for each rank."""
-    operations = list(dict.fromkeys(op for rank in ranks for op in rank["comm"]))[::-1]
+    operations = list(dict.fromkeys(op for rank in ranks for op in rank["comm"]))
     most = max((t["nbytes"] for rank in ranks for t in rank["comm"].values()), default=0)
     divisor, unit = _binary_unit(most)
     panels: tuple[tuple[str, str, float, str], ...] = (
@@ -160,7 +160,7 @@ def comm_figure(ranks: Sequence[Line]) -> go.Figure:
                 col=column,
             )
     figure.update_xaxes(rangemode="tozero", nticks=5)
-    figure.update_yaxes(ticksuffix="  ")
+    figure.update_yaxes(ticksuffix="  ", autorange="reversed")  # the first at the top
     figure.update_layout(barmode="group", bargap=0.35, bargroupgap=0.06)
     bars = len(operations) * min(len(ranks), 3 if len(ranks) > len(RANKS) else len(ranks))
     return _styled(figure, height=max(240, 150 + 22 * bars), legend_y=-44)

@@ -50,7 +50,8 @@ class Backend(ABC):
         self._num_subgroups = 0
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size}, on {self.device})"
+        place = f"rank {self.rank} of {self.size}, on {self.device}"
+        return f"{type(self).__name__}({self.name!r}, {place})"
 
     # What a backend writes -------------------------------------------------------------------
 
@@ -182,13 +183,15 @@ class Backend(ABC):
         if splits is None:
             if rows % self.size:
                 raise ArgumentError(
-                    f"all_to_all_single: {what} has {rows} rows, not a multiple of {self.size} ranks; "
+                    f"all_to_all_single: {what} has {rows} rows, "
+                    f"not a multiple of {self.size} ranks; "
                     f"give {what}_splits"
                 )
             splits = [rows // self.size] * self.size
         if len(splits) != self.size or sum(splits) != rows or min(splits) < 0:
             raise ArgumentError(
-                f"all_to_all_single: {what}_splits {list(splits)} do not cut {rows} rows for {self.size} ranks"
+                f"all_to_all_single: {what}_splits {list(splits)} "
+                f"do not cut {rows} rows for {self.size} ranks"
             )
         row = tensor[0].numel() if rows else 0
         return [split * row for split in splits]

@@ -222,7 +222,8 @@ def _check_hosts(
 ) -> None:
     if local_size > size:
         raise WorldError(
-            f"this host has {local_size} ranks and the whole job {size} ({_found(env, *shown)}). {_HOW}"
+            f"this host has {local_size} ranks and the whole job {size} "
+            f"({_found(env, *shown)}). {_HOW}"
         )
 
 

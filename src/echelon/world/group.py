@@ -153,7 +153,7 @@ class Group(Backend):
         *,
         label: str | None = None,
     ) -> Work | None:
-        """Replace ``tensor`` of rank ``dst`` by the reduction over all ranks; others keep theirs."""
+        """Replace ``tensor`` of rank ``dst`` by the reduction over ranks; others keep theirs."""
         arithmetic.check_op(op, self._check("reduce", tensor))
         self._check_rank("dst", dst)
         ticket = self._ticket(
@@ -172,7 +172,7 @@ class Group(Backend):
         *,
         label: str | None = None,
     ) -> Work | None:
-        """Copy the ``tensor`` of rank ``r`` into ``outputs[r]`` of rank ``dst``; others give no outputs."""
+        """Copy ``tensor`` of rank ``r`` to ``outputs[r]`` of rank ``dst``; others give none."""
         self._check("gather", tensor, *(outputs or ()))
         self._check_rank("dst", dst)
         self._check_list("gather", "outputs", outputs, tensor, root=dst)
@@ -193,7 +193,7 @@ class Group(Backend):
         *,
         label: str | None = None,
     ) -> Work | None:
-        """Copy ``inputs[r]`` of rank ``src`` into the ``tensor`` of rank ``r``; others give no inputs."""
+        """Copy ``inputs[r]`` of rank ``src`` to ``tensor`` of rank ``r``; only src gives inputs."""
         self._check("scatter", tensor, *(inputs or ()))
         self._check_rank("src", src)
         self._check_list("scatter", "inputs", inputs, tensor, root=src)
@@ -215,7 +215,7 @@ class Group(Backend):
         *,
         label: str | None = None,
     ) -> Work | None:
-        """Send part ``r`` of ``input`` to rank ``r`` and put what rank ``r`` sent at part ``r`` of ``output``.
+        """Send part ``r`` of ``input`` to rank ``r``; what it sends is part ``r`` of ``output``.
 
         Args:
             output_splits: rows of dim 0 that come from each rank; None: equal parts.
@@ -244,7 +244,7 @@ class Group(Backend):
 
     @final
     def all_gather_object(self, item: Any) -> list[Any]:
-        """The picklable ``item`` of every rank, in rank order. For set-up, not for the training path."""
+        """The picklable ``item`` of every rank, in rank order; for set-up, not for training."""
         mine = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8).to(self.device)
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         length = torch.tensor([mine.numel()], dtype=torch.int64, device=self.device)
@@ -255,7 +255,7 @@ class Group(Backend):
 
     @final
     def broadcast_object(self, item: Any = None, src: int = 0) -> Any:
-        """The picklable ``item`` of rank ``src``, on every rank. For set-up, not for the training path."""
+        """The picklable ``item`` of rank ``src``, on every rank; for set-up, not for training."""
         self._check_rank("src", src)
         mine = torch.empty(0, dtype=torch.uint8)
         if self.rank == src:
@@ -278,7 +278,7 @@ class Group(Backend):
 
     @final
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
-        """Receive into ``tensor`` what rank ``src`` sends with the same ``tag``, in the order of sending."""
+        """Receive into ``tensor`` what rank ``src`` sends with this ``tag``, first sent first."""
         ticket = self._p2p_ticket("recv", tensor, src, tag, blocking=False)
         flat, restore = _flat(tensor)
         work = self._recv(ticket, flat, src, tag)
@@ -313,7 +313,7 @@ class Group(Backend):
 
     @final
     def subgroup(self, ranks: Sequence[int]) -> Group | None:
-        """A group of some of these ranks (numbers inside this group), or None where this rank is not among them.
+        """A group of some of these ranks, as numbered here; None where this rank is not in it.
 
         All ranks of this group call it, with the same ``ranks``; they are sorted and repeats
         dropped.
@@ -332,7 +332,7 @@ class Group(Backend):
 
     @final
     def window(self, numel: int, dtype: torch.dtype = torch.float32) -> Window:
-        """Memory of ``numel`` elements on each rank that the peers can reach in place; zeros at first.
+        """Memory of ``numel`` elements a rank that peers can reach in place; zeros at first.
 
         All ranks of the group call it. Where memory is not shared (``shares_memory``) the window
         holds the local region only; collectives on it work everywhere and are fastest where it is

@@ -26,21 +26,25 @@ __all__ = ["random_stream"]
 
 _DRAWS = {
     torch: (
-        "rand randn randint rand_like randn_like randint_like randperm normal bernoulli multinomial "
-        "poisson dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout rrelu "
-        "binomial _standard_gamma _sample_dirichlet lstm gru rnn_tanh rnn_relu dropout_ "
+        "rand randn randint rand_like randn_like randint_like randperm normal bernoulli "
+        "multinomial poisson dropout feature_dropout alpha_dropout feature_alpha_dropout "
+        "native_dropout rrelu binomial _standard_gamma _sample_dirichlet lstm gru rnn_tanh rnn_relu dropout_ "
         "alpha_dropout_ feature_dropout_ feature_alpha_dropout_ rrelu_"
     ),
     torch.Tensor: (
-        "uniform_ normal_ bernoulli bernoulli_ exponential_ random_ cauchy_ geometric_ log_normal_ multinomial"
+        "uniform_ normal_ bernoulli bernoulli_ exponential_ random_ cauchy_ geometric_ "
+        "log_normal_ multinomial"
     ),
     torch.nn.functional: (
-        "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout gumbel_softmax rrelu rrelu_ "
+        "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout "
+        "gumbel_softmax rrelu rrelu_ "
         "multi_head_attention_forward scaled_dot_product_attention fractional_max_pool2d "
-        "fractional_max_pool3d fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices"
+        "fractional_max_pool3d fractional_max_pool2d_with_indices "
+        "fractional_max_pool3d_with_indices"
     ),
     torch.nn.init: (
-        "uniform_ normal_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ "
+        "uniform_ normal_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ "
+        "kaiming_normal_ "
         "orthogonal_ sparse_"
     ),
 }
@@ -140,7 +144,7 @@ def _rank_generator_installed() -> Iterator[None]:
 
 @contextmanager
 def random_stream() -> Iterator[None]:
-    """Give the current thread its own stream while the body runs; it starts as a copy of the outer one.
+    """Give this thread its own stream while the body runs; it starts as a copy of the outer one.
 
     Example:
         >>> torch.manual_seed(0)  # doctest: +ELLIPSIS

@@ -184,7 +184,8 @@ def _join_job(
     if backend == "shm":
         if not job.one_host:
             raise WorldError(
-                f"backend 'shm' needs all ranks on one host, but this host has {job.local_size} of {job.size}: "
+                f"backend 'shm' needs all ranks on one host, "
+                f"but this host has {job.local_size} of {job.size}: "
                 "use 'gloo' or 'nccl'"
             )
         store = torch_dist.open_store(job, timeout)
@@ -201,7 +202,7 @@ def _join_job(
 
 
 def _close_at_exit(world: World) -> None:
-    """Leave in good order when the script ends; if an exception ends it, tell the other ranks why."""
+    """Leave in good order when the script ends; tell the others of an exception that ends it."""
     if path := error_file():
         install_failure_record(path, world.rank)
     before = sys.excepthook

@@ -112,7 +112,7 @@ class Collectives:
             self._all_reduce_piece(ticket, tensor[first : first + piece], op)
 
     def _all_reduce_piece(self, ticket: Ticket, tensor: Tensor, op: str) -> None:
-        """Each rank reduces one chunk; in the first round go the inputs, in the second the results."""
+        """Each rank reduces one chunk; round one carries the inputs, round two the results."""
         area, numel, dtype = self.area, tensor.numel(), tensor.dtype
         staging = self._staged(ticket)
         chunks = self._chunks(numel, dtype)
@@ -289,7 +289,7 @@ class Collectives:
     def _agree_on_lengths(
         self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> int:
-        """Check that what each rank sends is what its peer expects; the length of the longest part."""
+        """Check that ranks send what their peers expect; the length of the longest part."""
         area, n = self.area, self.area.size
         tables = area.parts(torch.int64, 2 * n)
         lengths = [part.numel() for part in (*inputs, *outputs)]

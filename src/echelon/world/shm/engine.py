@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import final
 
-from echelon.errors import CommTimeout
+from echelon.errors import CommError, CommTimeout, StateError
 from echelon.world.work import Ticket, Work
 
 __all__ = ["Engine"]
@@ -65,13 +65,23 @@ class Engine:
         self._num_open = 0  # queued or running
         self._thread: threading.Thread | None = None
         self._closing = False
+        self._broken: CommError | None = None
 
     def run(self, ticket: Ticket, action: Callable[[], None]) -> Work:
-        """Run ``action`` now if the caller blocks and nothing is outstanding; else in its turn."""
+        """Run ``action`` now if the caller blocks and nothing is outstanding; else in its turn.
+
+        Raises:
+            StateError: an earlier action was left half done, so the ranks are out of step.
+        """
+        if self._broken is not None:
+            raise StateError(
+                f"{ticket} cannot run, because an earlier call of this group failed "
+                f"({type(self._broken).__name__}: {self._broken}): start a new world"
+            )
         if ticket.blocking and not self._num_open:
-            action()
+            self._act(action)
             return _EngineWork(ticket, None, self._timeout)
-        work = _EngineWork(ticket, action, self._timeout)
+        work = _EngineWork(ticket, lambda: self._act(action), self._timeout)
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
@@ -80,6 +90,15 @@ class Engine:
             self._num_open += 1
             self._changed.notify()
         return work
+
+    def _act(self, action: Callable[[], None]) -> None:
+        try:
+            if self._broken is not None:
+                raise self._broken
+            action()
+        except CommError as error:
+            self._broken = error
+            raise
 
     def close(self) -> None:
         """End the thread after what is queued; what waits for dead ranks ends by itself."""

@@ -31,7 +31,7 @@ def _number() -> int:
         return _NUMBERS[platform.machine()]
     except KeyError:
         raise WorldError(
-            f"shared memory between processes is not known on {platform.machine()}: use backend='gloo'"
+            f"the futex of {platform.machine()} is not known here: use backend='gloo'"
         ) from None
 
 

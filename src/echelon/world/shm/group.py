@@ -114,7 +114,7 @@ class ShmGroup(Group):
         return found[0] if found else None
 
     def _make_subgroup(self, ticket: Ticket, name: str, members: Sequence[int]) -> list[ShmGroup]:
-        """Zero or one group. The first member makes the segment; all ranks take part in the rounds."""
+        """Zero or one group. The first member makes the segment; all take part in the rounds."""
         area = self._area
         self._collectives.barrier(ticket)
         nbytes = Area.nbytes(len(members)) if self.rank == members[0] else 1

@@ -82,8 +82,9 @@ class Segment:
             own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise WorldError(
-                f"process {os.getpid()} cannot open the shared memory of process {pid} ({error.strerror}): "
-                "the ranks must be processes of one user in one container; otherwise use backend='gloo'"
+                f"process {os.getpid()} cannot open the shared memory of process {pid} "
+                f"({error.strerror}): the ranks must be processes of one user in one container; "
+                "otherwise use backend='gloo'"
             ) from error
         segment = cls(own, nbytes, populate=populate)
         segment.unpublish()
@@ -103,7 +104,7 @@ class Segment:
 
 
 def available_nbytes() -> int:
-    """Memory that new segments may take: what the machine has free, or what the control group leaves."""
+    """Memory that new segments may take: free on the machine and in the control group."""
     with open("/proc/meminfo") as file:
         fields = dict(line.split(":", 1) for line in file)
     available = int(fields["MemAvailable"].split()[0]) * 1024

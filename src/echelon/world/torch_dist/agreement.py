@@ -9,7 +9,6 @@ from torch import Tensor
 
 from echelon.errors import CollectiveMismatch
 from echelon.world.signature import Call, fingerprint
-
 from echelon.world.torch_dist.peers import Peers, collective_tag
 from echelon.world.work import Ticket
 
@@ -57,7 +56,9 @@ class Agreement:
     def _show(self, mine: Tensor, tag: int) -> list[Tensor]:
         """The tensor of every rank, in rank order."""
         peers = self._peers
-        rows = [mine if rank == peers.rank else torch.empty_like(mine) for rank in range(peers.size)]
+        rows = [
+            mine if rank == peers.rank else torch.empty_like(mine) for rank in range(peers.size)
+        ]
         deadline = peers.deadline()
         received = [peers.recv(rows[peer], peer, tag) for peer in peers.others()]
         sent = [peers.send(mine, peer, tag) for peer in peers.others()]

@@ -1,7 +1,7 @@
 """Collectives as messages between all pairs of ranks; sums in rank order, in place, in pieces.
 
-Every algorithm is flat: each rank talks to each other rank itself. So a rank that waits waits for the
-one that is late, and can name it. Reductions move in pieces: while one piece is reduced, the
+Every algorithm is flat: each rank talks to each other rank itself. So a rank that waits waits for
+the one that is late, and can name it. Reductions move in pieces: while one piece is reduced, the
 next one is on its way, and scratch memory does not grow with the tensor.
 """
 
@@ -19,7 +19,7 @@ from echelon.world.torch_dist.peers import PHASE, Peers, Posted, sized_tag
 
 __all__ = ["Algorithms"]
 
-# One message of a reduction. Smaller: more messages; larger: less overlap, and pieces leave the cache.
+# One message of a reduction. Smaller: more messages; larger: less overlap, and no cache holds it.
 PIECE_NBYTES = 1 << 20
 # Up to this size of one rank's tensor, one round with everything beats two rounds with parts.
 ONE_ROUND_NBYTES = 32 << 10
@@ -49,7 +49,7 @@ class Algorithms:
             everyone = dict.fromkeys(peers.others(), tensor)
             self._reduce_at_once(tag, everyone, tensor, [tensor], op)
             return
-        # [1] my pieces of part r go to rank r, who [2] reduces them and [3] sends the result to all.
+        # [1] my pieces of part r go to rank r, which [2] reduces them and [3] sends results to all.
         align = max(1, _ALIGN_NBYTES // tensor.itemsize)
         parts = [
             _pieces(tensor[start:stop]) for start, stop in even_chunks(tensor.numel(), size, align)
@@ -114,8 +114,7 @@ class Algorithms:
         # The source gives a part to each receiver, and each receiver hands its part on.
         ranges = even_chunks(tensor.numel(), len(receivers), _ALIGN_NBYTES)
         parts = {
-            rank: tensor[start:stop]
-            for rank, (start, stop) in zip(receivers, ranges, strict=True)
+            rank: tensor[start:stop] for rank, (start, stop) in zip(receivers, ranges, strict=True)
         }
         if peers.rank == src:
             peers.wait([peers.send(parts[peer], peer, tag) for peer in peers.others()], deadline)
@@ -180,11 +179,14 @@ class Algorithms:
     # Parts of the above ----------------------------------------------------------------------
 
     def _by_turns(self, parts: Sequence[Sequence[Tensor]]) -> list[tuple[int, Tensor]]:
-        """The pieces for the other ranks in the order of sending: the first piece of each, and so on."""
+        """The pieces for the other ranks in the order of sending: the first of each, and so on."""
         others = self._peers.others()
         longest = max((len(parts[peer]) for peer in others), default=0)
         return [
-            (peer, parts[peer][i]) for i in range(longest) for peer in others if i < len(parts[peer])
+            (peer, parts[peer][i])
+            for i in range(longest)
+            for peer in others
+            if i < len(parts[peer])
         ]
 
     def _reduce_at_once(

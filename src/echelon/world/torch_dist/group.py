@@ -1,4 +1,4 @@
-"""Groups over a c10d engine: what all engines share, and the group that needs tagged messages only."""
+"""Groups over a c10d engine: what all engines share, and the group that needs messages only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Connect = Callable[[str, tuple[int, ...]], "TorchGroup"]
 
 
 class TorchGroup(Group):
-    """Ranks that communicate through ``torch.distributed``. Abstract: one subclass a kind of engine.
+    """Ranks that communicate through ``torch.distributed``. Abstract: a subclass a kind of engine.
 
     Args:
         job: shared by all groups of this rank.
@@ -212,19 +212,11 @@ class PeerGroup(TorchGroup):
     def _reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> Work:
         return self._issue(ticket, lambda tag: self._algorithms.reduce(tag, tensor, dst, op))
 
-    def _gather(
-        self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int
-    ) -> Work:
-        return self._issue(
-            ticket, lambda tag: self._algorithms.gather(tag, outputs, tensor, dst)
-        )
+    def _gather(self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> Work:
+        return self._issue(ticket, lambda tag: self._algorithms.gather(tag, outputs, tensor, dst))
 
-    def _scatter(
-        self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int
-    ) -> Work:
-        return self._issue(
-            ticket, lambda tag: self._algorithms.scatter(tag, tensor, inputs, src)
-        )
+    def _scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> Work:
+        return self._issue(ticket, lambda tag: self._algorithms.scatter(tag, tensor, inputs, src))
 
     def _all_to_all(
         self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]

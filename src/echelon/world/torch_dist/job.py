@@ -1,4 +1,4 @@
-"""What all groups of one job share on this rank: the store, the notices, the first failure, the end."""
+"""What all groups of a job share on this rank: the store, the notices, the first failure, the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar, final
 
-import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from echelon.errors import CommError, RankFailed
 from echelon.world.torch_dist.notices import Notice, Reason, conclude
@@ -33,7 +33,7 @@ class Job:
         rank: of this process in the job.
     """
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: c10d.Store, rank: int) -> None:
         self.store = store
         self.rank = rank
         self.failure: CommError | None = None
@@ -79,7 +79,7 @@ class Job:
             others = [rank for rank in ranks if rank != self.rank]
             end = time.monotonic() + GRACE_S
             while True:
-                seen = _bounded(lambda: self._read(others), {})
+                seen: dict[int, Notice] = _bounded(lambda: self._read(others), {})
                 error, certain = conclude(mine, seen, tuple(ranks))
                 if certain or time.monotonic() > end:
                     break

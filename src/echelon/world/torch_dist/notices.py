@@ -1,8 +1,8 @@
 """What a rank writes into the store when it stops, and what the others conclude from it. Pure.
 
-A rank learns of trouble as a closed connection or as time that is up: at most it knows its neighbour.
-So every rank that stops leaves one notice, and a rank in trouble reads those of the group and follows
-them to the first cause: rank 2 lost rank 1, rank 1 lost rank 0, rank 0 raised ``ValueError``.
+A rank learns of trouble as a closed connection or as time that is up: it knows its neighbour at
+most. So every rank that stops leaves one notice, and a rank in trouble reads those of the group and
+follows them to the first cause: rank 2 lost rank 1, rank 1 lost rank 0, rank 0 raised ``ValueError``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Notice:
         sends: Sequence[int] = (),
         expects: Sequence[int] = (),
     ) -> Notice:
-        """The notice of a rank that waited in vain (``late``) or lost a peer in the call of ``ticket``."""
+        """The notice of a rank that waited in vain (``late``) or lost a peer in this call."""
         return cls(
             rank=ticket.rank,
             reason=Reason.TIMEOUT if late else Reason.LOST,
@@ -110,7 +110,7 @@ class Notice:
 def conclude(
     mine: Notice, seen: Mapping[int, Notice], ranks: tuple[int, ...]
 ) -> tuple[CommError, bool]:
-    """What this rank raises, given the notices of others, and whether more notices cannot change it.
+    """What this rank raises, given the notices of others, and whether that is final.
 
     Args:
         mine: what happened here: ``TIMEOUT`` or ``LOST``.
@@ -202,6 +202,7 @@ def _blame(notice: Notice, me: int) -> tuple[int, str]:
     if late and notice.reason is Reason.TIMEOUT:
         return (
             late[0],
-            f"did not come: rank {notice.rank} waited {notice.seconds:.1f} s for it in {notice.call}",
+            f"did not come: rank {notice.rank} waited {notice.seconds:.1f} s for it "
+            f"in {notice.call}",
         )
     return notice.rank, f"stopped in {notice.call} at {notice.place}"

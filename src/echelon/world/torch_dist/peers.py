@@ -1,9 +1,9 @@
-"""Messages between two ranks over a c10d engine: tags that only equal calls share, waits that name the peer.
+"""Messages between ranks over a c10d engine: tags only equal calls share, waits that name a peer.
 
-[Note: tags] gloo matches a send with a receive of the same peers and tag, in order, and knows neither
-length nor dtype: a wrong length aborts the process, a wrong dtype is garbage. So part of the call is
-part of the tag, and two calls that differ never meet: both ranks time out, and their notices
-then show the difference. A tag has 31 bits, and applications use small ones::
+[Note: tags] gloo matches a send with a receive of the same peers and tag, in order, and knows
+neither length nor dtype: a wrong length aborts the process, a wrong dtype is garbage. So part of
+the call is part of the tag, and two calls that differ never meet: both ranks time out, and their
+notices then show the difference. A tag has 31 bits, and applications use small ones::
 
     collective  [1 | phase 1 | position 12 | fingerprint of the call 17]
     message     [0 1 | tag of the user 16  | number within tag 4 | numel and dtype 9]
@@ -175,7 +175,7 @@ class Peers:
     def sever(self) -> None:
         """Break all connections: a wait that is over at once makes gloo close them."""
         if self.size > 1 and self._engine is not None:
-            # That the wait fails is its purpose; a connection that is gone already needs no closing.
+            # The wait is meant to fail; a connection that is gone already needs no closing.
             with suppress(RuntimeError):
                 peer = self.others()[0]
                 nothing = torch.zeros(1, dtype=torch.uint8)

@@ -1,0 +1,120 @@
+"""``echelon`` on the command line: start a script on many ranks, draw a run, look at a machine.
+
+Nothing here imports torch before a command needs it, so that help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Train one PyTorch model on many ranks.",
+    no_args_is_help=True, rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class WorldKind(StrEnum):
+    """What a rank of ``echelon run`` is."""
+
+    PROCESSES = "processes"
+    THREADS = "threads"
+
+
+# Options end at the script; what follows is the script's, dashes included.
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    script: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="A Python script.")
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="For the script.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="How many ranks to start.")] = ...,  # type: ignore[assignment]
+    world: Annotated[
+        WorldKind,
+        typer.Option(help="Processes of this host, or simulated ranks: threads of one process."),
+    ] = WorldKind.PROCESSES,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Keep what the processes print here; otherwise only after a failure."),
+    ] = None,
+    show_command: Annotated[
+        bool, typer.Option("--print", help="Show the torchrun command and start nothing.")
+    ] = False,
+) -> None:
+    """Run SCRIPT on many ranks of this machine.
+
+    The script gets its world from echelon.init(). What rank 0 prints is shown. With processes,
+    torchrun's agent starts and ends the ranks.
+    """
+    if world is WorldKind.THREADS:
+        if show_command or log_dir is not None:
+            option = "--print" if show_command else "--log-dir"
+            raise typer.BadParameter(
+                "simulated ranks are threads of this process and need no torchrun: "
+                "use it with --world processes",
+                param_hint=option,
+            )
+        from echelon.cli.threads import run_threads
+
+        raise typer.Exit(run_threads(script, arguments or [], ranks))
+    from echelon.cli import processes
+
+    launch = processes.Launch(
+        script=script, arguments=tuple(arguments or ()), ranks=ranks, log_dir=log_dir
+    )
+    if show_command:
+        typer.echo(launch.shown())
+        return
+    raise typer.Exit(processes.run_processes(launch))
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/gpt.")],
+) -> None:
+    """Draw report.html again from a run's metrics.jsonl."""
+    from echelon.errors import ArgumentError
+    from echelon.observe.report import write_report
+
+    try:
+        page = write_report(folder)
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error), param_hint="FOLDER") from error
+    if page is None:
+        raise typer.Exit(1)
+    typer.echo(page)
+
+
+@app.command()
+def doctor() -> None:
+    """Look at this machine: what echelon can use, and what is missing."""
+    from echelon.cli.doctor import examine
+
+    raise typer.Exit(examine())
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def bench(
+    name: Annotated[str, typer.Argument(help="A file of benchmarks/ without .py.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="For the benchmark.")
+    ] = None,
+) -> None:
+    """Run a benchmark of the checkout."""
+    from echelon.cli.bench import run_benchmark
+
+    raise typer.Exit(run_benchmark(name, arguments or []))
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

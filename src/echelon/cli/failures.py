@@ -1,0 +1,148 @@
+"""From what ranks and torchrun's agent left behind to a few lines that name the cause. Pure."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from echelon.world.failure import FailureRecord
+
+__all__ = ["Exit", "cause_text", "failure_text", "parse_agent_log", "threads_per_rank"]
+
+MAX_LINES = 25
+_MESSAGE_LINES, _TRACE_LINES, _LOG_LINES, _OTHER_LINES = 8, 8, 10, 3
+_WIDTH = 200  # characters of one line
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How one process ended, as the agent saw it.
+
+    Attributes:
+        code: exit code; negative for a signal.
+        closed: whether the agent ended it, because another one had failed.
+    """
+
+    code: int
+    closed: bool
+
+
+def threads_per_rank(ranks: int) -> int:
+    """How many torch threads each rank gets when the ranks of one host share its cores."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def parse_agent_log(text: str) -> dict[int, Exit]:
+    """How ranks ended, by rank, from the text that torchrun writes when one fails.
+
+    Ranks that ended with code 0 are not in it.
+    """
+    closed = set(re.findall(r"Sending process (\d+) closing signal", text))
+    rows = re.findall(r"^\s*rank\s*: (\d+) .*\n\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)", text, re.M)
+    return {int(rank): Exit(int(code), pid in closed) for rank, code, pid in rows}
+
+
+def cause_text(
+    records: Mapping[int, FailureRecord],
+    exits: Mapping[int, Exit],
+    logs: Mapping[int, str],
+    agent_log: str,
+    notes: Sequence[str],
+) -> list[str]:
+    """At most 25 lines, the first of which names the rank and the cause.
+
+    Args:
+        records: what ranks wrote before they ended, by rank.
+        exits: how processes ended, by rank.
+        logs: the standard error of each rank.
+        agent_log: what torchrun wrote.
+        notes: lines for the end, such as where the logs are.
+    """
+    others = [record for _, record in sorted(records.items())]
+    # A rank that died by itself and could not say why comes first: the others only noticed.
+    for rank, exit in sorted(exits.items()):
+        if not exit.closed and rank not in records and exit.code < 0:
+            return _process_text(rank, exit, logs.get(rank, ""), others, notes)
+    own = sorted((r for r in records.values() if not r.follows), key=lambda r: r.time_s)
+    if own:
+        return failure_text(own[0], [r for r in others if r is not own[0]], notes)
+    for rank, exit in sorted(exits.items()):
+        if not exit.closed and rank not in records:
+            return _process_text(rank, exit, logs.get(rank, ""), others, notes)
+    for record in others:  # all that is left: somebody noticed that a rank was gone
+        gone = record.failed_rank
+        if gone is not None and gone not in records and gone not in exits:
+            return _process_text(gone, Exit(0, False), logs.get(gone, ""), others, notes)
+    if others:
+        return failure_text(others[0], others[1:], notes)
+    tail = _tail(agent_log, _LOG_LINES) or ["  it wrote nothing"]
+    return ["torchrun could not run the ranks; it wrote:", *tail, *notes][:MAX_LINES]
+
+
+def failure_text(
+    record: FailureRecord, others: Sequence[FailureRecord], notes: Sequence[str]
+) -> list[str]:
+    """The lines for a rank that raised."""
+    message = record.message.strip().split("\n")[1:]
+    lines = [_cut(record.headline), *(_cut(f"  {line}") for line in message[:_MESSAGE_LINES])]
+    # Frames and their source are indented; the message at the end is not.
+    trace = [line for line in record.traceback.split("\n") if line.startswith("  ")]
+    trace = [line for line in trace if line.strip() not in {part.strip() for part in message}]
+    if record.place:
+        lines.append(_cut(f"  at {record.place}"))
+    if trace:
+        shown = trace[-_TRACE_LINES:]
+        if not shown[0].lstrip().startswith("File "):
+            shown = shown[1:]
+        lines += ["", *map(_cut, shown)]
+    return _closed(lines, others, notes)
+
+
+def _process_text(
+    rank: int, exit: Exit, log: str, others: Sequence[FailureRecord], notes: Sequence[str]
+) -> list[str]:
+    """The lines for a rank that left no record."""
+    tail = _tail(log, _LOG_LINES)
+    last = tail[-1].strip() if tail else ""
+    if exit.code < 0:
+        headline = f"rank {rank} was killed by {_signal_name(-exit.code)}"
+    elif exit.code == 0:
+        headline = f"rank {rank} exited with code 0 while others were waiting"
+    elif re.match(r"[A-Za-z_][\w.]*(: |$)", last) and "Traceback (most recent call last)" in log:
+        headline = f"rank {rank} raised {last}"
+    else:
+        headline = f"rank {rank} exited with code {exit.code}"
+    if tail:
+        tail = ["  the end of its standard error:", *tail]
+    return _closed([_cut(headline), *tail], others, notes)
+
+
+def _closed(
+    lines: Sequence[str], others: Sequence[FailureRecord], notes: Sequence[str]
+) -> list[str]:
+    """``lines`` with what else happened and the notes, within the limit."""
+    ending = [_cut(f"then {record.headline}") for record in others[:_OTHER_LINES]]
+    if len(others) > _OTHER_LINES:
+        ending.append(f"and {len(others) - _OTHER_LINES} more ranks failed after it")
+    ending = ["", *ending, *notes]
+    return [*lines[: MAX_LINES - len(ending)], *ending]
+
+
+def _tail(text: str, count: int) -> list[str]:
+    """The last lines that hold something, indented."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return [_cut(f"  {line}") for line in lines[-count:]]
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,93 @@
+"""Simulated ranks of ``echelon run``: one thread runs the script for each rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType
+from typing import TYPE_CHECKING
+
+from echelon.cli.failures import failure_text, threads_per_rank
+from echelon.world.failure import FailureRecord
+
+if TYPE_CHECKING:
+    from echelon.world.base import World
+
+__all__ = ["run_threads"]
+
+GRACE_S = 2.0  # for ranks that still compute when the script has failed
+
+
+def run_threads(script: Path, arguments: Sequence[str], ranks: int) -> int:
+    """Run ``script`` once for each of ``ranks`` threads; the exit code.
+
+    Each rank has its own ``__main__`` namespace; imported modules are shared.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))  # torch reads it once
+    from echelon.world.run import run
+
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    raised: list[tuple[BaseException, int]] = []
+    try:
+        code = compile(script.read_bytes(), str(script), "exec")
+    except (SyntaxError, ValueError) as error:
+        raised.append((error, 0))
+        return _fail(error, raised, ranks)
+    try:
+        run(_rank_main, ranks, world="threads", args=(code, str(script), raised))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _leave(130)
+    except SystemExit as error:
+        return _leave(_exit_code(error))
+    except BaseException as error:
+        return _leave(_fail(error, raised, ranks))
+    return 0
+
+
+def _rank_main(
+    world: World, code: CodeType, script: str, raised: list[tuple[BaseException, int]]
+) -> None:
+    """Run the script as if it were the only one; ``echelon.init`` finds the world by the thread."""
+    try:
+        exec(code, {"__name__": "__main__", "__file__": script, "__builtins__": __builtins__})
+    except BaseException as error:
+        raised.append((error, world.rank))
+        raise
+
+
+def _fail(error: BaseException, raised: Sequence[tuple[BaseException, int]], ranks: int) -> int:
+    """Print what happened; the exit code."""
+    rank = next((rank for seen, rank in raised if seen is error), 0)
+    record = FailureRecord.of(error, rank)
+    others = [FailureRecord.of(seen, rank) for seen, rank in raised if seen is not error]
+    notes = [f"simulated ranks: {ranks}, threads of one process"]
+    print("\n".join(failure_text(record, others, notes)), file=sys.stderr)
+    return 1
+
+
+def _exit_code(error: SystemExit) -> int:
+    """The exit code that Python would give."""
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _leave(code: int) -> int:
+    """Wait for the other ranks; end the process here if one still computes.
+
+    A thread that runs in torch while the interpreter is taken down would crash it.
+    """
+    ranks = [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
+    for thread in ranks:
+        thread.join(GRACE_S / len(ranks))
+    if any(thread.is_alive() for thread in ranks):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

@@ -1,0 +1,384 @@
+"""``DDP``: a module whose gradients are those of all ranks together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from echelon.ddp.agreement import check_agreement, check_model
+from echelon.ddp.arrivals import is_watched
+from echelon.ddp.buffers import Buffers, broadcast_coalesced
+from echelon.ddp.join import Rounds, Step
+from echelon.ddp.options import Init, Options, Reduction, Sync
+from echelon.ddp.reducer import Reducer
+from echelon.errors import ArgumentError, RankError, StateError
+from echelon.world.group import Group
+
+__all__ = ["DDP", "BucketInfo", "Unused"]
+
+_PREFIX = "module."
+
+
+@dataclass(frozen=True, slots=True)
+class BucketInfo:
+    """Gradients that are reduced together.
+
+    Attributes:
+        names: their parameters, in the order of the buffer.
+        dtype: in which they travel.
+        nbytes: size of the buffer, with padding and one flag a gradient.
+    """
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """Parameters that got no gradient in the last reduction.
+
+    Attributes:
+        here: on this rank.
+        everywhere: on no rank; their ``.grad`` was left as it was.
+    """
+
+    here: tuple[str, ...]
+    everywhere: tuple[str, ...]
+
+
+class DDP(nn.Module):
+    """Replicates ``module`` on the ranks of ``group`` and reduces its gradients while backward runs.
+
+    Law: after ``loss.backward()`` every rank holds the same gradients, bit for bit: with
+    ``reduction="mean"`` and a mean loss over batches of equal size, those of one process on all batches together.
+
+    - ``.grad`` of every parameter is a view of a bucket, also after ``zero_grad()``. Clone what must outlive the
+      next backward.
+    - Parameters without a gradient on this rank count as zero; one that no rank used keeps its ``.grad`` (None).
+    - ``torch.autograd.grad`` returns local gradients; under ``no_sync()`` it does not communicate at all.
+    - ``state_dict``, ``named_parameters`` and ``named_modules`` have the names of the plain module, and
+      attributes of the module are found here too.
+    - ``copy.deepcopy`` gives a DDP on the same group that shares nothing with this one. It communicates only
+      when it is trained, so ranks may copy (or keep an average of) the model on their own.
+
+    Args:
+        module: the same on all ranks. Its parameters keep their identity, so an optimizer may be
+            made before or after. Frozen parameters are not reduced.
+        group: the ranks that hold a copy.
+        bucket_bytes: gradients are reduced in buckets of at most this size; a larger one alone.
+        first_bucket_bytes: the cap of the first bucket, so that communication begins early.
+        sync: ``"overlap"`` reduces during backward, ``"manual"`` when ``sync_gradients()`` is called.
+        broadcast_buffers: send rank 0's buffers before a forward in training mode, when a buffer
+            changed on some rank before the last reduction.
+        init: ``"broadcast"`` rank 0's parameters and buffers, ``"verify"`` that all are equal, or
+            ``"trust"`` that they are. Names, shapes and dtypes are compared always.
+        gradient_dtype: dtype in which gradients travel; None: the parameter's own.
+        reduction: ``"mean"``, ``"sum"``, or a number that the sum is divided by.
+
+    Raises:
+        ArgumentError: an option, the group or the module cannot be used; nothing was done.
+        ModelMismatch: the modules or options differ between ranks; names what, and who has what.
+
+    Example:
+        >>> def main(world):
+        ...     torch.manual_seed(world.rank)
+        ...     model = DDP(nn.Linear(2, 1), world.group)
+        ...     model(torch.full((1, 2), float(world.rank))).sum().backward()
+        ...     return model.weight.grad.tolist()
+        >>> from echelon.world.run import run
+        >>> run(main, ranks=3)
+        [[[1.0, 1.0]], [[1.0, 1.0]], [[1.0, 1.0]]]
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Group,
+        *,
+        bucket_bytes: int = 25 * 2**20,
+        first_bucket_bytes: int = 2**20,
+        sync: Sync = "overlap",
+        broadcast_buffers: bool = True,
+        init: Init = "broadcast",
+        gradient_dtype: torch.dtype | None = None,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__()
+        options = Options(
+            bucket_bytes=bucket_bytes,
+            first_bucket_bytes=first_bucket_bytes,
+            sync=sync,
+            broadcast_buffers=broadcast_buffers,
+            init=init,
+            gradient_dtype=gradient_dtype,
+            reduction=reduction,
+        )
+        _check_arguments(module, group)
+        check_model(module, group.device)
+        check_agreement(module, options.facts(), group, values=init == "verify")
+        self._attach(module, group, options)
+        self._reducer.allocate()
+        if init == "broadcast":
+            self.broadcast_parameters(0)
+
+    def _attach(self, module: nn.Module, group: Group, options: Options) -> None:
+        """Set everything up that needs no communication."""
+        self.module = module
+        self.training = module.training
+        self._group = group
+        self._options = options
+        self._buffer_state = Buffers(module)
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        watch_buffers = options.broadcast_buffers and group.size > 1 and len(self._buffer_state) > 0
+        notice = self._buffer_state.changed if watch_buffers else None
+        self._names = [name for name, _ in named]
+        self._reducer = Reducer(named, group, options, notice)
+        self._on_backward: Callable[[Tensor], None] = lambda grad: self._reducer.begin()
+        self._attached = True
+        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+
+    # Training --------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; the backward of what it returns reduces gradients.
+
+        Tensors are found in tuples, lists, dicts, dataclasses and registered pytrees.
+
+        Raises:
+            StateError: the wrapper was taken off, or a parameter was unfrozen after wrapping.
+        """
+        self._check_attached()
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise StateError(
+                    f"parameter {name!r} was frozen when DDP wrapped the model and now requires a "
+                    "gradient, which would not be reduced: unwrap() and wrap again after unfreezing"
+                )
+        if self._reducer.noticed and self.module.training:
+            self._send_buffers()
+        output = self.module(*args, **kwargs)
+        if self._options.sync == "overlap":
+            for tensor in _tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._on_backward)
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication: a ``backward`` inside the block stays local.
+
+        The next backward outside reduces the whole sum. Only backward need be inside.
+        With ``sync="manual"`` it keeps ``sync_gradients()`` from being called.
+        """
+        self._check_attached()
+        with self._reducer.no_sync():
+            yield
+
+    def sync_gradients(self) -> None:
+        """Reduce what ``.grad`` of every parameter holds now. All ranks call it.
+
+        With ``sync="manual"``, once after the backwards of a step. With ``sync="overlap"`` only for
+        gradients that ``no_sync`` left local, or that were written by hand.
+
+        Raises:
+            StateError: inside ``no_sync`` or backward, or backward has reduced the gradients already.
+        """
+        self._check_attached()
+        self._reducer.reduce_now()
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Let ranks have different numbers of batches: put the loop over batches inside.
+
+        A rank that leaves the block early takes part in the others' communication, with nothing of its own, until
+        all have left; ``reduction="mean"`` is then the mean over the ranks that still have a batch. At the end the
+        parameters and buffers of a rank that ran longest go to all. Optimizer states stay as they are.
+
+        Raises:
+            StateError: ``join`` inside ``join``, or the ranks are at different points of a step.
+        """
+        self._check_attached()
+        if self._reducer.rounds is not None:
+            raise StateError("join() inside join(): one block goes around the whole loop")
+        rounds = self._reducer.rounds = Rounds(self._group)
+        try:
+            yield
+            actions = {Step.BACKWARD: self._reducer.shadow, Step.BUFFERS: self._copy_buffers}
+            rounds.shadow(actions)
+        finally:
+            self._reducer.rounds = None
+        if rounds.active:
+            self.broadcast_parameters(rounds.first_active)
+
+    def broadcast_parameters(self, src: int) -> None:
+        """Copy all parameters and buffers of rank ``src`` to all ranks, in place. All ranks call it.
+
+        Raises:
+            RankError: there is no such rank in the group.
+        """
+        self._check_attached()
+        if not isinstance(src, int) or not 0 <= src < self._group.size:
+            raise RankError("src", src, self._group.size)
+        if self._group.size > 1:
+            tensors = [*self.module.parameters(), *self._buffer_state.tensors()]
+            cap = self._options.bucket_bytes
+            broadcast_coalesced(tensors, self._group, src, cap, "parameters and buffers")
+        self._buffer_state.remember()
+        self._reducer.noticed = False
+
+    def _send_buffers(self) -> None:
+        if self._reducer.rounds is not None:
+            self._reducer.rounds.announce(Step.BUFFERS)
+        self._copy_buffers()
+
+    def _copy_buffers(self) -> None:
+        rounds = self._reducer.rounds
+        source = 0 if rounds is None else rounds.first_active
+        self._reducer.noticed = False
+        cap = self._options.bucket_bytes
+        broadcast_coalesced(self._buffer_state.tensors(), self._group, source, cap, "buffers")
+        self._buffer_state.remember()
+
+    # What is where ---------------------------------------------------------------------------
+
+    @property
+    def group(self) -> Group:
+        """The ranks that hold a copy."""
+        return self._group
+
+    @property
+    def buckets(self) -> tuple[BucketInfo, ...]:
+        """The buckets, in the order in which they leave; empty in a copy that was not trained.
+
+        They are made anew once, before the second reduction, in the order in which gradients arrived.
+        """
+        return tuple(
+            BucketInfo(bucket.names, bucket.wire.dtype, bucket.nbytes)
+            for bucket in self._reducer.buckets
+        )
+
+    def unused_parameters(self) -> Unused:
+        """The parameters that got no gradient in the last reduction."""
+        here, everywhere = self._reducer.unused
+        return Unused(
+            tuple(self._names[i] for i in here), tuple(self._names[i] for i in everywhere)
+        )
+
+    def unwrap(self) -> nn.Module:
+        """Take the wrapper off and return the module; gradients stay, in memory of their own.
+
+        The wrapper cannot be used afterwards; the module can be wrapped again.
+        """
+        self._check_attached()
+        self._attached = False
+        self._reducer.close()
+        return self.module
+
+    def _check_attached(self) -> None:
+        if not self._attached:
+            raise StateError("this DDP was taken off its module by unwrap(): wrap the module again")
+
+    # A module like the plain one -------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of the module, with the plain module's keys."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load into the module, with the plain module's keys, in place.
+
+        Raises:
+            ArgumentError: with ``assign``, which would replace the parameters that are reduced.
+        """
+        if assign:
+            raise _no_assign()
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """This wrapper, then the module and all below it under the plain module's names."""
+        memo = set() if memo is None else memo
+        if self not in memo or not remove_duplicate:
+            memo.add(self)
+            yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        nn.Module.__init__(clone)
+        clone._attach(copy.deepcopy(self.module, memo), self._group, self._options)
+        clone._attached = self._attached
+        return clone
+
+
+def _check_arguments(module: nn.Module, group: Group) -> None:
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"module is {module!r}; give a torch.nn.Module")
+    if not isinstance(group, Group):
+        raise ArgumentError(f"group is {group!r}; give a Group, such as world.group")
+    if isinstance(module, DDP):
+        raise ArgumentError("the module is wrapped in DDP already: wrap it once, or unwrap() it")
+    for name, param in module.named_parameters():
+        if is_watched(param):
+            raise ArgumentError(
+                f"parameter {name!r} belongs to another DDP already: wrap a module once, or unwrap() it first"
+            )
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in what forward returned."""
+    if isinstance(output, Tensor):
+        yield output
+        return
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for item in fields(leaf):
+                yield from _tensors(getattr(leaf, item.name))
+
+
+def _no_assign() -> ArgumentError:
+    return ArgumentError(
+        "load_state_dict(assign=True) would replace the parameters that DDP reduces: use assign=False"
+    )
+
+
+def _add_prefix(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    *_: object,
+) -> None:
+    """Where DDP is part of a larger module that loads plain keys: lead them to the wrapped module."""
+    if local_metadata.get("assign_to_params_buffers"):
+        raise _no_assign()
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[prefix + _PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)
