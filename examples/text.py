@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sysconfig
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,7 +44,7 @@ class Text:
 
 
 @lru_cache(maxsize=2)  # simulated ranks share it
-def load_text(path: str | None) -> Text:
+def load_text(path: str | None, device: torch.device) -> Text:
     """The text of a file or of all text files in a folder; without a path, Python's own sources.
 
     Raises:
@@ -64,7 +63,9 @@ def load_text(path: str | None) -> Text:
     if root.is_dir():
         contents = [content for content in contents if _is_text(content)]
     elif contents and not _is_text(contents[0]):
-        raise DataError(f"--data {path} is binary (not UTF-8): give a text file or a folder of them")
+        raise DataError(
+            f"--data {path} is binary (not UTF-8): give a text file or a folder of them"
+        )
     if len(contents) == 1:
         cut = len(contents[0]) - len(contents[0]) // HELD_OUT
         train, held_out = contents[0][:cut], contents[0][cut:]
@@ -76,7 +77,7 @@ def load_text(path: str | None) -> Text:
             f"--data {path or root} holds {len(train) + len(held_out)} bytes of text; "
             f"give at least {LEAST_BYTES}"
         )
-    return Text(source, _tensor(train), _tensor(held_out))
+    return Text(source, _tensor(train).to(device), _tensor(held_out).to(device))
 
 
 def batch(
@@ -94,20 +95,17 @@ def batch(
     starts = np.random.default_rng((seed, step)).integers(0, last + 1, sequences)
     part = starts[rank * sequences // size : (rank + 1) * sequences // size]
     index = torch.from_numpy(part[:, None] + np.arange(context + 1))
-    window = data[index].long()
+    window = data[index.to(data.device)].long()
     return window[:, :-1], window[:, 1:]
-
-
-def bits(nats: float) -> float:
-    """A loss in nats as bits."""
-    return nats / math.log(2)
 
 
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; give a file you may read") from error
+        raise DataError(
+            f"cannot read {path}: {error.strerror}; give a file you may read"
+        ) from error
 
 
 def _is_text(content: bytes) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +98,8 @@ def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     widest = parts[0].dtype
     for part in parts:
         widest = torch.promote_types(widest, part.dtype)
-    return torch.linalg.vector_norm(torch.stack([part.to(widest) for part in parts]), norm_type)
+    norms = torch.stack([part.to(widest) for part in parts])
+    return cast(Tensor, torch.linalg.vector_norm(norms, norm_type))
 
 
 def _by_kind(gradients: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -45,6 +45,10 @@ _BARRIER = c10d.BarrierOptions()
 _Call: TypeAlias = Callable[[bool], Work | None]
 
 
+class _NoBackendError(UnsupportedError, RuntimeError):
+    """There is no backend for a device; c10d asks for some and expects a ``RuntimeError``."""
+
+
 @final
 class ProcessGroupEchelon(dist.ProcessGroup):
     """A group of this library in the shape of a process group of c10d.
@@ -93,7 +97,7 @@ class ProcessGroupEchelon(dist.ProcessGroup):
     ) -> ProcessGroupEchelon:
         """The backend for a device: this process group is its own."""
         if torch.device(device) != self._group.device:
-            raise UnsupportedError(
+            raise _NoBackendError(
                 f"the backend {BACKEND!r} communicates tensors on {self._group.device}, not on "
                 f"{device}: make another process group for those"
             )

@@ -15,7 +15,8 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     help="Train one PyTorch model on many ranks.",
-    no_args_is_help=True, rich_markup_mode=None,
+    no_args_is_help=True,
+    rich_markup_mode=None,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -29,8 +30,8 @@ class WorldKind(StrEnum):
 
 
 # Options end at the script; what follows is the script's, dashes included.
-@app.command(context_settings={"allow_interspersed_args": False})
-def run(
+@app.command("run", context_settings={"allow_interspersed_args": False})
+def _run(
     script: Annotated[
         Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="A Python script.")
     ],
@@ -52,8 +53,8 @@ def run(
 ) -> None:
     """Run SCRIPT on many ranks of this machine.
 
-    The script gets its world from echelon.init(). What rank 0 prints is shown. With processes,
-    torchrun's agent starts and ends the ranks.
+    The script gets its world from echelon.init(). Processes are started and ended by torchrun's
+    agent, and what rank 0 prints is shown. Simulated ranks all print to the same place.
     """
     if world is WorldKind.THREADS:
         if show_command or log_dir is not None:
@@ -77,8 +78,8 @@ def run(
     raise typer.Exit(processes.run_processes(launch))
 
 
-@app.command()
-def report(
+@app.command("report")
+def _report(
     folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/gpt.")],
 ) -> None:
     """Draw report.html again from a run's metrics.jsonl."""
@@ -94,16 +95,17 @@ def report(
     typer.echo(page)
 
 
-@app.command()
-def doctor() -> None:
+# The names of functions must not be those of the modules beside this file.
+@app.command("doctor")
+def _doctor() -> None:
     """Look at this machine: what echelon can use, and what is missing."""
     from echelon.cli.doctor import examine
 
     raise typer.Exit(examine())
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
-def bench(
+@app.command("bench", context_settings={"allow_interspersed_args": False})
+def _bench(
     name: Annotated[str, typer.Argument(help="A file of benchmarks/ without .py.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="For the benchmark.")

@@ -32,4 +32,6 @@ def run_benchmark(name: str, arguments: Sequence[str]) -> int:
         raise typer.BadParameter(
             f"there is no benchmark {name!r}; there are: {', '.join(found)}", param_hint="NAME"
         )
-    return subprocess.run([sys.executable, folder / f"{name}.py", *arguments], check=False).returncode
+    return subprocess.run(
+        [sys.executable, folder / f"{name}.py", *arguments], check=False
+    ).returncode

@@ -28,7 +28,7 @@ __all__ = ["Launch", "run_processes"]
 
 POLL_S = 0.05
 SHUTDOWN_S = 5  # what ranks get to end in good order before the agent kills them
-HOLD_S = 2.0  # how long a traceback of rank 0 is held back: it may be the end of the run
+HOLD_S = 15.0  # how long a traceback of rank 0 is held back: it may be the end of the run
 _PR_SET_PDEATHSIG = 1
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from echelon.cli.failures import failure_text, threads_per_rank
 from echelon.world.failure import FailureRecord
@@ -27,8 +28,6 @@ def run_threads(script: Path, arguments: Sequence[str], ranks: int) -> int:
     Each rank has its own ``__main__`` namespace; imported modules are shared.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))  # torch reads it once
-    from echelon.world.run import run
-
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     raised: list[tuple[BaseException, int]] = []
@@ -37,6 +36,9 @@ def run_threads(script: Path, arguments: Sequence[str], ranks: int) -> int:
     except (SyntaxError, ValueError) as error:
         raised.append((error, 0))
         return _fail(error, raised, ranks)
+    from echelon.world.run import run  # brings torch; mistakes above need not wait for it
+
+    sys.stdout = _WholeLines(sys.stdout)
     try:
         run(_rank_main, ranks, world="threads", args=(code, str(script), raised))
     except KeyboardInterrupt:
@@ -46,7 +48,51 @@ def run_threads(script: Path, arguments: Sequence[str], ranks: int) -> int:
         return _leave(_exit_code(error))
     except BaseException as error:
         return _leave(_fail(error, raised, ranks))
+    finally:
+        sys.stdout.flush()
+        sys.stdout = sys.__stdout__
     return 0
+
+
+class _WholeLines(io.TextIOBase):
+    """Standard output for many threads, whose lines do not run into each other."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._open = threading.local()  # what a thread wrote since its last newline
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        """Write up to the last newline, and keep the rest for later."""
+        whole, newline, rest = (self._kept() + text).rpartition("\n")
+        self._open.text = rest
+        if newline:
+            with self._lock:
+                self._stream.write(whole + newline)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what this thread has kept."""
+        kept, self._open.text = self._kept(), ""
+        with self._lock:
+            self._stream.write(kept)
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Whether a person watches."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """The file underneath."""
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Of the stream underneath."""
+        return self._stream.encoding
+
+    def _kept(self) -> str:
+        return getattr(self._open, "text", "")
 
 
 def _rank_main(

@@ -187,7 +187,8 @@ class Reducer:
         """A gradient came in no backward, in one that does not reduce, or a second time in one."""
         current = self._current()
         if current is None:
-            # No output of forward led here: the loss hides in an object, or did not come from forward.
+            # No output of forward led here: the loss hides in an object, or did not come from
+            # forward.
             self.begin(first=i)
             if self._syncing:
                 # The buckets may be new, so the numbers that the hook knows may be old.

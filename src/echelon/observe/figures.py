@@ -194,7 +194,7 @@ def _bars(
 
 
 def _smooth(values: Sequence[float | None]) -> list[float | None]:
-    """Means over a window around each step, so that the curve does not lag; it shrinks at the ends."""
+    """Means over a window around each step, which does not lag; it shrinks at the ends."""
     reach = max(2, len(values) // 60)
     smooth: list[float | None] = []
     for i in range(len(values)):

@@ -1,4 +1,4 @@
-"""How a run is going, for a person who watches: a live line on a terminal, plain lines in a pipe."""
+"""How a run is going, for a person who watches: live on a terminal, plain lines in a pipe."""
 
 from __future__ import annotations
 
@@ -37,15 +37,10 @@ def bytes_text(nbytes: float) -> str:
         >>> [bytes_text(nbytes) for nbytes in (0, 2048, 3 * 2**20, 5 * 2**30)]
         ['0 B', '2.0 KiB', '3.0 MiB', '5.0 GiB']
     """
-    if nbytes < 1024:
-        return f"{nbytes:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        nbytes /= 1024
-        if nbytes < 1024:
-            break
-    else:
-        nbytes, unit = nbytes / 1024, "TiB"
-    return f"{nbytes:.1f} {unit}"
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if nbytes >= 1024**power:
+            return f"{nbytes / 1024**power:.1f} {unit}"
+    return f"{nbytes:.0f} B"
 
 
 class Progress:
@@ -108,8 +103,9 @@ class Progress:
         self, step: int, *, loss: float, tokens_per_s: float, nbytes: int, left_s: float
     ) -> None:
         """Show the state after ``step`` steps."""
+        unit = f" {self._unit}" if self._unit else ""
         text = (
-            f"step {step}/{self.total_steps}  loss {loss:.3f}{f' {self._unit}' if self._unit else ''}"
+            f"step {step}/{self.total_steps}  loss {loss:.3f}{unit}"
             f"  {tokens_per_s:,.0f} tokens/s  {bytes_text(nbytes)}  {duration_text(left_s)} left"
         )
         if self._bar is not None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Self, final
 
 import torch
 from torch import nn
@@ -61,7 +61,8 @@ class Recorder:
     raises, what was written stays and nothing is collected; ``echelon report`` draws the page.
 
     Args:
-        folder: where to write. If it exists, the first free of ``folder-2``, ``folder-3`` … is taken.
+        folder: where to write. If it exists, the first free of ``folder-2``, ``folder-3`` … is
+            taken, so that no run overwrites another.
         trace: also write a timeline of all events, for Perfetto.
 
     Attributes:
@@ -215,7 +216,7 @@ class Recorder:
 
 
 def _fresh(folder: Path) -> Path:
-    """Make ``folder``, or the first free of ``folder-2``, ``folder-3`` …"""
+    """Make ``folder``, or the first of ``folder-2``, ``folder-3`` … that is free."""
     for number in range(1, 10_000):
         path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
         try:

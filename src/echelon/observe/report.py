@@ -147,7 +147,10 @@ def _sections(start: Line, lines: Sequence[Line]) -> list[str]:
         drawing = _drawing(figures.memory_figure(ranks))
         parts.append(_section("Memory per category", about, drawing))
     if any(rank["comm"] for rank in ranks):
-        about = "Volume is the size of the tensors that calls were about; time waited is how long a rank was held up."
+        about = (
+            "Volume is the size of the tensors that calls were about; "
+            "time waited is how long a rank was held up."
+        )
         content = _drawing(figures.comm_figure(ranks)) + _comm_table(ranks)
         parts.append(_section("Communication per operation", about, content))
     for note in _of(lines, "note"):

@@ -107,8 +107,12 @@ def write_trace(path: str | os.PathLike[str], ranks: Sequence[Iterable[Row]]) ->
     """
     rows: list[Row] = []
     for rank, own in enumerate(ranks):
-        rows.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
-        rows.append({"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}})
+        rows.append(
+            {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        )
+        rows.append(
+            {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}}
+        )
         for lane, number in LANES.items():
             named = {"name": "thread_name", "ph": "M", "pid": rank, "tid": number}
             rows.append(named | {"args": {"name": lane}})

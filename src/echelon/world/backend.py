@@ -118,6 +118,8 @@ class Backend(ABC):
         self._check_rank("dst" if op == "send" else "src", peer)
         if peer == self.rank:
             raise ArgumentError(f"rank {peer} cannot {op} to itself: copy the tensor instead")
+        if not isinstance(tag, int) or not 0 <= tag < 2**31:
+            raise ArgumentError(f"{op} got tag {tag!r}: use an integer with 0 <= tag < 2**31")
         call = Call(op, tensor.dtype, (tensor.numel(),), None, peer, f"tag {tag}")
         ticket = Ticket(
             call, caller(), self._p2p_position, self.name, self.ranks[self.rank], blocking
@@ -179,7 +181,11 @@ class Backend(ABC):
             self._check_numel(f"{op}: {what}[{i}]", tensor, like.numel(), "tensor.numel()")
 
     def _split_numels(self, what: str, tensor: Tensor, splits: Sequence[int] | None) -> list[int]:
-        rows = tensor.shape[0] if tensor.dim() else 0
+        if not tensor.dim():
+            raise ArgumentError(
+                f"all_to_all_single: {what} has no dim 0 to cut into parts: give at least one dim"
+            )
+        rows = tensor.shape[0]
         if splits is None:
             if rows % self.size:
                 raise ArgumentError(

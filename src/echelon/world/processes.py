@@ -8,6 +8,7 @@ caller.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import multiprocessing
 import os
 import pickle
@@ -25,7 +26,7 @@ from echelon.errors import ArgumentError, CommError, CommTimeout, RankFailed, Wo
 from echelon.world.base import World
 from echelon.world.shm.start import create_segments, join
 
-__all__ = ["GRACE_S", "run_processes"]
+__all__ = ["GRACE_S", "call", "run_processes"]
 
 # After one rank failed, how long the others may take to notice by themselves, in seconds.
 GRACE_S = 1.0
@@ -74,23 +75,42 @@ def run_processes(
     tokens = (segments[0].token, segments[1].token)
     children: list[BaseProcess] = []
     pipes: list[Connection] = []
+    lifelines: list[Connection] = []  # nothing is ever sent; that we hold them is the message
     try:
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
+            lifeline, held = context.Pipe(duplex=False)
             process = context.Process(
-                target=_child, args=(rank, ranks, tokens, job, theirs), name=f"rank {rank}"
+                target=_child,
+                args=(rank, ranks, tokens, job, theirs, lifeline),
+                name=f"rank {rank}",
             )
             process.start()
             theirs.close()
+            lifeline.close()
+            lifelines.append(held)
             children.append(process)
             pipes.append(ours)
         return _collect(children, pipes)
     finally:
         _end(children)
-        for pipe in pipes:
+        for pipe in (*pipes, *lifelines):
             pipe.close()
         for segment in segments:
             segment.unpublish()
+
+
+def call(fn: Callable[..., Any], world: World, args: tuple[Any, ...]) -> Any:
+    """What ``fn(world, *args)`` returns; ``sys.exit(0)`` in it is a return of None.
+
+    Raised in the caller of ``run``, it would end the whole script as if all had gone well.
+    """
+    try:
+        return fn(world, *args)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        return None
 
 
 def _collect(children: Sequence[BaseProcess], pipes: Sequence[Connection]) -> list[Any]:
@@ -181,9 +201,33 @@ def _end(children: Sequence[BaseProcess]) -> None:
         process.close()
 
 
-def _child(rank: int, size: int, tokens: tuple[str, str], job: bytes, pipe: Connection) -> None:
+def _die_with(lifeline: Connection) -> None:
+    """Have the kernel kill this process when nobody holds the other end of ``lifeline`` any more.
+
+    The parent of this process is the fork server, which ends only when all its children have: they
+    hold its own life line. So the death of the caller must reach us directly, even if we are
+    stopped or in native code.
+    """
+    descriptor = lifeline.fileno()
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if lifeline.poll():  # it was let go of before we asked for the signal
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _child(
+    rank: int,
+    size: int,
+    tokens: tuple[str, str],
+    job: bytes,
+    pipe: Connection,
+    lifeline: Connection,
+) -> None:
     """One rank: enter the world, call the function, send what it returned or raised."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _die_with(lifeline)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the caller, who ends us
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
@@ -196,7 +240,7 @@ def _child(rank: int, size: int, tokens: tuple[str, str], job: bytes, pipe: Conn
     world = World(group, backend="shm", close=lambda error: group.close(_reason(error)))
     try:
         enter(world)
-        result = fn(world, *args)
+        result = call(fn, world, args)
         world.close()
         payload = pickle.dumps(("result", pickle.dumps(result), ""))
     except BaseException as error:

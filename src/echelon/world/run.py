@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -17,10 +18,11 @@ from echelon.streams import is_cpu, local_device
 from echelon.world import shm
 from echelon.world.base import DEFAULT_TIMEOUT_S, World
 from echelon.world.environment import JobEnvironment, environment
+from echelon.world.fabric import Fabric
 from echelon.world.failure import error_file, install_failure_record
-from echelon.world.processes import run_processes
+from echelon.world.processes import call, run_processes
 from echelon.world.randomness import random_stream
-from echelon.world.threads import Fabric, ThreadGroup
+from echelon.world.threads import ThreadGroup
 
 __all__ = ["init", "run"]
 
@@ -93,7 +95,7 @@ def _run_threads(
                 group = ThreadGroup(fabric, rank, range(ranks), device=device)
                 world = World(group, backend="threads")
                 _enter(world)
-                results[rank] = fn(world, *args)
+                results[rank] = call(fn, world, args)
         except BaseException as error:
             fabric.fail(rank, error)
         else:
@@ -108,7 +110,7 @@ def _run_threads(
     try:
         for thread in threads:
             while thread.is_alive():
-                thread.join(0.2 if fabric.failure is None else GRACE_S)
+                thread.join(0.1)
                 if fabric.failure is not None:
                     break
     except BaseException as error:  # Ctrl-C: free the ranks before we leave
@@ -123,8 +125,9 @@ def _raise_first(fabric: Fabric, threads: Sequence[threading.Thread]) -> None:
     """Raise the first failure, once the other ranks have ended or had their time."""
     assert fabric.failure is not None
     rank, error = fabric.failure
+    deadline = time.monotonic() + GRACE_S
     for thread in threads:
-        thread.join(GRACE_S)
+        thread.join(max(0.0, deadline - time.monotonic()))
     error.add_note(f"raised on rank {rank} of {fabric.size}")
     stuck = [thread.name for thread in threads if thread.is_alive()]
     if stuck:

@@ -106,9 +106,10 @@ class Area:
             if len(self._parts) > 256:
                 self._parts.clear()
             nbytes = numel * dtype.itemsize
-            parts = self._parts[key] = [
-                halves[key[0]].narrow(0, 0, nbytes).view(dtype) for halves in self.halves
-            ]
+            with torch.inference_mode(False):  # they outlive the caller's mode
+                parts = self._parts[key] = [
+                    halves[key[0]].narrow(0, 0, nbytes).view(dtype) for halves in self.halves
+                ]
         return parts
 
     def next_round(self, ticket: Ticket, timeout: float) -> None:
@@ -124,21 +125,22 @@ class Area:
                 self._await_peer(at, target, ticket, timeout)
         fence()
 
+    def absent(self) -> list[int]:
+        """The ranks in the job that have not posted this rank's last round."""
+        return [
+            self.ranks[peer]
+            for peer in self.peers
+            if (self._words[peer * _WORDS + _ROUND] - self.round) & 0xFFFFFFFF >= _HALF
+        ]
+
     def _await_peer(self, at: int, target: int, ticket: Ticket, timeout: float) -> None:
         words = self._words
 
         def ready() -> bool:
             return (words[at] - target) & 0xFFFFFFFF < _HALF
 
-        def missing() -> list[int]:
-            return [
-                self.ranks[peer]
-                for peer in self.peers
-                if (words[peer * _WORDS + _ROUND] - target) & 0xFFFFFFFF >= _HALF
-            ]
-
         # A background thread must not hold the interpreter while the owner computes.
-        self.board.wait(ready, lambda: str(ticket), missing, timeout, spin=ticket.blocking)
+        self.board.wait(ready, lambda: str(ticket), self.absent, timeout, spin=ticket.blocking)
 
     def agree(self, ticket: Ticket, key: int, timeout: float) -> list[int]:
         """First round of every call: check that all ranks make the same one.

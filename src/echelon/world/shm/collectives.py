@@ -147,8 +147,16 @@ class Collectives:
         keys = self._agree(ticket, self._key(input))
         regions = self._in_place(input, keys)
         if regions is not None:
-            reduce_into([output], [p.narrow(0, area.rank * numel, numel) for p in regions], op)
+            own_parts = [p.narrow(0, area.rank * numel, numel) for p in regions]
+            # Where the output lies on a part of another rank, that rank may not have read it yet.
+            in_the_way = _share_memory(output, input) and not _same_place(
+                output, own_parts[area.rank]
+            )
+            target = torch.empty_like(output) if in_the_way else output
+            reduce_into([target], own_parts, op)
             self._round(ticket)  # all have read; the input may change
+            if in_the_way:
+                output.copy_(target)
             return
         staging = self._staged(ticket)
         lanes = input.view(area.size, numel)
@@ -306,3 +314,11 @@ class Collectives:
 
     def barrier(self, ticket: Ticket) -> None:
         self._agree(ticket)
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _same_place(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
+
+import torch
 
 from echelon.errors import CommError, CommTimeout, StateError
 from echelon.world.work import Ticket, Work
@@ -17,12 +19,19 @@ __all__ = ["Engine"]
 class _EngineWork(Work):
     """A collective that is queued, running or done."""
 
-    def __init__(self, ticket: Ticket, action: Callable[[], None] | None, timeout: float) -> None:
+    def __init__(
+        self,
+        ticket: Ticket,
+        action: Callable[[], None] | None,
+        timeout: float,
+        absent: Callable[[], Sequence[int]],
+    ) -> None:
         super().__init__(ticket)
         self.action = action
         self.error: BaseException | None = None
         self._complete = threading.Event() if action is not None else None
         self._timeout = timeout
+        self._absent = absent
 
     def run(self) -> None:
         assert self.action is not None
@@ -40,7 +49,7 @@ class _EngineWork(Work):
     def _wait(self, timeout: float | None) -> None:
         seconds = self._timeout if timeout is None else timeout
         if self._complete is not None and not self._complete.wait(seconds):
-            raise CommTimeout(str(self.ticket), (), seconds)
+            raise CommTimeout(str(self.ticket), self._absent(), seconds)
         if self.error is not None:
             raise self.error
 
@@ -54,10 +63,12 @@ class Engine:
     Args:
         name: of the thread.
         timeout: seconds that ``wait`` of a work takes by default.
+        absent: the ranks that the running action waits for.
     """
 
-    def __init__(self, name: str, timeout: float) -> None:
+    def __init__(self, name: str, timeout: float, absent: Callable[[], Sequence[int]]) -> None:
         self._name = name
+        self._absent = absent
         # The action itself gives up after the group's timeout and knows whom it waited for.
         self._timeout = timeout + 10.0
         self._queue: deque[_EngineWork] = deque()
@@ -80,8 +91,8 @@ class Engine:
             )
         if ticket.blocking and not self._num_open:
             self._act(action)
-            return _EngineWork(ticket, None, self._timeout)
-        work = _EngineWork(ticket, lambda: self._act(action), self._timeout)
+            return _EngineWork(ticket, None, self._timeout, self._absent)
+        work = _EngineWork(ticket, lambda: self._act(action), self._timeout, self._absent)
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
@@ -108,6 +119,7 @@ class Engine:
         if self._thread is not None:
             self._thread.join()
 
+    @torch.inference_mode()  # or it could not write a tensor that was made in that mode
     def _loop(self) -> None:
         while True:
             with self._changed:

@@ -36,7 +36,7 @@ class ShmGroup(Group):
         )
         self._area = area
         self._collectives = Collectives(area, timeout)
-        self._engine = Engine(f"collectives of {area.name}", timeout)
+        self._engine = Engine(f"collectives of {area.name}", timeout, area.absent)
         self._mailbox = Mailbox(area, timeout)
         self._subgroups: list[ShmGroup] = []
         self._num_windows = 0
@@ -59,9 +59,9 @@ class ShmGroup(Group):
         self._engine.close()
         if failure is None:
             self._mailbox.close()
-        else:
+            self._on_close()
+        else:  # the board says already why this rank left
             self._mailbox.abandon()
-        self._on_close()
 
     def _run(self, ticket: Ticket, action: Callable[[], None]) -> Work:
         return self._engine.run(ticket, action)
@@ -138,7 +138,8 @@ class ShmGroup(Group):
         what = f"a window of {numel} elements on each of {self.size} ranks"
         mine = Segment.create(nbytes, what=what, reserve=True)
         segments = share_segments(self._area, ticket, mine, populate=True, timeout=self.timeout)
-        regions = tuple(segment.tensor(0, nbytes).view(dtype) for segment in segments)
+        with torch.inference_mode(False):  # a window outlives the caller's mode
+            regions = tuple(segment.tensor(0, nbytes).view(dtype) for segment in segments)
         if numel:
             self._num_windows += 1
             self._collectives.add_window(self._num_windows, regions)

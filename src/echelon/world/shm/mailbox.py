@@ -203,6 +203,7 @@ class Mailbox:
                 self._has_items.notify()
         return _MailWork(ticket, self, item)
 
+    @torch.inference_mode()  # or it could not write a tensor that was made in that mode
     def _loop(self) -> None:
         """Keep long messages moving while the owner computes."""
         board = self._area.board

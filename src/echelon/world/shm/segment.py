@@ -6,9 +6,11 @@ the kernel frees it with the last process that maps it, however that process end
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
+import weakref
 from typing import Self, final
 
 import torch
@@ -19,6 +21,18 @@ from echelon.errors import SharedMemoryError, WorldError
 __all__ = ["Segment", "available_nbytes"]
 
 _PAGE = mmap.PAGESIZE
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
 # What must stay free for everyone else when a segment is made.
 _RESERVE = 64 * 2**20
 
@@ -36,8 +50,7 @@ class Segment:
     def __init__(self, fd: int, nbytes: int, *, populate: bool) -> None:
         self.nbytes = nbytes
         self._fd = fd
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
-        self.buffer = mmap.mmap(fd, nbytes, flags=flags)
+        self.buffer = _map(fd, nbytes, populate=populate)
         self.token = f"{os.getpid()}:{fd}:{nbytes}"
 
     @classmethod
@@ -100,7 +113,9 @@ class Segment:
         """View the bytes ``[start, start + nbytes)`` as a uint8 tensor, 1D, without a copy."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self.buffer, dtype=torch.uint8, count=nbytes, offset=start)
+        # An ordinary tensor, also where the caller is in inference mode: it outlives that.
+        with torch.inference_mode(False):
+            return torch.frombuffer(self.buffer, dtype=torch.uint8, count=nbytes, offset=start)
 
 
 def available_nbytes() -> int:
@@ -119,3 +134,20 @@ def available_nbytes() -> int:
     except FileNotFoundError:
         pass  # no control group limits this process
     return available
+
+
+def _map(fd: int, nbytes: int, *, populate: bool) -> memoryview:
+    """The bytes of a file, mapped; unmapped when nobody refers to them any more.
+
+    Python's ``mmap`` keeps a descriptor for each mapping, and a rank maps a window of every peer:
+    some hundred windows would use up the 1024 descriptors that a process usually may have.
+    """
+    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if address == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    content = (ctypes.c_char * nbytes).from_address(address)
+    # Not at exit: tensors may live longer than the interpreter's last breath.
+    weakref.finalize(content, _libc.munmap, address, nbytes).atexit = False
+    return memoryview(content).cast("B")

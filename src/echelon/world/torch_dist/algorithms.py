@@ -13,6 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from echelon.errors import ArgumentError
 from echelon.layout import even_chunks
 from echelon.world.arithmetic import reduce_into
 from echelon.world.torch_dist.peers import PHASE, Peers, Posted, sized_tag
@@ -20,9 +21,11 @@ from echelon.world.torch_dist.peers import PHASE, Peers, Posted, sized_tag
 __all__ = ["Algorithms"]
 
 # One message of a reduction. Smaller: more messages; larger: less overlap, and no cache holds it.
-PIECE_NBYTES = 1 << 20
-# Up to this size of one rank's tensor, one round with everything beats two rounds with parts.
-ONE_ROUND_NBYTES = 32 << 10
+PIECE_NBYTES = 4 << 20
+# Pieces that may be under way to a rank at any time: enough to hide that it is not always there.
+SCRATCH_NBYTES = 32 << 20
+# Up to this many bytes sent by a rank, one round with everything beats two rounds with parts.
+ONE_ROUND_NBYTES = 768 << 10
 # Up to this size the source sends to everyone itself; above, the receivers share the work.
 FLAT_BROADCAST_NBYTES = 1 << 20
 _ALIGN_NBYTES = 64
@@ -45,7 +48,7 @@ class Algorithms:
     def all_reduce(self, tag: int, tensor: Tensor, op: str) -> None:
         """Reduce ``tensor`` over ranks, in place."""
         peers, size = self._peers, self._peers.size
-        if tensor.numel() * tensor.itemsize <= ONE_ROUND_NBYTES:
+        if (size - 1) * tensor.numel() * tensor.itemsize <= ONE_ROUND_NBYTES:
             everyone = dict.fromkeys(peers.others(), tensor)
             self._reduce_at_once(tag, everyone, tensor, [tensor], op)
             return
@@ -68,7 +71,7 @@ class Algorithms:
     def reduce_scatter(self, tag: int, output: Tensor, inputs: Sequence[Tensor], op: str) -> None:
         """Reduce ``inputs[rank]`` of all ranks into ``output``."""
         peers = self._peers
-        if output.numel() * output.itemsize <= ONE_ROUND_NBYTES:
+        if (peers.size - 1) * output.numel() * output.itemsize <= ONE_ROUND_NBYTES:
             self._reduce_at_once(tag, dict(enumerate(inputs)), inputs[peers.rank], [output], op)
             return
         deadline = peers.deadline()
@@ -209,30 +212,32 @@ class Algorithms:
         """Receive every other rank's piece ``i`` and reduce it with ``own[i]`` into ``outputs[i]``.
 
         Yields:
-            ``i``, when it is reduced. Two pieces of each rank are under way at any time.
+            ``i``, when it is reduced.
         """
         peers = self._peers
         longest = max((piece.numel() for piece in own), default=0)
         dtype = own[0].dtype if own else torch.uint8
-        room = self._room(2 * peers.size, longest, dtype)
-        halves = room[: peers.size], room[peers.size :]
+        others = max(1, peers.size - 1)
+        depth = max(2, SCRATCH_NBYTES // (others * PIECE_NBYTES))
+        room = self._room(min(depth, len(own)) * peers.size, longest, dtype)
+        slots = [room[i : i + peers.size] for i in range(0, len(room), peers.size)]
         arriving: dict[int, list[Posted]] = {}
 
         def expect(i: int) -> None:
-            if i < len(own):
-                places = halves[i % 2]
-                arriving[i] = [
-                    peers.recv(places[peer][: own[i].numel()], peer, tag) for peer in peers.others()
-                ]
+            places = slots[i % depth]
+            arriving[i] = [
+                peers.recv(places[peer][: own[i].numel()], peer, tag) for peer in peers.others()
+            ]
 
-        expect(0)
-        expect(1)
+        for i in range(min(depth, len(own))):
+            expect(i)
         for i, piece in enumerate(own):
             peers.wait(arriving.pop(i), deadline)
-            places = [place[: piece.numel()] for place in halves[i % 2]]
+            places = [place[: piece.numel()] for place in slots[i % depth]]
             places[peers.rank] = piece
             reduce_into([outputs[i]], places, op)
-            expect(i + 2)
+            if i + depth < len(own):
+                expect(i + depth)
             yield i
 
     def _room(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
@@ -252,5 +257,10 @@ def _pieces(part: Tensor) -> list[Tensor]:
 
 
 def _copy(output: Tensor, input: Tensor) -> None:
+    """Copy what a rank sends to itself, unless it is there already."""
+    if output.numel() != input.numel():
+        raise ArgumentError(
+            f"this rank sends itself {input.numel()} elements and expects {output.numel()}"
+        )
     if output.data_ptr() != input.data_ptr():
         output.copy_(input)

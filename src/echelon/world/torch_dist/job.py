@@ -1,4 +1,4 @@
-"""What all groups of a job share on this rank: the store, the notices, the first failure, the end."""
+"""What the groups of a job share on one rank: the store, notices, the first failure, the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar, final
 
 from torch._C import _distributed_c10d as c10d
 
-from echelon.errors import CommError, RankFailed
+from echelon.errors import CommError, CommTimeout, RankFailed
 from echelon.world.torch_dist.notices import Notice, Reason, conclude
 
 __all__ = ["Job"]
@@ -22,6 +22,8 @@ _T = TypeVar("_T")
 GRACE_S = 1.0
 # A store behind a cut link never answers: a call to it is given up after this time.
 STORE_S = 2.0
+# How long the rank that holds the store stays for the others, so that they can still read notices.
+STAY_S, STAY_FAILED_S = 10.0, 3.0
 
 
 @final
@@ -31,11 +33,14 @@ class Job:
     Args:
         store: shared by all ranks; this object writes under ``notice/`` only.
         rank: of this process in the job.
+        size: number of ranks that close their ``Job``, if this rank holds the store for them; else 0.
     """
 
-    def __init__(self, store: c10d.Store, rank: int) -> None:
+    def __init__(self, store: c10d.Store, rank: int, size: int = 0) -> None:
         self.store = store
         self.rank = rank
+        self._stay_for = size
+        self._store_gone = False
         self.failure: CommError | None = None
         self._lock = threading.Lock()
         self._posted = False
@@ -79,14 +84,17 @@ class Job:
             others = [rank for rank in ranks if rank != self.rank]
             end = time.monotonic() + GRACE_S
             while True:
-                seen: dict[int, Notice] = _bounded(lambda: self._read(others), {})
-                error, certain = conclude(mine, seen, tuple(ranks))
-                if certain or time.monotonic() > end:
+                seen = self._ask(lambda: self._read(others)) or {}
+                error, certain = conclude(mine, seen, tuple(ranks), self._store_gone)
+                if certain or self._store_gone or time.monotonic() > end:
                     break
                 time.sleep(0.05)
             self.failure = error
             if isinstance(error, RankFailed):
+                self._stay_for -= error.failed_rank not in seen  # it will not close its job
                 mine = replace(mine, root=error.failed_rank, cause=error.cause)
+            elif isinstance(error, CommTimeout):
+                self._stay_for -= len(error.missing)
             self._post(mine)
             sever = list(self._sever)
         for step in sever:
@@ -112,12 +120,17 @@ class Job:
             drop(failed)
         self._sever.clear()
         self._drop.clear()
+        closed = self._ask(lambda: self.store.add("closed", 1))
+        end = time.monotonic() + (STAY_FAILED_S if failed else STAY_S)
+        while closed is not None and closed < self._stay_for and time.monotonic() < end:
+            time.sleep(0.02)
+            closed = self._ask(lambda: self.store.add("closed", 0))
 
     def _post(self, notice: Notice) -> None:
         """Write the first notice of this rank; later ones are its consequences."""
         if not self._posted:
             self._posted = True
-            _bounded(lambda: self.store.set(f"notice/{self.rank}", notice.dump()), None)
+            self._ask(lambda: self.store.set(f"notice/{self.rank}", notice.dump()))
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Notice]:
         keys = {rank: f"notice/{rank}" for rank in ranks}
@@ -127,16 +140,20 @@ class Job:
             if self.store.check([key])
         }
 
+    def _ask(self, question: Callable[[], _T]) -> _T | None:
+        """The store's answer, or None when it is gone or does not answer; then it is left alone."""
+        if self._store_gone:
+            return None
+        answers: list[_T] = []
 
-def _bounded(step: Callable[[], _T], default: _T) -> _T:
-    """The result of a store call, or ``default`` when the store is gone or does not answer."""
-    results: list[_T] = []
+        def call() -> None:
+            with suppress(RuntimeError):  # the store's host is gone, and the notices with it
+                answers.append(question())
 
-    def call() -> None:
-        with suppress(RuntimeError):  # the store's host is gone; then the notices are, too
-            results.append(step())
-
-    thread = threading.Thread(target=call, name="echelon store", daemon=True)
-    thread.start()
-    thread.join(STORE_S)
-    return results[0] if results else default
+        thread = threading.Thread(target=call, name="echelon store", daemon=True)
+        thread.start()
+        thread.join(STORE_S)
+        if not answers:
+            self._store_gone = True
+            return None
+        return answers[0]

@@ -22,10 +22,10 @@ from torch._C import _distributed_c10d as c10d
 from echelon.errors import CommError, CommTimeout, StateError
 from echelon.streams import synchronize
 from echelon.world.arithmetic import divide_for_mean, reduce_into
-from echelon.world.torch_c10d.agreement import Agreement
-from echelon.world.torch_c10d.group import Connect, Lengths, TorchGroup
-from echelon.world.torch_c10d.job import Job
-from echelon.world.torch_c10d.peers import Engine, EngineWork, PeerLost, Peers
+from echelon.world.torch_dist.agreement import Agreement
+from echelon.world.torch_dist.group import Connect, Lengths, TorchGroup
+from echelon.world.torch_dist.job import Job
+from echelon.world.torch_dist.peers import Engine, EngineWork, PeerLost, Peers
 from echelon.world.work import Ticket, Work
 
 __all__ = ["NativeGroup"]

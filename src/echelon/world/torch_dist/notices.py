@@ -2,7 +2,7 @@
 
 A rank learns of trouble as a closed connection or as time that is up: it knows its neighbour at
 most. So every rank that stops leaves one notice, and a rank in trouble reads those of the group and
-follows them to the first cause: rank 2 lost rank 1, rank 1 lost rank 0, rank 0 raised ``ValueError``.
+follows them to the first cause: rank 2 lost rank 1, rank 1 lost rank 0, rank 0 raised an error.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Notice:
 
 
 def conclude(
-    mine: Notice, seen: Mapping[int, Notice], ranks: tuple[int, ...]
+    mine: Notice, seen: Mapping[int, Notice], ranks: tuple[int, ...], blind: bool = False
 ) -> tuple[CommError, bool]:
     """What this rank raises, given the notices of others, and whether that is final.
 
@@ -116,6 +116,7 @@ def conclude(
         mine: what happened here: ``TIMEOUT`` or ``LOST``.
         seen: notices of other ranks, by rank in the job.
         ranks: the group's ranks in the job, in order.
+        blind: the store is gone, so a rank without a notice may have written one.
     """
     mismatch = _mismatch(mine, seen, ranks)
     if mismatch is not None:
@@ -131,6 +132,8 @@ def conclude(
         return RankFailed(root, cause, doing), notice.reason is not Reason.TIMEOUT
     if mine.reason is Reason.LOST:
         cause = "died: its connection closed without a word (killed, crashed or exited)"
+        if blind:
+            cause = "closed its connection; why is not known, because the store is gone, too"
         return RankFailed((silent or missing)[0], cause, doing), False
     others = "\n".join(
         f"  rank {notice.rank} waits in {notice.call} of group {notice.group!r} at {notice.place}"

@@ -67,7 +67,7 @@ def connect(
     ranks = tuple(range(env.size))
     report_here(store, env.rank)
     await_all(store, ranks, timeout)
-    job = Job(store, env.rank)
+    job = Job(store, env.rank, env.size if env.rank == 0 and not env.agent_store else 0)
     maker = _Maker(
         job=job,
         backend=backend,

@@ -1,0 +1,127 @@
+"""Measures variants of one task against each other in alternation, and compares them pair by pair.
+
+One *round* runs every variant once, so all of them meet the same state of the machine::
+
+    round 0   A B C        barrier before each; the time of a variant in a round
+    round 1   B C A        is that of the slowest rank
+    round 2   C A B
+
+A ratio of two variants is taken inside each round, and its median over rounds is reported: a slow
+second of the machine then spoils one pair, and not the comparison.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+__all__ = ["Meeting", "Samples", "Variant", "alternate", "num_rounds_within"]
+
+
+class Meeting(Protocol):
+    """What of a group of ranks is needed to measure; ``echelon``'s groups have it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def barrier(self) -> object:
+        """Line the ranks up."""
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """What every rank measured."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to do the task.
+
+    Attributes:
+        name: in tables.
+        run: does the task once.
+        ranks: those that work; the others wait in a barrier. None: all.
+    """
+
+    name: str
+    run: Callable[[], object]
+    ranks: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What each variant took in each round, by name.
+
+    Attributes:
+        seconds: by the clock.
+        cpu_seconds: of all threads of the process; spinning while waiting counts.
+    """
+
+    seconds: Mapping[str, Sequence[float]]
+    cpu_seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def median_s(self, name: str) -> float:
+        """Median time of one variant."""
+        return statistics.median(self.seconds[name])
+
+    def ratios(self, name: str, base: str) -> list[float]:
+        """Time of ``name`` in units of the time of ``base``, round by round."""
+        pairs = zip(self.seconds[name], self.seconds[base], strict=True)
+        return [ours / theirs for ours, theirs in pairs]
+
+    def ratio(self, name: str, base: str) -> float:
+        """Median of the paired ratios: above 1 means that ``name`` is slower than ``base``."""
+        return statistics.median(self.ratios(name, base))
+
+
+def alternate(
+    meeting: Meeting, variants: Sequence[Variant], num_rounds: int, num_calls: int = 1
+) -> Samples:
+    """Run all variants in turn, ``num_rounds`` times, with another one first in each round.
+
+    Args:
+        num_calls: calls in a row in one sample; a sample is the time of one of them.
+
+    Returns:
+        Seconds a call, of the rank that took most; the same on all ranks.
+    """
+    mine: dict[str, list[tuple[float, float]]] = {variant.name: [] for variant in variants}
+    for round_ in range(num_rounds):
+        for turn in range(len(variants)):
+            variant = variants[(round_ + turn) % len(variants)]
+            mine[variant.name].append(_sample(meeting, variant, num_calls))
+    meeting.barrier()
+    by_rank = meeting.all_gather_object(mine)
+
+    def most(name: str, clock: int) -> list[float]:
+        rounds = zip(*(measured[name] for measured in by_rank), strict=True)
+        return [max(sample[clock] for sample in samples) for samples in rounds]
+
+    return Samples({name: most(name, 0) for name in mine}, {name: most(name, 1) for name in mine})
+
+
+def _sample(meeting: Meeting, variant: Variant, num_calls: int) -> tuple[float, float]:
+    """Seconds a call by the clock and of the processor."""
+    run = variant.run
+    meeting.barrier()
+    if variant.ranks is not None and meeting.rank not in variant.ranks:
+        return 0.0, 0.0
+    start_cpu_s = time.process_time()
+    start_s = time.perf_counter()
+    for _ in range(num_calls):
+        run()
+    seconds = time.perf_counter() - start_s
+    return seconds / num_calls, (time.process_time() - start_cpu_s) / num_calls
+
+
+def num_rounds_within(
+    budget_s: float, round_s: float, *, at_least: int = 5, at_most: int = 200
+) -> int:
+    """How many rounds of ``round_s`` fit into ``budget_s``, within bounds.
+
+    Example:
+        >>> num_rounds_within(2.0, 0.1), num_rounds_within(2.0, 10.0), num_rounds_within(2.0, 1e-5)
+        (20, 5, 200)
+    """
+    return max(at_least, min(at_most, int(budget_s / max(round_s, 1e-9))))

@@ -1,0 +1,372 @@
+"""Test doubles for users: ranks that fail, lie, dawdle or vanish at a chosen call.
+
+A ``FaultyGroup`` stands for a group and misbehaves once, at its call number ``at``. ``FAULTS`` are
+the ways of failing that end in a named error, and ``run_faulty`` runs a rank function with one of
+them on one rank::
+
+    @pytest.mark.parametrize("fault", testing.FAULTS, ids=str)
+    def test_my_training_never_hangs(fault):
+        with pytest.raises(fault.ends_in):
+            testing.run_faulty(train, ranks=2, fault=fault, rank=1, at=3, world="processes")
+
+Law: in worlds of threads and of processes, every fault of ``FAULTS`` ends every rank with an error
+that names what happened, at the latest when the timeout is up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from echelon.errors import (
+    ArgumentError,
+    CollectiveMismatch,
+    CommError,
+    CommTimeout,
+    EchelonError,
+    RankError,
+    RankFailed,
+)
+from echelon.world.base import World
+from echelon.world.group import Group
+from echelon.world.run import run
+from echelon.world.signature import Call
+from echelon.world.work import Ticket, Window, Work
+
+__all__ = ["FAULTS", "Fault", "FaultyGroup", "InjectedFault", "run_faulty", "run_ranks", "slow"]
+
+run_ranks = run
+
+# Far past any timeout of a test; a simulated rank is not left asleep for the rest of the session.
+_FOR_EVER_S = 60.0
+_MESSAGES = ("send", "recv")
+
+Issue = Callable[[Ticket], Work]
+
+
+class InjectedFault(EchelonError):
+    """What a rank raises when its fault is to raise."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One way in which a rank misbehaves at one of its calls.
+
+    Attributes:
+        name: as it reads in the name of a test.
+        strike: called with the call and the way to issue it, instead of the call being issued.
+        ends_in: what ``run`` raises then; None: the fault is harmless.
+        needs_process: it would end the whole process, so simulated ranks cannot have it.
+        needs_timeout: nothing but the timeout ends the wait for this rank.
+        at_messages: whether it can fall on a send or a receive; else on collectives only.
+        again: whether it falls on every later call as well.
+    """
+
+    name: str
+    strike: Callable[[Ticket, Issue], Work]
+    ends_in: type[Exception] | None = CommError
+    needs_process: bool = False
+    needs_timeout: bool = False
+    at_messages: bool = True
+    again: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class _Left(BaseException):
+    """Takes a rank out of its function, past whatever ``except Exception`` that has."""
+
+
+@final
+class _NoWork(Work):
+    """Stands for a call that was never issued."""
+
+    def done(self) -> bool:
+        return True
+
+    def _wait(self, timeout: float | None) -> None:
+        return None
+
+
+def _raise(ticket: Ticket, issue: Issue) -> Work:
+    raise InjectedFault(f"this rank was told to fail at {ticket}")
+
+
+def _leave(ticket: Ticket, issue: Issue) -> Work:
+    raise _Left
+
+
+def _signal(number: signal.Signals, ticket: Ticket, issue: Issue) -> Work:
+    os.kill(os.getpid(), number)
+    return issue(ticket)
+
+
+def _exit(ticket: Ticket, issue: Issue) -> Work:
+    os._exit(0)
+
+
+def _wait_first(seconds: float, ticket: Ticket, issue: Issue) -> Work:
+    time.sleep(seconds)
+    return issue(ticket)
+
+
+def _skip(ticket: Ticket, issue: Issue) -> Work:
+    return _NoWork(ticket)
+
+
+def _repeat(ticket: Ticket, issue: Issue) -> Work:
+    issue(ticket).wait()
+    return issue(ticket)
+
+
+def _claim(alter: Callable[[Call], Call], ticket: Ticket, issue: Issue) -> Work:
+    return issue(replace(ticket, call=alter(ticket.call)))
+
+
+def _other_op(call: Call) -> Call:
+    return call._replace(op="broadcast" if call.op != "broadcast" else "all_reduce")
+
+
+def _other_dtype(call: Call) -> Call:
+    return call._replace(dtype=torch.int32 if call.dtype != torch.int32 else torch.float32)
+
+
+def _other_shape(call: Call) -> Call:
+    return call._replace(shape=(*call.shape, 2))
+
+
+def _other_reduction(call: Call) -> Call:
+    return call._replace(reduce="max" if call.reduce != "max" else "min")
+
+
+def _other_root(call: Call) -> Call:
+    return call._replace(root=1 if call.root != 1 else 0)
+
+
+def _other_label(call: Call) -> Call:
+    return call._replace(label=f"not {call.label}")
+
+
+def _liar(name: str, alter: Callable[[Call], Call]) -> Fault:
+    strike = partial(_claim, alter)
+    return Fault(name=name, strike=strike, ends_in=CollectiveMismatch, at_messages=False)
+
+
+def slow(seconds: float) -> Fault:
+    """A rank that dawdles before every call from ``at`` on. Harmless while it is in time.
+
+    Example:
+        >>> def main(world):
+        ...     total = torch.tensor([world.rank])
+        ...     world.group.all_reduce(total)
+        ...     return total.item()
+        >>> run_faulty(main, ranks=2, fault=slow(0.01), rank=1)
+        [1, 1]
+    """
+    strike = partial(_wait_first, seconds)
+    return Fault(name=f"dawdles {seconds} s", strike=strike, ends_in=None, again=True)
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(name="raises", strike=_raise, ends_in=InjectedFault),
+    Fault(name="returns early", strike=_leave),
+    Fault(name="exits", strike=_exit, ends_in=RankFailed, needs_process=True),
+    Fault(
+        name="is killed",
+        strike=partial(_signal, signal.SIGKILL),
+        ends_in=RankFailed,
+        needs_process=True,
+    ),
+    Fault(
+        name="crashes",
+        strike=partial(_signal, signal.SIGSEGV),
+        ends_in=RankFailed,
+        needs_process=True,
+    ),
+    Fault(
+        name="is stopped",
+        strike=partial(_signal, signal.SIGSTOP),
+        ends_in=CommTimeout,
+        needs_process=True,
+        needs_timeout=True,
+    ),
+    Fault(
+        name="sleeps for ever",
+        strike=partial(_wait_first, _FOR_EVER_S),
+        ends_in=CommTimeout,
+        needs_timeout=True,
+    ),
+    Fault(name="skips a call", strike=_skip, at_messages=False),
+    Fault(name="repeats a call", strike=_repeat, at_messages=False),
+    _liar("calls another operation", _other_op),
+    _liar("has another dtype", _other_dtype),
+    _liar("has another shape", _other_shape),
+    _liar("has another reduction", _other_reduction),
+    _liar("has another root", _other_root),
+    _liar("has another label", _other_label),
+)
+
+
+@final
+class FaultyGroup(Group):
+    """Stands for ``inner`` and misbehaves at its call number ``at``; otherwise forwards everything.
+
+    Lying faults alter what this rank tells the others of its call, not the data; on backends that
+    do not compare calls they change nothing. The making of windows and subgroups is never
+    disturbed; a subgroup has the same fault and counts its own calls. Use it instead of ``inner``
+    from its making on, not beside it.
+
+    Args:
+        inner: the group of a running world.
+        fault: what to do.
+        at: the first call that may be struck, counted from 0 over collectives and messages.
+
+    Example:
+        >>> def main(world):
+        ...     group = world.group
+        ...     if world.rank == 1:
+        ...         group = FaultyGroup(group, FAULTS[0])
+        ...     group.barrier()
+        >>> run_ranks(main, ranks=2)
+        Traceback (most recent call last):
+            ...
+        echelon.testing.InjectedFault: this rank was told to fail at barrier ...
+    """
+
+    def __init__(self, inner: Group, fault: Fault, at: int = 0) -> None:
+        super().__init__(
+            inner.name,
+            inner.rank,
+            inner.ranks,
+            inner.device,
+            inner.timeout,
+            shares_memory=inner.shares_memory,
+        )
+        self._num_subgroups = inner._num_subgroups
+        self._inner, self._fault, self._at = inner, fault, at
+        self._num_calls = 0
+        self._num_struck = 0
+
+    def _do(self, ticket: Ticket, issue: Issue) -> Work:
+        """Issue the call, or let the fault do what it does."""
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        fault = self._fault
+        falls = number >= self._at and (fault.again or not self._num_struck)
+        if not falls or (ticket.call.op in _MESSAGES and not fault.at_messages):
+            return issue(self._renumbered(ticket))
+        self._num_struck += 1
+        return fault.strike(ticket, lambda struck: issue(self._renumbered(struck)))
+
+    def _renumbered(self, ticket: Ticket) -> Ticket:
+        """The ticket with the number that ``inner`` would give it; calls may have been skipped."""
+        inner = self._inner
+        if ticket.call.op in _MESSAGES:
+            position, inner._p2p_position = inner._p2p_position, inner._p2p_position + 1
+        else:
+            position, inner._position = inner._position, inner._position + 1
+        return replace(ticket, position=position)
+
+    def _all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> Work:
+        return self._do(ticket, lambda t: self._inner._all_reduce(t, tensor, op))
+
+    def _reduce_scatter(self, ticket: Ticket, output: Tensor, input: Tensor, op: str) -> Work:
+        return self._do(ticket, lambda t: self._inner._reduce_scatter(t, output, input, op))
+
+    def _all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> Work:
+        return self._do(ticket, lambda t: self._inner._all_gather(t, outputs, input))
+
+    def _broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> Work:
+        return self._do(ticket, lambda t: self._inner._broadcast(t, tensor, src))
+
+    def _reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> Work:
+        return self._do(ticket, lambda t: self._inner._reduce(t, tensor, dst, op))
+
+    def _gather(self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> Work:
+        return self._do(ticket, lambda t: self._inner._gather(t, outputs, tensor, dst))
+
+    def _scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> Work:
+        return self._do(ticket, lambda t: self._inner._scatter(t, tensor, inputs, src))
+
+    def _all_to_all(
+        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Work:
+        return self._do(ticket, lambda t: self._inner._all_to_all(t, outputs, inputs))
+
+    def _barrier(self, ticket: Ticket) -> Work:
+        return self._do(ticket, self._inner._barrier)
+
+    def _send(self, ticket: Ticket, tensor: Tensor, dst: int, tag: int) -> Work:
+        return self._do(ticket, lambda t: self._inner._send(t, tensor, dst, tag))
+
+    def _recv(self, ticket: Ticket, tensor: Tensor, src: int, tag: int) -> Work:
+        return self._do(ticket, lambda t: self._inner._recv(t, tensor, src, tag))
+
+    def _subgroup(self, ticket: Ticket, name: str, members: Sequence[int]) -> Group | None:
+        self._inner._num_subgroups = self._num_subgroups
+        made = self._inner._subgroup(self._renumbered(ticket), name, members)
+        return None if made is None else FaultyGroup(made, self._fault, self._at)
+
+    def _window(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Window:
+        return self._inner._window(self._renumbered(ticket), numel, dtype)
+
+
+@dataclass(frozen=True)
+class _FaultyRank:
+    """A rank function with a fault on one rank; goes to other processes by value."""
+
+    fn: Callable[..., Any]
+    fault: Fault
+    rank: int
+    at: int
+
+    def __call__(self, world: World, *args: Any) -> Any:
+        if world.rank != self.rank:
+            return self.fn(world, *args)
+        group = FaultyGroup(world.group, self.fault, self.at)
+        double = World(group, backend=world.backend, close=world.close)
+        try:
+            return self.fn(double, *args)
+        except _Left:
+            return None
+
+
+def run_faulty(
+    fn: Callable[..., Any],
+    ranks: int,
+    fault: Fault,
+    *,
+    rank: int,
+    at: int = 0,
+    world: str = "threads",
+    args: Sequence[Any] = (),
+    timeout: float = 5.0,
+) -> list[Any]:
+    """``run(fn, ranks, world)`` with ``fault`` at call number ``at`` of one rank.
+
+    Args:
+        rank: the one that misbehaves.
+        at: its first call that may be struck, counted from 0 over collectives and messages.
+        timeout: seconds that a rank waits for others in one call.
+
+    Raises:
+        ArgumentError: the fault would end this process, because ranks are threads.
+        Exception: ``fault.ends_in``, unless ``fn`` makes fewer calls or the fault is harmless.
+    """
+    if not 0 <= rank < ranks:
+        raise RankError("rank", rank, ranks)
+    if fault.needs_process and world == "threads":
+        raise ArgumentError(
+            f"a rank that {fault} would end this process: use world='processes' for it"
+        )
+    faulty = _FaultyRank(fn, fault, rank, at)
+    return run(faulty, ranks, world, args=args, timeout=timeout)

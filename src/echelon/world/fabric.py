@@ -1,0 +1,199 @@
+"""What the simulated ranks of one process share: who waits for whom, who returned, who failed.
+
+Every communication is a ``Pending`` thing that some ranks still have to come to. Because the
+fabric knows who waits for whom, a cycle of waiting ranks, or a wait for a rank that has returned,
+is found at once and not by a timeout. A rank that communicates from several threads is never taken
+for stuck, because another of its threads may go on; nor is one that waits with its own timeout.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor
+
+from echelon.errors import CommTimeout, DeadlockError, RankFailed
+from echelon.world.work import Ticket
+
+__all__ = ["Fabric", "Meeting", "Pending", "Transfer"]
+
+
+class Pending:
+    """Something that is complete when all its ranks have come."""
+
+    def __init__(self, expected: Sequence[int]) -> None:
+        self.expected = tuple(expected)  # ranks in the job
+        self.absent = set(expected)  # those that have not come
+        self.complete = False
+        self.error: Exception | None = None
+
+
+class Meeting(Pending):
+    """One collective: what each rank brought."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(ranks)
+        self.tickets: dict[int, Ticket] = {}
+        self.brought: dict[int, Any] = {}
+
+
+class Transfer(Pending):
+    """One message: a send and a receive that found, or wait for, each other."""
+
+    def __init__(self, expected: Sequence[int]) -> None:
+        super().__init__(expected)
+        self.sides: dict[
+            str, tuple[int, Ticket, Tensor]
+        ] = {}  # by op: rank in group, ticket, tensor
+
+
+@dataclass(slots=True)
+class _Wait:
+    """One thread of a rank that waits."""
+
+    pending: Pending
+    ticket: Ticket
+    has_own_timeout: bool
+
+
+@final
+class Fabric:
+    """What the simulated ranks of one job share: who waits, who returned, who failed.
+
+    Args:
+        size: number of ranks in the job.
+        timeout: seconds that a rank waits for others by default.
+    """
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size = size
+        self.timeout = timeout
+        self.lock = threading.Lock()
+        self.meetings: dict[tuple[str, int], Meeting] = {}
+        self.mail: dict[tuple[str, int, int, int], deque[Transfer]] = {}
+        self.failure: tuple[int, BaseException] | None = None
+        self._wakeups = [threading.Condition(self.lock) for _ in range(size)]
+        self._waits: list[dict[int, _Wait]] = [{} for _ in range(size)]  # by rank, by thread
+        self._threads: list[set[int]] = [set() for _ in range(size)]  # that have ever waited
+        self._finished: set[int] = set()
+
+    def finish(self, rank: int) -> None:
+        """Note that a rank has returned; whoever waits for it never gets an answer."""
+        with self.lock:
+            self._finished.add(rank)
+            if any(rank in wait.pending.absent for wait in self._all_waits()):
+                self._declare_deadlock(rank)
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Note the first failure and wake all ranks, so that they end too."""
+        with self.lock:
+            self._fail(rank, error)
+
+    def complete(self, pending: Pending) -> None:
+        """Wake the ranks that wait for ``pending``."""
+        with self.lock:
+            pending.complete = True
+            for rank in pending.expected:
+                waits = self._waits[rank]
+                for thread, wait in list(waits.items()):
+                    if wait.pending is pending:
+                        del waits[thread]
+                        self._wakeups[rank].notify_all()
+
+    def wait(self, pending: Pending, ticket: Ticket, timeout: float | None) -> None:
+        """Block the calling rank until ``pending`` is complete.
+
+        Raises:
+            CollectiveMismatch: the ranks that came do not agree.
+            RankFailed: another rank failed.
+            DeadlockError: no rank that is waited for can come.
+            CommTimeout: time is up.
+        """
+        seconds = self.timeout if timeout is None else timeout
+        deadline = time.monotonic() + seconds
+        rank, thread = ticket.rank, threading.get_ident()
+        with self.lock:
+            self._threads[rank].add(thread)
+            while not pending.complete:
+                self.raise_failure(ticket)
+                wait = self._waits[rank][thread] = _Wait(pending, ticket, timeout is not None)
+                if self._is_stuck(rank, wait):
+                    self._declare_deadlock(rank)
+                    continue
+                if not self._wakeups[rank].wait(deadline - time.monotonic()):
+                    self._waits[rank].pop(thread, None)
+                    if not pending.complete:
+                        raise CommTimeout(
+                            str(ticket), sorted(pending.absent), seconds, self._others()
+                        )
+        if pending.error is not None:
+            raise copy.copy(pending.error)  # each rank gets its own traceback
+
+    def raise_failure(self, ticket: Ticket) -> None:
+        """Raise if a rank failed; the caller holds the lock."""
+        if self.failure is None:
+            return
+        self._waits[ticket.rank].pop(threading.get_ident(), None)
+        rank, error = self.failure
+        if isinstance(error, DeadlockError):
+            raise copy.copy(error)
+        raise RankFailed(rank, f"raised {type(error).__name__}: {error}", str(ticket)) from error
+
+    def _fail(self, rank: int, error: BaseException) -> None:
+        if self.failure is None:
+            self.failure = (rank, error)
+        for wakeup in self._wakeups:
+            wakeup.notify_all()
+
+    def _all_waits(self) -> Iterator[_Wait]:
+        return (wait for waits in self._waits for wait in waits.values())
+
+    def _is_stuck(self, start: int, wait: _Wait) -> bool:
+        """Whether ``start`` waits for itself through others, or for a rank that has returned.
+
+        A rank needs everyone it waits for, so one cycle is enough for a deadlock.
+        """
+        if not self._finished.isdisjoint(wait.pending.absent):
+            return True
+        seen: set[int] = set()
+        stack = [start]
+        while stack:
+            rank = stack.pop()
+            if len(self._threads[rank]) > 1:
+                continue  # another of its threads may go on
+            for found in self._waits[rank].values():
+                if found.pending.complete or found.has_own_timeout:
+                    continue
+                absent = found.pending.absent
+                if start in absent or not self._finished.isdisjoint(absent):
+                    return True
+                stack.extend(absent - seen)
+                seen |= absent
+        return False
+
+    def _declare_deadlock(self, rank: int) -> None:
+        waits = {
+            wait.ticket.rank: (str(wait.ticket), sorted(wait.pending.absent))
+            for wait in self._all_waits()
+        }
+        self._fail(rank, DeadlockError(waits, self._finished))
+
+    def _others(self) -> str:
+        """What the other ranks do, for the message of a timeout."""
+        rows = [f"  rank {wait.ticket.rank} waits in {wait.ticket}" for wait in self._all_waits()]
+        busy = sorted(
+            set(range(self.size))
+            - {wait.ticket.rank for wait in self._all_waits()}
+            - self._finished
+        )
+        rows += [
+            f"  rank {rank} is busy outside communication, or is the one that reports this"
+            for rank in busy
+        ]
+        return "\n".join(rows)

@@ -1,0 +1,457 @@
+"""What ``torch.distributed`` promises of a process group, on the backend ``echelon``."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import reduce
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import (
+    _abort_process_group,
+    _coalescing_manager,
+)
+
+from echelon.errors import (
+    CollectiveMismatch,
+    UnsupportedError,
+)
+from tests.c10d.ranks import Ranks
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
+FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+def data(rank: int, dtype: torch.dtype = torch.float64, numel: int = 12) -> Tensor:
+    """Small whole numbers, so that sums and products are exact in every dtype."""
+    return ((torch.arange(numel) * (rank + 2)) % 3 + 1).to(dtype)
+
+
+def refused(call: Callable[[], object]) -> str:
+    """The class of the error that a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
+# --- reductions --------------------------------------------------------------------------------
+
+
+def reduce_in_every_way(rank: int, size: int, name: str, dtype: torch.dtype) -> None:
+    op = getattr(ReduceOp, name)
+    wanted = reduce(FOLDS[name], [data(r, dtype) for r in range(size)])
+    tensor = data(rank, dtype)
+    dist.all_reduce(tensor, op)
+    assert torch.equal(tensor, wanted)
+    tensor = data(rank, dtype)
+    dist.reduce(tensor, 1, op)
+    assert torch.equal(tensor, wanted if rank == 1 else data(rank, dtype))
+    part = torch.empty(12 // size, dtype=dtype)
+    dist.reduce_scatter_tensor(part, data(rank, dtype), op)
+    assert torch.equal(part, wanted.chunk(size)[rank])
+    part.zero_()
+    dist.reduce_scatter(part, list(data(rank, dtype).chunk(size)), op)
+    assert torch.equal(part, wanted.chunk(size)[rank])
+    uneven = torch.empty(rank, dtype=dtype)
+    dist.reduce_scatter(uneven, list(data(rank, dtype, 6).split([0, 1, 2, 3])), op)
+    whole = reduce(FOLDS[name], [data(r, dtype, 6) for r in range(size)])
+    assert torch.equal(uneven, whole.split([0, 1, 2, 3])[rank])
+
+
+@pytest.mark.parametrize("name", FOLDS)
+def test_every_reduction_equals_its_fold_over_the_ranks(ranks: Ranks, name: str) -> None:
+    for dtype in DTYPES:
+        if not (name.startswith("B") and dtype.is_floating_point):
+            ranks.call(reduce_in_every_way, name, dtype)
+
+
+def average_and_scale(rank: int, size: int) -> None:
+    parts = torch.stack([data(r) for r in range(size)])
+    tensor = data(rank)
+    dist.all_reduce(tensor, ReduceOp.AVG)
+    assert torch.equal(tensor, parts.sum(0) / size)
+    premultiplied = ReduceOp.PREMUL_SUM(0.5)
+    tensor = data(rank)
+    dist.all_reduce(tensor, premultiplied)
+    assert torch.equal(tensor, parts.sum(0) / 2)
+    source, part = data(rank), torch.empty(3, dtype=torch.float64)
+    dist.reduce_scatter_tensor(part, source, premultiplied)
+    assert torch.equal(part, (parts.sum(0) / 2).chunk(size)[rank])
+    assert torch.equal(source, data(rank))
+
+
+def test_averages_and_premultiplied_sums_are_scaled_sums(ranks: Ranks) -> None:
+    ranks.call(average_and_scale)
+
+
+def reduce_random(rank: int, size: int) -> bytes:
+    torch.manual_seed(rank)
+    tensor = torch.randn(10_000, dtype=torch.bfloat16)
+    dist.all_reduce(tensor)
+    return tensor.view(torch.uint8).numpy().tobytes()
+
+
+def test_sums_have_the_same_bits_on_all_ranks(ranks: Ranks) -> None:
+    assert len(set(ranks.call(reduce_random))) == 1
+
+
+def reduce_coalesced(rank: int, size: int) -> None:
+    total = sum(range(1, size + 1))
+    tensors = [
+        torch.full((3, n), rank + 1, dtype=d)
+        for n, d in ((2, torch.float32), (0, torch.int64), (4, torch.int64))
+    ]
+    with _coalescing_manager(async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    manager.wait()
+    assert all(torch.equal(tensor, torch.full_like(tensor, total)) for tensor in tensors)
+    wholes = [torch.arange(size * n) * (rank + 1) for n in (1, 3)]
+    parts = [torch.empty(n, dtype=torch.int64) for n in (1, 3)]
+    with _coalescing_manager():
+        for part, whole in zip(parts, wholes, strict=True):
+            dist.reduce_scatter_tensor(part, whole)
+    for n, part in zip((1, 3), parts, strict=True):
+        assert torch.equal(part, torch.arange(size * n).chunk(size)[rank] * total)
+    gathered = [torch.empty(size * n, dtype=torch.int64) for n in (1, 3)]
+    with _coalescing_manager():
+        for whole, part in zip(gathered, parts, strict=True):
+            dist.all_gather_into_tensor(whole, part)
+    for n, whole in zip((1, 3), gathered, strict=True):
+        assert torch.equal(whole, torch.arange(size * n) * total)
+
+
+def test_coalesced_collectives_do_what_the_single_ones_do(ranks: Ranks) -> None:
+    ranks.call(reduce_coalesced)
+
+
+# --- copies ------------------------------------------------------------------------------------
+
+
+def copy_in_every_way(rank: int, size: int, dtype: torch.dtype) -> None:
+    tensor = data(rank, dtype).view(4, 3).t()  # not contiguous
+    dist.broadcast(tensor, 2)
+    assert torch.equal(tensor, data(2, dtype).view(4, 3).t())
+    outputs = [torch.empty(r, 2, dtype=dtype) for r in range(size)]
+    dist.all_gather(outputs, data(rank, dtype, 2 * rank).view(rank, 2))
+    assert all(torch.equal(o, data(r, dtype, 2 * r).view(r, 2)) for r, o in enumerate(outputs))
+    whole = torch.empty(size * 12, dtype=dtype)
+    dist.all_gather_into_tensor(whole, data(rank, dtype))
+    assert torch.equal(whole, torch.cat([data(r, dtype) for r in range(size)]))
+    parts = [torch.empty(12, dtype=dtype) for _ in range(size)] if rank == 3 else None
+    dist.gather(data(rank, dtype), parts, 3)
+    assert parts is None or all(torch.equal(p, data(r, dtype)) for r, p in enumerate(parts))
+    part = torch.empty(12, dtype=dtype)
+    dist.scatter(part, [data(r, dtype) for r in range(size)] if rank == 1 else None, 1)
+    assert torch.equal(part, data(rank, dtype))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bool, torch.complex64], ids=str)
+def test_copies_arrive_where_they_belong(ranks: Ranks, dtype: torch.dtype) -> None:
+    ranks.call(copy_in_every_way, dtype)
+
+
+def exchange_all_to_all(rank: int, size: int) -> None:
+    # Rank s sends r rows, or r + s elements, of its number to rank r.
+    outputs = [torch.empty(rank + src) for src in range(size)]
+    dist.all_to_all(outputs, [torch.full((dst + rank,), float(rank)) for dst in range(size)])
+    assert all(
+        torch.equal(o, torch.full((rank + src,), float(src))) for src, o in enumerate(outputs)
+    )
+    output = torch.empty(rank * size, 2)
+    source = torch.full((sum(range(size)), 2), float(rank))
+    dist.all_to_all_single(output, source, [rank] * size, list(range(size)))
+    wanted = torch.arange(size, dtype=torch.float32).repeat_interleave(rank)
+    assert torch.equal(output, wanted.view(-1, 1).expand(-1, 2))
+    output = torch.empty(size)
+    dist.all_to_all_single(output, torch.arange(size) + 10.0 * rank)
+    assert torch.equal(output, 10.0 * torch.arange(size) + rank)
+
+
+def test_all_to_all_takes_equal_and_uneven_parts(ranks: Ranks) -> None:
+    ranks.call(exchange_all_to_all)
+
+
+def exchange_objects(rank: int, size: int) -> None:
+    mine = {"rank": rank, "tensor": data(rank), "text": "x" * rank}
+    gathered: list[object] = [None] * size
+    dist.all_gather_object(gathered, mine)
+    assert [item["text"] for item in gathered] == ["x" * r for r in range(size)]
+    received = [mine, rank]
+    dist.broadcast_object_list(received, 3)
+    assert (received[0]["rank"], received[1]) == (3, 3)
+    at_root: list[object] | None = [None] * size if rank == 1 else None
+    dist.gather_object(mine, at_root, 1)
+    assert at_root is None or torch.equal(at_root[2]["tensor"], data(2))
+    scattered: list[object] = [None]
+    dist.scatter_object_list(scattered, [f"for {r}" for r in range(size)] if rank == 0 else None, 0)
+    assert scattered == [f"for {rank}"]
+    if rank == 0:
+        dist.send_object_list([mine], 1)
+    elif rank == 1:
+        item: list[object] = [None]
+        dist.recv_object_list(item, 0)
+        assert item[0]["rank"] == 0
+
+
+def test_objects_travel(ranks: Ranks) -> None:
+    ranks.call(exchange_objects)
+
+
+# --- works -------------------------------------------------------------------------------------
+
+
+def wait_in_reverse(rank: int, size: int) -> None:
+    total = sum(range(1, size + 1))
+    tensors = [torch.full((1000,), float((rank + 1) * i)) for i in range(30)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work, i in reversed(list(zip(works, range(30), strict=True))):
+        assert work.wait()
+        assert work.is_completed()
+        assert work.is_success()
+        assert work.exception() is None
+        assert work.result()[0] is tensors[i]
+        assert torch.equal(tensors[i], torch.full((1000,), float(total * i)))
+
+
+def test_many_works_may_be_outstanding_and_waited_for_in_any_order(ranks: Ranks) -> None:
+    ranks.call(wait_in_reverse)
+
+
+def poll_without_waiting(rank: int, size: int) -> None:
+    transposed = torch.full((3, 4), float(rank)).t()  # is copied back when the work is complete
+    works = [dist.all_reduce(transposed, async_op=True), dist.barrier(async_op=True)]
+    while not all(work.is_completed() for work in works):
+        time.sleep(0.001)
+    assert torch.equal(transposed, torch.full((4, 3), float(sum(range(size)))))
+
+
+def test_a_work_that_says_it_is_complete_needs_no_wait(ranks: Ranks) -> None:
+    ranks.call(poll_without_waiting)
+
+
+def chain_futures(rank: int, size: int) -> None:
+    if rank == 1:
+        time.sleep(0.05)  # the futures of the others are not fulfilled when they are asked for
+    futures = [
+        dist.all_reduce(torch.full((5,), float(i * rank)), async_op=True).get_future()
+        for i in range(4)
+    ]
+    halves = [future.then(lambda f: f.value()[0] / 2) for future in futures]
+    for i, half in enumerate(torch.futures.wait_all(halves)):
+        assert torch.equal(half, torch.full((5,), i * sum(range(size)) / 2))
+    assert torch.equal(
+        dist.barrier(async_op=True).get_future().then(lambda _: torch.ones(1)).wait(), torch.ones(1)
+    )
+
+
+def test_futures_are_fulfilled_without_a_wait(ranks: Ranks) -> None:
+    ranks.call(chain_futures)
+
+
+# --- point to point ----------------------------------------------------------------------------
+
+
+def cross_messages(rank: int, size: int) -> None:
+    right, left = (rank + 1) % size, (rank - 1) % size
+    big = 300_000  # longer than what fits on the way
+    sends = [
+        dist.isend(torch.full((big,), float(rank * 10 + tag)), right, tag=tag) for tag in (1, 2)
+    ]
+    received = {tag: torch.empty(big) for tag in (2, 1)}
+    receives = [dist.irecv(tensor, left, tag=tag) for tag, tensor in received.items()]
+    for work in [*receives, *sends]:
+        work.wait()
+    assert receives[0]._source_rank() == left
+    assert all((tensor == left * 10 + tag).all() for tag, tensor in received.items())
+    output = torch.empty(2)
+    pairs = [
+        dist.P2POp(dist.irecv, output, left),
+        dist.P2POp(dist.isend, torch.tensor([rank, 7.0]), right),
+    ]
+    for work in dist.batch_isend_irecv(pairs):
+        work.wait()
+    assert output.tolist() == [left, 7.0]
+
+
+def test_messages_are_matched_by_tag_and_cross_without_deadlock(ranks: Ranks) -> None:
+    ranks.call(cross_messages)
+
+
+def receive_from_any(rank: int, size: int) -> None:
+    if rank > 0:
+        time.sleep(0.02 * rank)
+        dist.send(torch.full((4,), float(rank)), 0, tag=5)
+        dist.send(torch.full((2,), -1.0), 0, tag=6)
+        return
+    sources = []
+    for _ in range(1, size):
+        tensor = torch.empty(4)
+        work = dist.irecv(tensor, tag=5)
+        work.wait()
+        assert (tensor == work._source_rank()).all()
+        sources.append(work._source_rank())
+    assert sorted(sources) == [1, 2, 3]
+    assert sorted(dist.recv(torch.empty(2), tag=6) for _ in range(1, size)) == [1, 2, 3]
+
+
+def test_a_receive_from_any_rank_tells_which_one_sent(ranks: Ranks) -> None:
+    ranks.call(receive_from_any)
+
+
+# --- groups ------------------------------------------------------------------------------------
+
+
+def use_subgroups(rank: int, size: int) -> None:
+    pairs = [dist.new_group([r, r + 2]) for r in range(2)]
+    mine, other = pairs[rank % 2], pairs[1 - rank % 2]
+    assert other == dist.GroupMember.NON_GROUP_MEMBER
+    assert dist.get_backend(mine) == "echelon"
+    assert dist.get_process_group_ranks(mine) == [rank % 2, rank % 2 + 2]
+    tensor = torch.tensor([float(rank)])
+    outside = dist.all_reduce(torch.tensor([1.0]), async_op=True)  # outstanding on the whole world
+    dist.all_reduce(tensor, group=mine)
+    assert tensor.item() == 2 * (rank % 2) + 2
+    dist.broadcast(tensor, rank % 2 + 2, group=mine)  # ranks of the world
+    outside.wait()
+    dist.destroy_process_group(mine)
+    alone = [dist.new_group([r], backend="cpu:echelon") for r in range(size)][rank]
+    dist.all_reduce(tensor, group=alone)
+    assert tensor.item() == 2 * (rank % 2) + 2
+    dist.destroy_process_group(alone)
+
+
+def test_subgroups_communicate_apart_from_the_world(ranks: Ranks) -> None:
+    ranks.call(use_subgroups)
+
+
+def describe(rank: int, size: int) -> tuple[object, ...]:
+    world = dist.group.WORLD
+    before = world._get_sequence_number_for_group()
+    dist.barrier()
+    return (
+        dist.get_backend(),
+        world.name(),
+        world.rank() - rank,
+        world.size(),
+        world._device_types,
+        world._get_sequence_number_for_group() - before,
+        dist.get_backend(dist.new_group(backend="gloo")),
+        refused(lambda: world._get_backend(torch.device("cuda"))),
+    )
+
+
+def test_a_process_group_describes_itself_and_lives_beside_gloo(ranks: Ranks) -> None:
+    known = ("echelon", "echelon", 0, 4, [torch.device("cpu")], 1, "gloo", "_NoBackendError")
+    assert ranks.call(describe) == [known] * 4
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+def disagree(rank: int, size: int) -> None:
+    group = dist.new_group()
+    dist.all_reduce(torch.zeros(3 if rank == 1 else 2), group=group)
+
+
+def test_a_mismatch_reaches_every_rank_as_our_error_with_all_calls(ranks: Ranks) -> None:
+    with pytest.raises(
+        CollectiveMismatch, match=r"rank 1: all_reduce\(sum\) float32\[3\].*<-- differs"
+    ):
+        ranks.call(disagree)
+
+
+def names_of_mismatch(rank: int, size: int) -> list[object]:
+    group = dist.new_group()
+    wait = dist.all_reduce(torch.zeros(3 if rank == 1 else 2), group=group, async_op=True).wait
+    group = dist.new_group()
+    work = dist.all_reduce(torch.zeros(3 if rank == 1 else 2), group=group, async_op=True)
+    future = work.get_future()
+    try:
+        future.wait()
+    except RuntimeError as error:
+        told = "CollectiveMismatch" in str(error) and "<-- differs" in str(error)
+    return [refused(wait), told, type(work.exception()).__name__, work.is_success()]
+
+
+def test_a_mismatch_of_asynchronous_calls_is_told_by_wait_by_the_future_and_by_the_work(
+    ranks: Ranks,
+) -> None:
+    wanted = ["CollectiveMismatch", True, "CollectiveMismatch", False]
+    assert ranks.call(names_of_mismatch) == [wanted] * 4
+
+
+def come_too_late(rank: int, size: int) -> str:
+    short = dist.new_group(timeout=timedelta(seconds=0.2))
+    long = dist.new_group()
+    if rank == 0:
+        return "late"
+    told = [
+        refused(lambda: dist.barrier(short)),
+        refused(lambda: dist.barrier(long, async_op=True).wait(timedelta(seconds=0.2))),
+        refused(lambda: dist.irecv(torch.zeros(1), 0, group=long).wait(timedelta(seconds=0.1))),
+        refused(lambda: dist.irecv(torch.zeros(1), group=long).wait(timedelta(seconds=0.1))),
+    ]
+    return " ".join(told)
+
+
+def test_timeouts_of_groups_and_of_waits_are_kept(ranks: Ranks) -> None:
+    assert ranks.call(come_too_late) == ["late"] + [" ".join(["CommTimeout"] * 4)] * 3
+
+
+def one_aborts(rank: int, size: int) -> str:
+    group = dist.new_group()
+    if rank == 2:
+        _abort_process_group(group)
+        return "aborted"
+    return refused(lambda: dist.barrier(group))
+
+
+def test_an_abort_frees_the_ranks_that_wait(ranks: Ranks) -> None:
+    assert ranks.call(one_aborts) == ["RankFailed", "RankFailed", "aborted", "RankFailed"]
+
+
+def give_sparse(rank: int, size: int) -> None:
+    dist.all_reduce(torch.eye(3).to_sparse())
+
+
+def train_sparse(rank: int, size: int) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(8, 2, sparse=True))
+    model(torch.tensor([rank])).sum().backward()
+
+
+@pytest.mark.parametrize("call", [give_sparse, train_sparse])
+def test_sparse_tensors_are_refused_with_what_to_do(
+    ranks: Ranks, call: Callable[[int, int], None]
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"sparse_coo.*\.to_dense\(\).*sparse=True"):
+        ranks.call(call)
+
+
+def give_nonsense(rank: int, size: int) -> list[str]:
+    tensor = torch.zeros(3)
+    calls = [
+        lambda: dist.all_reduce(tensor, ReduceOp.BAND),
+        lambda: dist.all_reduce(torch.zeros(3, dtype=torch.int64), ReduceOp.AVG),
+        lambda: dist.all_gather_into_tensor(torch.zeros(5), tensor),
+        lambda: dist.reduce_scatter(tensor, [tensor]),
+        lambda: dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [1, 1, 1, 2], [1] * 4),
+    ]
+    return [refused(call) for call in calls]
+
+
+def test_calls_without_meaning_are_refused_on_the_spot(ranks: Ranks) -> None:
+    assert ranks.call(give_nonsense) == [["ArgumentError"] * 5] * 4

@@ -1,0 +1,142 @@
+from typing import Any
+
+import pytest
+
+from echelon.cli.failures import (
+    MAX_LINES,
+    Exit,
+    cause_text,
+    failure_text,
+    parse_agent_log,
+    threads_per_rank,
+)
+from echelon.errors import CollectiveMismatch, RankFailed
+from echelon.world.failure import FailureRecord
+
+AGENT_LOG = """
+W1121 07:17:33.194000 6232 torch/api.py:1028] Sending process 6236 closing signal SIGTERM
+E1121 07:17:33.211000 6232 torch/api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 6237)
+======================================================
+train.py FAILED
+------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-11-21_07:17:33
+  host      : localhost
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 6236)  (SIGTERM)
+  error_file: <N/A>
+  traceback : Signal 15 (SIGTERM) received by PID 6236
+------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-21_07:17:33
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 6237)  (SIGKILL)
+  error_file: <N/A>
+  traceback : Signal 9 (SIGKILL) received by PID 6237
+======================================================
+"""
+
+
+def record(error: BaseException, rank: int, time_s: float = 0.0) -> FailureRecord:
+    """What a rank writes that raised ``error`` at ``time_s``."""
+    try:
+        raise error
+    except type(error) as raised:
+        made = FailureRecord.of(raised, rank)
+    return FailureRecord(
+        **{name: getattr(made, name) for name in made.__slots__} | {"time_s": time_s}
+    )
+
+
+def text(**facts: Any) -> list[str]:
+    defaults: dict[str, Any] = {
+        "records": {},
+        "exits": {},
+        "logs": {},
+        "agent_log": "",
+        "notes": [],
+    }
+    return cause_text(**defaults | facts)
+
+
+def noticed(rank: int, failed: int) -> FailureRecord:
+    return record(RankFailed(failed, "died", "all_reduce #4"), rank)
+
+
+def test_the_agents_log_tells_how_ranks_ended_and_whom_it_ended_itself() -> None:
+    assert parse_agent_log(AGENT_LOG) == {0: Exit(-15, closed=True), 1: Exit(-9, closed=False)}
+
+
+def test_a_killed_rank_comes_before_those_that_noticed() -> None:
+    lines = text(records={0: noticed(0, 1)}, exits=parse_agent_log(AGENT_LOG))
+    assert lines[0] == "rank 1 was killed by SIGKILL"
+    assert any(line.startswith("then rank 0 raised RankFailed: rank 1 died") for line in lines)
+
+
+def test_the_exception_that_came_first_is_the_cause() -> None:
+    records = {0: record(KeyError("late"), 0, 9.0), 2: record(ValueError("early"), 2, 8.0)}
+    assert text(records=records)[0] == "rank 2 raised ValueError: early"
+
+
+def test_an_exception_is_the_cause_even_if_another_rank_noticed_it_before() -> None:
+    records = {0: noticed(0, 1), 1: record(ValueError("boom"), 1, time_s=9e9)}
+    assert text(records=records)[0] == "rank 1 raised ValueError: boom"
+
+
+def test_a_rank_that_left_with_code_0_is_found_by_those_that_waited() -> None:
+    lines = text(records={0: noticed(0, 1)}, exits={0: Exit(1, closed=False)})
+    assert lines[0] == "rank 1 exited with code 0 while others were waiting"
+
+
+def test_a_rank_without_a_record_is_explained_by_its_standard_error() -> None:
+    log = "Traceback (most recent call last):\n  File 'a.py'\nImportError: no such thing\n"
+    exits = {1: Exit(1, closed=False)}
+    assert text(exits=exits, logs={1: log})[0] == "rank 1 raised ImportError: no such thing"
+    usage = "usage: a.py [-h]\na.py: error: unrecognized arguments: --bad\n"
+    exits = {1: Exit(2, closed=False)}
+    lines = text(exits=exits, logs={1: usage})
+    assert lines[0] == "rank 1 exited with code 2"
+    assert "  a.py: error: unrecognized arguments: --bad" in lines
+
+
+def test_ranks_that_disagree_are_all_shown() -> None:
+    mismatch = CollectiveMismatch("world", 3, {0: "all_reduce", 1: "barrier", 2: "all_reduce"})
+    lines = text(records={rank: record(mismatch, rank) for rank in range(3)})
+    assert lines[0].startswith("rank 0 raised CollectiveMismatch: collective #3 of group 'world'")
+    assert "    rank 1: barrier   <-- differs" in lines
+
+
+def test_when_torchrun_itself_fails_its_words_are_shown() -> None:
+    lines = text(agent_log="Traceback\nOSError: no port\n")
+    assert lines == [
+        "torchrun could not run the ranks; it wrote:",
+        "  Traceback",
+        "  OSError: no port",
+    ]
+
+
+def deep(depth: int) -> None:
+    if depth == 0:
+        raise ValueError("\n".join(f"line {i}" for i in range(100)))
+    deep(depth - 1)
+
+
+def test_no_text_is_longer_than_its_limit() -> None:
+    with pytest.raises(ValueError, match="line 99") as info:
+        deep(50)
+    long = FailureRecord.of(info.value, 0)
+    others = [noticed(rank, 0) for rank in range(1, 64)]
+    lines = failure_text(long, others, ["logs"])
+    assert len(lines) <= MAX_LINES
+    assert lines[0] == "rank 0 raised ValueError: line 0"
+    assert lines[-1] == "logs"
+    assert "test_failures.py" in "".join(lines)
+    assert any("60 more ranks" in line for line in lines)
+
+
+def test_cores_are_shared_and_nobody_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    assert [threads_per_rank(ranks) for ranks in (1, 2, 3, 8, 64)] == [8, 4, 2, 1, 1]

@@ -1,0 +1,88 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+import echelon as ec
+
+with ec.init() as world:
+    total = torch.tensor([world.rank + 1.0], requires_grad=True)
+    total.square().backward()
+    world.group.all_reduce(total.grad)
+    print("rank", world.rank, "of", world.size, "gradient", total.grad.item(), flush=True)
+    if world.rank == 1:
+        match sys.argv[1]:
+            case "raise":
+                raise ValueError("boom")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exit":
+                os._exit(0)
+    if sys.argv[1] == "sleep":
+        time.sleep(60)
+    if sys.argv[1] != "good":
+        world.group.all_reduce(total.grad)
+"""
+
+
+def start(folder: Path, mode: str) -> subprocess.Popen[str]:
+    """``echelon run`` of the script on two ranks, as a user starts it in a pipe."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    return subprocess.Popen(
+        [sys.executable, "-m", "echelon", "run", "--ranks", "2", str(script), mode],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folder)},  # where it keeps its logs
+    )
+
+
+def test_rank_0_is_shown_and_nothing_is_left_after_success(tmp_path: Path) -> None:
+    process = start(tmp_path, "good")
+    output, errors = process.communicate(timeout=90)
+    assert (process.returncode, errors) == (0, "")
+    assert output == "rank 0 of 2 gradient 6.0\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "cause"),
+    [
+        ("raise", "rank 1 raised ValueError: boom"),
+        ("kill", "rank 1 was killed by SIGKILL"),
+        ("exit", "rank 1 exited with code 0 while others were waiting"),
+    ],
+)
+def test_the_first_line_of_a_failure_names_the_rank_and_the_cause(
+    mode: str, cause: str, tmp_path: Path
+) -> None:
+    process = start(tmp_path, mode)
+    output, errors = process.communicate(timeout=90)
+    lines = errors.splitlines()
+    assert process.returncode == 1
+    assert lines[0] == cause
+    assert len(lines) <= 25
+    assert output == "rank 0 of 2 gradient 6.0\n"
+    logs = Path(lines[-1].removeprefix("all output is in "))
+    assert {path.parent.name for path in logs.rglob("stderr.log")} == {"0", "1"}
+
+
+def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
+    process = start(tmp_path, "sleep")
+    assert process.stdout is not None
+    process.stdout.readline()  # both ranks are in their sleep now, or about to be
+    start_s = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - start_s < 20
+    assert process.returncode == 128 + signal.SIGINT
+    assert errors.splitlines()[-1] == "SIGINT: all ranks have ended"
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

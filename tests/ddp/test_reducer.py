@@ -1,0 +1,473 @@
+"""Every way in which a backward may run: views, order, accumulation, odd graphs, failures."""
+
+import gc
+import weakref
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import echelon as ec
+from tests.ddp.checks import SMALL
+from tests.ddp.models import assert_close, gradients, mlp, rows, share
+
+
+def test_100_overlapped_repeats_with_unequal_buckets_equal_the_manual_mode_bitwise():
+    def main(world):
+        sizes = {"bucket_bytes": 600, "first_bucket_bytes": 50}
+        overlapped = ec.DDP(mlp(torch.float32), world.group, **sizes)
+        manual = ec.DDP(mlp(torch.float32), world.group, sync="manual", **sizes)
+        assert len({bucket.nbytes for bucket in overlapped.buckets}) > 2
+        for step in range(100):
+            x = share(rows(step, 3, dtype=torch.float32), world.rank, 3)
+            for model in (overlapped, manual):
+                model.zero_grad()
+                model(x).pow(2).sum().backward()
+            manual.sync_gradients()
+            for a, b in zip(overlapped.parameters(), manual.parameters(), strict=True):
+                assert torch.equal(a.grad, b.grad)
+
+    ec.run(main, 3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_are_views_of_the_bucket_and_stay_so(ranks):
+    def main(world):
+        ddp = ec.DDP(mlp(), world.group)
+        x = share(rows(0, ranks), world.rank, ranks)
+        pointers = []
+        for i in range(4):
+            ddp.zero_grad(set_to_none=i % 2 == 0)
+            ddp(x).sum().backward()
+            pointers.append([param.grad.data_ptr() for param in ddp.parameters()])
+            storages = {param.grad.untyped_storage().data_ptr() for param in ddp.parameters()}
+            assert len(storages) == len(ddp.buckets)
+        assert pointers[1] == pointers[2] == pointers[3]
+
+    ec.run(main, ranks)
+
+
+def test_gradients_of_channels_last_weights_have_their_strides():
+    def main(world):
+        model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        ddp = ec.DDP(model, world.group)
+        ddp(torch.randn(1, 3, 4, 4)).sum().backward()
+        assert ddp.weight.grad.stride() == ddp.weight.stride()
+        return ddp.weight.grad.clone()
+
+    a, b = ec.run(main, 2)
+    assert torch.equal(a, b)
+
+
+class Reversed(nn.Module):
+    """Registers its layers in the order opposite to their use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(3, 3, bias=False)
+        self.unused = nn.Linear(3, 3, bias=False)
+        self.first = nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def test_buckets_are_made_anew_once_in_the_order_of_arrival():
+    def main(world):
+        ddp = ec.DDP(Reversed(), world.group, bucket_bytes=0, first_bucket_bytes=0)
+        orders = []
+        for _ in range(3):
+            ddp(torch.ones(1, 3)).sum().backward()
+            orders.append([bucket.names[0].removesuffix(".weight") for bucket in ddp.buckets])
+        return orders
+
+    for orders in ec.run(main, 2):
+        assert orders == [
+            ["first", "unused", "second"],
+            ["second", "first", "unused"],
+            ["second", "first", "unused"],
+        ]
+
+
+def test_the_gradients_of_two_forwards_and_one_backward_are_their_sum():
+    def main(world):
+        plain, ddp = mlp(), ec.DDP(mlp(), world.group, **SMALL)
+        for step in range(3):
+            a, b = rows(step, 2), rows(step + 50, 2)
+            for model, x, y in (
+                (plain, a, b),
+                (ddp, a.chunk(2)[world.rank], b.chunk(2)[world.rank]),
+            ):
+                model.zero_grad()
+                (model(x).pow(2).mean() + model(y).sin().mean()).backward()
+            assert_close(ddp, plain)
+
+    ec.run(main, 2)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_two_backwards_of_one_graph_add_up(reduction):
+    def main(world):
+        ddp = ec.DDP(mlp(), world.group, reduction=reduction, **SMALL)
+        x = share(rows(0, 2), world.rank, 2)
+        ddp(x).sum().backward()
+        once = gradients(ddp)
+        ddp.zero_grad()
+        loss = ddp(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        for name, grad in gradients(ddp).items():
+            torch.testing.assert_close(grad, 2 * once[name])
+
+    ec.run(main, 2)
+
+
+def test_a_gradient_penalty_trains_as_in_one_process():
+    def loss(model, x):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.pow(2).mean() + model(x).pow(2).mean()
+
+    def main(world):
+        plain, ddp = mlp(), ec.DDP(mlp(), world.group, **SMALL)
+        for step in range(3):
+            x = rows(step, 2)
+            plain.zero_grad()
+            ddp.zero_grad()
+            loss(plain, x).backward()
+            loss(ddp, share(x, world.rank, 2)).backward()
+            assert_close(ddp, plain)
+
+    ec.run(main, 2)
+
+
+def test_autograd_grad_under_no_sync_does_not_communicate():
+    def main(world):
+        ddp = ec.DDP(mlp(), world.group)
+        with ddp.no_sync():
+            if world.rank == 0:  # the other rank does nothing, so communication would deadlock
+                grads = torch.autograd.grad(ddp(rows(0, 1)).sum(), list(ddp.parameters()))
+                assert all(grad.isfinite().all() for grad in grads)
+        ddp(rows(0, 1)).sum().backward()
+
+    ec.run(main, 2)
+
+
+def test_a_backward_that_creates_a_graph_is_reduced_without_one():
+    def main(world):
+        ddp = ec.DDP(mlp(), world.group, **SMALL)
+        with pytest.warns(UserWarning, match="create_graph"):
+            ddp(share(rows(0, 2), world.rank, 2)).pow(2).sum().backward(create_graph=True)
+        assert not any(param.grad.requires_grad for param in ddp.parameters())
+
+    ec.run(main, 1)
+
+
+@dataclass
+class Output:
+    """What a model returns that pytree does not know."""
+
+    logits: Tensor
+
+
+class Opaque:
+    """Hides a tensor from everyone."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class Wrapping(nn.Module):
+    """Returns the output of ``inner`` in another form."""
+
+    def __init__(self, inner: nn.Module, form: type) -> None:
+        super().__init__()
+        self.inner = inner
+        self.form = form
+
+    def forward(self, x: Tensor) -> Output | Opaque:
+        return self.form(self.inner(x))
+
+
+@pytest.mark.parametrize("form", [Output, Opaque])
+def test_the_output_may_hide_in_an_object(form):
+    def main(world):
+        plain, ddp = mlp(), ec.DDP(Wrapping(mlp(), form), world.group, **SMALL)
+        for step in range(4):
+            x = rows(step, 2)
+            if step != 2:  # one step accumulates on a reduced gradient
+                plain.zero_grad()
+                ddp.zero_grad()
+            plain(x).pow(2).mean().backward()
+            ddp(share(x, world.rank, 2)).logits.pow(2).mean().backward()
+            assert_close(ddp.inner, plain)
+
+    ec.run(main, 2)
+
+
+def test_a_sum_onto_reduced_gradients_that_nothing_announced_is_refused():
+    def main(world):
+        ddp = ec.DDP(Wrapping(mlp(), Opaque), world.group, reduction="sum")
+        ddp(rows(0, 1)).logits.sum().backward()
+        ddp(rows(0, 1)).logits.sum().backward()
+
+    with pytest.raises(ec.StateError, match="no output of forward announced"):
+        ec.run(main, 2)
+
+
+def test_the_dataclass_output_announces_backward_so_a_sum_may_accumulate():
+    def main(world):
+        ddp = ec.DDP(Wrapping(mlp(), Output), world.group, reduction="sum")
+        for _ in range(2):
+            ddp(rows(0, 1)).logits.sum().backward()
+            first = gradients(ddp) if not _ else first
+        for name, grad in gradients(ddp).items():
+            torch.testing.assert_close(grad, 2 * first[name])
+
+    ec.run(main, 2)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", 7])
+def test_no_sync_on_top_of_reduced_gradients_keeps_them(reduction):
+    def main(world):
+        ddp = ec.DDP(mlp(), world.group, reduction=reduction, **SMALL)
+        expected = {}
+        xs = [share(rows(step, 3), world.rank, 3) for step in range(4)]
+        for x in xs:
+            ddp.zero_grad()
+            ddp(x).pow(2).sum().backward()
+            for name, grad in gradients(ddp).items():
+                expected[name] = expected[name] + grad if name in expected else grad
+        ddp.zero_grad()
+        ddp(xs[0]).pow(2).sum().backward()
+        with ddp.no_sync():
+            ddp(xs[1]).pow(2).sum().backward()
+            ddp(xs[2]).pow(2).sum().backward()
+        ddp(xs[3]).pow(2).sum().backward()
+        for name, grad in gradients(ddp).items():
+            torch.testing.assert_close(grad, expected[name])
+
+    ec.run(main, 3)
+
+
+def test_a_gradient_that_the_user_replaced_counts_as_local():
+    def main(world):
+        ddp = ec.DDP(nn.Linear(1, 1), world.group)
+        for param in ddp.parameters():
+            param.grad = torch.full_like(param, float(world.rank))
+        ddp.sync_gradients()
+        return [param.grad.item() for param in ddp.parameters()]
+
+    assert ec.run(main, 4) == [[1.5, 1.5]] * 4
+
+
+class Failing(torch.autograd.Function):
+    """The identity; its backward fails when told to."""
+
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fails:
+            raise KeyError("no backward today")
+        return grad, None
+
+
+class FailsInTheMiddle(nn.Module):
+    """Two linear layers with a failure between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 4)
+        self.second = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, fails: bool) -> Tensor:
+        return self.second(Failing.apply(self.first(x), fails))
+
+
+def test_the_step_after_an_aborted_backward_is_right():
+    def main(world):
+        torch.manual_seed(0)
+        ddp = ec.DDP(FailsInTheMiddle().double(), world.group, bucket_bytes=0, first_bucket_bytes=0)
+        x = share(rows(0, 2), world.rank, 2)
+        ddp(x, False).sum().backward()
+        expected = gradients(ddp)
+        for _ in range(3):
+            ddp.zero_grad()
+            with pytest.raises(KeyError, match="no backward today"):
+                ddp(x, True).sum().backward()
+            ddp.zero_grad()
+            ddp(x, False).sum().backward()
+            for name, grad in gradients(ddp).items():
+                assert torch.equal(grad, expected[name])
+
+    ec.run(main, 2)
+
+
+def test_a_failed_forward_on_one_rank_may_be_tried_again():
+    def main(world):
+        ddp = ec.DDP(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), world.group)
+        for step in range(3):
+            ddp.zero_grad()
+            if world.rank == 0:
+                with pytest.raises(RuntimeError, match="mat1 and mat2"):
+                    ddp(torch.zeros(2, 5))
+            ddp(share(rows(step, 2, dtype=torch.float32), world.rank, 2)).sum().backward()
+
+    ec.run(main, 2)
+
+
+class Shared(nn.Module):
+    """One layer twice, each time in a reentrant checkpoint: two gradients in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.shared = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return self.first(x)
+
+
+def test_a_second_gradient_after_its_bucket_left_is_an_error_with_a_way_out():
+    def main(world):
+        ddp = ec.DDP(Shared().double(), world.group, bucket_bytes=0, first_bucket_bytes=0)
+        x = rows(0, 1).requires_grad_()
+        for _ in range(2):  # at first the bucket of "shared" waits for that of "first"
+            ddp(x).sum().backward()
+
+    with pytest.raises(
+        ec.StateError, match=r"'shared.\w+' got a second gradient.*use_reentrant=Fal"
+    ):
+        ec.run(main, 2)
+
+
+def test_a_second_gradient_before_its_bucket_left_is_counted():
+    def main(world):
+        torch.manual_seed(0)
+        ddp = ec.DDP(Shared().double(), world.group)  # one bucket, in which "first" comes last
+        torch.manual_seed(0)
+        plain = Shared().double()
+        x = rows(0, 2).requires_grad_()
+        plain(x).mean().backward()
+        with ddp.no_sync():
+            ddp(share(x, world.rank, 2)).mean().backward()
+        ddp.sync_gradients()
+        assert_close(ddp, plain)
+
+    ec.run(main, 2)
+
+
+def test_a_sparse_gradient_is_refused_when_it_comes():
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(4, 2))
+
+        def forward(self, i):
+            return torch.nn.functional.embedding(i, self.table, sparse=True)
+
+    def main(world):
+        ec.DDP(Sparse(), world.group)(torch.tensor([1])).sum().backward()
+
+    with pytest.raises(ec.errors.UnsupportedError, match="'table' got a gradient of layout"):
+        ec.run(main, 2)
+
+
+def test_a_gradient_that_is_dropped_during_backward_is_an_error():
+    def main(world):
+        ddp = ec.DDP(nn.Linear(2, 1), world.group)
+        ddp.bias.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+        ddp(torch.ones(1, 2)).sum().backward()
+
+    with pytest.raises(ec.StateError, match="'bias' was set to None during backward"):
+        ec.run(main, 2)
+
+
+def test_sync_gradients_at_the_wrong_time_says_when_to_call_it():
+    def main(world):
+        ddp = ec.DDP(nn.Linear(6, 1).double(), world.group)
+        x = rows(0, 1)
+        with pytest.raises(ec.StateError, match=r"inside no_sync\(\)"), ddp.no_sync():
+            ddp.sync_gradients()
+        ddp(x).sum().backward()
+        with pytest.raises(ec.StateError, match="no local gradients"):
+            ddp.sync_gradients()
+        out = ddp(x)
+        out.register_hook(lambda grad: ddp.sync_gradients())
+        with pytest.raises(ec.StateError, match="inside backward"):
+            out.sum().backward()
+        ddp.zero_grad()
+        ddp(x).sum().backward()
+
+    ec.run(main, 2)
+
+
+def test_sync_gradients_after_no_sync_reduces_what_was_left():
+    def main(world):
+        plain, ddp = mlp(), ec.DDP(mlp(), world.group, **SMALL)
+        x = rows(0, 2)
+        plain(x).pow(2).mean().backward()
+        with ddp.no_sync():
+            ddp(share(x, world.rank, 2)).pow(2).mean().backward()
+        ddp.sync_gradients()
+        assert_close(ddp, plain)
+
+    ec.run(main, 2)
+
+
+def test_parameters_without_elements_are_reduced_like_others():
+    def main(world):
+        model = nn.Module()
+        model.empty = nn.Parameter(torch.zeros(0, 3))
+        model.full = nn.Parameter(torch.ones(2))
+        model.forward = lambda x: (x * model.full).sum() + model.empty.sum()
+        ddp = ec.DDP(model, world.group, bucket_bytes=0)
+        ddp(float(world.rank)).backward()
+        assert ddp.empty.grad.shape == (0, 3)
+        return ddp.full.grad.tolist()
+
+    assert ec.run(main, 3) == [[1.0, 1.0]] * 3
+
+
+def test_memory_of_buckets_is_told_and_returned():
+    def main(world):
+        ddp = ec.DDP(mlp(torch.float32), world.group, gradient_dtype=torch.bfloat16)
+        for _ in range(2):
+            ddp(rows(0, 1, dtype=torch.float32)).sum().backward()
+        at_work, wire = dict(held), sum(bucket.nbytes for bucket in ddp.buckets)
+        ddp.unwrap()
+        return at_work, wire, dict(held)
+
+    held = {}
+
+    def listener(event):
+        if event.name == "memory":
+            category = event.facts["category"]
+            held[category] = held.get(category, 0) + event.facts["nbytes"]
+
+    with ec.events.listen(listener):
+        ((at_work, wire, afterwards),) = ec.run(main, 1)
+    numel = sum(param.numel() for param in mlp().parameters())
+    assert 4 * numel <= at_work["gradients"] < 4 * (numel + 5 * 16)  # five gradients, aligned
+    assert at_work["communication"] == wire
+    assert afterwards == {"gradients": 0, "communication": 0}
+
+
+def test_a_model_and_its_wrapper_are_collected_together():
+    def main(world):
+        ddp = ec.DDP(mlp(), world.group)
+        ddp(rows(0, 1)).sum().backward()
+        reference = weakref.ref(ddp)
+        del ddp
+        gc.collect()
+        return reference() is None
+
+    assert ec.run(main, 1) == [True]

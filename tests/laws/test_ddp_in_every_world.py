@@ -1,0 +1,22 @@
+"""Every check of DDP, over simulated ranks one by one, and over processes and gloo in one start each."""
+
+import pytest
+
+from tests.ddp.checks import CHECKS, run_all
+from tests.worlds import run_world
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", CHECKS)
+def test_it_holds_that(name, ranks):
+    run_world("threads", CHECKS[name], ranks)
+
+
+@pytest.mark.parametrize("kind", ["processes", "gloo"])
+def test_every_check_holds_over(kind):
+    assert run_world(kind, run_all, 2) == [len(CHECKS)] * 2
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_every_check_holds_on_many_simulated_ranks(ranks):
+    assert run_world("threads", run_all, ranks) == [len(CHECKS)] * ranks

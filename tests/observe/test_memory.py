@@ -1,0 +1,66 @@
+import torch
+from torch import nn
+
+import echelon as ec
+from echelon import events
+from echelon.observe import MemoryMeter, tensor_bytes
+
+
+def test_live_follows_events_and_peak_keeps_the_most() -> None:
+    meter = MemoryMeter(rank=1)
+    with events.listen(meter):
+        for nbytes in (100, 50, -120, 10):
+            events.emit("memory", rank=1, category="unit", nbytes=nbytes)
+        events.emit("memory", rank=1, category="bucket", nbytes=7)
+    assert (meter.totals["unit"].live, meter.totals["unit"].peak) == (40, 150)
+    assert (meter.totals["bucket"].live, meter.totals["bucket"].peak) == (7, 7)
+
+
+def test_events_of_other_ranks_do_not_count() -> None:
+    meters = [MemoryMeter(rank) for rank in range(3)]
+
+    def main(world: ec.World) -> None:
+        with events.listen(meters[world.rank]):
+            world.group.barrier()
+            events.emit("memory", rank=world.rank, category="unit", nbytes=world.rank + 1)
+            world.group.barrier()
+
+    ec.run(main, ranks=3)
+    assert [meter.totals["unit"].peak for meter in meters] == [1, 2, 3]
+
+
+def test_what_is_measured_replaces_what_is_live() -> None:
+    meter = MemoryMeter(rank=0)
+    for nbytes in (300, 100, 200):
+        meter.measure({"parameters": nbytes})
+    assert (meter.totals["parameters"].live, meter.totals["parameters"].peak) == (200, 300)
+
+
+def test_tensor_bytes_finds_every_category() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4, affine=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    assert tensor_bytes(model, optimizer) == {
+        "parameters": 64,
+        "buffers": 4 * 4 * 2 + 8,
+        "gradients": 64,
+        "optimizer state": 64,
+    }
+
+
+def test_tied_weights_count_once() -> None:
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    assert tensor_bytes(nn.Sequential(first, second))["parameters"] == 64
+
+
+def test_gradients_that_are_views_of_one_buffer_count_their_own_bytes() -> None:
+    model = nn.Linear(4, 4)
+    buffer = torch.zeros(1000)
+    model.weight.grad, model.bias.grad = buffer[:16].view(4, 4), buffer[16:20]
+    assert tensor_bytes(model)["gradients"] == 80
+
+
+def test_the_process_holds_more_than_nothing() -> None:
+    assert MemoryMeter(rank=0).process_peak(torch.device("cpu")) > 2**20

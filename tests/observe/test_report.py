@@ -1,0 +1,103 @@
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import echelon as ec
+from echelon.observe import MetricsWriter, write_report
+
+
+def write_run(folder: Path, ranks: int, finished: bool = True) -> Path:
+    """A run that needs no training."""
+    folder.mkdir()
+    summary = {
+        "process_peak": 2**28,
+        "memory": {"parameters": {"live": 4, "peak": 8 * 2**20}},
+        "comm": {"all_reduce": {"calls": 7, "nbytes": 3 * 2**20, "wait_s": 0.25}},
+    }
+    with MetricsWriter(folder / "metrics.jsonl") as writer:
+        writer.write(
+            "start",
+            version=1,
+            name="a <run>",
+            time="2026-01-02 03:04:05",
+            ranks=ranks,
+            backend="threads",
+            device="cpu",
+            total_steps=40,
+            unit="nats",
+            references={"unigram entropy": 4.25},
+            config={"lr": "<0.1>"},
+        )
+        for step in range(1, 41):
+            loss = float("nan") if step == 5 else 5.0 - step / 20
+            writer.write("step", step=step, time_s=0.1 * step, loss=loss, tokens_per_s=1000.0)
+        writer.write("evaluation", step=40, time_s=4.0, loss=3.125)
+        writer.write("note", title="sample", text="<script>alert(1)</script>")
+        if finished:
+            rows = [{"rank": rank, "pid": 1, **summary} for rank in range(ranks)]
+            writer.write("ranks", ranks=rows)
+            writer.write("end", time_s=4.5, steps=40)
+    return folder
+
+
+def page_of(folder: Path) -> str:
+    page = write_report(folder)
+    assert page is not None
+    return page.read_text()
+
+
+def test_the_page_has_all_sections_and_numbers(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "run", ranks=2))
+    titles = re.findall(r"<h2>(.*?)</h2>", page)
+    assert titles == [
+        "Loss",
+        "Throughput",
+        "Memory per category",
+        "Communication per operation",
+        "sample",
+        "Options",
+    ]
+    for text in ("3.125", "unigram entropy", "validation", "rank 1", "3.0 MiB", "0.250 s"):
+        assert text in page
+
+
+def test_the_page_needs_no_network(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "run", ranks=2))
+    assert re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=", page) == []
+    assert "Plotly.newPlot" in page
+
+
+def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "run", ranks=1))
+    assert "alert(1)</script>" not in page
+    assert "&lt;0.1&gt;" in page
+
+
+def test_many_ranks_are_shown_by_the_lowest_the_median_and_the_highest(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "run", ranks=64))
+    assert "median rank" in page
+    assert "rank 63" not in page
+
+
+def test_a_run_that_did_not_finish_has_a_page_too(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "run", ranks=2, finished=False))
+    assert "did not finish" in page
+    assert re.findall(r"<h2>(.*?)</h2>", page)[:2] == ["Loss", "Throughput"]
+
+
+def test_without_plotly_a_warning_names_the_extra(tmp_path: Path, monkeypatch: Any) -> None:
+    folder, find = write_run(tmp_path / "run", ranks=1), importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "plotly" else find(name)
+    )
+    with pytest.warns(UserWarning, match=r"echelon\[plots\]"):
+        assert write_report(folder) is None
+
+
+def test_a_file_that_holds_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step"}\n')
+    with pytest.raises(ec.ArgumentError, match="has no 'start' line"):
+        write_report(tmp_path)

@@ -1,0 +1,215 @@
+"""The examples, started as a user starts them."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import echelon as ec
+from echelon.observe import read_metrics
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+CPU = torch.device("cpu")
+SMALL = ["--steps", "12", "--eval-every", "6", "--batch-size", "8", "--context", "32"]
+SMALL += ["--layers", "2", "--width", "32", "--heads", "2"]
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[Any]:
+    """Imports a module of the examples' folder, as a script there does."""
+    sys.path.insert(0, str(EXAMPLES))
+    yield importlib.import_module
+    sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def text(example: Any) -> ModuleType:
+    module: ModuleType = example("text")
+    return module
+
+
+@pytest.fixture
+def prose(tmp_path: Path) -> Path:
+    """A text file that is long enough, and easy to learn."""
+    path = tmp_path / "prose.txt"
+    path.write_text("".join(f"line {i} of a text that repeats itself\n" for i in range(2000)))
+    return path
+
+
+def train(folder: Path, *arguments: str | Path, launcher: list[str]) -> str:
+    """What the script prints in a pipe."""
+    done = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / "train_gpt.py"), *SMALL, *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_demo_learns_verifies_itself_and_leaves_its_report(tmp_path: Path, prose: Path) -> None:
+    launcher = ["-m", "echelon", "run", "--ranks", "2"]
+    output = train(tmp_path, "--data", prose, "--verify", "--trace", launcher=launcher)
+    for line in output.splitlines():
+        assert re.match(r"(text|verified|sample|step|def |[^\x1b]*$)", line)
+    assert re.search(r"^step 1/12  loss \d\.\d{3} bits per byte  [\d,]+ tokens/s", output, re.M)
+    found = re.search(r"differ by at most (\S+)$", output, re.M)
+    assert found is not None
+    assert float(found[1]) <= 1e-12
+
+    run = tmp_path / "runs" / "gpt"
+    assert {path.name for path in run.iterdir()} == {"metrics.jsonl", "report.html", "trace.json"}
+    lines = read_metrics(run)
+    losses = [line["loss"] for line in lines if line["kind"] == "step"]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 1
+    assert [line["step"] for line in lines if line["kind"] == "evaluation"] == [6, 12]
+    ranks = next(line["ranks"] for line in lines if line["kind"] == "ranks")
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    assert ranks[1]["memory"]["optimizer state"]["peak"] > 0
+    pids = {row["pid"] for row in json.loads((run / "trace.json").read_text())["traceEvents"]}
+    assert pids == {0, 1}
+
+
+def test_any_number_of_ranks_trains_the_same_model(tmp_path: Path, prose: Path) -> None:
+    curves = []
+    for ranks in ("1", "4"):
+        launcher = ["-m", "echelon", "run", "--ranks", ranks, "--world", "threads"]
+        train(tmp_path, "--data", prose, "--name", ranks, "--dtype", "float64", launcher=launcher)
+        lines = read_metrics(tmp_path / "runs" / ranks)
+        curves.append([line["loss"] for line in lines if line["kind"] in ("step", "evaluation")])
+    # Sums run in another order, and Adam divides by gradients that may be tiny.
+    assert curves[0] == pytest.approx(curves[1], rel=1e-9)
+
+
+def test_batches_of_the_ranks_end_to_end_are_the_batch_of_one_process(text: ModuleType) -> None:
+    data = torch.arange(1000, dtype=torch.uint8)
+    whole = text.batch(data, 8, 12, seed=1, step=5, rank=0, size=1)
+    for size in (2, 3, 12):
+        parts = [text.batch(data, 8, 12, seed=1, step=5, rank=r, size=size) for r in range(size)]
+        for one, cut in zip(whole, zip(*parts, strict=True), strict=True):
+            assert torch.equal(one, torch.cat(cut))
+
+
+def test_batches_depend_on_seed_and_step_and_targets_follow_tokens(text: ModuleType) -> None:
+    data = torch.arange(1000, dtype=torch.uint8)
+    one, targets = text.batch(data, 8, 4, seed=1, step=5, rank=0, size=1)
+    assert torch.equal(one[:, 1:], targets[:, :-1])
+    for other in ({"seed": 2, "step": 5}, {"seed": 1, "step": 6}):
+        assert not torch.equal(one, text.batch(data, 8, 4, rank=0, size=1, **other)[0])
+
+
+def test_the_default_text_is_several_megabytes_of_python_without_tests(text: ModuleType) -> None:
+    loaded = text.load_text(None, CPU)
+    assert len(loaded.train) > 4e6
+    assert 0.02 < len(loaded.held_out) / len(loaded.train) < 0.15
+    assert 4 < loaded.unigram_entropy() < 5
+    assert text.load_text(None, CPU) is loaded
+
+
+def test_held_out_text_is_not_trained_on(text: ModuleType, tmp_path: Path) -> None:
+    for i in range(40):
+        (tmp_path / f"{i:02}.txt").write_text(f"<{i:02}>" * 200)
+    loaded = text.load_text(str(tmp_path), CPU)
+    train, held_out = (bytes(part.tolist()) for part in (loaded.train, loaded.held_out))
+    assert len(train) + len(held_out) == 40 * 800
+    assert not {held_out[i : i + 4] for i in range(0, len(held_out), 4)} & {
+        train[i : i + 4] for i in range(0, len(train), 4)
+    }
+
+
+def test_a_folder_gives_its_text_files_only(text: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" * 9000)
+    (tmp_path / "b.txt").write_text("ü" * 9000)
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0" + bytes(9000))
+    loaded = text.load_text(str(tmp_path), CPU)
+    assert len(loaded.train) + len(loaded.held_out) == 9000 + 18000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist: give a text file or a folder"),
+        (b"", "holds 0 bytes of text; give at least"),
+        (b"short", "holds 5 bytes of text; give at least"),
+        (b"\x89PNG\0" * 9000, "is binary"),
+        (b"\xff\xfe\xfd" * 9000, "is binary"),
+    ],
+)
+def test_text_that_cannot_be_trained_on_is_refused(
+    content: bytes | None, message: str, text: ModuleType, tmp_path: Path
+) -> None:
+    path = tmp_path / "data"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ec.ArgumentError, match=message):
+        text.load_text(str(path), CPU)
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_text_that_cannot_be_read_is_refused(
+    folder: bool, text: ModuleType, prose: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deny(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", deny)  # root may read everything
+    with pytest.raises(ec.ArgumentError, match=r"cannot read .*prose.txt: Permission denied"):
+        text.load_text(str(prose.parent if folder else prose), CPU)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("batch_size", 7, "--batch-size 7 cannot be cut over 2 ranks: give a multiple of 2"),
+        ("steps", 0, "--steps is 0"),
+        ("eval_every", 0, "--eval-every is 0"),
+        ("context", 10**6, "--context 1000000 needs longer text"),
+    ],
+)
+def test_options_that_cannot_be_carried_out_are_refused(
+    option: str,
+    value: int,
+    message: str,
+    example: Any,
+    prose: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = example("train_gpt")
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--data", str(prose)])
+    args = script.parse_args()
+    setattr(args, option, value)
+    with pytest.raises(ec.ArgumentError, match=message):
+        ec.run(script.main, 2, args=(args,))
+
+
+def test_the_model_sees_no_later_byte(example: Any) -> None:
+    gpt = example("gpt")
+    torch.manual_seed(0)
+    model = gpt.GPT(gpt.GPTConfig(layers=2, width=16, heads=2, context=8)).double()
+    tokens = torch.randint(0, 256, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] += 1
+    same = (model(tokens) == model(changed % 256)).all(-1)[0]
+    assert same.tolist() == [True] * 5 + [False] * 3
+
+
+def test_a_sample_is_a_function_of_its_seed(example: Any) -> None:
+    gpt = example("gpt")
+    model = gpt.GPT(gpt.GPTConfig(layers=1, width=16, heads=2, context=8))
+    first, again, other = (model.generate(b"def ", 20, seed=seed) for seed in (0, 0, 1))
+    assert first.startswith(b"def ")
+    assert len(first) == 24
+    assert first == again != other

@@ -1,0 +1,86 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from echelon.errors import CollectiveMismatch, CommTimeout, DeadlockError, RankFailed
+from echelon.world.failure import FailureRecord, error_file, install_failure_record
+
+
+def raised(error: BaseException) -> BaseException:
+    """``error`` with a traceback."""
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def test_a_record_survives_the_file(tmp_path: Path) -> None:
+    record = FailureRecord.of(raised(ValueError("boom\nsecond")), rank=3)
+    record.write(tmp_path / "deep" / "error.json")
+    assert FailureRecord.read(tmp_path / "deep" / "error.json") == record
+    assert record.headline == "rank 3 raised ValueError: boom"
+    assert record.place.startswith(__file__)
+
+
+def test_torchrun_finds_the_fields_it_looks_for(tmp_path: Path) -> None:
+    FailureRecord.of(raised(ValueError("boom")), rank=0).write(tmp_path / "error.json")
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "ValueError: boom"
+    assert "Traceback" in message["extraInfo"]["py_callstack"]
+    assert int(message["extraInfo"]["timestamp"]) > 0
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"message": "torchrun\'s own"}'])
+def test_a_file_that_is_not_ours_is_no_record(content: str, tmp_path: Path) -> None:
+    (tmp_path / "error.json").write_text(content)
+    assert FailureRecord.read(tmp_path / "error.json") is None
+    assert FailureRecord.read(tmp_path / "missing.json") is None
+
+
+def test_errors_that_only_notice_another_rank_say_so() -> None:
+    noticed = FailureRecord.of(raised(RankFailed(2, "died", "barrier")), rank=0)
+    assert (noticed.follows, noticed.failed_rank) == (True, 2)
+    assert FailureRecord.of(raised(CommTimeout("barrier", [1], 5.0)), rank=0).follows
+    for cause in (
+        CollectiveMismatch("world", 0, {0: "a", 1: "b"}),
+        DeadlockError({}, []),
+        KeyError(),
+    ):
+        assert not FailureRecord.of(raised(cause), rank=0).follows
+
+
+def test_the_hook_writes_a_record_and_python_still_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: reported.append(kind))
+    remove = install_failure_record(tmp_path / "error.json", rank=1)
+    error = raised(ValueError("boom"))
+    sys.excepthook(type(error), error, error.__traceback__)
+    record = FailureRecord.read(tmp_path / "error.json")
+    assert record is not None
+    assert (record.rank, record.type, reported) == (1, "ValueError", [ValueError])
+    remove()
+    assert sys.excepthook(KeyError, KeyError(), None) is None
+    assert reported == [ValueError, KeyError]
+
+
+def test_ctrl_c_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: None)
+    install_failure_record(tmp_path / "error.json", rank=1)
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert not (tmp_path / "error.json").exists()
+
+
+def test_our_own_variable_wins_over_torchruns() -> None:
+    both = {"ECHELON_ERROR_FILE": "/a", "TORCHELASTIC_ERROR_FILE": "/b"}
+    assert error_file(both) == Path("/a")
+    assert error_file({"TORCHELASTIC_ERROR_FILE": "/b"}) == Path("/b")
+    assert error_file({}) is None
+
+
+def test_a_very_long_message_is_cut() -> None:
+    record = FailureRecord.of(raised(ValueError("x" * 100_000)), rank=0)
+    assert len(record.message) < 5000
