@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 READY_BENCH := $(VENV)/.ready-bench
 
-DEMO_ARGS ?=
+DEMO_ARGS ?= --verify
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 BENCHMARKS ?= collectives ddp

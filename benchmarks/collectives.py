@@ -302,7 +302,7 @@ def main(
     for num in ranks:
         # MPICH spins while it waits: with more ranks than cores a call takes whole time slices.
         mpiexec = launcher if num <= cores else None
-        found = on_ranks("collectives:measure_rank", num, settings, mpiexec=mpiexec, limit_s=600)
+        found = on_ranks("collectives:measure_rank", num, settings, mpiexec=mpiexec)
         cases.extend(found)
         console.print(table_of(found, num))
     simulated = measure_simulated(1 if quick else 5)

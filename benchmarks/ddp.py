@@ -213,11 +213,11 @@ def main(
     results = []
     for one in task:
         given = {**settings, "task": one}
-        result = on_ranks("ddp:measure_rank", ranks, given, mpiexec=None, limit_s=600)
+        result = on_ranks("ddp:measure_rank", ranks, given)
         peaks = {}
         for name in (ECHELON, TORCH, ALONE) if memory else ():
             job = {**given, "variant": name}
-            peaks[name] = on_ranks("ddp:memory_rank", ranks, job, mpiexec=None, limit_s=120)
+            peaks[name] = on_ranks("ddp:memory_rank", ranks, job)
         results.append({**result, "peak_mib": peaks})
         console.print(table_of(result, peaks))
     outcomes = judged(results)

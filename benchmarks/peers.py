@@ -3,7 +3,7 @@
 Because all of them live in the same processes, they can be measured in alternation, and whatever
 disturbs the machine disturbs them alike. A barrier of echelon lines the ranks up for all of them.
 
-``ranks`` starts this file with the folder that holds the job.
+``ranks`` starts this file under mpiexec, or calls ``on_process``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+import echelon as ec
 from echelon.world import shm
-from echelon.world.group import Group
+from echelon.world.shm.start import Store
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["Peers"]
+__all__ = ["Peers", "on_process"]
 
 TIMEOUT_S = 120.0
 _PR_SET_PDEATHSIG = 1
@@ -43,7 +44,7 @@ class Peers:
         mpi: MPICH's, or None.
     """
 
-    group: Group
+    group: ec.Group
     mpi: Intracomm | None
 
     @property
@@ -55,43 +56,55 @@ class Peers:
         return self.group.size
 
 
-def _mpi_world() -> Intracomm:
+def on_process(world: ec.World, target: str, settings: dict[str, Any], folder: str) -> Any:
+    """Rank function of ``ec.run``: join gloo too, and run the target."""
+    join_gloo(world.rank, world.size, Path(folder))
+    result = run(target, Peers(group=world.group, mpi=None), settings)
+    dist.destroy_process_group()
+    return result
+
+
+def under_mpiexec(folder: Path) -> None:
+    """Join all worlds and run the target; rank 0 leaves the result in the folder."""
+    # mpiexec does not end its children when it is killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     import mpi4py
 
     mpi4py.rc.thread_level = "funneled"  # one thread calls it, so it needs no locks
     from mpi4py import MPI
 
-    return MPI.COMM_WORLD
-
-
-def main(folder: Path) -> None:
-    """Enter all worlds, run the job, leave; rank 0 leaves the result in the folder."""
-    # mpiexec does not tell its children when it dies.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    mpi = MPI.COMM_WORLD
     job = json.loads((folder / "job.json").read_text())
-    torch.set_num_threads(1)
-    mpi = _mpi_world() if job["mpi"] else None
-    rank = mpi.rank if mpi else int(os.environ["RANK"])
-    size = mpi.size if mpi else int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
-    )
-    group = shm.connect(rank, size, store, timeout=TIMEOUT_S, name="benchmark")
-    module, _, name = job["target"].partition(":")
+    store = join_gloo(mpi.rank, mpi.size, folder)
+    group = shm.connect(mpi.rank, mpi.size, store, timeout=TIMEOUT_S, name="benchmark")
     try:
-        peers = Peers(group=group, mpi=mpi)
-        result = getattr(importlib.import_module(module), name)(peers, job["settings"])
+        result = run(job["target"], Peers(group=group, mpi=mpi), job["settings"])
     except BaseException as error:
         group.close(f"raised {type(error).__name__}: {error}")
         raise
-    if rank == 0:
+    if mpi.rank == 0:
         (folder / "result.json").write_text(json.dumps(result))
     group.close()
     dist.destroy_process_group()
 
 
+def join_gloo(rank: int, size: int, folder: Path) -> Store:
+    """Make gloo the default group, over loopback; the store through which the ranks met."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store: Store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
+    limit = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    return store
+
+
+def run(target: str, peers: Peers, settings: dict[str, Any]) -> Any:
+    """Call the function that ``"module:function"`` names."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)(peers, settings)
+
+
 if __name__ == "__main__":
     # mpi4py's runner does not put the folder of the script first, as Python does.
     sys.path.insert(0, str(Path(__file__).resolve().parent))
-    main(Path(sys.argv[1]))
+    under_mpiexec(Path(sys.argv[1]))

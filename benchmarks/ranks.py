@@ -11,28 +11,23 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["find_mpiexec", "on_ranks"]
+__all__ = ["find_mpiexec", "on_ranks", "run_to_end"]
 
 RANK_SCRIPT = Path(__file__).resolve().parent / "peers.py"
 SHARED_MEMORY = Path("/dev/shm")
+LIMIT_S = 600.0
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 
-# One torch thread a rank, and loopback for gloo and for the network modules of MPICH.
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "UCX_NET_DEVICES": "lo",
-    "FI_TCP_IFACE": "lo",
-}
+# One torch thread a rank, and loopback for the network modules of MPICH.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
 
 
 def find_mpiexec() -> str | None:
@@ -46,7 +41,7 @@ def find_mpiexec() -> str | None:
 
 
 def on_ranks(
-    target: str, size: int, settings: Mapping[str, Any], *, mpiexec: str | None, limit_s: float
+    target: str, size: int, settings: Mapping[str, Any], *, mpiexec: str | None = None
 ) -> Any:
     """Call ``function(peers, settings)`` on ``size`` new processes.
 
@@ -54,64 +49,59 @@ def on_ranks(
         target: ``"module:function"``; the module lies in this folder.
         settings: can be written as JSON.
         mpiexec: start the ranks with this, as members of MPICH too.
-        limit_s: seconds after which the ranks are ended.
 
     Returns:
-        What rank 0 returned, as it comes out of JSON.
+        What rank 0 returned.
 
     Raises:
-        RuntimeError: a rank failed; its traceback is on standard error.
-        TimeoutError: ``limit_s`` passed.
+        Exception: a rank failed; under mpiexec its traceback is on standard error.
     """
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
-        job = {"target": target, "settings": dict(settings), "mpi": mpiexec is not None}
+        if mpiexec is None:
+            from peers import on_process
+
+            import echelon as ec  # brings torch, which needs its environment first
+
+            args = (target, dict(settings), folder)
+            return ec.run(on_process, size, "processes", args=args)[0]
+        job = {"target": target, "settings": dict(settings)}
         Path(folder, "job.json").write_text(json.dumps(job))
-        tail = [str(RANK_SCRIPT), folder]
-        if mpiexec is not None:
-            # mpi4py as the runner ends all ranks when one raises.
-            commands = [
-                ([mpiexec, "-n", str(size), sys.executable, "-m", "mpi4py", *tail], ENVIRONMENT)
-            ]
-        else:
-            commands = [
-                ([sys.executable, *tail], {**ENVIRONMENT, "RANK": str(r), "WORLD_SIZE": str(size)})
-                for r in range(size)
-            ]
+        # mpi4py as the runner ends all ranks when one raises.
+        python = [sys.executable, "-m", "mpi4py", str(RANK_SCRIPT), folder]
         with _no_mpich_memory_left():
-            _run_all(commands, limit_s)
+            run_to_end([mpiexec, "-n", str(size), *python], LIMIT_S)
         return json.loads(Path(folder, "result.json").read_text())
 
 
-def _run_all(commands: list[tuple[list[str], dict[str, str]]], limit_s: float) -> None:
-    """Run all commands at once; end all when one fails or time is up."""
-    # Each in a session of its own, so that what mpiexec started can be ended with it.
-    running: list[subprocess.Popen[bytes]] = []
-    end = time.monotonic() + limit_s
+def run_to_end(command: Sequence[str], limit_s: float) -> None:
+    """Run ``command``; if it fails, takes too long or we are ended, end it and all that it started.
+
+    Raises:
+        RuntimeError: it failed.
+        TimeoutError: ``limit_s`` passed.
+    """
     before = signal.signal(signal.SIGTERM, _exit)
+    # In a session of its own, so that what it started can be ended with it.
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **ENVIRONMENT},
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
+    )
     try:
-        for command, extra in commands:
-            environment = {**os.environ, **extra}
-            running.append(
-                subprocess.Popen(
-                    command, env=environment, start_new_session=True, preexec_fn=_die_with_parent
-                )
-            )
-        while None in (codes := [process.poll() for process in running]) and not any(codes):
-            if time.monotonic() > end:
-                raise TimeoutError(f"the ranks of the benchmark ran longer than {limit_s:.0f} s")
-            time.sleep(0.05)
-        if any(codes):
-            raise RuntimeError(f"the ranks of the benchmark ended with exit codes {codes}")
+        if code := process.wait(limit_s):
+            raise RuntimeError(f"{command[0]} ended with exit code {code}")
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"{command[0]} ran longer than {limit_s:g} s") from error
     finally:
-        for process in running:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         signal.signal(signal.SIGTERM, before)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
-    """End like after Ctrl-C, so that the ranks are ended too."""
+    """End as after Ctrl-C, so that the ranks are ended too."""
     raise SystemExit(128 + number)
 
 

@@ -16,7 +16,7 @@ import echelon as ec
 # Folders of the standard library that hold tests, tables or other people's packages.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 SKIPPED |= {"encodings", "pydoc_data", "lib2to3", "unicodedata"}
-HELD_OUT = 16  # one file in so many, or the last so-manieth part of a single file
+HELD_OUT = 16  # one file in so many, or the last of so many equal parts
 LEAST_BYTES = 10_000
 
 
@@ -52,7 +52,11 @@ def load_text(path: str | None, device: torch.device) -> Text:
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        files = [f for f in sorted(root.rglob("*.py")) if not SKIPPED & set(f.parts)]
+        files = [
+            file
+            for file in sorted(root.rglob("*.py"))
+            if not SKIPPED & set(file.relative_to(root).parts)
+        ]
         source = f"the standard library of Python {sysconfig.get_python_version()}"
     else:
         root, source = Path(path), str(path)
@@ -66,12 +70,7 @@ def load_text(path: str | None, device: torch.device) -> Text:
         raise DataError(
             f"--data {path} is binary (not UTF-8): give a text file or a folder of them"
         )
-    if len(contents) == 1:
-        cut = len(contents[0]) - len(contents[0]) // HELD_OUT
-        train, held_out = contents[0][:cut], contents[0][cut:]
-    else:
-        held_out = b"".join(contents[HELD_OUT // 2 :: HELD_OUT] or contents[-1:])
-        train = b"".join(c for i, c in enumerate(contents[:-1]) if i % HELD_OUT != HELD_OUT // 2)
+    train, held_out = _split(contents)
     if len(train) + len(held_out) < LEAST_BYTES:
         raise DataError(
             f"--data {path or root} holds {len(train) + len(held_out)} bytes of text; "
@@ -106,6 +105,16 @@ def _read(path: Path) -> bytes:
         raise DataError(
             f"cannot read {path}: {error.strerror}; give a file you may read"
         ) from error
+
+
+def _split(contents: list[bytes]) -> tuple[bytes, bytes]:
+    """What to train on and what to hold out: whole files, or the end where there are few files."""
+    if len(contents) < HELD_OUT:
+        whole = b"".join(contents)
+        cut = len(whole) - len(whole) // HELD_OUT
+        return whole[:cut], whole[cut:]
+    train = [content for i, content in enumerate(contents) if i % HELD_OUT != HELD_OUT - 1]
+    return b"".join(train), b"".join(contents[HELD_OUT - 1 :: HELD_OUT])
 
 
 def _is_text(content: bytes) -> bool:

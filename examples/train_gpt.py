@@ -139,7 +139,7 @@ def evaluate(model: nn.Module, data: Tensor, args: argparse.Namespace, world: ec
 
 
 def verify(data: Tensor, args: argparse.Namespace, world: ec.World) -> str:
-    """Train a few steps on all ranks, and again in one process on whole batches; compare weights."""
+    """Train a few steps on all ranks and again in one process on whole batches; compare."""
     args = argparse.Namespace(**{**vars(args), "steps": VERIFIED_STEPS})
     alone = make_model(args, torch.float64, world.device)
     together = ec.DDP(copy.deepcopy(alone), world.group)

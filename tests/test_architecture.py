@@ -23,13 +23,14 @@ PACKAGE = "echelon"
 # to it. A module imports its own room and the layers below, so rooms side by side never meet.
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"events", "layout", "streams"},
+    {"events", "gradients", "layout", "streams"},
     {"world"},
     {"c10d", "testing"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
     {"planner"},
     {"parallelize"},
-    {"cli", "__main__"},
+    {"cli"},
+    {"__main__"},
     {PACKAGE},  # __init__.py: the public names
 ]
 

@@ -1,8 +1,8 @@
 """Start one rank function in every kind of world that this machine has.
 
-``run_world(kind, fn, ranks, args)`` is ``echelon.run`` for threads and processes, and for gloo a set of
-processes that call ``echelon.init`` as a script under torchrun does. Starting processes costs
-seconds, so tests put many checks into one start.
+``run_world(kind, fn, ranks, args)`` is ``echelon.run`` for threads and processes, and for gloo a
+set of processes that call ``echelon.init`` as a script under torchrun does. Starting processes
+costs seconds, so tests put many checks into one start.
 """
 
 import multiprocessing

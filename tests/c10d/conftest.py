@@ -1,5 +1,6 @@
 """Ranks that all tests of a session share."""
 
+import importlib
 import os
 from collections.abc import Iterator
 
@@ -9,12 +10,22 @@ import torch.distributed as dist
 from tests.c10d.ranks import Ranks
 
 SIZE = 4
+MODULES = (
+    "echelon.c10d",  # registers the backend
+    "torch._dynamo",  # optimizers and DDP import it when they are first used
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "tests.c10d.test_process_group",
+    "tests.c10d.test_training",
+)
 
 
 def prepare() -> None:
-    """Import what the rank functions need."""
-
-    import echelon.c10d  # noqa: F401  # registers the backend
+    """Import what the rank functions need, so that each rank need not."""
+    for name in MODULES:
+        importlib.import_module(name)
 
 
 def setup(rank: int, size: int, store: dist.TCPStore) -> None:

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 class TiedLanguageModel(nn.Module):
-    """An embedding that is also the output layer, a norm, a 0-dim scale: parameters of all shapes."""
+    """A tied embedding, a norm, a 0-dim scale: parameters of all shapes."""
 
     def __init__(self, vocabulary: int = 11, width: int = 8) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class TiedLanguageModel(nn.Module):
 
 
 class TwoPaths(nn.Module):
-    """A common layer, then ``a`` or ``b``; ``never`` is used by nobody and ``frozen`` needs no gradient."""
+    """A common layer, then ``a`` or ``b``; ``never`` is unused and ``frozen`` needs no gradient."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -217,7 +217,7 @@ def test_a_parameter_unfrozen_after_wrapping_is_an_error():
         model[0].requires_grad_(False)
         ddp = ec.DDP(model, world.group)
         model[0].weight.requires_grad_()
-        with pytest.raises(ec.StateError, match="'0.weight' was frozen"):
+        with pytest.raises(ec.StateError, match=r"'0\.weight' was frozen"):
             ddp(rows(0, 1))
 
     alone(main)
@@ -259,7 +259,7 @@ def test_broadcasting_from_a_rank_that_is_not_there_is_refused(src):
             lambda: nn.Linear(2, 2).requires_grad_(False),
             "no parameter of Linear requires a gradient",
         ),
-        (lambda: "model", r"give a torch.nn.Module"),
+        (lambda: "model", r"give a torch\.nn\.Module"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")

@@ -1,4 +1,4 @@
-"""Every check of DDP, over simulated ranks one by one, and over processes and gloo in one start each."""
+"""Every check of DDP: one by one over threads, all in one start over processes and gloo."""
 
 import pytest
 

@@ -53,7 +53,7 @@ def test_init_broadcast_makes_weights_equal_and_trust_leaves_them():
 
 
 def test_init_verify_refuses_different_weights():
-    with pytest.raises(ec.ModelMismatch, match="the values of parameter '0.weight'"):
+    with pytest.raises(ec.ModelMismatch, match=r"the values of parameter '0\.weight'"):
         wrapped({"init": "verify"})
 
 

@@ -7,7 +7,7 @@ ranks run the checks one after another; the first that fails ends the run and is
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -16,24 +16,28 @@ import torch
 from torch import Tensor
 
 from echelon.world.base import World
-from echelon.world.group import Group
 from tests.world.gloo_ranks import run_gloo
 from tests.worlds import run_world
 
-Check = Callable[[Group], None]
+TIMEOUT_S = 30.0  # of one call
 
 
-def checks_of(module: ModuleType) -> list[str]:
-    """The names of the checks of ``module``, in its order."""
-    return [name for name in vars(module) if name.startswith("check_")]
+def checks_of(*modules: ModuleType) -> list[str]:
+    """The checks of ``modules``, in their order, as ``module:check``."""
+    return [
+        f"{module.__name__}:{name}"
+        for module in modules
+        for name, value in vars(module).items()
+        if name.startswith("check_") and value.__module__ == module.__name__
+    ]
 
 
-def run_checks(world: World, module: str, names: tuple[str, ...]) -> int:
+def run_checks(world: World, names: Sequence[str]) -> int:
     """Run checks on this rank, one after another."""
-    checks = importlib.import_module(module)
     for name in names:
+        module, check = name.split(":")
         try:
-            getattr(checks, name)(world.group)
+            getattr(importlib.import_module(module), check)(world.group)
             world.group.barrier(label=f"end of {name}")
         except Exception as error:
             error.add_note(f"in {name}")
@@ -45,7 +49,7 @@ def run_checks(world: World, module: str, names: tuple[str, ...]) -> int:
 class Outcome:
     """How a run of checks ended."""
 
-    names: tuple[str, ...]
+    names: list[str]
     error: BaseException | None
 
     def require(self, name: str) -> None:
@@ -60,15 +64,13 @@ class Outcome:
             pytest.fail(f"not reached, because {failed} failed")
 
 
-def outcome_of(kind: str, ranks: int, module: ModuleType) -> Outcome:
-    """Run all checks of ``module`` in one world."""
-    names = tuple(checks_of(module))
-    args = (module.__name__, names)
+def outcome_of(kind: str, ranks: int, names: list[str]) -> Outcome:
+    """Run checks in one world, and take down how it ended."""
     try:
         if kind == "gloo":
-            run_gloo(run_checks, ranks, args=args, timeout=20.0)
+            run_gloo(run_checks, ranks, args=(names,), timeout=TIMEOUT_S)
         else:
-            run_world(kind, run_checks, ranks, args, timeout=20.0)
+            run_world(kind, run_checks, ranks, (names,), timeout=TIMEOUT_S)
     except Exception as error:
         return Outcome(names, error)
     return Outcome(names, None)

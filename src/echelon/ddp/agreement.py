@@ -26,13 +26,14 @@ def check_model(module: nn.Module, device: torch.device) -> None:
     for name, submodule in module.named_modules():
         if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
             raise ArgumentError(
-                f"module {name or type(submodule).__name__!r} makes sparse gradients, and DDP reduces dense "
-                f"ones: build it with sparse=False"
+                f"module {name or type(submodule).__name__!r} makes sparse gradients, "
+                "and DDP reduces dense ones: build it with sparse=False"
             )
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(tensor):
             raise ArgumentError(
-                f"parameter {name!r} has no shape yet: run one batch through the model before wrapping it"
+                f"parameter {name!r} has no shape yet: run one batch through the model before "
+                "wrapping it"
             )
         if tensor.device != device:
             raise ArgumentError(
@@ -41,8 +42,8 @@ def check_model(module: nn.Module, device: torch.device) -> None:
             )
     if not any(param.requires_grad for param in module.parameters()):
         raise ArgumentError(
-            f"no parameter of {type(module).__name__} requires a gradient, so there is nothing to reduce: "
-            "use the module itself"
+            f"no parameter of {type(module).__name__} requires a gradient, so there is nothing to "
+            "reduce: use the module itself"
         )
 
 

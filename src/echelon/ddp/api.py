@@ -55,19 +55,22 @@ class Unused:
 
 
 class DDP(nn.Module):
-    """Replicates ``module`` on the ranks of ``group`` and reduces its gradients while backward runs.
+    """Replicates ``module`` on the ranks of ``group``; reduces gradients while backward runs.
 
     Law: after ``loss.backward()`` every rank holds the same gradients, bit for bit: with
-    ``reduction="mean"`` and a mean loss over batches of equal size, those of one process on all batches together.
+    ``reduction="mean"`` and a mean loss over batches of equal size, those of one process on all
+    batches together.
 
-    - ``.grad`` of every parameter is a view of a bucket, also after ``zero_grad()``. Clone what must outlive the
-      next backward.
-    - Parameters without a gradient on this rank count as zero; one that no rank used keeps its ``.grad`` (None).
-    - ``torch.autograd.grad`` returns local gradients; under ``no_sync()`` it does not communicate at all.
-    - ``state_dict``, ``named_parameters`` and ``named_modules`` have the names of the plain module, and
-      attributes of the module are found here too.
-    - ``copy.deepcopy`` gives a DDP on the same group that shares nothing with this one. It communicates only
-      when it is trained, so ranks may copy (or keep an average of) the model on their own.
+    - ``.grad`` of every parameter is a view of a bucket, also after ``zero_grad()``. Clone what
+      must outlive the next backward.
+    - Parameters without a gradient on this rank count as zero; one that no rank used keeps its
+      ``.grad`` (None).
+    - ``torch.autograd.grad`` returns local gradients. It may reduce zeros on the way; under
+      ``no_sync()`` it does not communicate at all.
+    - ``state_dict``, ``named_parameters`` and ``named_modules`` have the names of the plain
+      module, and attributes of the module are found here too.
+    - ``copy.deepcopy`` gives a DDP on the same group that shares nothing with this one. It
+      communicates only when it is trained, so ranks may copy (or average) the model on their own.
 
     Args:
         module: the same on all ranks. Its parameters keep their identity, so an optimizer may be
@@ -75,7 +78,7 @@ class DDP(nn.Module):
         group: the ranks that hold a copy.
         bucket_bytes: gradients are reduced in buckets of at most this size; a larger one alone.
         first_bucket_bytes: the cap of the first bucket, so that communication begins early.
-        sync: ``"overlap"`` reduces during backward, ``"manual"`` when ``sync_gradients()`` is called.
+        sync: ``"overlap"`` reduces during backward, ``"manual"`` in ``sync_gradients()``.
         broadcast_buffers: send rank 0's buffers before a forward in training mode, when a buffer
             changed on some rank before the last reduction.
         init: ``"broadcast"`` rank 0's parameters and buffers, ``"verify"`` that all are equal, or
@@ -192,7 +195,7 @@ class DDP(nn.Module):
         gradients that ``no_sync`` left local, or that were written by hand.
 
         Raises:
-            StateError: inside ``no_sync`` or backward, or backward has reduced the gradients already.
+            StateError: inside ``no_sync`` or backward, or there are no local gradients.
         """
         self._check_attached()
         self._reducer.reduce_now()
@@ -201,9 +204,10 @@ class DDP(nn.Module):
     def join(self) -> Iterator[None]:
         """Let ranks have different numbers of batches: put the loop over batches inside.
 
-        A rank that leaves the block early takes part in the others' communication, with nothing of its own, until
-        all have left; ``reduction="mean"`` is then the mean over the ranks that still have a batch. At the end the
-        parameters and buffers of a rank that ran longest go to all. Optimizer states stay as they are.
+        A rank that leaves the block early takes part in the others' communication, with nothing of
+        its own, until all have left; ``reduction="mean"`` is then the mean over the ranks that
+        still have a batch. At the end the parameters and buffers of a rank that ran longest go to
+        all. Optimizer states, and gradients of ranks that left early, do not.
 
         Raises:
             StateError: ``join`` inside ``join``, or the ranks are at different points of a step.
@@ -222,7 +226,9 @@ class DDP(nn.Module):
             self.broadcast_parameters(rounds.first_active)
 
     def broadcast_parameters(self, src: int) -> None:
-        """Copy all parameters and buffers of rank ``src`` to all ranks, in place. All ranks call it.
+        """Copy all parameters and buffers of rank ``src`` to all ranks, in place.
+
+        All ranks call it. An optimizer keeps its parameters.
 
         Raises:
             RankError: there is no such rank in the group.
@@ -261,7 +267,7 @@ class DDP(nn.Module):
     def buckets(self) -> tuple[BucketInfo, ...]:
         """The buckets, in the order in which they leave; empty in a copy that was not trained.
 
-        They are made anew once, before the second reduction, in the order in which gradients arrived.
+        They are made anew once, before the second reduction, in the order of arrival in the first.
         """
         return tuple(
             BucketInfo(bucket.names, bucket.wire.dtype, bucket.nbytes)
@@ -347,7 +353,8 @@ def _check_arguments(module: nn.Module, group: Group) -> None:
     for name, param in module.named_parameters():
         if is_watched(param):
             raise ArgumentError(
-                f"parameter {name!r} belongs to another DDP already: wrap a module once, or unwrap() it first"
+                f"parameter {name!r} belongs to another DDP already: wrap a module once, "
+                "or unwrap() it first"
             )
 
 
@@ -366,7 +373,8 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 def _no_assign() -> ArgumentError:
     return ArgumentError(
-        "load_state_dict(assign=True) would replace the parameters that DDP reduces: use assign=False"
+        "load_state_dict(assign=True) would replace the parameters that DDP reduces: "
+        "use assign=False"
     )
 
 
@@ -377,7 +385,7 @@ def _add_prefix(
     local_metadata: Mapping[str, Any],
     *_: object,
 ) -> None:
-    """Where DDP is part of a larger module that loads plain keys: lead them to the wrapped module."""
+    """Lead plain keys to the wrapped module, where a larger module loads them."""
     if local_metadata.get("assign_to_params_buffers"):
         raise _no_assign()
     for key in [key for key in state_dict if key.startswith(prefix)]:

@@ -52,9 +52,10 @@ def compute_buckets(
 ) -> list[list[int]]:
     """Cut gradients into buckets, in the order in which backward is expected to make them.
 
-    A bucket is closed before it would exceed its cap, so only a gradient that is larger than the cap
-    makes a larger bucket, and then alone. Buckets are listed by their last member, because
-    that one decides when a bucket can leave. Law: every index is in exactly one bucket; none is empty.
+    A bucket is closed before it would exceed its cap, so only a gradient that is larger than the
+    cap makes a larger bucket, and then alone. Buckets are listed by their last member, because
+    that one decides when a bucket can leave. Law: every index is in exactly one bucket; none is
+    empty.
 
     Args:
         nbytes: size of each gradient.

@@ -2,9 +2,9 @@
 
 [Note: when buffers are sent]
 A rank cannot know by itself whether the buffers of another one changed, and a broadcast that only
-some ranks issue is a hang. So each rank writes "mine changed" into one extra number of the last gradient
-bucket. After the reduction all ranks read the same sum, hence agree, at no extra communication. The
-next forward in training mode sends the buffers if a rank said yes.
+some ranks issue is a hang. So each rank writes "mine changed" into one extra number of the last
+gradient bucket. After the reduction all ranks read the same sum, hence agree, at no extra
+communication. The next forward in training mode sends the buffers if a rank said yes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Buffers", "broadcast_coalesced"]
 class Buffers:
     """The buffers of ``module``, and their state when the ranks last agreed.
 
-    A buffer that is replaced (``module.mean = tensor``) is found; one that is registered later is not.
+    A buffer that is replaced (``module.mean = tensor``) is found, one that is registered later not.
     """
 
     def __init__(self, module: nn.Module) -> None:

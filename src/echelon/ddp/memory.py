@@ -1,4 +1,4 @@
-"""The memory of one bucket: its buffer on the wire, and the views that are the parameters' ``.grad``."""
+"""The memory of one bucket: its buffer on the wire, and the views that are ``.grad``."""
 
 from __future__ import annotations
 
@@ -192,8 +192,8 @@ class Bucket:
             for name, grad in named:
                 if grad is None:
                     raise StateError(
-                        f"the gradient of parameter {name!r} was set to None during backward, before "
-                        "it was reduced: do so after backward"
+                        f"the gradient of parameter {name!r} was set to None during backward, "
+                        "before it was reduced: do so after backward"
                     ) from error
             raise
 

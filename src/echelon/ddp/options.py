@@ -55,11 +55,11 @@ class Options:
         self._check_reduction()
 
     def _check_reduction(self) -> None:
-        value: object = self.reduction
+        value = self.reduction
         if value in ("mean", "sum"):
             return
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(self.reduction) or self.reduction <= 0:  # type: ignore[operator,arg-type]
+        if not number or not 0 < float(value) < math.inf:
             raise ArgumentError(
                 f"reduction is {value!r}; use 'mean', 'sum' or the number > 0 that divides the sum"
             )

@@ -2,13 +2,10 @@
 
 [Note: life of a backward]
 A hook on the outputs of forward sees backward begin, before any gradient is made, and queues a
-callback for its end in the same graph task; with reentrant checkpointing that is the outer one. A hook
-on each parameter counts; a bucket whose count is zero is moved into its buffer and leaves, in the
-order of the buckets. The callback sends what is left, waits for all, and finishes the gradients.
-
-Everything that one backward knows is in a ``_Pass``. The queued callback owns its token, and the
-engine drops the callback when backward raises. So a pass whose token is dead was aborted, and the
-next backward starts anew without a call from the user.
+callback for its end in the same graph task; with reentrant checkpointing that is the outer one. A
+hook on each parameter counts; a bucket whose count is zero is moved into its buffer and leaves, in
+the order of the buckets. The callback sends what is left, waits for all, and finishes the
+gradients. What one backward knows is in a ``Backward``, so an aborted one leaves nothing behind.
 
 [Note: what .grad holds]
 After a backward that reduces, ``.grad`` is a view and holds the reduced gradient. A further
@@ -20,53 +17,24 @@ which takes whatever ``.grad`` holds, gives it back unchanged.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from echelon import events
 from echelon.ddp.arrivals import Arrivals
+from echelon.ddp.backward import Backward, Token, queue_end
 from echelon.ddp.buckets import BucketPlan, Gradient, plan_buckets
 from echelon.ddp.join import Rounds, Step
 from echelon.ddp.memory import Bucket
 from echelon.ddp.options import Options
 from echelon.errors import StateError
 from echelon.world.group import Group
-from echelon.world.work import Work
 
 __all__ = ["Reducer"]
-
-
-class _Token:
-    """Lives as long as the callback of one backward."""
-
-    __slots__ = ("__weakref__",)
-
-
-@dataclass(slots=True)
-class _Pass:
-    """One backward, or one call of ``sync_gradients``.
-
-    Attributes:
-        token: gives None when the backward is over or was aborted.
-        synced: whether it reduces.
-        num_contributors: ranks that have a batch of their own in it.
-        works: the communication of the buckets that left, in order.
-        missing: for each of those, the slots without a gradient here.
-        olds: what was set aside, by index of the parameter.
-    """
-
-    token: Callable[[], _Token | None]
-    synced: bool
-    num_contributors: int = 0
-    works: list[Work | None] = field(default_factory=list)
-    missing: list[Sequence[int]] = field(default_factory=list)
-    olds: dict[int, Tensor] = field(default_factory=dict)
 
 
 @final
@@ -75,8 +43,8 @@ class Reducer:
 
     Attributes:
         buckets: in the order in which they leave; made by ``allocate``.
-        unused: indices of parameters without a gradient in the last reduction: here, and on all ranks.
-        noticed: whether a rank answered ``notice`` with True; set it to False when that is dealt with.
+        unused: indices of parameters without a gradient in the last reduction: here; everywhere.
+        noticed: whether a rank answered ``notice`` with True since this was last set to False.
         rounds: how ranks agree on each step while some have no batches left; None outside ``join``.
     """
 
@@ -99,7 +67,7 @@ class Reducer:
         self._overlap = options.sync == "overlap"
         self._syncing = True
         self._reduced = False  # whether gradients that are views are reduced
-        self._pass: _Pass | None = None
+        self._backward: Backward | None = None
         self._order: list[int] | None = None  # of arrival, in the first reduction
         self._ordered = not self._overlap  # whether the plan follows the order of arrival
         self._arrivals = Arrivals([param for _, param in self._named], self)
@@ -139,7 +107,7 @@ class Reducer:
             bucket.close()
 
     def _prepare(self) -> None:
-        """Before a reduction: make the buckets of a copy, or make them anew in the order of arrival."""
+        """Make the buckets of a copy, or make them anew in the order of arrival."""
         if self._order is not None and not self._ordered:
             self._ordered = True
             order = torch.tensor(self._order, device=self._group.device)
@@ -157,15 +125,15 @@ class Reducer:
         """A backward begins, if none is under way. Called inside the engine.
 
         Args:
-            first: the parameter whose gradient is there already, when nothing announced the backward.
+            first: the parameter whose gradient is there already, as nothing announced the backward.
         """
         if self._current() is not None:
             return
-        token = _queue_end(self._finish if self._syncing else None)
+        token = queue_end(self._finish if self._syncing else None)
         if self._syncing:
-            self._start(_Pass(token, synced=True), first)
+            self._start(Backward(token, synced=True), first)
         else:
-            self._pass = _Pass(token, synced=False)
+            self._backward = Backward(token, synced=False)
             self._to_local_units(first)
 
     def large(self, b: int, slot: int) -> None:
@@ -175,7 +143,7 @@ class Reducer:
 
     def ready(self, b: int) -> None:
         """Move the gradients of a complete bucket, and send what may leave in order."""
-        current = self._pass
+        current = self._backward
         assert current is not None
         remaining = self._arrivals.remaining
         with torch.no_grad():
@@ -187,8 +155,7 @@ class Reducer:
         """A gradient came in no backward, in one that does not reduce, or a second time in one."""
         current = self._current()
         if current is None:
-            # No output of forward led here: the loss hides in an object, or did not come from
-            # forward.
+            # No output of forward led here: it hides in an object, or is not from forward.
             self.begin(first=i)
             if self._syncing:
                 # The buckets may be new, so the numbers that the hook knows may be old.
@@ -196,10 +163,10 @@ class Reducer:
                 self._arrivals.arrive(i, b, self._plans[b].members.index(i))
         elif current.synced and (b < len(current.works) or self.buckets[b].casts):
             raise StateError(
-                f"parameter {self._named[i][0]!r} got a second gradient in one backward, after the first "
-                f"left with the {self.buckets[b].label}. Reentrant activation checkpointing of a shared "
-                "module does that: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
-                "run backward under no_sync() and call sync_gradients() after it"
+                f"parameter {self._named[i][0]!r} got a second gradient in one backward, after the "
+                f"first left with the {self.buckets[b].label}. Reentrant activation checkpointing "
+                "of a shared module does that: use checkpoint(..., use_reentrant=False), or run "
+                "backward under no_sync() and call sync_gradients() after it"
             )
 
     # A reduction -----------------------------------------------------------------------------
@@ -225,14 +192,14 @@ class Reducer:
             raise StateError("sync_gradients() inside backward: call it after loss.backward()")
         if self._overlap and self._reduced and not self._has_local_gradients():
             raise StateError(
-                "there are no local gradients to reduce: with sync='overlap' backward reduces them, and "
-                "sync_gradients() is for gradients that no_sync() left local, or that you wrote"
+                "there are no local gradients to reduce: with sync='overlap' backward reduces "
+                "them, and sync_gradients() is for those that no_sync() left local, or you wrote"
             )
         if self._overlap:
             self._to_local_units(None)
         self._reduced = False  # the views are taken as they are
-        token = _Token()
-        self._start(_Pass(lambda: token, synced=True), None)
+        token = Token()
+        self._start(Backward(lambda: token, synced=True), None)
         self._finish()
 
     def shadow(self) -> None:
@@ -240,7 +207,7 @@ class Reducer:
         assert self.rounds is not None
         self._discard_aborted()
         self._prepare()
-        current = _Pass(lambda: None, synced=True, num_contributors=len(self.rounds.active))
+        current = Backward(lambda: None, synced=True, num_contributors=len(self.rounds.active))
         for bucket in self.buckets:
             bucket.drop()
             bucket.wire.zero_()
@@ -250,7 +217,7 @@ class Reducer:
         self._reduced = False
         self._order = self._order or list(range(len(self._named)))  # a rank with batches knows it
 
-    def _start(self, new: _Pass, first: int | None) -> None:
+    def _start(self, new: Backward, first: int | None) -> None:
         self._discard_aborted()
         new.num_contributors = self._group.size
         if self.rounds is not None:
@@ -264,12 +231,16 @@ class Reducer:
             self._prepare()
         self._reduced = False
         self._arrivals.open([len(bucket.members) for bucket in self.buckets])
-        self._pass = new
+        self._backward = new
         if events.listening():
             events.emit("ddp.backward", rank=self._world_rank, phase="begin")
 
-    def _launch(self, current: _Pass, missing: Sequence[int] | None) -> None:
-        """Send the next bucket. ``missing`` are slots without a gradient here; None: it is all zeros."""
+    def _launch(self, current: Backward, missing: Sequence[int] | None) -> None:
+        """Send the next bucket.
+
+        Args:
+            missing: slots without a gradient here; None: all zeros, flags included.
+        """
         b = len(current.works)
         bucket = self.buckets[b]
         if missing is not None:
@@ -289,7 +260,7 @@ class Reducer:
         # Inside join the mean is over the ranks that have a batch, which the group does not know.
         return "mean" if self._options.reduction == "mean" and self.rounds is None else "sum"
 
-    def _launch_rest(self, current: _Pass) -> None:
+    def _launch_rest(self, current: Backward) -> None:
         """Send the buckets that wait for gradients which did not come."""
         for b in range(len(current.works), len(self.buckets)):
             bucket = self.buckets[b]
@@ -307,7 +278,7 @@ class Reducer:
 
     def _finish(self) -> None:
         """Backward is over: send what is left, wait for all, finish the gradients."""
-        current = self._pass
+        current = self._backward
         assert current is not None
         with torch.no_grad():
             self._launch_rest(current)
@@ -316,7 +287,7 @@ class Reducer:
             if current.olds:
                 for bucket in self.buckets:
                     bucket.put_back(current.olds)
-        self._pass = None
+        self._backward = None
         self._reduced = True
         if self._order is None:
             came = dict.fromkeys(self._arrivals.order)
@@ -325,7 +296,7 @@ class Reducer:
         if events.listening():
             events.emit("ddp.backward", rank=self._world_rank, phase="end")
 
-    def _wait(self, current: _Pass) -> tuple[list[int], list[int]]:
+    def _wait(self, current: Backward) -> tuple[list[int], list[int]]:
         """Wait for every bucket and finish its gradients; who was unused here, and everywhere."""
         here: list[int] = []
         everywhere: list[int] = []
@@ -342,15 +313,15 @@ class Reducer:
 
     # State -----------------------------------------------------------------------------------
 
-    def _current(self) -> _Pass | None:
-        """The pass under way, or None when there is none or it was aborted."""
-        if self._pass is not None and self._pass.token() is None:
+    def _current(self) -> Backward | None:
+        """The backward under way, or None when there is none or it was aborted."""
+        if self._backward is not None and self._backward.token() is None:
             return None
-        return self._pass
+        return self._backward
 
     def _discard_aborted(self) -> None:
         """Let the communication of an aborted backward end before its buffers are used again."""
-        aborted, self._pass = self._pass, None
+        aborted, self._backward = self._backward, None
         if aborted is not None:
             for work in aborted.works:
                 if work is not None:
@@ -368,7 +339,7 @@ class Reducer:
         return self._options.divisor(self._group.size) / self._group.size
 
     def _to_local_units(self, first: int | None) -> None:
-        """Bring reduced gradients to local units. [Note: what .grad holds]"""
+        """Bring reduced gradients to local units, as [Note: what .grad holds] says."""
         if not self._reduced:
             return
         self._refuse_mixed(first)
@@ -385,22 +356,7 @@ class Reducer:
         name, param = self._named[first]
         if any(param.grad is view for bucket in self.buckets for view in bucket.views):
             raise StateError(
-                f"parameter {name!r} got a new gradient on top of a reduced one in a backward that no output "
-                "of forward announced: return tensors from forward, in tuples, lists, dicts or "
-                "dataclasses, or call zero_grad(set_to_none=True) before backward"
+                f"parameter {name!r} got a new gradient on top of a reduced one in a backward that "
+                "no output of forward announced: return tensors from forward, in tuples, lists, "
+                "dicts or dataclasses, or call zero_grad(set_to_none=True) before backward"
             )
-
-
-def _queue_end(end: Callable[[], None] | None) -> Callable[[], _Token | None]:
-    """Have the engine call ``end`` when this backward is complete; a reference that dies with it.
-
-    In a function of its own, so that the callback is the only owner of the token.
-    """
-    token = _Token()
-
-    def callback(token: _Token = token) -> None:
-        if end is not None:
-            end()
-
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-    return weakref.ref(token)

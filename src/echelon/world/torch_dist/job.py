@@ -33,7 +33,7 @@ class Job:
     Args:
         store: shared by all ranks; this object writes under ``notice/`` only.
         rank: of this process in the job.
-        size: number of ranks that close their ``Job``, if this rank holds the store for them; else 0.
+        size: number of ranks that this rank holds the store for; 0 if another one holds it.
     """
 
     def __init__(self, store: c10d.Store, rank: int, size: int = 0) -> None:

@@ -278,13 +278,7 @@ class NativeGroup(TorchGroup):
         lengths: Lengths | None = None,
     ) -> Work:
         """Issue a collective, after the check of the calls if there is one."""
-        self._job.check()
-        if self._agreement is not None:
-            start_s = time.monotonic()
-            try:
-                self._agreement.check(ticket, lengths)
-            except PeerLost as lost:
-                raise self._trouble(ticket, lost, start_s, lengths) from lost.__cause__
+        self._synchronize(ticket, lengths)
         return self._call(ticket, start)
 
     def _call(self, ticket: Ticket, start: Callable[[Engine], list[EngineWork]]) -> Work:
@@ -304,9 +298,15 @@ class NativeGroup(TorchGroup):
             raise translate(error) from error
         return NativeWork(ticket, works, translate, self._others)
 
-    def _synchronize(self, ticket: Ticket) -> None:
-        if self._agreement is not None:
-            self._agreement.check(ticket)
+    def _synchronize(self, ticket: Ticket, lengths: Lengths | None = None) -> None:
+        self._job.check()
+        if self._agreement is None:
+            return
+        start_s = time.monotonic()
+        try:
+            self._agreement.check(ticket, lengths)
+        except PeerLost as lost:
+            raise self._trouble(ticket, lost, start_s, lengths) from lost.__cause__
 
     def _drop(self, failed: bool) -> None:
         self._engine = None

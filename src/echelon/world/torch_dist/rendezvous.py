@@ -55,7 +55,8 @@ def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
             raise WorldError(
                 f"rank {env.rank} could not reach the store of {holder} at "
                 f"{host}:{env.master_port} within {timeout:.0f} s: check that rank 0 has "
-                "started, that MASTER_ADDR and MASTER_PORT are right, and that no firewall is between the hosts"
+                "started, that MASTER_ADDR and MASTER_PORT are right, and that no firewall is "
+                "between the hosts"
             ) from error
     return c10d.PrefixStore(f"echelon/{env.attempt}", store)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast, final
 
@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from echelon.errors import ArgumentError, UnsupportedError, WorldError
-from echelon.world.base import DEFAULT_TIMEOUT_S
+from echelon.errors import ArgumentError, WorldError
+from echelon.world.base import DEFAULT_TIMEOUT_S, World
 from echelon.world.environment import JobEnvironment
 from echelon.world.torch_dist.group import PeerGroup, TorchGroup
 from echelon.world.torch_dist.job import Job
 from echelon.world.torch_dist.native import NativeGroup
 from echelon.world.torch_dist.peers import Engine, Peers
-from echelon.world.torch_dist.rendezvous import await_all, report_here
+from echelon.world.torch_dist.rendezvous import await_all, open_store, report_here
 
 __all__ = ["check_wanted", "connect", "from_process_group"]
 
@@ -40,53 +40,45 @@ def check_wanted(environ: dict[str, str] | None = None) -> bool:
 
 def connect(
     env: JobEnvironment,
-    store: c10d.Store,
-    *,
     backend: str,
+    *,
     device: torch.device,
     timeout: float = DEFAULT_TIMEOUT_S,
     check: bool | None = None,
-) -> tuple[TorchGroup, Callable[[BaseException | None], None]]:
-    """The group of all ranks of a job. All ranks call it with the same arguments.
+) -> World:
+    """The world of all ranks of a job. All ranks call it with the same arguments.
+
+    If the script has made the default process group over this backend itself, that one is used.
 
     Args:
         env: where this process stands in the job.
-        store: what ``open_store`` returned.
         backend: ``"gloo"``, ``"nccl"`` or another one that ``torch.distributed`` knows.
-        device: where the tensors of this rank live.
+        device: where the tensors of this rank live; with gloo always the CPU.
         timeout: seconds that a rank waits for others.
         check: compare the calls of all ranks before each collective; None: see ``check_wanted``.
 
-    Returns:
-        the group, and the function that ends it (for ``World``).
-
     Raises:
         CommTimeout: some ranks did not start; names them.
-        WorldError: the engine could not start.
+        WorldError: the store or the engine could not start.
     """
+    device = torch.device("cpu") if backend == "gloo" else device
+    default = dist.group.WORLD  # None if there is none
+    if default is not None and backend in _backends(default).values():
+        wrapped = from_process_group(default, device=device, timeout=timeout, check=check)
+        return World(wrapped, backend=backend, local_rank=env.local_rank, close=wrapped.close)
+    store = open_store(env, timeout)
     ranks = tuple(range(env.size))
     report_here(store, env.rank)
     await_all(store, ranks, timeout)
-    job = Job(store, env.rank, env.size if env.rank == 0 and not env.agent_store else 0)
+    holds_store = env.rank == 0 and not env.agent_store
     maker = _Maker(
-        job=job,
+        job=Job(store, env.rank, env.size if holds_store else 0),
         backend=backend,
         device=device,
         timeout=timeout,
         check=check_wanted() if check is None else check,
         loopback=env.one_host and "GLOO_SOCKET_IFNAME" not in os.environ,
-        default=None,
     )
-    if backend not in ("gloo", "nccl"):
-        if not dist.is_initialized():
-            dist.init_process_group(
-                backend,
-                store=c10d.PrefixStore("default", store),
-                rank=env.rank,
-                world_size=env.size,
-                timeout=timedelta(seconds=timeout),
-            )
-        maker = replace(maker, default=dist.group.WORLD)
     try:
         group = maker.make("world", ranks)
     except RuntimeError as error:
@@ -94,7 +86,7 @@ def connect(
             f"rank {env.rank} of {env.size} could not start {backend}: {error}. On several hosts, "
             "GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) names the network interface to use."
         ) from error
-    return group, group.close
+    return World(group, backend=backend, local_rank=env.local_rank, close=group.close)
 
 
 def from_process_group(
@@ -140,9 +132,8 @@ def from_process_group(
         timeout=timeout,
         check=check_wanted() if check is None else check,
         loopback=False,
-        default=group,
     )
-    return maker.make("world", ranks)
+    return maker.make("world", ranks, group)
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
@@ -162,7 +153,6 @@ class _Maker:
 
     Attributes:
         loopback: whether gloo uses the loopback interface.
-        default: the process group to use for the group ``"world"``, if the engine is not made here.
     """
 
     job: Job
@@ -171,31 +161,39 @@ class _Maker:
     timeout: float
     check: bool
     loopback: bool
-    default: dist.ProcessGroup | None
 
-    def make(self, name: str, ranks: tuple[int, ...]) -> TorchGroup:
-        """The group of ``ranks`` (in the job); all of them call it."""
+    def make(
+        self, name: str, ranks: tuple[int, ...], made: dist.ProcessGroup | None = None
+    ) -> TorchGroup:
+        """The group of ``ranks`` (in the job); all of them call it.
+
+        Args:
+            made: a process group of these ranks to use, instead of a new one.
+        """
         store = c10d.PrefixStore(f"group/{name}", self.job.store)
         rank = ranks.index(self.job.rank)
-        default = self.default if name == "world" else None
         if self.backend == "gloo":
-            engine = (
-                self._gloo(store, rank, len(ranks)) if default is None else _cpu_engine(default)
-            )
+            engine = self._gloo(store, rank, len(ranks)) if made is None else _cpu_engine(made)
             peers = Peers(engine, rank, len(ranks), self.timeout)
             return PeerGroup(peers, self.job, name, ranks, self.device, self.make, self.check)
         check = None
         if self.check:
             side = self._gloo(c10d.PrefixStore("check", store), rank, len(ranks))
             check = Peers(side, rank, len(ranks), self.timeout)
-        native, end = self._native(store, ranks, default)
+        native, end = self._native(store, name, ranks) if made is None else (made, _leave)
         return NativeGroup(
-            native, end, self.job, name, ranks, self.device, self.timeout, self.make, check
+            cast(Engine, native),
+            end,
+            self.job,
+            name,
+            ranks,
+            self.device,
+            self.timeout,
+            self.make,
+            check,
         )
 
     def _gloo(self, store: c10d.Store, rank: int, size: int) -> Engine:
-        if str(self.device) != "cpu" and self.backend == "gloo":
-            raise UnsupportedError(f"gloo sends messages from the CPU, not from {self.device}")
         limit = timedelta(seconds=self.timeout)
         if not self.loopback:
             return cast(Engine, c10d.ProcessGroupGloo(store, rank, size, limit))
@@ -205,27 +203,41 @@ class _Maker:
         return cast(Engine, c10d.ProcessGroupGloo(store, rank, size, options))
 
     def _native(
-        self, store: c10d.Store, ranks: tuple[int, ...], default: dist.ProcessGroup | None
-    ) -> tuple[Engine, Callable[[bool], None]]:
-        """An engine for ``ranks``, and what ends it."""
-        if default is not None:
-            return cast(Engine, default), lambda failed: None
-        if self.backend != "nccl":
-            group = dist.new_group(
-                list(ranks),
-                timeout=timedelta(seconds=self.timeout),
-                use_local_synchronization=self.backend != "mpi",
-            )
-            return cast(Engine, group), lambda failed: None
-        options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=self.timeout)
-        nccl = c10d.ProcessGroupNCCL(store, ranks.index(self.job.rank), len(ranks), options)
-
-        def end(failed: bool) -> None:
+        self, store: c10d.Store, name: str, ranks: tuple[int, ...]
+    ) -> tuple[object, Callable[[bool], None]]:
+        """A new engine for ``ranks``, and what ends it."""
+        rank, limit = ranks.index(self.job.rank), timedelta(seconds=self.timeout)
+        if self.backend == "nccl":
+            if not dist.is_nccl_available():
+                raise WorldError("this build of torch has no NCCL: use backend 'gloo'")
+            options = c10d.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            nccl = c10d.ProcessGroupNCCL(store, rank, len(ranks), options)
             # After a failure, peers may never answer, and a shutdown would wait for them.
-            nccl.abort() if failed else nccl.shutdown()
+            return nccl, lambda failed: nccl.abort() if failed else nccl.shutdown()
+        if not dist.is_initialized():
+            dist.init_process_group(
+                self.backend, store=store, rank=rank, world_size=len(ranks), timeout=limit
+            )
+            return dist.group.WORLD, _destroy
+        made, _ = dist.distributed_c10d._new_process_group_helper(
+            len(ranks),
+            rank,
+            list(ranks),
+            self.backend,
+            store,
+            group_name=dist.distributed_c10d.GroupName(f"echelon/{name}"),
+            timeout=limit,
+        )
+        return made, _leave
 
-        return cast(Engine, nccl), end
+
+def _leave(failed: bool) -> None:
+    """The engine is the user's, or ends with the default process group."""
+
+
+def _destroy(failed: bool) -> None:
+    dist.destroy_process_group()
 
 
 def _cpu_engine(group: dist.ProcessGroup) -> Engine:

@@ -1,0 +1,180 @@
+"""The benchmarks run, measure in alternation, and leave a complete JSON file and nothing else."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def folder_on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules of the folder import each other by their bare names; forget them afterwards."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file is not None and Path(file).parent == FOLDER:
+            del sys.modules[name]
+
+
+def written(main: Callable[..., None], tmp_path: Path, **options: Any) -> dict[str, Any]:
+    """The JSON that a benchmark leaves, started in this process."""
+    output = tmp_path / "result.json"
+    main(**options, output=output)
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+class Recorder:
+    """A group of one rank that notes when it is asked to line up."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def barrier(self) -> None:
+        self.log.append("|")
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        return [item]
+
+    def logs(self, name: str) -> Callable[[], None]:
+        return lambda: self.log.append(name)
+
+
+def test_variants_take_turns_and_each_round_begins_with_another() -> None:
+    from pairs import Variant, alternate
+
+    meeting = Recorder()
+    variants = [Variant(name, meeting.logs(name)) for name in "ABC"]
+    samples = alternate(meeting, variants, num_rounds=3)
+    assert "".join(meeting.log) == "|A|B|C" + "|B|C|A" + "|C|A|B" + "|"
+    assert [len(samples.seconds[name]) for name in "ABC"] == [3, 3, 3]
+
+
+def test_a_rank_that_is_left_out_lines_up_and_waits() -> None:
+    from pairs import Variant, alternate
+
+    meeting = Recorder()
+    variants = [
+        Variant("A", meeting.logs("A"), frozenset({1})),
+        Variant("B", meeting.logs("B")),
+    ]
+    samples = alternate(meeting, variants, num_rounds=2, num_calls=2)
+    assert "".join(meeting.log) == "||BB" + "|BB|" + "|"
+    assert samples.seconds["A"] == [0.0, 0.0]
+
+
+def test_a_ratio_is_the_median_of_the_pairs_and_not_a_ratio_of_medians() -> None:
+    from pairs import Samples
+
+    samples = Samples({"ours": [1.0, 2.0, 30.0], "theirs": [4.0, 10.0, 60.0]})
+    assert samples.ratios("theirs", "ours") == [4.0, 5.0, 2.0]
+    assert samples.ratio("theirs", "ours") == 4.0
+    assert samples.median_s("theirs") / samples.median_s("ours") == 5.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound", "reached"),
+    [
+        ("FASTER", 3.9, True),
+        ("FASTER", 4.1, False),
+        ("WITHIN", 0.26, True),
+        ("WITHIN", 0.24, False),
+        ("SECONDS", 2.1, True),
+        ("SECONDS", 1.9, False),
+    ],
+)
+def test_a_bar_is_reached_when_its_sentence_is_true(kind: str, bound: float, reached: bool) -> None:
+    from bars import Bar, Kind, judge
+    from pairs import Samples
+
+    samples = Samples({"ours": [1.0, 2.0, 3.0], "theirs": [4.0, 8.0, 12.0]})
+    bar = Bar(task="t", name="ours", kind=Kind[kind], bound=bound, peer="theirs")
+    assert [outcome.reached for outcome in judge(bar, samples)] == [reached]
+
+
+def test_a_bar_against_a_peer_that_was_not_measured_is_left_out() -> None:
+    from bars import Bar, Kind, judge
+    from pairs import Samples
+
+    bar = Bar(task="t", name="ours", kind=Kind.FASTER, bound=1.0, peer="MPICH")
+    assert judge(bar, Samples({"ours": [1.0]})) == []
+
+
+def test_the_gpt_has_33_7_million_parameters() -> None:
+    from models import GPT, GPTConfig
+
+    with torch.device("meta"):
+        model = GPT(GPTConfig())
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 33.7
+
+
+def test_collectives_measures_all_operations_against_gloo(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import collectives
+
+    options = {"size": [4096, 65536], "ranks": [2], "seconds": 0.01, "mpi": False}
+    result = written(collectives.main, tmp_path, **options, quick=True)
+    assert len(result["cases"]) == 5 * 2 + 1
+    for case in result["cases"]:
+        assert {"echelon", "gloo"} <= case["seconds"].keys()
+        assert all(min(s) > 0 and len(s) >= 5 for s in case["seconds"].values())
+    assert result["versions"]["torch"]
+    assert result["machine"]["cores"] >= 1
+    assert len(result["simulated"]["seconds"]) == 1
+    assert [bar["task"] for bar in result["bars"]].count("all_reduce 4 KiB") == 2
+    assert "gloo / window" in capsys.readouterr().out
+
+
+def test_ddp_measures_all_variants_and_compares_their_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import ddp
+
+    options = {"task": ["many-small"], "layers": 4, "seconds": 0.01, "memory": False}
+    result = written(ddp.main, tmp_path, **options)
+    [task] = result["tasks"]
+    assert len(task["seconds"]) == 5
+    assert all(min(s) > 0 and len(s) >= 5 for s in task["seconds"].values())
+    assert task["same_weights"]["largest_difference"] < 1e-4
+    assert "≥ 1.5× faster than PyTorch DDP" in capsys.readouterr().out
+
+
+def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    from ranks import run_to_end
+
+    note = tmp_path / "pid"
+    with pytest.raises(TimeoutError, match=r"sh ran longer than 0\.5 s"):
+        run_to_end(["sh", "-c", f"sleep 60 & echo $! > {note}; wait"], limit_s=0.5)
+    assert is_gone(int(note.read_text()))
+
+
+def test_a_command_ends_with_the_benchmark_that_started_it() -> None:
+    program = "import ranks; ranks.run_to_end(['sh', '-c', 'echo $$; exec sleep 60'], 60)"
+    benchmark = subprocess.Popen([sys.executable, "-c", program], stdout=-1, cwd=FOLDER, text=True)
+    with benchmark:
+        assert benchmark.stdout is not None
+        command = int(benchmark.stdout.readline())
+        benchmark.kill()
+    assert is_gone(command)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, or does within 5 s."""
+    end = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    return not Path(f"/proc/{pid}").exists()
