@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 import echelon as ec
 from echelon.world import shm
-from echelon.world.shm.start import Store
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -88,11 +87,11 @@ def under_mpiexec(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def join_gloo(rank: int, size: int, folder: Path) -> Store:
+def join_gloo(rank: int, size: int, folder: Path) -> Any:
     """Make gloo the default group, over loopback; the store through which the ranks met."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    store: Store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
+    store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
     limit = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     return store

@@ -17,9 +17,9 @@ VOCABULARY = 256
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    layers: int = 4
-    width: int = 192
-    heads: int = 6
+    layers: int = 3
+    width: int = 256
+    heads: int = 4
     context: int = 128
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ import echelon as ec
 from echelon.observe import read_metrics
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+SCRIPT = EXAMPLES / "train_gpt.py"
 CPU = torch.device("cpu")
 SMALL = ["--steps", "12", "--eval-every", "6", "--batch-size", "8", "--context", "32"]
 SMALL += ["--layers", "2", "--width", "32", "--heads", "2"]
@@ -45,23 +46,19 @@ def prose(tmp_path: Path) -> Path:
     return path
 
 
-def train(folder: Path, *arguments: str | Path, launcher: list[str]) -> str:
-    """What the script prints in a pipe."""
+def test_the_demo_learns_verifies_itself_and_leaves_its_report(tmp_path: Path, prose: Path) -> None:
+    command = [sys.executable, "-m", "echelon", "run", "--ranks", "2", str(SCRIPT)]
     done = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / "train_gpt.py"), *SMALL, *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "TMPDIR": str(folder)},
+        [*command, *SMALL, "--data", str(prose), "--verify", "--trace"],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # where logs would be left
         capture_output=True,
         text=True,
         timeout=110,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_demo_learns_verifies_itself_and_leaves_its_report(tmp_path: Path, prose: Path) -> None:
-    launcher = ["-m", "echelon", "run", "--ranks", "2"]
-    output = train(tmp_path, "--data", prose, "--verify", "--trace", launcher=launcher)
+    output = done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {path.name for path in tmp_path.iterdir()} == {"prose.txt", "runs"}
     for line in output.splitlines():
         assert re.match(r"(text|verified|sample|step|def |[^\x1b]*$)", line)
     assert re.search(r"^step 1/12  loss \d\.\d{3} bits per byte  [\d,]+ tokens/s", output, re.M)
@@ -83,12 +80,17 @@ def test_the_demo_learns_verifies_itself_and_leaves_its_report(tmp_path: Path, p
     assert pids == {0, 1}
 
 
-def test_any_number_of_ranks_trains_the_same_model(tmp_path: Path, prose: Path) -> None:
-    curves = []
-    for ranks in ("1", "4"):
-        launcher = ["-m", "echelon", "run", "--ranks", ranks, "--world", "threads"]
-        train(tmp_path, "--data", prose, "--name", ranks, "--dtype", "float64", launcher=launcher)
-        lines = read_metrics(tmp_path / "runs" / ranks)
+def test_any_number_of_ranks_trains_the_same_model(
+    tmp_path: Path, prose: Path, example: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("echelon.observe.recorder.write_report", lambda folder: None)
+    script, curves = example("train_gpt"), []
+    for ranks in (1, 4):
+        options = [*SMALL, "--data", str(prose), "--name", str(ranks), "--dtype", "float64"]
+        monkeypatch.setattr(sys, "argv", ["train_gpt.py", *options])
+        ec.run(script.main, ranks, args=(script.parse_args(),))
+        lines = read_metrics(tmp_path / "runs" / str(ranks))
         curves.append([line["loss"] for line in lines if line["kind"] in ("step", "evaluation")])
     # Sums run in another order, and Adam divides by gradients that may be tiny.
     assert curves[0] == pytest.approx(curves[1], rel=1e-9)

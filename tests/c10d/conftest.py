@@ -17,6 +17,7 @@ MODULES = (
     "torch.distributed.optim",
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
+    "tests.c10d.test_errors",
     "tests.c10d.test_process_group",
     "tests.c10d.test_training",
 )

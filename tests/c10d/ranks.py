@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 60.0
+EXIT_S = 20.0  # to leave process groups and unload torch, on a busy machine
 
 Setup = Callable[[int, int, dist.Store], None]
 
@@ -63,7 +64,7 @@ class Ranks:
         """End all ranks; kill those that do not."""
         for pipe in self._pipes:
             pipe.close()
-        self._parent.join(5.0)
+        self._parent.join(EXIT_S)
         if self._parent.is_alive():
             for pid in self._pids:
                 os.kill(pid, signal.SIGKILL)

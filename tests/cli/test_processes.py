@@ -27,8 +27,7 @@ with ec.init() as world:
                 os._exit(0)
     if sys.argv[1] == "sleep":
         time.sleep(60)
-    if sys.argv[1] != "good":
-        world.group.all_reduce(total.grad)
+    world.group.all_reduce(total.grad)
 """
 
 
@@ -43,14 +42,6 @@ def start(folder: Path, mode: str) -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, "TMPDIR": str(folder)},  # where it keeps its logs
     )
-
-
-def test_rank_0_is_shown_and_nothing_is_left_after_success(tmp_path: Path) -> None:
-    process = start(tmp_path, "good")
-    output, errors = process.communicate(timeout=90)
-    assert (process.returncode, errors) == (0, "")
-    assert output == "rank 0 of 2 gradient 6.0\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
 @pytest.mark.parametrize(

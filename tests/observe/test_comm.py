@@ -51,3 +51,12 @@ def test_messages_between_two_ranks_are_counted() -> None:
 
     sender, receiver = measure(2, body)
     assert sender["send"].nbytes == receiver["recv"].nbytes == 16
+
+
+def test_making_groups_and_windows_is_no_communication() -> None:
+    def body(world: ec.World) -> None:
+        world.group.window(10)
+        world.group.subgroup([0, 1])
+        world.group.barrier()
+
+    assert [list(totals) for totals in measure(2, body)] == [["barrier"], ["barrier"]]

@@ -4,28 +4,20 @@ It imports torch once and forks its ranks, because only a rank that leaves throu
 shutdown can show what that does to the threads of gloo. Prints one line a rank.
 """
 
+import gc
 import os
 import sys
 import time
 
 import torch
 
-from echelon.world.environment import JobEnvironment
 from echelon.world.torch_dist import connect
-from tests.world.gloo_ranks import free_port
+from tests.world.gloo_ranks import free_port, local_job
 
 
 def rank_main(rank: int, port: int, how: str) -> None:
     """One rank of two, which ends as ``how`` says."""
-    job = JobEnvironment(
-        launcher="torchrun",
-        rank=rank,
-        size=2,
-        local_rank=rank,
-        local_size=2,
-        master_addr="127.0.0.1",
-        master_port=port,
-    )
+    job = local_job(rank, 2, port)
     world = connect(job, "gloo", device=torch.device("cpu"), timeout=20.0)
     tensors = [torch.full((50_000,), float(rank)) for _ in range(4)]
     works = [world.group.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -43,6 +35,7 @@ def rank_main(rank: int, port: int, how: str) -> None:
 def main() -> None:
     """Fork two ranks for each way and round, and print how they ended."""
     rounds, *ways = sys.argv[1:]
+    gc.freeze()  # the shutdown of a fork need not take torch apart
     for how in ways:
         for _ in range(int(rounds)):
             port = free_port()

@@ -65,16 +65,17 @@ def gloo_outcomes(
         check: compare calls.
         native: use the engine's own collectives, as on NCCL.
     """
-    env = {"size": ranks, "local_size": ranks, "master_addr": "127.0.0.1", "launcher": "torchrun"}
     port = free_port()
+    return start(_in_world, ranks, (fn, ranks, port, tuple(args), timeout, check, native))
+
+
+def start(main: Callable[..., Any], ranks: int, args: tuple[Any, ...]) -> list[tuple[Any, int]]:
+    """Call ``main(rank, *args)`` in a process for each rank; returns as ``gloo_outcomes``."""
     pipes: dict[Connection, int] = {}
     processes = []
     for rank in range(ranks):
         ours, theirs = _context.Pipe(duplex=False)
-        job = JobEnvironment(rank=rank, local_rank=rank, master_port=port, **env)
-        process = _context.Process(
-            target=_rank_main, args=(fn, job, tuple(args), timeout, check, native, theirs)
-        )
+        process = _context.Process(target=_send_outcome, args=(theirs, main, rank, args))
         process.start()
         theirs.close()
         pipes[ours] = rank
@@ -88,6 +89,7 @@ def gloo_outcomes(
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 outcomes[pipes.pop(pipe)] = (_read(pipe), len(outcomes))
+                pipe.close()
     finally:
         for process in processes:
             process.join(0 if pipes else 10)
@@ -108,30 +110,52 @@ def _read(pipe: Connection) -> Any:
         return Died("no result")
 
 
-def _rank_main(
+def _send_outcome(
+    pipe: Connection, main: Callable[..., Any], rank: int, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        result = main(rank, *args)
+    except BaseException as error:
+        result = error
+    pipe.send_bytes(pickle.dumps(result))
+    pipe.close()
+
+
+def local_job(rank: int, size: int, port: int) -> JobEnvironment:
+    """The environment of a rank of a job on this host."""
+    return JobEnvironment(
+        launcher="torchrun",
+        rank=rank,
+        size=size,
+        local_rank=rank,
+        local_size=size,
+        master_addr="127.0.0.1",
+        master_port=port,
+    )
+
+
+def _in_world(
+    rank: int,
     fn: Callable[..., Any],
-    job: JobEnvironment,
+    size: int,
+    port: int,
     args: tuple[Any, ...],
     timeout: float,
     check: bool,
     native: bool,
-    pipe: Connection,
-) -> None:
-    torch.set_num_threads(1)
+) -> Any:
+    job = local_job(rank, size, port)
+    if not native:
+        device = torch.device("cpu")
+        with connect(job, "gloo", device=device, timeout=timeout, check=check) as world:
+            return fn(world, *args)
     try:
-        if native:
-            group = _native_group(job, open_store(job, timeout), timeout, check)
-            made = World(group, backend="gloo", close=group.close)
-        else:
-            made = connect(job, "gloo", device=torch.device("cpu"), timeout=timeout, check=check)
-        with made as world:
-            result = fn(world, *args)
-    except BaseException as error:
-        result = error
-    if native and dist.is_initialized():
+        group = _native_group(job, open_store(job, timeout), timeout, check)
+        with World(group, backend="gloo", close=group.close) as world:
+            return fn(world, *args)
+    finally:
         dist.destroy_process_group()
-    pipe.send_bytes(pickle.dumps(result))
-    pipe.close()
 
 
 def _native_group(

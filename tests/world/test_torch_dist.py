@@ -1,5 +1,7 @@
 """Groups over gloo (our algorithms) and over an engine's own collectives, as NCCL would be used.
 
+What every group promises is in ``test_group``; here is what depends on the way over c10d: lengths
+in one round and in pieces, an engine's dtypes, progress beside the caller, tags, subgroups.
 All checks of one kind of group run in one start of its ranks; each is then a test.
 """
 
@@ -114,34 +116,6 @@ def the_numbers_of_four_ranks(world: World) -> None:
 
 
 @check
-def the_numbers_of_two_ranks(world: World) -> None:
-    group = world.group.subgroup([0, 1])
-    if group is None:
-        return
-    r = group.rank
-    gathered = torch.empty(4, 3)
-    group.all_gather_single(gathered, torch.full((2, 3), float(r)))
-    assert gathered.shape == (4, 3)
-    assert gathered[:, 0].tolist() == [0, 0, 1, 1]
-    empty = torch.empty(0, 3)
-    group.all_reduce(empty)
-    assert empty.shape == (0, 3)
-    mean = torch.tensor([float(r)])
-    group.all_reduce(mean, "mean")
-    assert mean.tolist() == [0.5]
-    with pytest.raises(ArgumentError, match="3 elements"):
-        group.reduce_scatter_single(torch.empty(1), torch.ones(3))
-    swapped = torch.empty(4)
-    group.all_to_all_single(swapped, torch.tensor([[10.0, 20, 30, 40], [50.0, 60, 70, 80]][r]))
-    assert swapped.tolist() == [[10, 20, 50, 60], [30, 40, 70, 80]][r]
-    given = torch.tensor([[10.0, 20, 21, 22], [30.0, 31, 40, 41]][r])
-    received = torch.empty([3, 5][r])
-    splits = [[1, 3], [2, 2]]
-    group.all_to_all_single(received, given, [splits[0][r], splits[1][r]], splits[r])
-    assert received.tolist() == [[10, 30, 31], [20, 21, 22, 40, 41]][r]
-
-
-@check
 def every_dtype_is_reduced_by_every_operation_that_has_a_meaning(world: World) -> None:
     for dtype in EVERY:
         for op in ("sum", "mean", "product", "min", "max", "band", "bor", "bxor"):
@@ -165,15 +139,6 @@ def reductions_of_all_lengths_run_in_rank_order(world: World) -> None:
             tensor = parts[world.rank].clone()
             world.group.all_reduce(tensor, "mean")
             assert_reduced(world, tensor, total(parts, "mean"))
-
-
-@check
-def all_ranks_hold_the_same_bits(world: World) -> None:
-    tensor = values(world.rank, 500_001)
-    world.group.all_reduce(tensor, "sum")
-    first = tensor.clone()
-    world.group.broadcast(first, src=0)
-    assert torch.equal(first, tensor)
 
 
 @check
@@ -217,50 +182,12 @@ def a_long_broadcast_comes_from_any_source(world: World) -> None:
 
 
 @check
-def tensors_need_not_be_contiguous(world: World) -> None:
-    base = torch.arange(24.0).view(4, 6) * (world.rank + 1)
-    factor = sum(range(1, world.size + 1))
-    tensor = base.clone().t()
-    world.group.all_reduce(tensor)
-    assert torch.equal(tensor, torch.arange(24.0).view(4, 6).t() * factor)
-    wide = torch.zeros(world.size * 4, 2)
-    world.group.all_gather_single(wide[:, 0], torch.full((4,), float(world.rank)))
-    assert wide[:, 0].tolist() == [float(r) for r in range(world.size) for _ in range(4)]
-    assert wide[:, 1].abs().sum() == 0
-
-
-@check
-def tensors_may_be_empty(world: World) -> None:
-    group, size = world.group, world.size
-    empty = torch.empty(0)
-    group.all_reduce(empty)
-    group.broadcast(empty, src=0)
-    group.reduce(empty, dst=0)
-    group.all_gather_single(torch.empty(0), empty)
-    group.all_gather([torch.empty(0) for _ in range(size)], empty)
-    group.all_to_all_single(torch.empty(0), empty)
-    if world.rank < 2:
-        peer = 1 - world.rank
-        first = group.isend(empty, peer) if world.rank == 0 else group.irecv(empty, peer)
-        first.wait()
-
-
-@check
 def an_all_gather_may_be_uneven(world: World) -> None:
     lengths = [3 * rank for rank in range(world.size)]
     outputs = [torch.empty(n) for n in lengths]
     world.group.all_gather(outputs, values(world.rank, lengths[world.rank]))
     for rank, output in enumerate(outputs):
         assert torch.equal(output, values(rank, lengths[rank]))
-
-
-@check
-def an_all_gather_may_be_in_place(world: World) -> None:
-    numel = 100_001
-    output = torch.zeros(world.size, numel)
-    output[world.rank] = values(world.rank, numel)
-    world.group.all_gather_single(output, output[world.rank])
-    assert torch.equal(output, torch.stack(everyone(world, numel)))
 
 
 @check
@@ -326,18 +253,6 @@ def many_collectives_may_be_outstanding_and_waited_for_in_any_order(world: World
 
 
 @check
-def a_call_that_waits_may_follow_outstanding_ones(world: World) -> None:
-    first = values(world.rank, 400_000)
-    work = world.group.all_reduce(first, async_op=True)
-    second = torch.ones(3)
-    world.group.all_reduce(second)
-    assert work is not None
-    assert second.tolist() == [world.size] * 3
-    work.wait()
-    assert_reduced(world, first, total(everyone(world, 400_000), "sum"))
-
-
-@check
 def a_collective_proceeds_while_its_caller_computes(world: World) -> None:
     tensor = values(world.rank, 200_000)
     work = world.group.all_reduce(tensor, async_op=True)
@@ -364,22 +279,6 @@ def a_wait_may_time_out_and_be_repeated(world: World) -> None:
         assert 0 in info.value.missing
     work.wait()
     assert tensor.tolist() == [world.size] * 2
-
-
-@check
-def messages_of_one_pair_keep_their_order(world: World) -> None:
-    group, me = world.group, world.rank
-    if me == 0:
-        works = [group.isend(values(i, 50 + i), 1, tag=3) for i in range(20)]
-    elif me == 1:
-        tensors = [torch.empty(50 + i) for i in range(20)]
-        works = [group.irecv(tensor, 0, tag=3) for tensor in tensors]
-    else:
-        return
-    for work in works:
-        work.wait()
-    if me == 1:
-        assert all(torch.equal(tensor, values(i, 50 + i)) for i, tensor in enumerate(tensors))
 
 
 @check
@@ -436,22 +335,6 @@ def subgroups_of_subgroups_need_their_own_ranks_only(world: World) -> None:
 
 
 @check
-def a_mesh_has_a_group_for_each_axis(world: World) -> None:
-    mesh = world.mesh(pp=-1, dp=1)
-    tensor = torch.tensor([1.0])
-    mesh["pp"].all_reduce(tensor)
-    mesh["dp"].all_reduce(tensor)
-    assert tensor.item() == world.size
-
-
-@check
-def objects_reach_all_ranks(world: World) -> None:
-    found = world.group.all_gather_object({"rank": world.rank, "pad": "x" * world.rank})
-    assert [item["rank"] for item in found] == list(range(world.size))
-    assert world.group.broadcast_object(("from", world.rank), src=1) == ("from", 1)
-
-
-@check
 def a_window_is_local_memory(world: World) -> None:
     window = world.group.window(10, torch.float64)
     assert window.local.tolist() == [0.0] * 10
@@ -480,10 +363,9 @@ def run_checks(world: World) -> dict[str, str]:
 
 KINDS = {
     "gloo, 2 ranks": (2, False, False),
-    "gloo, 4 ranks": (4, False, False),
-    "gloo, 3 ranks, calls compared": (3, False, True),
-    "an engine's collectives, 2 ranks": (2, True, False),
-    "an engine's collectives, 3 ranks, calls compared": (3, True, True),
+    "gloo, 4 ranks, calls compared": (4, False, True),
+    "an engine's collectives, 3 ranks": (3, True, False),
+    "an engine's collectives, 2 ranks, calls compared": (2, True, True),
 }
 
 

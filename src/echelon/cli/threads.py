@@ -38,7 +38,8 @@ def run_threads(script: Path, arguments: Sequence[str], ranks: int) -> int:
         return _fail(error, raised, ranks)
     from echelon.world.run import run  # brings torch; mistakes above need not wait for it
 
-    sys.stdout = _WholeLines(sys.stdout)
+    output = sys.stdout
+    sys.stdout = _WholeLines(output)
     try:
         run(_rank_main, ranks, world="threads", args=(code, str(script), raised))
     except KeyboardInterrupt:
@@ -50,7 +51,7 @@ def run_threads(script: Path, arguments: Sequence[str], ranks: int) -> int:
         return _leave(_fail(error, raised, ranks))
     finally:
         sys.stdout.flush()
-        sys.stdout = sys.__stdout__
+        sys.stdout = output
     return 0
 
 

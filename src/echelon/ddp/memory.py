@@ -140,7 +140,9 @@ class Bucket:
         Returns:
             The copies, by index of the parameter.
         """
-        olds = {}
+        olds: dict[int, Tensor] = {}
+        if not any(map(is_, map(_grad, self.params), self.views)):
+            return olds  # the usual case, after zero_grad(): one loop that stays in C
         for i, param, view in zip(self.members, self.params, self.views, strict=True):
             if param.grad is view and param is not first:
                 olds[i] = view.clone()

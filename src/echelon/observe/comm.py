@@ -9,6 +9,9 @@ from echelon.events import Event
 
 __all__ = ["CommMeter", "CommTotal"]
 
+# Calls on which ranks must agree, but which move no tensors.
+_SET_UP = {"subgroup", "window"}
+
 
 @dataclass(slots=True)
 class CommTotal:
@@ -50,7 +53,7 @@ class CommMeter:
         if event.name not in ("collective.issue", "collective.wait", "p2p.issue"):
             return
         facts = event.facts
-        if facts["rank"] != self.rank:
+        if facts["rank"] != self.rank or facts["op"] in _SET_UP:
             return
         with self._lock:
             total = self.totals.setdefault(facts["op"], CommTotal())

@@ -28,8 +28,8 @@ _DRAWS = {
     torch: (
         "rand randn randint rand_like randn_like randint_like randperm normal bernoulli "
         "multinomial poisson dropout feature_dropout alpha_dropout feature_alpha_dropout "
-        "native_dropout rrelu binomial _standard_gamma _sample_dirichlet lstm gru rnn_tanh rnn_relu dropout_ "
-        "alpha_dropout_ feature_dropout_ feature_alpha_dropout_ rrelu_"
+        "native_dropout rrelu binomial _standard_gamma _sample_dirichlet lstm gru rnn_tanh "
+        "rnn_relu dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_ rrelu_"
     ),
     torch.Tensor: (
         "uniform_ normal_ bernoulli bernoulli_ exponential_ random_ cauchy_ geometric_ "
@@ -123,6 +123,22 @@ class _OwnDraws(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_run_backward: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
+
+
+def _run_backward_with_own_draws(*args: Any, **kwargs: Any) -> Any:
+    """Run backward under the rank's mode, for what is recomputed in it.
+
+    ``Tensor.backward`` and ``torch.autograd.grad`` ask the mode what to do, and torch takes a mode
+    away while it is asked, so that all of backward would run without it.
+    """
+    who = getattr(_current, "who", None)
+    if who is None:
+        return _run_backward(*args, **kwargs)
+    with _OwnDraws(who):
+        return _run_backward(*args, **kwargs)
+
+
 _installed = 0
 _install_lock = threading.Lock()
 
@@ -133,6 +149,7 @@ def _rank_generator_installed() -> Iterator[None]:
     with _install_lock:
         _installed += 1
         vars(torch.random)["default_generator"] = _RankGenerator()
+        vars(torch.autograd)["_engine_run_backward"] = _run_backward_with_own_draws
     try:
         yield
     finally:
@@ -140,6 +157,7 @@ def _rank_generator_installed() -> Iterator[None]:
             _installed -= 1
             if not _installed:
                 vars(torch.random)["default_generator"] = _turns.generator
+                vars(torch.autograd)["_engine_run_backward"] = _run_backward
 
 
 @contextmanager

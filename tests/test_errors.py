@@ -1,0 +1,136 @@
+"""Errors build their sentences from facts, and reach other processes unchanged."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+
+from echelon import errors
+from echelon.errors import (
+    ArgumentError,
+    CollectiveMismatch,
+    CommError,
+    CommTimeout,
+    DeadlockError,
+    EchelonError,
+    ModelMismatch,
+    RankError,
+    RankFailed,
+    SharedMemoryError,
+    StateError,
+    WorldError,
+)
+
+EXAMPLES = [
+    ArgumentError("no"),
+    RankError("dst", 7, 4),
+    errors.UnsupportedError("no"),
+    StateError("no"),
+    ModelMismatch("the shape of 'w'", {0: "[2]", 1: "[3]"}),
+    WorldError("no"),
+    SharedMemoryError("a window", 3 * 2**20, 2**20),
+    CommError("no"),
+    CollectiveMismatch("world", 3, {0: "barrier", 1: "broadcast", 2: "barrier"}),
+    RankFailed(2, "raised KeyError: 'x'", "barrier"),
+    DeadlockError({0: ("barrier", [1]), 1: ("recv", [0])}, finished=[]),
+    CommTimeout("barrier", [1, 2], 0.5),
+]
+
+
+def classes() -> set[type]:
+    return {
+        value
+        for value in vars(errors).values()
+        if inspect.isclass(value) and issubclass(value, EchelonError)
+    }
+
+
+def test_every_class_but_the_base_has_an_example_here() -> None:
+    assert {type(error) for error in EXAMPLES} == classes() - {EchelonError}
+
+
+def test_every_class_is_public_and_drawn_in_the_tree_of_the_docstring() -> None:
+    assert {name.__name__ for name in classes()} == set(errors.__all__)
+    assert all(name in errors.__doc__ for name in errors.__all__)
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("travel", [copy.copy, lambda e: pickle.loads(pickle.dumps(e))])
+def test_an_error_travels_with_its_sentence_its_facts_and_its_notes(error, travel) -> None:
+    sent = copy.copy(error)
+    sent.add_note("on rank 1")
+    found = travel(sent)
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+    assert found.__dict__ == {**error.__dict__, "__notes__": ["on rank 1"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [
+        (ArgumentError, ValueError),
+        (RankError, ValueError),
+        (StateError, RuntimeError),
+        (CommTimeout, TimeoutError),
+        (CollectiveMismatch, CommError),
+        (SharedMemoryError, WorldError),
+    ],
+)
+def test_errors_can_be_caught_as_what_python_calls_them(kind, builtin) -> None:
+    assert issubclass(kind, builtin)
+
+
+def test_a_rank_error_says_which_ranks_there_are() -> None:
+    assert str(RankError("dst", 7, 4)) == (
+        "dst is 7, which is not in a group of 4 (need 0 <= rank < 4)"
+    )
+
+
+def test_a_mismatch_marks_the_rank_that_differs() -> None:
+    error = CollectiveMismatch("world", 3, {2: "barrier", 0: "barrier", 1: "broadcast"})
+    assert str(error).splitlines() == [
+        "collective #3 of group 'world' differs between ranks:",
+        "  rank 0: barrier",
+        "  rank 1: broadcast   <-- differs",
+        "  rank 2: barrier",
+        "All ranks of a group must issue the same collectives in the same order.",
+    ]
+    assert error.calls == {0: "barrier", 1: "broadcast", 2: "barrier"}
+
+
+def test_a_model_mismatch_says_what_differs() -> None:
+    text = str(ModelMismatch("the shape of 'w'", {0: "[2]", 1: "[3]"}))
+    assert "the shape of 'w'" in text
+    assert "rank 1: [3]" in text
+
+
+def test_too_little_memory_says_what_is_needed_and_what_there_is() -> None:
+    error = SharedMemoryError("a window", 3 * 2**20, 2**20)
+    assert "a window needs 3.0 MiB of shared memory and 1.0 MiB are available" in str(error)
+    assert (error.needed, error.available) == (3 * 2**20, 2**20)
+
+
+def test_a_failed_rank_is_named_with_its_cause_and_what_we_did() -> None:
+    error = RankFailed(2, "raised KeyError: 'x'", "barrier")
+    assert str(error) == "rank 2 raised KeyError: 'x', while this rank was in barrier"
+    assert error.failed_rank == 2
+
+
+def test_a_deadlock_shows_who_waits_for_whom_and_who_is_gone() -> None:
+    error = DeadlockError({1: ("recv", [0]), 0: ("barrier", [1, 2])}, finished=[3, 2])
+    assert str(error).splitlines() == [
+        "deadlock: no rank can go on",
+        "  rank 0 waits in barrier for ranks 1, 2",
+        "  rank 1 waits in recv for rank 0",
+        "  ranks 2, 3 returned already",
+    ]
+
+
+def test_a_timeout_names_whom_it_waited_for() -> None:
+    assert str(CommTimeout("barrier", [1], 0.5)) == "barrier waited 0.5 s for rank 1 in vain"
+    many = str(CommTimeout("barrier", range(100), 2))
+    assert "ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, … in vain" in many
+    assert str(CommTimeout("barrier", [], 1, "  rank 2 is busy")).endswith(
+        "for other ranks in vain\n  rank 2 is busy"
+    )
