@@ -102,19 +102,19 @@ def task_of(settings: dict[str, Any], rank: int) -> Task:
 def measure_rank(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
     """Time all variants of one task."""
     task = task_of(settings, peers.rank)
-    trainees = {n: Trainee(n, task, peers) for n in VARIANTS if n != ALONE}
+    names = settings["variants"]
+    trainees = {n: Trainee(n, task, peers) for n in names if n != ALONE}
     # Without communication it is the same thing, with the other ranks idle.
-    trainees[ALONE] = trainees[APART]
+    trainees[ALONE] = trainees.get(APART) or Trainee(ALONE, task, peers)
     variants = [
         Variant(name, trainees[name].step, frozenset({0}) if name == ALONE else None)
-        for name in VARIANTS
+        for name in names
     ]
-    alternate(peers.group, variants, 2)  # buckets are rebuilt, optimizer states are made
-    pilot = alternate(peers.group, variants, 2)
-    slowest_s = max(seconds[-1] for seconds in pilot.seconds.values())
-    num_calls = max(2, math.ceil(0.4 / slowest_s))
-    round_s = num_calls * sum(seconds[-1] for seconds in pilot.seconds.values())
-    num_rounds = num_rounds_within(settings["seconds"], round_s)
+    # The first steps make optimizer states and rebuild buckets; the last of them is the pilot.
+    pilot = alternate(peers.group, variants, 3)
+    lasts = [seconds[-1] for seconds in pilot.seconds.values()]
+    num_calls = max(2, math.ceil(0.4 / max(lasts)))
+    num_rounds = num_rounds_within(settings["seconds"], num_calls * sum(lasts), at_least=3)
     samples = alternate(peers.group, variants, num_rounds, num_calls)
     plain = trainees[ECHELON].plain
     return {
@@ -162,7 +162,7 @@ def memory_rank(peers: Peers, settings: dict[str, Any]) -> list[float]:
 
 
 def table_of(result: dict[str, Any], memory: dict[str, list[float]]) -> Table:
-    """A row for each variant: time of a step, in units of two others, and memory."""
+    """A row for each variant: time of a step, what communication adds, ratios, memory."""
     samples = Samples(result["seconds"], result["cpu_seconds"])
     title = (
         f"{result['task']}: {result['num_parameters'] / 1e6:.1f} M parameters in "
@@ -170,13 +170,22 @@ def table_of(result: dict[str, Any], memory: dict[str, list[float]]) -> Table:
         f"{len(samples.seconds[ECHELON])} rounds of {result['num_calls']} steps"
     )
     table = Table(title=title, box=box.MARKDOWN, title_justify="left")
+    base = APART if APART in samples.seconds else ALONE
     table.add_column("variant", no_wrap=True)
-    for column in ("ms a step", "CPU ms a step", f"/ {ALONE}", f"/ {ECHELON}", "peak MiB a rank"):
+    for column in (
+        "ms a step",
+        "added ms",
+        "CPU ms a step",
+        f"/ {ALONE}",
+        f"/ {ECHELON}",
+        "peak MiB a rank",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     for name in samples.seconds:
         peak = f"{max(memory[name]):.0f}" if name in memory else ""
         row = (
             f"{samples.median_s(name) * 1e3:.1f}",
+            f"{samples.difference_s(name, base) * 1e3:+.1f}",
             f"{statistics.median(samples.cpu_seconds[name]) * 1e3:.1f}",
             f"{samples.ratio(name, ALONE):.3f}",
             f"{samples.ratio(name, ECHELON):.3f}",
@@ -199,9 +208,9 @@ def main(
     task: Annotated[list[str], typer.Option(help="What to train.")] = [GPT, MANY_SMALL],  # noqa: B006
     ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
     layers: Annotated[int | None, typer.Option(help="Other than 8 (gpt) or 200.")] = None,
-    seconds: Annotated[float, typer.Option(help="For each task.")] = 80.0,
+    seconds: Annotated[float, typer.Option(help="For each task.")] = 75.0,
     memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
-    quick: Annotated[bool, typer.Option(help="Few rounds, no memory.")] = False,
+    quick: Annotated[bool, typer.Option(help="Fewer variants and rounds, no memory.")] = False,
     output: Annotated[Path | None, typer.Option(help="The JSON file.")] = None,
 ) -> None:
     """Measure training steps of echelon's and PyTorch's DDP side by side."""
@@ -209,7 +218,8 @@ def main(
     if quick:
         seconds, memory = min(seconds, 8.0), False
     content: dict[str, Any] = {"benchmark": "ddp", "machine": machine(), "versions": versions()}
-    settings = {"ranks": ranks, "seconds": seconds, "layers": layers}
+    names = [ECHELON, TORCH, ALONE] if quick else list(VARIANTS)
+    settings = {"ranks": ranks, "seconds": seconds, "layers": layers, "variants": names}
     results = []
     for one in task:
         given = {**settings, "task": one}

@@ -74,6 +74,11 @@ class Samples:
         """Median of the paired ratios: above 1 means that ``name`` is slower than ``base``."""
         return statistics.median(self.ratios(name, base))
 
+    def difference_s(self, name: str, base: str) -> float:
+        """Median of the paired differences: what ``name`` takes more than ``base``, in seconds."""
+        pairs = zip(self.seconds[name], self.seconds[base], strict=True)
+        return statistics.median(ours - theirs for ours, theirs in pairs)
+
 
 def alternate(
     meeting: Meeting, variants: Sequence[Variant], num_rounds: int, num_calls: int = 1

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks"
@@ -82,6 +81,7 @@ def test_a_ratio_is_the_median_of_the_pairs_and_not_a_ratio_of_medians() -> None
     samples = Samples({"ours": [1.0, 2.0, 30.0], "theirs": [4.0, 10.0, 60.0]})
     assert samples.ratios("theirs", "ours") == [4.0, 5.0, 2.0]
     assert samples.ratio("theirs", "ours") == 4.0
+    assert samples.difference_s("theirs", "ours") == 8.0
     assert samples.median_s("theirs") / samples.median_s("ours") == 5.0
 
 
@@ -116,8 +116,7 @@ def test_a_bar_against_a_peer_that_was_not_measured_is_left_out() -> None:
 def test_the_gpt_has_33_7_million_parameters() -> None:
     from models import GPT, GPTConfig
 
-    with torch.device("meta"):
-        model = GPT(GPTConfig())
+    model = GPT(GPTConfig())
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 33.7
 
 
@@ -148,7 +147,7 @@ def test_ddp_measures_all_variants_and_compares_their_weights(
     result = written(ddp.main, tmp_path, **options)
     [task] = result["tasks"]
     assert len(task["seconds"]) == 5
-    assert all(min(s) > 0 and len(s) >= 5 for s in task["seconds"].values())
+    assert all(min(s) > 0 and len(s) >= 3 for s in task["seconds"].values())
     assert task["same_weights"]["largest_difference"] < 1e-4
     assert "≥ 1.5× faster than PyTorch DDP" in capsys.readouterr().out
 

@@ -48,12 +48,13 @@ def is_left_out(outcome: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # about 25 s on two free cores
 def test_pytorchs_generic_backend_tests_pass_on_echelon(tmp_path: Path) -> None:
     for folder in ("barrier", "test_dir", "init_dir"):
         (tmp_path / folder).mkdir()
     with Ranks(SIZE, partial(generic_suite.prepare, SIZE), generic_suite.setup) as ranks:
         names = [name for name in ranks.call(generic_suite.all_names)[0] if not is_not_ours(name)]
-        of_ranks = ranks.call(generic_suite.run_suite, str(tmp_path), names, timeout_s=100.0)
+        of_ranks = ranks.call(generic_suite.run_suite, str(tmp_path), names, timeout_s=250.0)
     outcomes = {name: {of_rank[name][0] for of_rank in of_ranks} for name in names}
     passed = [name for name in names if outcomes[name] == {"passed"}]
     left_out = [name for name in names if all(map(is_left_out, outcomes[name]))]

@@ -10,10 +10,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import echelon as ec
 from tests.ddp.models import (
+    Casting,
+    Checkpointed,
     TiedLanguageModel,
     TwoPaths,
     assert_close,
@@ -305,20 +306,6 @@ def both_kinds_of_checkpointing_work(world: ec.World) -> None:
             assert_close(ddp.module.inner, plain)
 
 
-class Checkpointed(nn.Module):
-    """Recomputes each layer in backward."""
-
-    def __init__(self, inner: nn.Sequential, reentrant: bool) -> None:
-        super().__init__()
-        self.inner = inner
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.inner:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return x
-
-
 @check
 def different_models_are_refused_on_every_rank(world: ec.World) -> None:
     if world.size == 1:
@@ -329,15 +316,6 @@ def different_models_are_refused_on_every_rank(world: ec.World) -> None:
         ec.DDP(model, world.group)
     assert info.value.found[0] == "float32[4, 4]"
     assert info.value.found[world.size - 1] == "float32[3, 4]"
-
-
-class Casting(nn.Sequential):
-    """Brings its input to the dtype of each layer."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self:
-            x = layer(x.to(layer.weight.dtype))
-        return x
 
 
 @check

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 class TiedLanguageModel(nn.Module):
@@ -40,6 +41,29 @@ class TwoPaths(nn.Module):
         hidden = self.frozen(self.common(x))
         out: Tensor = self.a(hidden) if path == "a" else self.b(hidden)
         return out
+
+
+class Checkpointed(nn.Module):
+    """Recomputes each layer in backward."""
+
+    def __init__(self, inner: nn.Sequential, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.inner:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+class Casting(nn.Sequential):
+    """Brings its input to the dtype of each layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x.to(layer.weight.dtype))
+        return x
 
 
 def mlp(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Sequential:

@@ -149,15 +149,6 @@ def test_worlds_of_threads_nest_and_repeat() -> None:
         assert ec.run(outer, 3) == [[0], [1, 1], [3, 3, 3]]
 
 
-def starts_a_world(world: ec.World) -> list[tuple[object, ...]]:
-    return ec.run(describe, 2, "processes", args=(1,))
-
-
-def test_a_rank_that_is_a_process_may_start_processes() -> None:
-    [found] = ec.run(starts_a_world, 1, "processes")
-    assert [row[:2] for row in found] == [(0, 2), (1, 2)]
-
-
 def test_ranks_that_compute_on_are_left_behind_after_2_s_however_many() -> None:
     end = threading.Event()
 

@@ -237,22 +237,17 @@ def _child(
     except BaseException as error:
         _send_error(pipe, error)
         return
-    world = World(group, backend="shm", close=lambda error: group.close(_reason(error)))
+    world = World(group, backend="shm", close=group.close)
     try:
         enter(world)
         result = call(fn, world, args)
         world.close()
         payload = pickle.dumps(("result", pickle.dumps(result), ""))
     except BaseException as error:
-        group.close(_reason(error))
+        group.close(error)
         _send_error(pipe, error)
     else:
         pipe.send_bytes(payload)
-
-
-def _reason(error: BaseException | None) -> str | None:
-    """How the other ranks will read of a failure."""
-    return None if error is None else f"raised {type(error).__name__}: {error}"
 
 
 def _send_error(pipe: Connection, error: BaseException) -> None:

@@ -193,14 +193,7 @@ def _join_job(
             )
         store = torch_dist.open_store(job, timeout)
         group = shm.connect(job.rank, job.size, store, timeout=timeout, name=f"world {job.attempt}")
-        return World(
-            group,
-            backend="shm",
-            local_rank=job.local_rank,
-            close=lambda error: group.close(
-                None if error is None else f"raised {type(error).__name__}: {error}"
-            ),
-        )
+        return World(group, backend="shm", local_rank=job.local_rank, close=group.close)
     return torch_dist.connect(job, backend, device=device, timeout=timeout, check=check)
 
 

@@ -3,7 +3,7 @@
 The board is one segment with a page a rank; each word has one writer, so no atomic operation is
 needed::
 
-    rank r:  | bell | state | pid | sleepers | text length | … text of the failure … |
+    rank r:  | bell | state | pid | sleepers | text length | at fault | … text of the failure … |
 
 ``bell`` is the exception: anyone writes it, always with a value that nobody wrote before, so that a
 rank which read it, looked around and then goes to sleep on it cannot miss a change in between.
@@ -28,7 +28,7 @@ __all__ = ["Board"]
 
 _PAGE = 4096
 _WORDS = _PAGE // 4
-_BELL, _STATE, _PID, _SLEEPERS, _TEXT_LENGTH = range(5)
+_BELL, _STATE, _PID, _SLEEPERS, _TEXT_LENGTH, _AT_FAULT = range(6)
 _TEXT_START = 64
 _ABSENT, _HERE, _LEFT, _FAILED = range(4)
 
@@ -91,13 +91,21 @@ class Board:
             with suppress(ProcessLookupError):
                 self._pidfds[r] = os.pidfd_open(self._words[self._at(r, _PID)])
 
-    def leave(self, failure: str | None) -> None:
-        """Note that this rank ends, and why if it failed; wakes all ranks."""
+    def leave(self, failure: str | None, at_fault: int | None = None) -> None:
+        """Note that this rank ends, and why if it failed; wakes all ranks.
+
+        Args:
+            failure: what the rank at fault did, as others read it.
+            at_fault: another rank, if this one ends only because that one failed.
+        """
         if failure is not None:
             text = failure.encode()[: _PAGE - _TEXT_START]
             start = self.rank * _PAGE + _TEXT_START
             self._bytes[start : start + len(text)] = text
             self._words[self._at(self.rank, _TEXT_LENGTH)] = len(text)
+            self._words[self._at(self.rank, _AT_FAULT)] = (
+                self.rank if at_fault is None else at_fault
+            )
             fence()
         self._words[self._at(self.rank, _STATE)] = _LEFT if failure is None else _FAILED
         self.ring(r for r in range(self.size) if r != self.rank)
@@ -170,7 +178,8 @@ class Board:
         """Raise if a rank failed, or if one that is waited for left or died."""
         for rank in range(self.size):
             if self._state(rank) == _FAILED and rank != self.rank:
-                raise RankFailed(rank, self._text(rank), doing())
+                at_fault = self._words[self._at(rank, _AT_FAULT)]
+                raise RankFailed(at_fault, self._text(rank), doing())
         dead = self._dead()
         for rank in missing():
             if rank == self.rank:

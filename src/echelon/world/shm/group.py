@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from echelon.errors import RankFailed
 from echelon.world.group import Group
 from echelon.world.shm.area import Area
 from echelon.world.shm.collectives import Collectives
@@ -43,16 +44,21 @@ class ShmGroup(Group):
         self._on_close = on_close
         self._closed = False
 
-    def close(self, failure: str | None = None) -> None:
+    def close(self, failure: BaseException | str | None = None) -> None:
         """End communication: deliver what is outstanding, then tell the others that this rank left.
 
         Args:
-            failure: why this rank leaves early; the others raise it, and nothing more is delivered.
+            failure: why this rank leaves early, or what it did; the others raise it, and nothing
+                more is delivered.
         """
         if self._closed:
             return
         self._closed = True
-        if failure is not None:
+        if isinstance(failure, RankFailed):  # the others read of that rank, not of this one
+            self._area.board.leave(failure.cause, failure.failed_rank)
+        elif isinstance(failure, BaseException):
+            self._area.board.leave(f"raised {type(failure).__name__}: {failure}")
+        elif failure is not None:
             self._area.board.leave(failure)
         for subgroup in self._subgroups:
             subgroup.close(failure)
