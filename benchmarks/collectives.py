@@ -294,6 +294,12 @@ def main(
     if quick:
         ranks, seconds = ranks[:1], min(seconds, 0.5)
     sizes = size or list(QUICK_SIZES if quick else SIZES)
+    if unknown := set(op) - set(OPS):
+        raise typer.BadParameter(f"{sorted(unknown)}: choose from {', '.join(OPS)}")
+    if any(nbytes <= 0 or nbytes % (4 * num) for nbytes in sizes for num in ranks):
+        raise typer.BadParameter(
+            f"sizes {sizes}: give bytes, whole floats for each of {ranks} ranks"
+        )
     facts = {"benchmark": "collectives", "machine": machine(), "versions": versions()}
     settings: dict[str, Any] = {"ops": op, "sizes": sizes, "seconds": seconds}
     launcher = find_mpiexec() if mpi else None

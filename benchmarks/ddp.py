@@ -214,6 +214,8 @@ def main(
     output: Annotated[Path | None, typer.Option(help="The JSON file.")] = None,
 ) -> None:
     """Measure training steps of echelon's and PyTorch's DDP side by side."""
+    if unknown := set(task) - set(BARS):
+        raise typer.BadParameter(f"{sorted(unknown)}: choose from {', '.join(BARS)}")
     console = console_for_tables()
     if quick:
         seconds, memory = min(seconds, 8.0), False

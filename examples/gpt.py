@@ -20,7 +20,7 @@ class GPTConfig:
     layers: int = 3
     width: int = 256
     heads: int = 4
-    context: int = 128
+    context: int = 64
 
     def __post_init__(self) -> None:
         if min(self.layers, self.width, self.heads, self.context) < 1 or self.width % self.heads:

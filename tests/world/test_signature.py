@@ -39,6 +39,13 @@ def fingerprint_here(world: ec.World) -> int:
     return fingerprint(CALL)
 
 
+def test_the_members_of_a_subgroup_are_part_of_the_call() -> None:
+    assert str(Call("subgroup", None, (0, 2), label="world.1")) == "subgroup [0, 2] of 'world.1'"
+    assert fingerprint(Call("subgroup", None, (0, 2))) != fingerprint(
+        Call("subgroup", None, (0, 1))
+    )
+
+
 def test_the_fingerprint_has_64_bits_and_is_the_same_in_another_process() -> None:
     assert 0 <= fingerprint(CALL) < 2**64
     assert ec.run(fingerprint_here, ranks=1, world="processes") == [fingerprint(CALL)]

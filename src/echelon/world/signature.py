@@ -46,6 +46,8 @@ class Call(NamedTuple):
         text = self.op if self.reduce is None else f"{self.op}({self.reduce})"
         if self.dtype is not None:
             text += f" {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        elif self.shape:  # of a subgroup: its members
+            text += f" {list(self.shape)}"
         if self.root is not None:
             text += f" root={self.root}"
         if self.label is not None:

@@ -1,0 +1,227 @@
+"""Local processes: waiting costs nothing, and however they end, nothing of them is left."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import echelon as ec
+from echelon.errors import RankFailed, SharedMemoryError, StateError, WorldError
+from echelon.world.shm import segment
+from echelon.world.shm.segment import Segment, available_nbytes
+from tests.world.checking import refuses, same
+
+NAME = "memfd:echelon"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def mapped_segments() -> int:
+    """How many segments this process maps."""
+    return Path("/proc/self/maps").read_text().count(NAME)
+
+
+# --- waiting -------------------------------------------------------------------------------------
+
+
+def wait_in_every_way(world: ec.World) -> dict[str, float]:
+    """Share of a core that this rank used while it waited for the other, by way of waiting."""
+    group, output = world.group, torch.empty(1)
+    long_message = torch.empty(2_000_000)
+    waits: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: group.all_reduce(output),
+        "recv": lambda: group.recv(output, 0),
+        "work": lambda: group.all_reduce(output, async_op=True).wait(),
+        "message": lambda: group.irecv(output, 0, tag=1).wait(),
+        "full ring": lambda: group.send(long_message, 0, tag=2),
+    }
+    answers: dict[str, Callable[[], object]] = {
+        **waits,
+        "recv": lambda: group.send(output, 1),
+        "message": lambda: group.send(output, 1, tag=1),
+        "full ring": lambda: group.recv(long_message, 1, tag=2),
+    }
+    shares = {}
+    for name in waits:
+        group.barrier()
+        if world.rank == 0:
+            time.sleep(0.4)
+            answers[name]()
+            continue
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        waits[name]()
+        shares[name] = (time.process_time() - start_cpu_s) / (time.perf_counter() - start_s)
+    return shares
+
+
+def test_a_rank_that_waits_uses_less_than_a_twentieth_of_a_core() -> None:
+    shares = ec.run(wait_in_every_way, 2, "processes")[1]
+    assert len(shares) == 5
+    assert max(shares.values()) < 0.05, shares
+
+
+# --- nothing is left -----------------------------------------------------------------------------
+
+
+def uses_memory(world: ec.World, ending: str) -> int:
+    window = world.group.window(300_000)
+    group = world.group.subgroup(range(world.size))
+    group.all_reduce(torch.ones(300_000))
+    world.group.all_reduce(window.local)
+    assert mapped_segments() >= 2 * world.size
+    assert "/dev/shm/" not in Path("/proc/self/maps").read_text()
+    if ending == "kill -9 of all":
+        world.group.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return os.getpid()
+
+
+def test_segments_have_no_name_and_go_with_the_last_process() -> None:
+    names = set(os.listdir("/dev/shm"))
+    pids = ec.run(uses_memory, 3, "processes", args=("return",))
+    gc.collect()
+    assert mapped_segments() == 0
+    assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
+    assert {name for name in set(os.listdir("/dev/shm")) - names if "echelon" in name} == set()
+
+
+def test_nothing_is_left_after_kill_9_of_all_ranks() -> None:
+    with pytest.raises(RankFailed, match="was killed by SIGKILL"):
+        ec.run(uses_memory, 3, "processes", args=("kill -9 of all",))
+    gc.collect()
+    assert mapped_segments() == 0
+    assert [name for name in os.listdir("/dev/shm") if "echelon" in name] == []
+
+
+def stay(world: ec.World, folder: str) -> None:
+    """Note the pid, then never end: asleep, in a wait, and stopped."""
+    (Path(folder) / f"{os.getpid()}.pid").touch()
+    if world.rank == 0:
+        time.sleep(60.0)
+    elif world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    world.group.barrier()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether ``condition`` becomes true within ``seconds``."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_ranks_die_with_the_process_that_started_them(tmp_path) -> None:
+    code = (
+        "import sys, echelon as ec; from tests.world.test_shm import stay;"
+        "ec.run(stay, 3, 'processes', args=(sys.argv[1],))"
+    )
+    caller = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
+    try:
+        assert until(lambda: len(list(tmp_path.glob("*.pid"))) == 3, 60.0)
+        time.sleep(0.1)  # they do what they are meant to do
+        pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
+        assert all(map(is_running, pids))
+    finally:
+        caller.kill()
+        caller.wait()
+    assert until(lambda: not any(map(is_running, pids)), 2.0)
+
+
+def test_descriptors_do_not_grow_with_windows_and_groups() -> None:
+    before, after = ec.run(descriptors, 3, "processes")[1]
+    assert after <= before
+
+
+def descriptors(world: ec.World) -> tuple[int, int]:
+    kept: list[object] = [world.group.window(100), world.group.subgroup(range(world.size))]
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(15):
+        kept += [world.group.window(100), world.group.subgroup(range(world.size))]
+    return before, len(os.listdir("/proc/self/fd"))
+
+
+# --- segments ------------------------------------------------------------------------------------
+
+
+def test_a_segment_is_zeros_that_another_mapping_sees() -> None:
+    mine = Segment.create(10_000, what="a test", reserve=True)
+    assert mine.nbytes == 12_288  # whole pages
+    theirs = Segment.open(mine.token)
+    same(theirs.tensor(0, 10_000), torch.zeros(10_000, dtype=torch.uint8))
+    mine.tensor(100, 8).view(torch.float64).fill_(1.5)
+    assert theirs.tensor(100, 8).view(torch.float64).item() == 1.5
+    mine.unpublish()
+    mine.unpublish()  # a second time does nothing
+    kept = theirs.tensor(100, 8)
+    del mine, theirs
+    gc.collect()
+    assert kept.view(torch.float64).item() == 1.5
+    assert mapped_segments() == 1
+    del kept
+    gc.collect()
+    assert mapped_segments() == 0
+
+
+def test_a_segment_that_is_not_published_cannot_be_opened() -> None:
+    mine = Segment.create(10, what="a test", reserve=False)
+    mine.unpublish()
+    with pytest.raises(WorldError, match="cannot open the shared memory of process"):
+        Segment.open(mine.token)
+
+
+def test_more_memory_than_there_is_is_refused_before_it_is_touched(monkeypatch) -> None:
+    with pytest.raises(
+        SharedMemoryError, match=r"a test needs .* MiB of shared memory and"
+    ) as info:
+        Segment.create(2**50, what="a test", reserve=True)
+    assert info.value.needed == 2**50
+    assert 0 <= info.value.available <= available_nbytes() + 2**30
+    monkeypatch.setattr(segment, "available_nbytes", lambda: 10)
+    with pytest.raises(SharedMemoryError, match=r"needs 0\.0 MiB .* and 0\.0 MiB are available"):
+        Segment.create(10, what="a test", reserve=True)
+
+
+def too_little_staging(world: ec.World) -> None:
+    segment.available_nbytes = lambda: 65 * 2**20
+    world.group.all_reduce(torch.ones(100_000))
+
+
+def test_too_little_memory_for_a_large_collective_ends_every_rank() -> None:
+    with pytest.raises(SharedMemoryError, match=r"staging .* needs 8\.0 MiB .* 1\.0 MiB are"):
+        ec.run(too_little_staging, 2, "processes")
+
+
+# --- after a failure -----------------------------------------------------------------------------
+
+
+def goes_on(world: ec.World) -> str:
+    group = world.group.subgroup(range(world.size))
+    try:
+        group.all_reduce(torch.ones(2 + world.rank))
+    except ec.CollectiveMismatch:
+        refuses(StateError, "start a new world", lambda: group.barrier())
+        refuses(
+            StateError, "CollectiveMismatch", lambda: group.all_reduce(torch.ones(1), async_op=True)
+        )
+    return "refused"
+
+
+def test_a_group_that_failed_refuses_to_go_on() -> None:
+    assert ec.run(goes_on, 2, "processes") == ["refused"] * 2
