@@ -63,7 +63,8 @@ def run_processes(
         Exception: the first failure of a rank, with a note that names the rank.
     """
     try:
-        job = pickle.dumps((fn, args, timeout, enter))
+        method = multiprocessing.get_start_method(allow_none=True)
+        job = pickle.dumps((fn, args, timeout, enter, method))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ArgumentError(
             f"{fn!r} and its arguments cannot be sent to other processes ({error}): "
@@ -232,7 +233,9 @@ def _child(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
     try:
-        fn, args, timeout, enter = pickle.loads(job)
+        fn, args, timeout, enter, method = pickle.loads(job)
+        # Or processes that the rank starts, as a DataLoader does, would be started our way.
+        multiprocessing.set_start_method(method, force=True)
         group = join(rank, size, tokens, timeout=timeout)
     except BaseException as error:
         _send_error(pipe, error)

@@ -82,13 +82,16 @@ class Engine:
         """Run ``action`` now if the caller blocks and nothing is outstanding; else in its turn.
 
         Raises:
-            StateError: an earlier action was left half done, so the ranks are out of step.
+            StateError: an earlier action was left half done, so the ranks are out of step; or the
+                engine is closed.
         """
         if self._broken is not None:
             raise StateError(
                 f"{ticket} cannot run, because an earlier call of this group failed "
                 f"({type(self._broken).__name__}: {self._broken}): start a new world"
             )
+        if self._closing:
+            raise StateError(f"{ticket} cannot run, because this rank has closed the world")
         if ticket.blocking and not self._num_open:
             self._act(action)
             return _EngineWork(ticket, None, self._timeout, self._absent)

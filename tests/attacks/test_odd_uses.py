@@ -1,0 +1,188 @@
+"""What programs do: drop works, leave early, fork, use many threads, tags and groups."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import echelon as ec
+from tests.world.checking import same
+
+KINDS = ("threads", "processes")
+
+
+def leaves_with_works_open(world: ec.World) -> float:
+    tensors = [torch.ones(50_000) for _ in range(20)]
+    works = [world.group.all_reduce(tensor, async_op=True) for tensor in tensors]
+    if world.rank == 0:
+        return 0.0  # without a wait: the others must get theirs all the same
+    for work in works:
+        work.wait()
+    return sum(tensor[-1].item() for tensor in tensors)
+
+
+def raises_with_works_open(world: ec.World) -> None:
+    work = world.group.all_reduce(torch.ones(100_000), async_op=True)
+    if world.rank == 1:
+        raise ValueError("between issue and wait")
+    second = world.group.all_reduce(torch.ones(100_000), async_op=True)
+    work.wait()
+    second.wait()
+
+
+def uses_threads(world: ec.World) -> list[float]:
+    groups = [world.group.subgroup(range(world.size)) for _ in range(4)]
+    results = [0.0] * 4
+
+    def background(number: int) -> None:
+        group = groups[number]
+        for step in range(25):
+            value = torch.full((1 + step * 700,), float(number))
+            group.all_reduce(value)
+            if world.rank == 0:
+                group.send(value, 1)
+            elif world.rank == 1:
+                group.recv(value, 0)
+            results[number] += value[-1].item()
+
+    threads = [threading.Thread(target=background, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def makes_many_groups(world: ec.World) -> float:
+    total = 0.0
+    for _ in range(100):
+        value = torch.ones(3)
+        world.group.subgroup(range(world.size)).all_reduce(value)
+        total += value[0].item()
+    return total
+
+
+def sends_many_tags(world: ec.World) -> bool:
+    num_tags = 400
+    if world.rank == 0:
+        works = [world.group.isend(torch.tensor([k]), 1, tag=k) for k in range(num_tags)]
+        for work in works:
+            work.wait()
+    elif world.rank == 1:
+        for k in random.Random(0).sample(range(num_tags), num_tags):
+            value = torch.tensor([-1])
+            world.group.recv(value, 0, tag=k)
+            assert value.item() == k
+    return True
+
+
+def loads_data_with_workers(world: ec.World) -> float:
+    data = TensorDataset(torch.arange(20.0))
+    total = torch.zeros(1)
+    for [batch] in DataLoader(data, batch_size=5, num_workers=1):
+        part = batch.sum()[None]
+        world.group.all_reduce(part)
+        total += part
+    return total.item()
+
+
+def waits_on_another_thread(world: ec.World) -> list[float]:
+    value, seen = torch.ones(10), []
+    work = world.group.all_reduce(value, async_op=True)
+
+    def wait() -> None:
+        work.wait()
+        seen.append(value[0].item())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    work.wait()
+    return seen
+
+
+def polls(world: ec.World) -> float:
+    if world.rank == 0:
+        time.sleep(0.05)
+    value = torch.ones(10)
+    work = world.group.all_reduce(value, async_op=True)
+    while not work.done():
+        time.sleep(0.001)
+    work.wait()
+    return value[0].item()
+
+
+def works_in_inference_mode(world: ec.World) -> float:
+    group = world.group
+    with torch.inference_mode():
+        value = torch.ones(300_000)
+        group.all_reduce(value)
+        group.all_reduce(value, async_op=True).wait()
+        if world.rank == 0:
+            group.send(value, 1)
+        elif world.rank == 1:
+            work = group.irecv(value, 0)
+            time.sleep(0.02)
+            work.wait()
+    after = torch.ones(300_000)
+    group.all_reduce(after)
+    same(after, torch.full((300_000,), float(world.size)))
+    return value[0].item()
+
+
+def changes_its_mind(world: ec.World) -> float:
+    """A backward whose hook communicates while another work is open, twice."""
+    weight = torch.nn.Parameter(torch.ones(1000))
+    works: list[ec.Work] = []
+
+    def hook(parameter: torch.Tensor) -> None:
+        works.append(world.group.all_reduce(parameter.grad, "mean", async_op=True))
+
+    weight.register_post_accumulate_grad_hook(hook)
+    for _ in range(2):
+        (weight * (world.rank + 1.0)).sum().backward()
+        world.group.barrier()
+        works.pop().wait()
+    return weight.grad[0].item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("main", "results"),
+    [
+        (leaves_with_works_open, [0.0, 60.0, 60.0]),
+        (uses_threads, [[0.0, 75.0, 150.0, 225.0]] * 3),
+        (makes_many_groups, [300.0] * 3),
+        (sends_many_tags, [True] * 3),
+        (loads_data_with_workers, [570.0] * 3),
+        (waits_on_another_thread, [[3.0]] * 3),
+        (polls, [3.0] * 3),
+        (works_in_inference_mode, [9.0] * 3),
+        # 2.0 after the first step; the second adds each rank's own and averages again
+        (changes_its_mind, [4.0] * 3),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_it_survives_a_rank_that(kind: str, main: Callable[..., object], results: object) -> None:
+    assert ec.run(main, 3, kind, timeout=30.0) == results
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_between_issue_and_wait_is_the_one_that_is_raised(kind) -> None:
+    with pytest.raises(ValueError, match="between issue and wait") as info:
+        ec.run(raises_with_works_open, 3, kind, timeout=30.0)
+    assert info.value.__notes__ == ["raised on rank 1 of 3"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_world_can_be_started_right_after_one_that_failed(kind) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="between"):
+            ec.run(raises_with_works_open, 2, kind, timeout=30.0)
+    assert ec.run(polls, 2, kind) == [2.0, 2.0]
