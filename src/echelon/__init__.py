@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon import errors, events, observe
+    from echelon import errors, events, observe, testing
     from echelon.ddp import DDP
     from echelon.errors import (
         ArgumentError,
@@ -59,6 +59,7 @@ __all__ = [
     "init",
     "observe",
     "run",
+    "testing",
 ]
 
 # Where each name lives; a module itself where the value ends in its own name.
@@ -73,7 +74,7 @@ _HOMES = {
     "Window": "echelon.world.work",
     "Work": "echelon.world.work",
 }
-_MODULES = {"errors", "events", "observe"}
+_MODULES = {"errors", "events", "observe", "testing"}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from tests.world.dtype_checks import reduced, values
 from tests.worlds import run_world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.complex64)
-NUMELS = (0, 1, 7, 1000, 20_000, 300_000)
+NUMELS = (0, 1, 7, 1000, 20_000)
 Check = Callable[[], None]
 
 
@@ -41,6 +41,8 @@ class Program:
             ("reduce", "reduce", "gather", "scatter", "broadcast", "swap", "ring")
         )
         dtype, numel = self.dice.choice(DTYPES), self.dice.choice(NUMELS)
+        if dtype == torch.float32 and self.dice.random() < 0.3:
+            numel = 200_000  # longer than a slot and a ring; slow to check for integers
         in_background, root = self.dice.random() < 0.5, self.dice.randrange(100)
         if group is None:
             return

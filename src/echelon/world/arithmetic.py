@@ -67,7 +67,11 @@ def check_op(op: str, dtype: torch.dtype) -> None:
 
 def divide_for_mean(tensor: Tensor, op: str, size: int) -> None:
     """Turn a finished sum into a mean, in place; does nothing for other operations."""
-    if op == "mean":
+    if op != "mean":
+        return
+    if size & (size - 1) == 0 and tensor.is_floating_point():
+        tensor.mul_(1 / size)  # for a power of two the same bits as the division, and faster
+    else:
         tensor.div_(size)
 
 
@@ -91,13 +95,10 @@ def reduce_into(outputs: Sequence[Tensor], parts: Sequence[Tensor], op: str) -> 
     if numel <= BLOCK_NUMEL:
         _reduce_block(outputs, parts, op)
         return
-    for start in range(0, numel, BLOCK_NUMEL):
-        length = min(BLOCK_NUMEL, numel - start)
-        _reduce_block(
-            [output.narrow(0, start, length) for output in outputs],
-            [part.narrow(0, start, length) for part in parts],
-            op,
-        )
+    num_outputs = len(outputs)
+    blocks = (tensor.split(BLOCK_NUMEL) for tensor in (*outputs, *parts))
+    for block in zip(*blocks, strict=True):
+        _reduce_block(block[:num_outputs], block[num_outputs:], op)
 
 
 def _reduce_block(outputs: Sequence[Tensor], parts: Sequence[Tensor], op: str) -> None:

@@ -99,6 +99,7 @@ def run_processes(
             pipe.close()
         for segment in segments:
             segment.unpublish()
+        del segments, segment  # or the traceback of a failure would keep the memory
 
 
 def call(fn: Callable[..., Any], world: World, args: tuple[Any, ...]) -> Any:

@@ -13,6 +13,7 @@ Python's ``random`` and NumPy's global generator stay shared; draws on CUDA devi
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -85,8 +86,13 @@ class _Turns:
                 self._owner = None
             self._states.pop(who, None)
 
+    def free_after_fork(self) -> None:
+        """In a forked child only the forking thread lives on; the lock may belong to another."""
+        self._lock = threading.RLock()
+
 
 _turns = _Turns()
+os.register_at_fork(after_in_child=_turns.free_after_fork)
 _current = threading.local()
 
 

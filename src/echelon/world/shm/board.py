@@ -159,9 +159,12 @@ class Board:
         deadline = now() + timeout
         while not ready():
             self._sleep(ready, min(_LOOK_S, max(0.0, deadline - now())))
+            failure = self._failure(doing, missing)
+            # After that, and not before: a rank that left may have done its part first.
             if ready():
                 return
-            self.check(doing, missing)
+            if failure is not None:
+                raise failure
             if now() >= deadline:
                 raise CommTimeout(doing(), missing(), timeout)
 
@@ -174,20 +177,23 @@ class Board:
 
         self._sleep(acted, _LOOK_S)
 
-    def check(self, doing: Callable[[], str], missing: Callable[[], Sequence[int]]) -> None:
-        """Raise if a rank failed, or if one that is waited for left or died."""
+    def _failure(
+        self, doing: Callable[[], str], missing: Callable[[], Sequence[int]]
+    ) -> RankFailed | None:
+        """That a rank failed, or that one which is waited for left or died; None if neither."""
         for rank in range(self.size):
             if self._state(rank) == _FAILED and rank != self.rank:
                 at_fault = self._words[self._at(rank, _AT_FAULT)]
-                raise RankFailed(at_fault, self._text(rank), doing())
+                return RankFailed(at_fault, self._text(rank), doing())
         dead = self._dead()
         for rank in missing():
             if rank == self.rank:
                 continue
             if self._state(rank) == _LEFT:
-                raise RankFailed(rank, "returned and left the world", doing())
+                return RankFailed(rank, "returned and left the world", doing())
             if rank in dead:
-                raise RankFailed(rank, "died: it was killed, crashed or called os._exit", doing())
+                return RankFailed(rank, "died: it was killed, crashed or called os._exit", doing())
+        return None
 
     def _sleep(self, done: Callable[[], bool], seconds: float) -> None:
         """Sleep until a bell rings after ``done()`` was false; at most ``seconds``."""

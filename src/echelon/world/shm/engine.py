@@ -95,6 +95,8 @@ class Engine:
         if ticket.blocking and not self._num_open:
             self._act(action)
             return _EngineWork(ticket, None, self._timeout, self._absent)
+        if torch.is_inference_mode_enabled():  # or the thread could not write the owner's tensors
+            action = torch.inference_mode()(action)
         work = _EngineWork(ticket, lambda: self._act(action), self._timeout, self._absent)
         with self._changed:
             if self._thread is None:
@@ -122,7 +124,6 @@ class Engine:
         if self._thread is not None:
             self._thread.join()
 
-    @torch.inference_mode()  # or it could not write a tensor that was made in that mode
     def _loop(self) -> None:
         while True:
             with self._changed:

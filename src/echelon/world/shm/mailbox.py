@@ -203,7 +203,6 @@ class Mailbox:
                 self._has_items.notify()
         return _MailWork(ticket, self, item)
 
-    @torch.inference_mode()  # or it could not write a tensor that was made in that mode
     def _loop(self) -> None:
         """Keep long messages moving while the owner computes."""
         board = self._area.board
@@ -271,9 +270,8 @@ class Mailbox:
             at = ring.tail % ring.capacity
             count = min(left, filled, ring.capacity - at, _PIECE)
             if count:
-                item.payload[item.num_moved : item.num_moved + count].copy_(
-                    ring.data[at : at + count]
-                )
+                target = item.payload[item.num_moved : item.num_moved + count]
+                _copy(target, ring.data[at : at + count])
                 item.num_moved += count
                 ring.advance_tail(count if count < left else _padded(count))
                 moved = True
@@ -310,10 +308,10 @@ class Mailbox:
             item.error = self._differs(item, early.peer, -1, early.dtype, early.payload.numel())
             item.complete = True
         elif early.complete:
-            item.payload.copy_(early.payload)
+            _copy(item.payload, early.payload)
             item.complete = True
         else:  # the rest of it goes straight to the receiver's tensor
-            item.payload[: early.num_moved].copy_(early.payload[: early.num_moved])
+            _copy(item.payload[: early.num_moved], early.payload[: early.num_moved])
             item.num_moved = early.num_moved
             self._arriving[early.peer] = item
 
@@ -326,6 +324,12 @@ class Mailbox:
         sent = f"send {name}[{nbytes // dtype.itemsize}] with tag {item.tag}{number}"
         calls = {self._area.rank: f"{item.ticket.call} at {item.ticket.place}", peer: sent}
         return CollectiveMismatch(self._area.name, item.ticket.position, calls)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Write a tensor whatever mode it was made in; whoever waits moves the messages of others."""
+    with torch.inference_mode():
+        target.copy_(source)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
