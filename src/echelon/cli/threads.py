@@ -38,17 +38,18 @@ def run_threads(script: Path, arguments: Sequence[str], ranks: int) -> int:
         return _fail(error, raised, ranks)
     from echelon.world.run import run  # brings torch; mistakes above need not wait for it
 
+    before = frozenset(threading.enumerate())  # of them, none is a rank of this run
     output = sys.stdout
     sys.stdout = _WholeLines(output)
     try:
         run(_rank_main, ranks, world="threads", args=(code, str(script), raised))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return _leave(130)
+        return _leave(130, before)
     except SystemExit as error:
-        return _leave(_exit_code(error))
+        return _leave(_exit_code(error), before)
     except BaseException as error:
-        return _leave(_fail(error, raised, ranks))
+        return _leave(_fail(error, raised, ranks), before)
     finally:
         sys.stdout.flush()
         sys.stdout = output
@@ -125,12 +126,12 @@ def _exit_code(error: SystemExit) -> int:
     return 1
 
 
-def _leave(code: int) -> int:
-    """Wait for the other ranks; end the process here if one still computes.
+def _leave(code: int, before: frozenset[threading.Thread]) -> int:
+    """Wait for the threads that came since ``before``; end the process here if one still computes.
 
     A thread that runs in torch while the interpreter is taken down would crash it.
     """
-    ranks = [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
+    ranks = [thread for thread in threading.enumerate() if thread not in before]
     for thread in ranks:
         thread.join(GRACE_S / len(ranks))
     if any(thread.is_alive() for thread in ranks):
