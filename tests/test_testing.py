@@ -1,6 +1,7 @@
 """The test doubles do what they say, and nothing else."""
 
 import doctest
+import threading
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def test_faults_have_names_of_their_own() -> None:
     assert [str(fault) for fault in FAULTS] == list(BY_NAME)
 
 
-HARMLESS = Fault(name="nothing", strike=lambda ticket, issue: issue(ticket), ends_in=None)
+HARMLESS = Fault(name="nothing", strike=lambda ticket, issue, sleep: issue(ticket), ends_in=None)
 
 
 def test_a_double_forwards_every_call_as_it_is() -> None:
@@ -147,3 +148,12 @@ def test_a_fault_that_ends_the_process_is_refused_where_ranks_are_threads() -> N
 def test_the_faulty_rank_must_be_one_of_the_ranks() -> None:
     with pytest.raises(RankError, match="rank is 2"):
         run_faulty(all_reduce_thrice, 2, FAULTS[0], rank=2)
+
+
+def test_a_simulated_rank_that_sleeps_is_woken_when_its_world_has_ended() -> None:
+    with pytest.raises(CommTimeout):
+        run_faulty(all_reduce_thrice, 2, BY_NAME["sleeps for ever"], rank=1, timeout=0.1)
+    sleepers = [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
+    for thread in sleepers:
+        thread.join(10.0)
+        assert not thread.is_alive()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -45,11 +46,11 @@ __all__ = ["FAULTS", "Fault", "FaultyGroup", "InjectedFault", "run_faulty", "run
 
 run_ranks = run
 
-# Far past any timeout of a test; a simulated rank is not left asleep for the rest of the session.
-_FOR_EVER_S = 60.0
+_FOR_EVER_S = 1e6
 _MESSAGES = ("send", "recv")
 
 Issue = Callable[[Ticket], Work]
+Sleep = Callable[[float], object]
 
 
 class InjectedFault(EchelonError):
@@ -63,7 +64,8 @@ class Fault:
 
     Attributes:
         name: as it reads in the name of a test.
-        strike: called with the call and the way to issue it, instead of the call being issued.
+        strike: called with the call, the way to issue it and the way to sleep, instead of the call
+            being issued.
         ends_in: what ``run`` raises then; None: the fault is harmless.
         needs_process: it would end the whole process, so simulated ranks cannot have it.
         needs_timeout: nothing but the timeout ends the wait for this rank.
@@ -72,7 +74,7 @@ class Fault:
     """
 
     name: str
-    strike: Callable[[Ticket, Issue], Work]
+    strike: Callable[[Ticket, Issue, Sleep], Work]
     ends_in: type[Exception] | None = CommError
     needs_process: bool = False
     needs_timeout: bool = False
@@ -98,38 +100,38 @@ class _NoWork(Work):
         return None
 
 
-def _raise(ticket: Ticket, issue: Issue) -> Work:
+def _raise(ticket: Ticket, issue: Issue, sleep: Sleep) -> Work:
     raise InjectedFault(f"this rank was told to fail at {ticket}")
 
 
-def _leave(ticket: Ticket, issue: Issue) -> Work:
+def _leave(ticket: Ticket, issue: Issue, sleep: Sleep) -> Work:
     raise _Left
 
 
-def _signal(number: signal.Signals, ticket: Ticket, issue: Issue) -> Work:
+def _signal(number: signal.Signals, ticket: Ticket, issue: Issue, sleep: Sleep) -> Work:
     os.kill(os.getpid(), number)
     return issue(ticket)
 
 
-def _exit(ticket: Ticket, issue: Issue) -> Work:
+def _exit(ticket: Ticket, issue: Issue, sleep: Sleep) -> Work:
     os._exit(0)
 
 
-def _wait_first(seconds: float, ticket: Ticket, issue: Issue) -> Work:
-    time.sleep(seconds)
+def _wait_first(seconds: float, ticket: Ticket, issue: Issue, sleep: Sleep) -> Work:
+    sleep(seconds)
     return issue(ticket)
 
 
-def _skip(ticket: Ticket, issue: Issue) -> Work:
+def _skip(ticket: Ticket, issue: Issue, sleep: Sleep) -> Work:
     return _NoWork(ticket)
 
 
-def _repeat(ticket: Ticket, issue: Issue) -> Work:
+def _repeat(ticket: Ticket, issue: Issue, sleep: Sleep) -> Work:
     issue(ticket).wait()
     return issue(ticket)
 
 
-def _claim(alter: Callable[[Call], Call], ticket: Ticket, issue: Issue) -> Work:
+def _claim(alter: Callable[[Call], Call], ticket: Ticket, issue: Issue, sleep: Sleep) -> Work:
     return issue(replace(ticket, call=alter(ticket.call)))
 
 
@@ -230,6 +232,7 @@ class FaultyGroup(Group):
         inner: the group of a running world.
         fault: what to do.
         at: the first call that may be struck, counted from 0 over collectives and messages.
+        sleep: how the rank sleeps, in seconds.
 
     Example:
         >>> def main(world):
@@ -243,7 +246,7 @@ class FaultyGroup(Group):
         echelon.testing.InjectedFault: this rank was told to fail at barrier ...
     """
 
-    def __init__(self, inner: Group, fault: Fault, at: int = 0) -> None:
+    def __init__(self, inner: Group, fault: Fault, at: int = 0, sleep: Sleep = time.sleep) -> None:
         super().__init__(
             inner.name,
             inner.rank,
@@ -253,7 +256,7 @@ class FaultyGroup(Group):
             shares_memory=inner.shares_memory,
         )
         self._num_subgroups = inner._num_subgroups
-        self._inner, self._fault, self._at = inner, fault, at
+        self._inner, self._fault, self._at, self._sleep = inner, fault, at, sleep
         self._num_calls = 0
         self._num_struck = 0
 
@@ -265,7 +268,7 @@ class FaultyGroup(Group):
         if not falls or (ticket.call.op in _MESSAGES and not fault.at_messages):
             return issue(self._renumbered(ticket))
         self._num_struck += 1
-        return fault.strike(ticket, lambda struck: issue(self._renumbered(struck)))
+        return fault.strike(ticket, lambda struck: issue(self._renumbered(struck)), self._sleep)
 
     def _renumbered(self, ticket: Ticket) -> Ticket:
         """The ticket with the number that ``inner`` would give it; calls may have been skipped."""
@@ -314,7 +317,7 @@ class FaultyGroup(Group):
     def _subgroup(self, ticket: Ticket, name: str, members: Sequence[int]) -> Group | None:
         self._inner._num_subgroups = self._num_subgroups
         made = self._inner._subgroup(self._renumbered(ticket), name, members)
-        return None if made is None else FaultyGroup(made, self._fault, self._at)
+        return None if made is None else FaultyGroup(made, self._fault, self._at, self._sleep)
 
     def _window(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Window:
         return self._inner._window(self._renumbered(ticket), numel, dtype)
@@ -328,11 +331,12 @@ class _FaultyRank:
     fault: Fault
     rank: int
     at: int
+    sleep: Sleep
 
     def __call__(self, world: World, *args: Any) -> Any:
         if world.rank != self.rank:
             return self.fn(world, *args)
-        group = FaultyGroup(world.group, self.fault, self.at)
+        group = FaultyGroup(world.group, self.fault, self.at, self.sleep)
         double = World(group, backend=world.backend, close=world.close)
         try:
             return self.fn(double, *args)
@@ -368,5 +372,11 @@ def run_faulty(
         raise ArgumentError(
             f"a rank that {fault} would end this process: use world='processes' for it"
         )
-    faulty = _FaultyRank(fn, fault, rank, at)
-    return run(faulty, ranks, world, args=args, timeout=timeout)
+    # A simulated rank that sleeps would outlive its world: it is woken when that has ended.
+    ended = threading.Event()
+    sleep = ended.wait if world == "threads" else time.sleep
+    try:
+        faulty = _FaultyRank(fn, fault, rank, at, sleep)
+        return run(faulty, ranks, world, args=args, timeout=timeout)
+    finally:
+        ended.set()

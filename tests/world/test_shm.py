@@ -146,7 +146,7 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path) -> None:
 
 
 def test_descriptors_do_not_grow_with_windows_and_groups() -> None:
-    before, after = ec.run(descriptors, 3, "processes")[1]
+    before, after = ec.run(descriptors, 2, "processes")[1]
     assert after <= before
 
 
@@ -228,3 +228,17 @@ def goes_on(world: ec.World) -> str:
 
 def test_a_group_that_failed_refuses_to_go_on() -> None:
     assert ec.run(goes_on, 2, "processes") == ["refused"] * 2
+
+
+def goes_on_after_the_end(world: ec.World) -> str:
+    work = world.group.all_reduce(torch.ones(100_000), async_op=True)
+    world.close()  # delivers what is open
+    assert work.done()
+    work.wait()
+    refuses(StateError, "has closed the world", lambda: world.group.barrier())
+    refuses(StateError, "closed", lambda: world.group.all_reduce(torch.ones(1), async_op=True))
+    return "refused"
+
+
+def test_a_closed_world_has_delivered_everything_and_refuses_more() -> None:
+    assert ec.run(goes_on_after_the_end, 2, "processes") == ["refused"] * 2

@@ -12,6 +12,7 @@ rank which read it, looked around and then goes to sleep on it cannot miss a cha
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import select
 import threading
@@ -55,7 +56,7 @@ class Board:
         self._words = self._bytes.cast("I")
         base = ctypes.addressof(ctypes.c_char.from_buffer(segment.buffer))
         self._bells = [Bell(base + r * _PAGE + _BELL * 4) for r in range(size)]
-        self._rung = 0
+        self._rings = itertools.count(1)  # unlike an integer, safe to advance from many threads
         self._pidfds: dict[int, int] = {}
         self._num_sleepers = 0
         self._sleep_lock = threading.Lock()
@@ -117,8 +118,7 @@ class Board:
 
     def ring(self, ranks: Iterable[int]) -> None:
         """Tell ``ranks`` that something they may wait for has changed. Call after the change."""
-        self._rung += 1
-        value = (self._rung * self.size + self.rank) & 0xFFFFFFFF  # no other ring has this value
+        value = (next(self._rings) * self.size + self.rank) & 0xFFFFFFFF  # no other ring has it
         words = self._words
         sleepers = []
         for rank in ranks:
