@@ -20,15 +20,21 @@ def train(world: ec.World, folder: str) -> None:
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(50))
     mark = Path(folder) / str(world.rank)
+
+    def note(text: str) -> None:
+        part = mark.with_suffix(".part")  # whoever reads sees all of it
+        part.write_text(f"{time.time()} {text}")
+        part.replace(mark)
+
     try:
         for step in range(5):
             loss = (weight * (world.rank + step)).square().sum()
             loss.backward()
-            mark.write_text(f"{time.time()} runs")
+            note("runs")
             world.group.all_reduce(weight.grad, "mean", label=f"gradients of step {step}")
             weight.grad = None
     except CommError as error:
-        mark.write_text(f"{time.time()} {type(error).__name__}: {error}")
+        note(f"{type(error).__name__}: {error}")
         raise
 
 

@@ -242,3 +242,16 @@ def goes_on_after_the_end(world: ec.World) -> str:
 
 def test_a_closed_world_has_delivered_everything_and_refuses_more() -> None:
     assert ec.run(goes_on_after_the_end, 2, "processes") == ["refused"] * 2
+
+
+def issues_more_before_it_has_waited(world: ec.World) -> str:
+    group = world.group.subgroup(range(world.size))
+    first = group.all_reduce(torch.ones(2 + world.rank), async_op=True)
+    assert until(first.done, 10.0)
+    refuses(ec.CollectiveMismatch, "#0 of group", lambda: group.barrier())  # the cause, once
+    refuses(StateError, "start a new world", lambda: group.barrier())
+    return "told"
+
+
+def test_a_failure_in_the_background_is_told_by_the_next_call() -> None:
+    assert ec.run(issues_more_before_it_has_waited, 2, "processes") == ["told"] * 2

@@ -19,19 +19,12 @@ __all__ = ["Engine"]
 class _EngineWork(Work):
     """A collective that is queued, running or done."""
 
-    def __init__(
-        self,
-        ticket: Ticket,
-        action: Callable[[], None] | None,
-        timeout: float,
-        absent: Callable[[], Sequence[int]],
-    ) -> None:
+    def __init__(self, ticket: Ticket, action: Callable[[], None] | None, engine: Engine) -> None:
         super().__init__(ticket)
         self.action = action
         self.error: BaseException | None = None
         self._complete = threading.Event() if action is not None else None
-        self._timeout = timeout
-        self._absent = absent
+        self._engine = engine
 
     def run(self) -> None:
         assert self.action is not None
@@ -47,10 +40,12 @@ class _EngineWork(Work):
         return self._complete is None or self._complete.is_set()
 
     def _wait(self, timeout: float | None) -> None:
-        seconds = self._timeout if timeout is None else timeout
+        engine = self._engine
+        seconds = engine.timeout if timeout is None else timeout
         if self._complete is not None and not self._complete.wait(seconds):
-            raise CommTimeout(str(self.ticket), self._absent(), seconds)
+            raise CommTimeout(str(self.ticket), engine.absent(), seconds)
         if self.error is not None:
+            engine.is_told = True
             raise self.error
 
 
@@ -68,23 +63,28 @@ class Engine:
 
     def __init__(self, name: str, timeout: float, absent: Callable[[], Sequence[int]]) -> None:
         self._name = name
-        self._absent = absent
+        self.absent = absent
         # The action itself gives up after the group's timeout and knows whom it waited for.
-        self._timeout = timeout + 10.0
+        self.timeout = timeout + 10.0
         self._queue: deque[_EngineWork] = deque()
         self._changed = threading.Condition()
         self._num_open = 0  # queued or running
         self._thread: threading.Thread | None = None
         self._closing = False
         self._broken: CommError | None = None
+        self.is_told = False  # whether the owner has seen why it is broken
 
     def run(self, ticket: Ticket, action: Callable[[], None]) -> Work:
         """Run ``action`` now if the caller blocks and nothing is outstanding; else in its turn.
 
         Raises:
+            CommError: an earlier action failed in the background, and the owner did not know yet.
             StateError: an earlier action was left half done, so the ranks are out of step; or the
                 engine is closed.
         """
+        if self._broken is not None and not self.is_told:
+            self.is_told = True
+            raise self._broken
         if self._broken is not None:
             raise StateError(
                 f"{ticket} cannot run, because an earlier call of this group failed "
@@ -93,11 +93,15 @@ class Engine:
         if self._closing:
             raise StateError(f"{ticket} cannot run, because this rank has closed the world")
         if ticket.blocking and not self._num_open:
-            self._act(action)
-            return _EngineWork(ticket, None, self._timeout, self._absent)
+            try:
+                self._act(action)
+            except CommError:
+                self.is_told = True
+                raise
+            return _EngineWork(ticket, None, self)
         if torch.is_inference_mode_enabled():  # or the thread could not write the owner's tensors
             action = torch.inference_mode()(action)
-        work = _EngineWork(ticket, lambda: self._act(action), self._timeout, self._absent)
+        work = _EngineWork(ticket, lambda: self._act(action), self)
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
