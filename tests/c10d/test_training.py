@@ -4,8 +4,7 @@ Each runs beside gloo on the same ranks, or beside one process with the data of 
 ranks run in another order there, so results agree to the default tolerance.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +81,14 @@ def assert_same_state(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> No
         assert_close(full, wanted[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
-@contextmanager
-def gloo() -> Iterator[dist.ProcessGroup]:
-    group = dist.new_group(backend="gloo")
-    yield group
-    dist.destroy_process_group(group)
+@cache
+def gloo() -> dist.ProcessGroup:
+    """One group of gloo for all tests of a rank.
+
+    PyTorch's reducer drops its group while it holds the interpreter. If it is the last owner, the
+    destructor and gloo's thread, which needs the interpreter to drop a future, wait for each other.
+    """
+    return dist.new_group(backend="gloo")
 
 
 # --- DDP ---------------------------------------------------------------------------------------
@@ -102,11 +104,11 @@ DDP_OPTIONS: dict[str, dict[str, Any]] = {
 
 def train_ddp(rank: int, size: int, options: dict[str, Any]) -> None:
     models = []
-    with gloo() as other:
-        for group in (dist.group.WORLD, other):
-            torch.manual_seed(rank)  # DDP must make the weights equal
-            model = DistributedDataParallel(Net(), process_group=group, **options)
-            models.append(train(model, [rank]).module)
+    other = gloo()
+    for group in (dist.group.WORLD, other):
+        torch.manual_seed(rank)  # DDP must make the weights equal
+        model = DistributedDataParallel(Net(), process_group=group, **options)
+        models.append(train(model, [rank]).module)
     assert_same_state(models[0].state_dict(), models[1].state_dict())
 
 
@@ -150,15 +152,15 @@ def test_ddp_communication_hooks_chain_the_futures_of_the_backend(ranks: Ranks) 
 
 def train_ddp_uneven(rank: int, size: int) -> None:
     gradients = []
-    with gloo() as other:
-        for group in (dist.group.WORLD, other):
-            model = DistributedDataParallel(
-                build(Plain), process_group=group, find_unused_parameters=True
-            )
-            with Join([model]):
-                for step in range(rank + 1):  # rank 0 has one batch, rank 3 has four
-                    mse_loss(model(batch(step, rank)[0]), batch(step, rank)[1]).backward()
-            gradients.append([p.grad for p in model.parameters()])
+    other = gloo()
+    for group in (dist.group.WORLD, other):
+        model = DistributedDataParallel(
+            build(Plain), process_group=group, find_unused_parameters=True
+        )
+        with Join([model]):
+            for step in range(rank + 1):  # rank 0 has one batch, rank 3 has four
+                mse_loss(model(batch(step, rank)[0]), batch(step, rank)[1]).backward()
+        gradients.append([p.grad for p in model.parameters()])
     assert_close(*gradients)
 
 
@@ -213,11 +215,11 @@ def test_fsdp2_gives_the_weights_of_one_process_with_all_data(
 def train_fsdp_mixed(rank: int, size: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     states = []
-    with gloo() as other:
-        for group in (dist.group.WORLD, other):
-            mesh = dist.DeviceMesh.from_group(group, "cpu")
-            model = train(shard(build(Plain), mesh=mesh, mp_policy=policy), [rank])
-            states.append({k: v.full_tensor() for k, v in model.state_dict().items()})
+    other = gloo()
+    for group in (dist.group.WORLD, other):
+        mesh = dist.DeviceMesh.from_group(group, "cpu")
+        model = train(shard(build(Plain), mesh=mesh, mp_policy=policy), [rank])
+        states.append({k: v.full_tensor() for k, v in model.state_dict().items()})
     assert_same_state(*states)
 
 
