@@ -41,11 +41,13 @@ def test_a_process_that_outlives_its_parent_is_named_with_its_test() -> None:
 
 
 def test_a_rank_of_the_forkserver_is_named_and_the_forkserver_is_not() -> None:
+    mark = os.environ[conftest.MARK]
+    before = set(conftest.leftover_processes(mark))  # ranks that other tests of the session share
     context = multiprocessing.get_context("forkserver")
     ended = context.Event()
     rank = context.Process(target=ended.wait)
     rank.start()
-    found = appears(lambda: conftest.leftover_processes(os.environ[conftest.MARK]))
+    found = appears(lambda: sorted(set(conftest.leftover_processes(mark)) - before))
     ended.set()
     rank.join()
     assert [line.split()[1] for line in found] == [str(rank.pid)]
