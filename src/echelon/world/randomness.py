@@ -145,6 +145,7 @@ def _run_backward_with_own_draws(*args: Any, **kwargs: Any) -> Any:
         return _run_backward(*args, **kwargs)
 
 
+_rank_generator = _RankGenerator()
 _installed = 0
 _install_lock = threading.Lock()
 
@@ -154,7 +155,7 @@ def _rank_generator_installed() -> Iterator[None]:
     global _installed
     with _install_lock:
         _installed += 1
-        vars(torch.random)["default_generator"] = _RankGenerator()
+        vars(torch.random)["default_generator"] = _rank_generator
         vars(torch.autograd)["_engine_run_backward"] = _run_backward_with_own_draws
     try:
         yield
