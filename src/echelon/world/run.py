@@ -46,8 +46,9 @@ def run(
     Args:
         fn: called with this rank's ``World``; for ``"processes"`` a function of a module.
         ranks: how many.
-        world: ``"threads"``: simulated ranks in this process; ``"processes"``: local processes over
-        shared memory. timeout: seconds that a rank waits for others in one call before it raises.
+        world: ``"threads"``: simulated ranks in this process; ``"processes"``: local processes
+            over shared memory.
+        timeout: seconds that a rank waits for others in one call before it raises.
         device: for threads, where all ranks live.
 
     Raises:
@@ -105,9 +106,9 @@ def _run_threads(
         threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
         for rank in range(ranks)
     ]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:  # within the try: a rank may run, and wait, before the last starts
+            thread.start()
         for thread in threads:
             while thread.is_alive():
                 thread.join(0.1)
@@ -145,9 +146,9 @@ def init(
 
     Args:
         backend: ``"shm"``, or any of ``torch.distributed``'s (``"gloo"``, ``"nccl"``, …), instead
-        of the choice above. timeout: seconds that a rank waits for others in one call before it
-        raises. check: compare every call of all ranks on backends of ``torch.distributed``; None:
-        if
+            of the choice above.
+        timeout: seconds that a rank waits for others in one call before it raises.
+        check: compare every call of all ranks on backends of ``torch.distributed``; None: if
             ``ECHELON_CHECK=1``. Threads and shared memory always do.
 
     Raises:
