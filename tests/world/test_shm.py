@@ -13,9 +13,13 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.errors import RankFailed, SharedMemoryError, StateError, WorldError
-from echelon.world.shm import segment
+from echelon.errors import CommError, RankFailed, SharedMemoryError, StateError, WorldError
+from echelon.world.shm import peer_memory, segment
+from echelon.world.shm.area import Area
+from echelon.world.shm.direct import Direct
 from echelon.world.shm.segment import Segment, available_nbytes
+from echelon.world.shm.staged import Staged
+from tests.world import path_checks
 from tests.world.checking import refuses, same
 
 NAME = "memfd:echelon"
@@ -202,6 +206,7 @@ def test_more_memory_than_there_is_is_refused_before_it_is_touched(monkeypatch) 
 
 
 def too_little_staging(world: ec.World) -> None:
+    forbid_reading()
     segment.available_nbytes = lambda: 65 * 2**20
     world.group.all_reduce(torch.ones(100_000))
 
@@ -209,6 +214,59 @@ def too_little_staging(world: ec.World) -> None:
 def test_too_little_memory_for_a_large_collective_ends_every_rank() -> None:
     with pytest.raises(SharedMemoryError, match=r"staging .* needs 8\.0 MiB .* 1\.0 MiB are"):
         ec.run(too_little_staging, 2, "processes")
+
+
+# --- reading each other's memory ------------------------------------------------------------------
+
+
+def forbid_reading() -> None:
+    """As a container does that lacks the right to trace processes."""
+    peer_memory._read = lambda *arguments: -1
+
+
+def every_path_of(world: ec.World, way: type[Direct | Staged]) -> None:
+    if way is Staged and world.rank == world.size - 1:
+        forbid_reading()  # on one rank: all must take the other way
+    for name, check in vars(path_checks).items():
+        if name.startswith("check_"):
+            check(world.group)
+    assert type(world.group._collectives._large) is way
+
+
+@pytest.mark.parametrize("way", [Direct, Staged])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_large_collectives_are_right_whether_ranks_may_read_each_other_or_not(ranks, way) -> None:
+    ec.run(every_path_of, ranks, "processes", args=(way,))
+
+
+LARGE = 100_000
+
+
+def dies_before_it_is_read(world: ec.World) -> None:
+    tensor = torch.ones(LARGE)
+    world.group.all_reduce(tensor)
+    if world.rank == 1:
+        Direct.all_reduce = lambda *arguments: os._exit(3)
+    world.group.all_reduce(tensor, label="layer 7")
+
+
+def test_a_rank_that_dies_while_others_read_its_memory_is_named() -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 ended with exit code 3.*all_reduce.*layer 7"):
+        ec.run(dies_before_it_is_read, 3, "processes")
+
+
+def takes_its_memory_away(world: ec.World) -> None:
+    if world.rank == 1:
+        agree = Area.agree
+        Area.agree = lambda area, ticket, timeout, key, address: agree(
+            area, ticket, timeout, key, 8
+        )
+    world.group.all_reduce(torch.ones(LARGE))
+
+
+def test_memory_that_is_gone_is_an_error_on_every_rank() -> None:
+    with pytest.raises(CommError, match=r"rank 0 could not read \d+ bytes of rank 1 during all_re"):
+        ec.run(takes_its_memory_away, 2, "processes")
 
 
 # --- after a failure -----------------------------------------------------------------------------

@@ -38,9 +38,10 @@ _PAGE = 4096
 _WORDS = _PAGE // 4
 _LONGS = _PAGE // 8
 _ROUND, _TEXT_LENGTH, _TEXT_ROUND = range(3)
-# Signatures of the last calls: (fingerprint, key). A rank is at most one call ahead of another.
-_SIGNATURES = 8
-_NUM_SIGNATURES = 4
+# Notes on the last calls: (fingerprint, key, address). A rank is at most one call ahead of another.
+_NOTES = 8
+_NOTE_LONGS = 3
+_NUM_NOTES = 4
 _TEXT_START = 1024
 _HALF = 1 << 31
 
@@ -142,28 +143,42 @@ class Area:
         # A background thread must not hold the interpreter while the owner computes.
         self.board.wait(ready, lambda: str(ticket), self.absent, timeout, spin=ticket.blocking)
 
-    def agree(self, ticket: Ticket, key: int, timeout: float) -> list[int]:
+    def agree(self, ticket: Ticket, timeout: float, key: int = 0, address: int = 0) -> None:
         """First round of every call: check that all ranks make the same one.
 
         Args:
-            key: 64 bits that ranks may differ in, such as where in which window their tensor lies.
-
-        Returns:
-            The keys of all ranks.
+            key: in which window this rank's tensor lies and where, in 64 bits; 0: in none.
+            address: of this rank's tensor in its own process; not needed for every call.
 
         Raises:
             CollectiveMismatch: the calls differ; raised on every rank, with the call of each.
         """
-        longs = self._longs
-        at = _SIGNATURES + (ticket.position % _NUM_SIGNATURES) * 2
+        longs, at = self._longs, self._note(ticket)
         mine = fingerprint(ticket.call)
-        longs[self.rank * _LONGS + at] = mine
-        longs[self.rank * _LONGS + at + 1] = key
+        own = self.rank * _LONGS + at
+        longs[own], longs[own + 1], longs[own + 2] = mine, key, address
         self.next_round(ticket, timeout)
         for peer in self.peers:
             if longs[peer * _LONGS + at] != mine:
                 self._mismatch(ticket, timeout)
-        return [longs[rank * _LONGS + at + 1] for rank in range(self.size)]
+
+    def keys(self, ticket: Ticket) -> list[int]:
+        """The keys of all ranks for the call that they have just agreed on."""
+        at = self._note(ticket) + 1
+        return [self._longs[rank * _LONGS + at] for rank in range(self.size)]
+
+    def addresses(self, ticket: Ticket) -> list[int]:
+        """The addresses of all ranks for the call that they have just agreed on."""
+        at = self._note(ticket) + 2
+        return [self._longs[rank * _LONGS + at] for rank in range(self.size)]
+
+    @staticmethod
+    def _note(ticket: Ticket) -> int:
+        return _NOTES + (ticket.position % _NUM_NOTES) * _NOTE_LONGS
+
+    def pid(self, rank: int) -> int:
+        """The process of ``rank``."""
+        return self.board.pid(self.ranks[rank])
 
     def _mismatch(self, ticket: Ticket, timeout: float) -> None:
         """Exchange the texts of the calls and raise."""

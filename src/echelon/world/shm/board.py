@@ -217,6 +217,10 @@ class Board:
     def _at(rank: int, field: int) -> int:
         return rank * _WORDS + field
 
+    def pid(self, rank: int) -> int:
+        """The process of ``rank``, which has joined."""
+        return self._words[self._at(rank, _PID)]
+
     def _state(self, rank: int) -> int:
         return self._words[rank * _WORDS + _STATE]
 

@@ -1,7 +1,9 @@
-"""Each collective in rounds: small ones in slots, windows in place, large ones in pieces.
+"""Each collective of a group by the shortest way that its data allows.
 
-r: rank · n: ranks · k: round. Every function is called by all ranks at once; the first round is the
-agreement on the call, later ones carry or release data.
+Up to 64 KiB travel in the slots of the first round, windows are used in place, and for the rest
+peers read each other's memory (``direct``), or copy through shared memory where that is forbidden
+(``staged``). Every function is called by all ranks at once; the first round is the agreement on
+the call, later ones carry or release data.
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ import torch
 from torch import Tensor
 
 from echelon.errors import CollectiveMismatch
-from echelon.layout import even_chunks
 from echelon.world.arithmetic import reduce_into
 from echelon.world.shm.area import SLOT_NBYTES, Area
-from echelon.world.shm.staging import HALF_NBYTES, Staging
+from echelon.world.shm.chunks import line_chunks
+from echelon.world.shm.direct import Direct, open_direct
+from echelon.world.shm.exchange import Exchange
+from echelon.world.shm.staged import Staged
+from echelon.world.shm.staging import Staging
 from echelon.world.work import Ticket
 
 __all__ = ["Collectives"]
-
-# Chunks are cut at cache lines, or two cores would write to one line.
-_LINE_NBYTES = 64
 
 
 @final
@@ -37,10 +39,9 @@ class Collectives:
     def __init__(self, area: Area, timeout: float) -> None:
         self.area = area
         self.timeout = timeout
-        self._staging: Staging | None = None
-        self._windows: dict[
-            int, tuple[int, Sequence[Tensor]]
-        ] = {}  # by address of the local region
+        self._large: Direct | Staged | None = None
+        # By address of the local region.
+        self._windows: dict[int, tuple[int, Sequence[Tensor]]] = {}
 
     # Windows ---------------------------------------------------------------------------------
 
@@ -76,22 +77,34 @@ class Collectives:
 
     # Rounds ----------------------------------------------------------------------------------
 
-    def _agree(self, ticket: Ticket, key: int = 0) -> list[int]:
-        return self.area.agree(ticket, key, self.timeout)
+    def _agree(self, ticket: Ticket, tensor: Tensor | None = None) -> list[Tensor] | None:
+        """First round: the call is the same on all ranks; post where ``tensor`` lies.
+
+        Returns:
+            ``tensor`` as all ranks see theirs, if all lie at one place of one window.
+        """
+        area = self.area
+        if tensor is None:
+            area.agree(ticket, self.timeout)
+            return None
+        area.agree(ticket, self.timeout, self._key(tensor), tensor.data_ptr())
+        return self._in_place(tensor, area.keys(ticket))
 
     def _round(self, ticket: Ticket) -> None:
         self.area.next_round(ticket, self.timeout)
 
-    def _staged(self, ticket: Ticket) -> Staging:
-        if self._staging is None:
-            self._staging = Staging(self.area, ticket, self.timeout)
-        return self._staging
+    def _ways(self, ticket: Ticket) -> Direct | Staged:
+        """How large data travels here. Found out once, together with the other ranks."""
+        if self._large is None:
+            self._large = open_direct(self.area, ticket, self.timeout) or Staged(
+                self.area, Staging(self.area, ticket, self.timeout), self.timeout
+            )
+        return self._large
 
     # Reductions ------------------------------------------------------------------------------
 
     def all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> None:
-        area = self.area
-        numel = tensor.numel()
+        area, numel = self.area, tensor.numel()
         if tensor.nbytes <= SLOT_NBYTES:
             parts = area.parts(tensor.dtype, numel)
             parts[area.rank].copy_(tensor)
@@ -99,91 +112,41 @@ class Collectives:
             if numel:
                 reduce_into([tensor], parts, op)
             return
-        keys = self._agree(ticket, self._key(tensor))
-        regions = self._in_place(tensor, keys)
-        if regions is not None:
-            start, stop = self._chunks(numel, tensor.dtype)[area.rank]
-            if stop > start:
-                views = [region[start:stop] for region in regions]
-                reduce_into(views, views, op)
-            self._round(ticket)
+        regions = self._agree(ticket, tensor)
+        if regions is None:
+            self._ways(ticket).all_reduce(ticket, tensor, op)
             return
-        for first in range(0, numel, piece := HALF_NBYTES // tensor.dtype.itemsize):
-            self._all_reduce_piece(ticket, tensor[first : first + piece], op)
-
-    def _all_reduce_piece(self, ticket: Ticket, tensor: Tensor, op: str) -> None:
-        """Each rank reduces one chunk; round one carries the inputs, round two the results."""
-        area, numel, dtype = self.area, tensor.numel(), tensor.dtype
-        staging = self._staged(ticket)
-        chunks = self._chunks(numel, dtype)
-        start, stop = chunks[area.rank]
-        inputs = staging.parts(dtype, numel)
-        mine = inputs[area.rank]
-        mine[:start].copy_(tensor[:start])
-        mine[stop:].copy_(tensor[stop:])
-        self._round(ticket)
-        results = staging.parts(dtype, numel)
+        start, stop = line_chunks(numel, tensor.dtype, area.size)[area.rank]
         if stop > start:
-            own = tensor[start:stop]
-            parts = [own if r == area.rank else inputs[r][start:stop] for r in range(area.size)]
-            reduce_into([own, results[area.rank][start:stop]], parts, op)
+            views = [region[start:stop] for region in regions]
+            reduce_into(views, views, op)
         self._round(ticket)
-        for peer in area.peers:
-            start, stop = chunks[peer]
-            tensor[start:stop].copy_(results[peer][start:stop])
-
-    def _chunks(self, numel: int, dtype: torch.dtype) -> list[tuple[int, int]]:
-        return even_chunks(numel, self.area.size, max(1, _LINE_NBYTES // dtype.itemsize))
 
     def reduce_scatter(self, ticket: Ticket, output: Tensor, input: Tensor, op: str) -> None:
-        area, numel, dtype = self.area, output.numel(), output.dtype
+        area, numel = self.area, output.numel()
         if input.nbytes <= SLOT_NBYTES:
-            parts = area.parts(dtype, input.numel())
+            parts = area.parts(output.dtype, input.numel())
             parts[area.rank].copy_(input)
             self._agree(ticket)
             if numel:
                 reduce_into([output], [p.narrow(0, area.rank * numel, numel) for p in parts], op)
             return
-        keys = self._agree(ticket, self._key(input))
-        regions = self._in_place(input, keys)
-        if regions is not None:
-            own_parts = [p.narrow(0, area.rank * numel, numel) for p in regions]
-            # Where the output lies on a part of another rank, that rank may not have read it yet.
-            in_the_way = _share_memory(output, input) and not _same_place(
-                output, own_parts[area.rank]
-            )
-            target = torch.empty_like(output) if in_the_way else output
-            reduce_into([target], own_parts, op)
+        regions = self._agree(ticket, input)
+        # Where the output lies on a part of another rank, that rank may not have read it yet.
+        own = input.narrow(0, area.rank * numel, numel)
+        in_the_way = _share_memory(output, input) and not _same_place(output, own)
+        target = torch.empty_like(output) if in_the_way else output
+        if regions is None:
+            self._ways(ticket).reduce_scatter(ticket, target, input, op)
+        else:
+            reduce_into([target], [p.narrow(0, area.rank * numel, numel) for p in regions], op)
             self._round(ticket)  # all have read; the input may change
-            if in_the_way:
-                output.copy_(target)
-            return
-        staging = self._staged(ticket)
-        lanes = input.view(area.size, numel)
-        piece = HALF_NBYTES // (dtype.itemsize * area.size)
-        for start in range(0, numel, piece):
-            length = min(piece, numel - start)
-            boxes = [
-                part.view(area.size, length) for part in staging.parts(dtype, area.size * length)
-            ]
-            for peer in area.peers:
-                boxes[area.rank][peer].copy_(lanes[peer, start : start + length])
-            self._round(ticket)
-            own = lanes[area.rank, start : start + length]
-            parts = [own if r == area.rank else boxes[r][area.rank] for r in range(area.size)]
-            reduce_into([output[start : start + length]], parts, op)
+        if in_the_way:
+            output.copy_(target)
 
     def reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> None:
-        area, numel = self.area, tensor.numel()
-        self._agree(ticket)
-        piece = HALF_NBYTES // tensor.dtype.itemsize
-        for start in range(0, numel, piece):
-            part = tensor[start : start + piece]
-            parts = self._staged(ticket).parts(tensor.dtype, part.numel())
-            parts[area.rank].copy_(part)
-            self._round(ticket)
-            if area.rank == dst:
-                reduce_into([part], parts, op)
+        self._agree(ticket, tensor)
+        self._ways(ticket).reduce(ticket, tensor, dst, op)
 
     # Data movement ---------------------------------------------------------------------------
 
@@ -197,34 +160,15 @@ class Collectives:
             for output, part in zip(outputs, parts, strict=True):
                 output.copy_(part[: output.numel()])
             return
+        regions = self._agree(ticket, input)
         even = all(output.numel() == longest for output in outputs)
-        keys = self._agree(ticket, self._key(input) if even else 0)
-        regions = self._in_place(input, keys)
-        if regions is not None:
-            for output, region in zip(outputs, regions, strict=True):
-                if output.data_ptr() != region.data_ptr():
-                    output.copy_(region)
-            self._round(ticket)
+        if regions is None or not even:
+            self._ways(ticket).all_gather(ticket, outputs, input)
             return
-        self._all_gather_pieces(ticket, outputs, input, longest)
-
-    def _all_gather_pieces(
-        self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor, longest: int
-    ) -> None:
-        area, dtype = self.area, input.dtype
-        staging = self._staged(ticket)
-        piece = HALF_NBYTES // dtype.itemsize
-        own = outputs[area.rank]
-        for start in range(0, longest, piece):
-            parts = staging.parts(dtype, piece)
-            mine = input[start : start + piece]
-            parts[area.rank][: mine.numel()].copy_(mine)
-            self._round(ticket)
-            for peer in area.peers:
-                target = outputs[peer][start : start + piece]
-                target.copy_(parts[peer][: target.numel()])
-        if own.data_ptr() != input.data_ptr():
-            own.copy_(input)
+        for output, region in zip(outputs, regions, strict=True):
+            if output.data_ptr() != region.data_ptr():
+                output.copy_(region)
+        self._round(ticket)
 
     def broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> None:
         area = self.area
@@ -236,81 +180,47 @@ class Collectives:
             if area.rank != src:
                 tensor.copy_(parts[src])
             return
-        self._agree(ticket)
-        staging = self._staged(ticket)
-        piece = HALF_NBYTES // tensor.dtype.itemsize
-        for start in range(0, tensor.numel(), piece):
-            part = tensor[start : start + piece]
-            box = staging.parts(tensor.dtype, part.numel())[src]
-            if area.rank == src:
-                box.copy_(part)
-            self._round(ticket)
-            if area.rank != src:
-                part.copy_(box)
+        regions = self._agree(ticket, tensor)
+        if regions is None:
+            self._ways(ticket).broadcast(ticket, tensor, src)
+            return
+        if area.rank != src:
+            tensor.copy_(regions[src])
+        self._round(ticket)
 
     def gather(self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> None:
-        area = self.area
-        self._agree(ticket)
-        piece = HALF_NBYTES // tensor.dtype.itemsize
-        for start in range(0, tensor.numel(), piece):
-            part = tensor[start : start + piece]
-            parts = self._staged(ticket).parts(tensor.dtype, part.numel())
-            parts[area.rank].copy_(part)
-            self._round(ticket)
-            for output, box in zip(outputs, parts, strict=False):  # no outputs but on dst
-                output[start : start + piece].copy_(box)
+        self._agree(ticket, tensor)
+        self._ways(ticket).gather(ticket, outputs, tensor, dst)
 
     def scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> None:
-        area = self.area
         self._agree(ticket)
-        piece = HALF_NBYTES // (tensor.dtype.itemsize * area.size)
-        for start in range(0, tensor.numel(), piece):
-            part = tensor[start : start + piece]
-            box = self._staged(ticket).parts(tensor.dtype, area.size * part.numel())[src]
-            lanes = box.view(area.size, part.numel())
-            for lane, input in zip(lanes, inputs, strict=False):  # no inputs but on src
-                lane.copy_(input[start : start + piece])
-            self._round(ticket)
-            part.copy_(lanes[area.rank])
+        self._ways(ticket).scatter(ticket, tensor, inputs, src)
 
     def all_to_all(
         self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> None:
-        area, dtype = self.area, inputs[0].dtype
-        longest = self._agree_on_lengths(ticket, outputs, inputs)
-        piece = HALF_NBYTES // (dtype.itemsize * area.size)
-        for start in range(0, longest, piece):
-            length = min(piece, longest - start)
-            boxes = [
-                part.view(area.size, length)
-                for part in self._staged(ticket).parts(dtype, area.size * length)
-            ]
-            for peer in area.peers:
-                part = inputs[peer][start : start + length]
-                boxes[area.rank][peer, : part.numel()].copy_(part)
-            self._round(ticket)
-            for peer in area.peers:
-                part = outputs[peer][start : start + length]
-                part.copy_(boxes[peer][area.rank, : part.numel()])
-        outputs[area.rank].copy_(inputs[area.rank])
+        exchange = self._agree_on_exchange(ticket, outputs, inputs)
+        if exchange.longest:
+            self._ways(ticket).all_to_all(ticket, outputs, inputs, exchange)
 
-    def _agree_on_lengths(
+    def _agree_on_exchange(
         self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> int:
-        """Check that ranks send what their peers expect; the length of the longest part."""
+    ) -> Exchange:
+        """Check that ranks send what their peers expect; where the parts of all ranks lie."""
         area, n = self.area, self.area.size
-        tables = area.parts(torch.int64, 2 * n)
+        tables = area.parts(torch.int64, 3 * n)
         lengths = [part.numel() for part in (*inputs, *outputs)]
-        tables[area.rank].copy_(torch.tensor(lengths))
+        tables[area.rank].numpy()[:] = [*lengths, *(part.data_ptr() for part in inputs)]
         self._agree(ticket)
         table = [part.tolist() for part in tables]
         if any(table[s][r] != table[r][n + s] for s in range(n) for r in range(n)):
             texts = {
-                r: f"all_to_all_single sends {table[r][:n]}, expects {table[r][n:]} elements"
-                for r in range(n)
+                r: f"all_to_all_single sends {row[:n]}, expects {row[n : 2 * n]} elements"
+                for r, row in enumerate(table)
             }
             raise CollectiveMismatch(area.name, ticket.position, texts)
-        return int(max(length for row in table for length in row))
+        longest = max(length for row in table for length in row[:n])
+        return Exchange(longest, [row[2 * n :] for row in table])
 
     def barrier(self, ticket: Ticket) -> None:
         self._agree(ticket)

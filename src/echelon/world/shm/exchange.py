@@ -1,0 +1,23 @@
+"""What all ranks know of an all-to-all before data moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+__all__ = ["Exchange"]
+
+
+@final
+@dataclass(frozen=True)
+class Exchange:
+    """The parts that ranks send to each other.
+
+    Attributes:
+        longest: elements of the longest part.
+        addresses: ``addresses[src][dst]``: of the part for ``dst`` in the process of ``src``.
+    """
+
+    longest: int
+    addresses: Sequence[Sequence[int]]

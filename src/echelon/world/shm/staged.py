@@ -1,0 +1,169 @@
+"""Large collectives that copy their data through shared memory, in pieces.
+
+The way where ranks may not read each other's memory, as in some containers. r: rank · n: ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor
+
+from echelon.world.arithmetic import reduce_into
+from echelon.world.shm.area import Area
+from echelon.world.shm.chunks import line_chunks
+from echelon.world.shm.exchange import Exchange
+from echelon.world.shm.staging import HALF_NBYTES, Staging
+from echelon.world.work import Ticket
+
+__all__ = ["Staged"]
+
+
+@final
+class Staged:
+    """Collectives in which a rank copies what others need into its half of the staging.
+
+    Args:
+        area: the group's shared memory, for rounds.
+        staging: room for a piece of every rank.
+        timeout: seconds to wait in a round.
+    """
+
+    def __init__(self, area: Area, staging: Staging, timeout: float) -> None:
+        self._area, self._staging, self._timeout = area, staging, timeout
+
+    # Reductions ------------------------------------------------------------------------------
+
+    def all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> None:
+        for first in range(0, tensor.numel(), piece := HALF_NBYTES // tensor.dtype.itemsize):
+            self._all_reduce_piece(ticket, tensor[first : first + piece], op)
+
+    def _all_reduce_piece(self, ticket: Ticket, tensor: Tensor, op: str) -> None:
+        """Each rank reduces one chunk; round one carries the inputs, round two the results."""
+        area, numel, dtype = self._area, tensor.numel(), tensor.dtype
+        chunks = line_chunks(numel, dtype, area.size)
+        start, stop = chunks[area.rank]
+        inputs = self._staging.parts(dtype, numel)
+        mine = inputs[area.rank]
+        mine[:start].copy_(tensor[:start])
+        mine[stop:].copy_(tensor[stop:])
+        self._round(ticket)
+        results = self._staging.parts(dtype, numel)
+        if stop > start:
+            own = tensor[start:stop]
+            parts = [own if r == area.rank else inputs[r][start:stop] for r in range(area.size)]
+            reduce_into([own, results[area.rank][start:stop]], parts, op)
+        self._round(ticket)
+        for peer in area.peers:
+            start, stop = chunks[peer]
+            tensor[start:stop].copy_(results[peer][start:stop])
+
+    def reduce_scatter(self, ticket: Ticket, output: Tensor, input: Tensor, op: str) -> None:
+        area, numel, dtype = self._area, output.numel(), output.dtype
+        lanes = input.view(area.size, numel)
+        piece = HALF_NBYTES // (dtype.itemsize * area.size)
+        for start in range(0, numel, piece):
+            length = min(piece, numel - start)
+            boxes = [
+                part.view(area.size, length)
+                for part in self._staging.parts(dtype, area.size * length)
+            ]
+            for peer in area.peers:
+                boxes[area.rank][peer].copy_(lanes[peer, start : start + length])
+            self._round(ticket)
+            own = lanes[area.rank, start : start + length]
+            parts = [own if r == area.rank else boxes[r][area.rank] for r in range(area.size)]
+            reduce_into([output[start : start + length]], parts, op)
+
+    def reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> None:
+        area = self._area
+        piece = HALF_NBYTES // tensor.dtype.itemsize
+        for start in range(0, tensor.numel(), piece):
+            part = tensor[start : start + piece]
+            parts = self._staging.parts(tensor.dtype, part.numel())
+            parts[area.rank].copy_(part)
+            self._round(ticket)
+            if area.rank == dst:
+                reduce_into([part], parts, op)
+
+    # Data movement ---------------------------------------------------------------------------
+
+    def all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> None:
+        area, dtype = self._area, input.dtype
+        piece = HALF_NBYTES // dtype.itemsize
+        own = outputs[area.rank]
+        for start in range(0, max(output.numel() for output in outputs), piece):
+            parts = self._staging.parts(dtype, piece)
+            mine = input[start : start + piece]
+            parts[area.rank][: mine.numel()].copy_(mine)
+            self._round(ticket)
+            for peer in area.peers:
+                target = outputs[peer][start : start + piece]
+                target.copy_(parts[peer][: target.numel()])
+        if own.data_ptr() != input.data_ptr():
+            own.copy_(input)
+
+    def broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> None:
+        area = self._area
+        piece = HALF_NBYTES // tensor.dtype.itemsize
+        for start in range(0, tensor.numel(), piece):
+            part = tensor[start : start + piece]
+            box = self._staging.parts(tensor.dtype, part.numel())[src]
+            if area.rank == src:
+                box.copy_(part)
+            self._round(ticket)
+            if area.rank != src:
+                part.copy_(box)
+
+    def gather(self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> None:
+        area = self._area
+        piece = HALF_NBYTES // tensor.dtype.itemsize
+        for start in range(0, tensor.numel(), piece):
+            part = tensor[start : start + piece]
+            parts = self._staging.parts(tensor.dtype, part.numel())
+            parts[area.rank].copy_(part)
+            self._round(ticket)
+            for output, box in zip(outputs, parts, strict=False):  # no outputs but on dst
+                output[start : start + piece].copy_(box)
+
+    def scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> None:
+        area = self._area
+        piece = HALF_NBYTES // (tensor.dtype.itemsize * area.size)
+        for start in range(0, tensor.numel(), piece):
+            part = tensor[start : start + piece]
+            box = self._staging.parts(tensor.dtype, area.size * part.numel())[src]
+            lanes = box.view(area.size, part.numel())
+            for lane, input in zip(lanes, inputs, strict=False):  # no inputs but on src
+                lane.copy_(input[start : start + piece])
+            self._round(ticket)
+            part.copy_(lanes[area.rank])
+
+    def all_to_all(
+        self,
+        ticket: Ticket,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        exchange: Exchange,
+    ) -> None:
+        area, dtype, longest = self._area, inputs[0].dtype, exchange.longest
+        piece = HALF_NBYTES // (dtype.itemsize * area.size)
+        for start in range(0, longest, piece):
+            length = min(piece, longest - start)
+            boxes = [
+                part.view(area.size, length)
+                for part in self._staging.parts(dtype, area.size * length)
+            ]
+            for peer in area.peers:
+                part = inputs[peer][start : start + length]
+                boxes[area.rank][peer, : part.numel()].copy_(part)
+            self._round(ticket)
+            for peer in area.peers:
+                part = outputs[peer][start : start + length]
+                part.copy_(boxes[peer][area.rank, : part.numel()])
+        outputs[area.rank].copy_(inputs[area.rank])
+
+    # Below -----------------------------------------------------------------------------------
+
+    def _round(self, ticket: Ticket) -> None:
+        self._area.next_round(ticket, self._timeout)
