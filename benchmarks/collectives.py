@@ -105,8 +105,7 @@ def measure_case(
         "nbytes": nbytes,
         "ranks": peers.size,
         "num_calls": num_calls,
-        "seconds": samples.seconds,
-        "cpu_seconds": samples.cpu_seconds,
+        **samples.record(),
     }
 
 
@@ -244,7 +243,7 @@ def table_of(cases: Sequence[dict[str, Any]], ranks: int) -> Table:
     for name in ("size", *names, *(f"{peer} / {own}" for peer, own in pairs)):
         table.add_column(name, justify="right", no_wrap=True)
     for case in cases:
-        samples = Samples(case["seconds"])
+        samples = Samples.of(case).quiet()
         has = samples.seconds.keys()
         times = [f"{samples.median_s(n) * 1e3:.3f}" if n in has else "" for n in names]
         ratios = [
@@ -256,12 +255,12 @@ def table_of(cases: Sequence[dict[str, Any]], ranks: int) -> Table:
 
 def judged(cases: Sequence[dict[str, Any]], simulated: dict[str, Any]) -> list[Outcome]:
     """What was asked of 2 ranks and of simulated ones, and what came out."""
-    by_key = {(case["op"], case["nbytes"], case["ranks"]): case["seconds"] for case in cases}
+    by_key = {(case["op"], case["nbytes"], case["ranks"]): case for case in cases}
     found: list[Outcome] = []
 
     def add(bar: Bar, op: str, nbytes: int) -> None:
         if (op, nbytes, 2) in by_key:
-            found.extend(judge(bar, Samples(by_key[op, nbytes, 2])))
+            found.extend(judge(bar, Samples.of(by_key[op, nbytes, 2]).quiet()))
 
     for op, nbytes, name, peer, bound in BARS:
         task = f"{op} {text_of(nbytes)}"

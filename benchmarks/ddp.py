@@ -113,7 +113,7 @@ def measure_rank(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
     # The first steps make optimizer states and rebuild buckets; the last of them is the pilot.
     pilot = alternate(peers.group, variants, 3)
     lasts = [seconds[-1] for seconds in pilot.seconds.values()]
-    num_calls = max(2, math.ceil(0.4 / max(lasts)))
+    num_calls = math.ceil(0.4 / max(lasts))
     num_rounds = num_rounds_within(settings["seconds"], num_calls * sum(lasts), at_least=3)
     samples = alternate(peers.group, variants, num_rounds, num_calls)
     plain = trainees[ECHELON].plain
@@ -123,8 +123,7 @@ def measure_rank(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
         "num_parameters": sum(p.numel() for p in plain.parameters()),
         "num_tensors": len(list(plain.parameters())),
         "num_calls": num_calls,
-        "seconds": samples.seconds,
-        "cpu_seconds": samples.cpu_seconds,
+        **samples.record(),
         "same_weights": compare(trainees[ECHELON], trainees[TORCH]),
     }
 
@@ -163,11 +162,12 @@ def memory_rank(peers: Peers, settings: dict[str, Any]) -> list[float]:
 
 def table_of(result: dict[str, Any], memory: dict[str, list[float]]) -> Table:
     """A row for each variant: time of a step, what communication adds, ratios, memory."""
-    samples = Samples(result["seconds"], result["cpu_seconds"])
+    everything = Samples.of(result)
+    samples = everything.quiet()
     title = (
         f"{result['task']}: {result['num_parameters'] / 1e6:.1f} M parameters in "
         f"{result['num_tensors']} tensors, {result['ranks']} ranks, "
-        f"{len(samples.seconds[ECHELON])} rounds of {result['num_calls']} steps"
+        f"{samples.num_rounds} of {everything.num_rounds} rounds, of {result['num_calls']} steps"
     )
     table = Table(title=title, box=box.MARKDOWN, title_justify="left")
     base = APART if APART in samples.seconds else ALONE
@@ -200,7 +200,7 @@ def judged(results: Sequence[dict[str, Any]]) -> list[Outcome]:
         outcome
         for result in results
         for bar in BARS[result["task"]]
-        for outcome in judge(bar, Samples(result["seconds"]))
+        for outcome in judge(bar, Samples.of(result).quiet())
     ]
 
 

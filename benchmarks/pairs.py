@@ -7,7 +7,9 @@ One *round* runs every variant once, so all of them meet the same state of the m
     round 2   C A B
 
 A ratio of two variants is taken inside each round, and its median over rounds is reported: a slow
-second of the machine then spoils one pair, and not the comparison.
+second of the machine then spoils one pair, and not the comparison. On a virtual machine the host
+may take processors away for a while ("steal time"), which hurts ranks that wait for each other
+more than one process alone; ``quiet`` keeps the rounds in which it did not.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 __all__ = ["Meeting", "Samples", "Variant", "alternate", "num_rounds_within"]
+
+QUIET_SHARE = 0.01
+FEWEST_QUIET = 5
 
 
 class Meeting(Protocol):
@@ -56,10 +61,41 @@ class Samples:
     Attributes:
         seconds: by the clock.
         cpu_seconds: of all threads of the process; spinning while waiting counts.
+        stolen: share of the machine's processor time that the host took, round by round.
     """
 
     seconds: Mapping[str, Sequence[float]]
     cpu_seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    stolen: Sequence[float] = ()
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Samples:
+        """What ``record`` holds, as it lies in a JSON file."""
+        return cls(record["seconds"], record["cpu_seconds"], record["stolen"])
+
+    def record(self) -> dict[str, Any]:
+        """All of it, for a JSON file."""
+        return {
+            "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
+            "stolen": self.stolen,
+        }
+
+    def quiet(self) -> Samples:
+        """The rounds of which the host took at most 1 %; all, where those are fewer than 5."""
+        kept = [r for r, share in enumerate(self.stolen) if share <= QUIET_SHARE]
+        if len(kept) < FEWEST_QUIET:
+            return self
+
+        def of(by_name: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+            return {name: [values[r] for r in kept] for name, values in by_name.items()}
+
+        return Samples(of(self.seconds), of(self.cpu_seconds), [self.stolen[r] for r in kept])
+
+    @property
+    def num_rounds(self) -> int:
+        """How often every variant was measured."""
+        return max(map(len, self.seconds.values()))
 
     def median_s(self, name: str) -> float:
         """Median time of one variant."""
@@ -92,10 +128,14 @@ def alternate(
         Seconds a call, of the rank that took most; the same on all ranks.
     """
     mine: dict[str, list[tuple[float, float]]] = {variant.name: [] for variant in variants}
+    stolen: list[float] = []
     for round_ in range(num_rounds):
+        before = _processor_ticks()
         for turn in range(len(variants)):
             variant = variants[(round_ + turn) % len(variants)]
             mine[variant.name].append(_sample(meeting, variant, num_calls))
+        taken, everything = (b - a for a, b in zip(before, _processor_ticks(), strict=True))
+        stolen.append(taken / max(1, everything))
     meeting.barrier()
     by_rank = meeting.all_gather_object(mine)
 
@@ -103,7 +143,15 @@ def alternate(
         rounds = zip(*(measured[name] for measured in by_rank), strict=True)
         return [max(sample[clock] for sample in samples) for samples in rounds]
 
-    return Samples({name: most(name, 0) for name in mine}, {name: most(name, 1) for name in mine})
+    seconds, cpu_seconds = ({name: most(name, clock) for name in mine} for clock in (0, 1))
+    return Samples(seconds, cpu_seconds, meeting.all_gather_object(stolen)[0])
+
+
+def _processor_ticks() -> tuple[int, int]:
+    """Of all processors since the machine started: those that the host took, and all."""
+    with open("/proc/stat") as file:
+        ticks = [int(field) for field in file.readline().split()[1:9]]
+    return ticks[7], sum(ticks)
 
 
 def _sample(meeting: Meeting, variant: Variant, num_calls: int) -> tuple[float, float]:

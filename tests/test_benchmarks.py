@@ -85,6 +85,27 @@ def test_a_ratio_is_the_median_of_the_pairs_and_not_a_ratio_of_medians() -> None
     assert samples.median_s("theirs") / samples.median_s("ours") == 5.0
 
 
+def test_rounds_in_which_the_host_took_processors_away_are_left_out_if_enough_remain() -> None:
+    from pairs import Samples
+
+    times = [1.0, 9.0, 2.0, 3.0, 4.0, 5.0]
+    stolen = [0.0, 0.3, 0.01, 0.0, 0.0, 0.005]
+    samples = Samples({"ours": times}, {"ours": times}, stolen)
+    assert samples.quiet().seconds == {"ours": [1.0, 2.0, 3.0, 4.0, 5.0]}
+    assert samples.quiet().num_rounds == 5
+    assert Samples.of(samples.record()) == samples
+    few = Samples({"ours": times}, {"ours": times}, [0.3, *stolen[1:]])
+    assert few.quiet() is few
+
+
+def test_each_round_notes_what_the_host_took() -> None:
+    from pairs import Variant, alternate
+
+    samples = alternate(Recorder(), [Variant("A", lambda: None)], num_rounds=2)
+    assert len(samples.stolen) == 2
+    assert all(0 <= share <= 1 for share in samples.stolen)
+
+
 @pytest.mark.parametrize(
     ("kind", "bound", "reached"),
     [
