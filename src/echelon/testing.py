@@ -282,8 +282,10 @@ class FaultyGroup(Group):
     def _all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> Work:
         return self._do(ticket, lambda t: self._inner._all_reduce(t, tensor, op))
 
-    def _reduce_scatter(self, ticket: Ticket, output: Tensor, input: Tensor, op: str) -> Work:
-        return self._do(ticket, lambda t: self._inner._reduce_scatter(t, output, input, op))
+    def _reduce_scatter(
+        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+    ) -> Work:
+        return self._do(ticket, lambda t: self._inner._reduce_scatter(t, output, input, splits, op))
 
     def _all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> Work:
         return self._do(ticket, lambda t: self._inner._all_gather(t, outputs, input))
@@ -321,6 +323,9 @@ class FaultyGroup(Group):
 
     def _window(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Window:
         return self._inner._window(self._renumbered(ticket), numel, dtype)
+
+    def _shared(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._inner._shared(self._renumbered(ticket), numel, dtype)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from echelon.errors import ArgumentError, RankError
+from echelon.errors import ArgumentError, RankError, UnsupportedError
 from echelon.world.group import Group
 from tests.world.checking import refuses, same
 
@@ -80,6 +80,30 @@ def check_reduce_scatter_leaves_each_its_part(group: Group) -> None:
     mean = torch.empty(2)
     group.reduce_scatter_single(mean, torch.full((2 * n,), float(group.rank)), "mean")
     same(mean, torch.full((2,), (n - 1) / 2))  # ranks 0 and 1: 0.5
+
+
+def check_reduce_scatter_of_different_lengths(group: Group) -> None:
+    n = group.size
+    splits = [2 * r for r in range(n)]  # rank 0 gets nothing
+    whole = torch.arange(float(sum(splits))) * (group.rank + 1)
+    output = torch.full((splits[group.rank],), -1.0)
+    group.reduce_scatter_single(output, whole, splits=splits)
+    start = sum(splits[: group.rank])
+    same(output, torch.arange(start, start + output.numel()) * (n * (n + 1) / 2))
+    for wrong in ([whole.numel() + 1, *[0] * (n - 1)], [], [-1] * n):
+        refuses(
+            ArgumentError,
+            "do not cut",
+            lambda wrong=wrong: group.reduce_scatter_single(output, whole, splits=wrong),
+        )
+
+
+def check_memory_is_the_same_on_all_ranks_only_where_it_is_shared(group: Group) -> None:
+    if group.shares_memory:
+        assert group.shared_tensor(5, torch.int32).tolist() == [0] * 5
+        refuses(ArgumentError, "-1 elements", lambda: group.shared_tensor(-1))
+    else:
+        refuses(UnsupportedError, "do not share memory", lambda: group.shared_tensor(5))
 
 
 def check_reduce_scatter_into_its_own_input(group: Group) -> None:

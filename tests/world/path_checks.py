@@ -54,6 +54,34 @@ def check_reduce_scatter_of_every_size(group: Group) -> None:
         same(output, expected, str(numel))
 
 
+def check_reduce_scatter_of_every_size_in_different_lengths(group: Group) -> None:
+    for numel in (1, SLOT + 1, PIECE + 3):
+        splits = [numel + 5 * r if r else 0 for r in range(group.size)]
+        length, start = sum(splits), sum(splits[: group.rank])
+        expected = total(group, length)[start : start + splits[group.rank]]
+        output = torch.empty(splits[group.rank])
+        group.reduce_scatter_single(output, values(group.rank, length), splits=splits)
+        same(output, expected, str(numel))
+        window = group.window(length)
+        window.local.copy_(values(group.rank, length))
+        group.reduce_scatter_single(output.zero_(), window.local, splits=splits)
+        same(output, expected, f"{numel} in a window")
+        window.close()
+
+
+def check_one_tensor_that_is_the_same_memory_on_all_ranks(group: Group) -> None:
+    n, rank = group.size, group.rank
+    for dtype in (torch.float32, torch.bfloat16):
+        shared = group.shared_tensor(3 * n, dtype)
+        same(shared, torch.zeros(3 * n, dtype=dtype))
+        group.barrier()
+        shared[3 * rank : 3 * rank + 3] = rank + 1
+        group.barrier()
+        same(shared, torch.arange(1, n + 1).repeat_interleave(3).to(dtype))
+        group.barrier()
+    assert group.shared_tensor(0).numel() == 0
+
+
 def check_all_gather_of_every_size(group: Group) -> None:
     for numel in NUMELS:
         output = torch.empty(numel * group.size)

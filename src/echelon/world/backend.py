@@ -59,7 +59,9 @@ class Backend(ABC):
     def _all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> Work: ...
 
     @abstractmethod
-    def _reduce_scatter(self, ticket: Ticket, output: Tensor, input: Tensor, op: str) -> Work: ...
+    def _reduce_scatter(
+        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+    ) -> Work: ...
 
     @abstractmethod
     def _all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> Work: ...
@@ -99,6 +101,10 @@ class Backend(ABC):
 
     @abstractmethod
     def _window(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Window: ...
+
+    def _shared(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Tensor:
+        """Only where the group ``shares_memory``."""
+        raise NotImplementedError
 
     # Checks ----------------------------------------------------------------------------------
 
@@ -179,6 +185,15 @@ class Backend(ABC):
             raise ArgumentError(f"{op}: rank {root} must give {self.size} {what}, got {got}")
         for i, tensor in enumerate(tensors):
             self._check_numel(f"{op}: {what}[{i}]", tensor, like.numel(), "tensor.numel()")
+
+    def _check_splits(self, what: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:
+        """Parts of a tensor for all ranks, in elements."""
+        if len(splits) != self.size or sum(splits) != tensor.numel() or min(splits) < 0:
+            raise ArgumentError(
+                f"splits {list(splits)} do not cut the {tensor.numel()} elements of {what} "
+                f"for {self.size} ranks"
+            )
+        return list(splits)
 
     def _split_numels(self, what: str, tensor: Tensor, splits: Sequence[int] | None) -> list[int]:
         if not tensor.dim():

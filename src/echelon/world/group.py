@@ -17,7 +17,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from echelon.errors import ArgumentError
+from echelon.errors import ArgumentError, UnsupportedError
 from echelon.world import arithmetic
 from echelon.world.backend import Backend
 from echelon.world.signature import Call
@@ -73,6 +73,7 @@ class Group(Backend):
         op: str = "sum",
         async_op: bool = False,
         *,
+        splits: Sequence[int] | None = None,
         label: str | None = None,
     ) -> Work | None:
         """Reduce ``input`` over ranks and leave part ``rank`` of it in ``output``.
@@ -80,15 +81,22 @@ class Group(Backend):
         Args:
             output: ``numel`` elements.
             input: ``size * numel`` elements, the parts for all ranks end to end.
+            splits: elements of the part of each rank; None: equal parts.
         """
         arithmetic.check_op(op, self._check("reduce_scatter_single", input, output))
-        self._check_numel("input", input, self.size * output.numel(), "size * output.numel()")
+        if splits is None:
+            self._check_numel("input", input, self.size * output.numel(), "size * output.numel()")
+            lengths, shape = [output.numel()] * self.size, tuple(input.shape)
+        else:
+            lengths = self._check_splits("input", input, splits)
+            shape = tuple(lengths)
+            self._check_numel("output", output, lengths[self.rank], f"splits[{self.rank}]")
         ticket = self._ticket(
-            Call("reduce_scatter_single", input.dtype, tuple(input.shape), op, None, label),
-            async_op,
+            Call("reduce_scatter_single", input.dtype, shape, op, None, label), async_op
         )
         flat, restore = _flat(output)
-        return self._started(self._reduce_scatter(ticket, flat, _flat(input)[0], op), restore)
+        work = self._reduce_scatter(ticket, flat, _flat(input)[0], lengths, op)
+        return self._started(work, restore)
 
     @final
     def all_gather_single(
@@ -345,6 +353,27 @@ class Group(Backend):
             raise ArgumentError(f"a window cannot have {numel} elements")
         ticket = self._ticket(Call("window", dtype, (numel,)), async_op=False)
         return self._window(ticket, numel, dtype)
+
+    @final
+    def shared_tensor(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """One tensor of zeros, 1D, that is the same memory on all ranks. All ranks call it.
+
+        Who may write which part of it when is up to the ranks. Collectives take it for ordinary
+        memory.
+
+        Raises:
+            UnsupportedError: the ranks of this group do not share memory.
+            SharedMemoryError: there is not enough.
+        """
+        if numel < 0:
+            raise ArgumentError(f"a tensor cannot have {numel} elements")
+        if not self.shares_memory:
+            raise UnsupportedError(
+                f"the ranks of group {self.name!r} do not share memory, so a tensor cannot be the "
+                "same on all of them: use a world of threads or processes, or gather"
+            )
+        ticket = self._ticket(Call("shared_tensor", dtype, (numel,)), async_op=False)
+        return self._shared(ticket, numel, dtype)
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:

@@ -87,12 +87,14 @@ class ThreadGroup(Group):
     def _all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> Work:
         return self._meet(ticket, tensor, lambda tensors: reduce_into(tensors, tensors, op))
 
-    def _reduce_scatter(self, ticket: Ticket, output: Tensor, input: Tensor, op: str) -> Work:
+    def _reduce_scatter(
+        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+    ) -> Work:
         def act(items: list[tuple[Tensor, Tensor]]) -> None:
-            numel = items[0][0].numel()
+            by_rank = [item[1].split(list(splits)) for item in items]
             for rank in range(self.size):
-                parts = [item[1].narrow(0, rank * numel, numel) for item in items]
-                reduce_into([items[rank][0]], parts, op)
+                if splits[rank]:
+                    reduce_into([items[rank][0]], [parts[rank] for parts in by_rank], op)
 
         return self._meet(ticket, (output, input), _unaliased(act))
 
@@ -217,6 +219,18 @@ class ThreadGroup(Group):
 
         self._meet(ticket, (regions, local), act).wait()
         return Window(local, tuple(regions), shared=True)
+
+    def _shared(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Tensor:
+        seen: list[Tensor] = []
+
+        def act(items: list[list[Tensor]]) -> None:
+            with torch.inference_mode(False):  # it outlives the caller's mode
+                one = torch.zeros(numel, dtype=dtype, device=self.device)
+            for item in items:
+                item.append(one)
+
+        self._meet(ticket, seen, act).wait()
+        return seen[0].view(numel)  # a tensor of this rank's own on the same memory
 
 
 def _unaliased(act: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:

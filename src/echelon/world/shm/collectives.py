@@ -122,24 +122,28 @@ class Collectives:
             reduce_into(views, views, op)
         self._round(ticket)
 
-    def reduce_scatter(self, ticket: Ticket, output: Tensor, input: Tensor, op: str) -> None:
+    def reduce_scatter(
+        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+    ) -> None:
         area, numel = self.area, output.numel()
+        start = sum(splits[: area.rank])
         if input.nbytes <= SLOT_NBYTES:
             parts = area.parts(output.dtype, input.numel())
             parts[area.rank].copy_(input)
             self._agree(ticket)
             if numel:
-                reduce_into([output], [p.narrow(0, area.rank * numel, numel) for p in parts], op)
+                reduce_into([output], [p.narrow(0, start, numel) for p in parts], op)
             return
         regions = self._agree(ticket, input)
         # Where the output lies on a part of another rank, that rank may not have read it yet.
-        own = input.narrow(0, area.rank * numel, numel)
+        own = input.narrow(0, start, numel)
         in_the_way = _share_memory(output, input) and not _same_place(output, own)
         target = torch.empty_like(output) if in_the_way else output
         if regions is None:
-            self._ways(ticket).reduce_scatter(ticket, target, input, op)
+            self._ways(ticket).reduce_scatter(ticket, target, input, splits, op)
         else:
-            reduce_into([target], [p.narrow(0, area.rank * numel, numel) for p in regions], op)
+            if numel:
+                reduce_into([target], [p.narrow(0, start, numel) for p in regions], op)
             self._round(ticket)  # all have read; the input may change
         if in_the_way:
             output.copy_(target)

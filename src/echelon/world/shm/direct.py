@@ -76,9 +76,11 @@ class Direct:
             self._fetch(ticket, peer, addresses[peer], start, tensor[start:stop])
         self._round(ticket)
 
-    def reduce_scatter(self, ticket: Ticket, output: Tensor, input: Tensor, op: str) -> None:
+    def reduce_scatter(
+        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+    ) -> None:
         """``output`` must not lie on a part of ``input`` that another rank reads."""
-        start = self._area.rank * output.numel()
+        start = sum(splits[: self._area.rank])
         own = input.narrow(0, start, output.numel())
         self._reduce(ticket, output, own, self._area.addresses(ticket), start, op)
         self._round(ticket)

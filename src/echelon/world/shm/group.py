@@ -75,9 +75,11 @@ class ShmGroup(Group):
     def _all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> Work:
         return self._run(ticket, lambda: self._collectives.all_reduce(ticket, tensor, op))
 
-    def _reduce_scatter(self, ticket: Ticket, output: Tensor, input: Tensor, op: str) -> Work:
+    def _reduce_scatter(
+        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+    ) -> Work:
         return self._run(
-            ticket, lambda: self._collectives.reduce_scatter(ticket, output, input, op)
+            ticket, lambda: self._collectives.reduce_scatter(ticket, output, input, splits, op)
         )
 
     def _all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> Work:
@@ -152,3 +154,18 @@ class ShmGroup(Group):
         return Window(
             regions[self.rank], regions, True, lambda: self._collectives.drop_window(regions)
         )
+
+    def _shared(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Tensor:
+        made: list[Tensor] = []
+        self._run(ticket, lambda: made.append(self._make_shared(ticket, numel, dtype))).wait()
+        return made[0]
+
+    def _make_shared(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Tensor:
+        """Rank 0 makes the segment; all take part in the rounds."""
+        self._collectives.barrier(ticket)
+        nbytes = numel * dtype.itemsize
+        what = f"memory of {numel} elements that {self.size} ranks share"
+        mine = Segment.create(nbytes if self.rank == 0 else 1, what=what, reserve=self.rank == 0)
+        segments = share_segments(self._area, ticket, mine, populate=True, timeout=self.timeout)
+        with torch.inference_mode(False):  # it outlives the caller's mode
+            return segments[0].tensor(0, nbytes).view(dtype)

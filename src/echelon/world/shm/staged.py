@@ -59,22 +59,29 @@ class Staged:
             start, stop = chunks[peer]
             tensor[start:stop].copy_(results[peer][start:stop])
 
-    def reduce_scatter(self, ticket: Ticket, output: Tensor, input: Tensor, op: str) -> None:
-        area, numel, dtype = self._area, output.numel(), output.dtype
-        lanes = input.view(area.size, numel)
+    def reduce_scatter(
+        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+    ) -> None:
+        area, dtype, longest = self._area, output.dtype, max(splits)
+        lanes = input.split(list(splits))
         piece = HALF_NBYTES // (dtype.itemsize * area.size)
-        for start in range(0, numel, piece):
-            length = min(piece, numel - start)
+        for start in range(0, longest, piece):
+            length = min(piece, longest - start)
             boxes = [
                 part.view(area.size, length)
                 for part in self._staging.parts(dtype, area.size * length)
             ]
             for peer in area.peers:
-                boxes[area.rank][peer].copy_(lanes[peer, start : start + length])
+                part = lanes[peer][start : start + length]
+                boxes[area.rank][peer, : part.numel()].copy_(part)
             self._round(ticket)
-            own = lanes[area.rank, start : start + length]
-            parts = [own if r == area.rank else boxes[r][area.rank] for r in range(area.size)]
-            reduce_into([output[start : start + length]], parts, op)
+            own = lanes[area.rank][start : start + length]
+            if own.numel():
+                parts = [
+                    own if r == area.rank else boxes[r][area.rank, : own.numel()]
+                    for r in range(area.size)
+                ]
+                reduce_into([output[start : start + length]], parts, op)
 
     def reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> None:
         area = self._area

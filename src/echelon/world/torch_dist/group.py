@@ -197,8 +197,10 @@ class PeerGroup(TorchGroup):
     def _all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> Work:
         return self._issue(ticket, lambda tag: self._algorithms.all_reduce(tag, tensor, op))
 
-    def _reduce_scatter(self, ticket: Ticket, output: Tensor, input: Tensor, op: str) -> Work:
-        inputs = _parts(input, self.size)
+    def _reduce_scatter(
+        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+    ) -> Work:
+        inputs = input.split(list(splits))
         return self._issue(
             ticket, lambda tag: self._algorithms.reduce_scatter(tag, output, inputs, op)
         )

@@ -128,15 +128,16 @@ class NativeGroup(TorchGroup):
         work.then(lambda: divide_for_mean(tensor, op, self.size))
         return work
 
-    def _reduce_scatter(self, ticket: Ticket, output: Tensor, input: Tensor, op: str) -> Work:
+    def _reduce_scatter(
+        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+    ) -> Work:
         out_view, in_view = _reducible(output, op), _reducible(input, op)
-        if out_view is None or in_view is None:
-            parts = torch.empty_like(input)
-            work = self._exchange(
-                ticket, parts, input, _even(parts, self.size), _even(input, self.size)
-            )
+        if out_view is None or in_view is None or len(set(splits)) > 1:
+            parts = output.new_empty(self.size * output.numel())
+            work = self._exchange(ticket, parts, input, _even(parts, self.size), list(splits))
             rows = _rows(parts, self.size)
-            work.then(lambda: reduce_into([output], rows, op))
+            if output.numel():
+                work.then(lambda: reduce_into([output], rows, op))
             return work
         options = c10d.ReduceScatterOptions()
         options.reduceOp = _engine_op(output, op)
