@@ -23,9 +23,9 @@ PACKAGE = "echelon"
 # to it. A module imports its own room and the layers below, so rooms side by side never meet.
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"events", "gradients", "layout", "streams"},
+    {"events", "gradients", "graph_task", "layout", "nested", "streams", "wrapper"},
     {"world"},
-    {"c10d", "testing"},
+    {"agreement", "c10d", "testing"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
     {"planner"},
     {"parallelize"},

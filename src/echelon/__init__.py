@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         WorldError,
     )
+    from echelon.fsdp import FSDP, MixedPrecision, Strategy, units
     from echelon.gradients import clip_grad_norm_
     from echelon.world.base import World
     from echelon.world.group import Group
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DDP",
+    "FSDP",
     "ArgumentError",
     "CollectiveMismatch",
     "CommError",
@@ -43,11 +45,13 @@ __all__ = [
     "EchelonError",
     "Group",
     "Mesh",
+    "MixedPrecision",
     "ModelMismatch",
     "RankError",
     "RankFailed",
     "SharedMemoryError",
     "StateError",
+    "Strategy",
     "UnsupportedError",
     "Window",
     "Work",
@@ -60,11 +64,15 @@ __all__ = [
     "observe",
     "run",
     "testing",
+    "units",
 ]
 
 # Where each name lives; a module itself where the value ends in its own name.
 _HOMES = {
     "DDP": "echelon.ddp",
+    "FSDP": "echelon.fsdp",
+    "MixedPrecision": "echelon.fsdp",
+    "Strategy": "echelon.fsdp",
     "clip_grad_norm_": "echelon.gradients",
     "World": "echelon.world.base",
     "Group": "echelon.world.group",
@@ -74,14 +82,20 @@ _HOMES = {
     "Window": "echelon.world.work",
     "Work": "echelon.world.work",
 }
-_MODULES = {"errors", "events", "observe", "testing"}
+_MODULES = {
+    "errors": "echelon.errors",
+    "events": "echelon.events",
+    "observe": "echelon.observe",
+    "testing": "echelon.testing",
+    "units": "echelon.fsdp.units",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'echelon' has no attribute {name!r}")
     if name in _MODULES:
-        value = importlib.import_module(f"echelon.{name}")
+        value = importlib.import_module(_MODULES[name])
     else:
         value = getattr(importlib.import_module(_HOMES.get(name, "echelon.errors")), name)
     globals()[name] = value

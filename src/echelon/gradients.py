@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from echelon.errors import ArgumentError
 
-__all__ = ["clip_grad_norm_", "grad_norm"]
+__all__ = ["Sharded", "clip_grad_norm_", "grad_norm"]
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A model of whose gradients every rank holds a part."""
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all of them; all ranks call it."""
 
 
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
@@ -60,7 +68,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     _check("max_norm", max_norm, lowest=0.0)
     _check("norm_type", norm_type, lowest=1.0)
     gradients = _gradients(model)
-    norm = _norm(gradients, norm_type)
+    norm = model.grad_norm(norm_type) if isinstance(model, Sharded) else _norm(gradients, norm_type)
     if math.isinf(max_norm):
         return norm
     # The small term keeps a norm of zero from dividing by zero; it is torch's own.

@@ -5,21 +5,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from echelon.ddp.agreement import check_agreement, check_model
+from echelon.agreement import check_agreement, check_model
 from echelon.ddp.arrivals import is_watched
 from echelon.ddp.buffers import Buffers, broadcast_coalesced
 from echelon.ddp.join import Rounds, Step
 from echelon.ddp.options import Init, Options, Reduction, Sync
 from echelon.ddp.reducer import Reducer
 from echelon.errors import ArgumentError, RankError, StateError
+from echelon.nested import tensors
 from echelon.world.group import Group
+from echelon.wrapper import Wrapper
 
 __all__ = ["DDP", "BucketInfo", "Unused"]
 
@@ -54,7 +55,7 @@ class Unused:
     everywhere: tuple[str, ...]
 
 
-class DDP(nn.Module):
+class DDP(Wrapper):
     """Replicates ``module`` on the ranks of ``group``; reduces gradients while backward runs.
 
     Law: after ``loss.backward()`` every rank holds the same gradients, bit for bit: with
@@ -172,7 +173,7 @@ class DDP(nn.Module):
             self._send_buffers()
         output = self.module(*args, **kwargs)
         if self._options.sync == "overlap":
-            for tensor in _tensors(output):
+            for tensor in tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._on_backward)
         return output
@@ -297,14 +298,6 @@ class DDP(nn.Module):
 
     # A module like the plain one -------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the module, with the plain module's keys."""
         return self.module.state_dict(*args, **kwargs)
@@ -320,19 +313,6 @@ class DDP(nn.Module):
         if assign:
             raise _no_assign()
         return self.module.load_state_dict(state_dict, strict=strict)
-
-    def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """This wrapper, then the module and all below it under the plain module's names."""
-        memo = set() if memo is None else memo
-        if self not in memo or not remove_duplicate:
-            memo.add(self)
-            yield prefix, self
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         clone = type(self).__new__(type(self))
@@ -356,19 +336,6 @@ def _check_arguments(module: nn.Module, group: Group) -> None:
                 f"parameter {name!r} belongs to another DDP already: wrap a module once, "
                 "or unwrap() it first"
             )
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in what forward returned."""
-    if isinstance(output, Tensor):
-        yield output
-        return
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            for item in fields(leaf):
-                yield from _tensors(getattr(leaf, item.name))
 
 
 def _no_assign() -> ArgumentError:

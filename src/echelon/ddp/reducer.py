@@ -26,12 +26,13 @@ from torch import nn
 
 from echelon import events
 from echelon.ddp.arrivals import Arrivals
-from echelon.ddp.backward import Backward, Token, queue_end
+from echelon.ddp.backward import Backward
 from echelon.ddp.buckets import BucketPlan, Gradient, plan_buckets
 from echelon.ddp.join import Rounds, Step
 from echelon.ddp.memory import Bucket
 from echelon.ddp.options import Options
 from echelon.errors import StateError
+from echelon.graph_task import Token, queue_end
 from echelon.world.group import Group
 
 __all__ = ["Reducer"]

@@ -1,0 +1,113 @@
+"""From a module to units with memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from echelon.fsdp.gradients import GradientShard, Slots
+from echelon.fsdp.policy import Options, Strategy
+from echelon.fsdp.storage import Storage, make_storage
+from echelon.fsdp.unit import Unit
+from echelon.fsdp.units import Member, Rule, UnitPlan, plan_units
+from echelon.world.group import Group
+
+__all__ = ["build_units"]
+
+
+def build_units(
+    module: nn.Module,
+    group: Group,
+    rule: Rule,
+    options: Options,
+    ignored: Sequence[nn.Parameter],
+) -> tuple[list[Unit], list[Slots]]:
+    """The units of ``module``, the root first, and where their gradients travel.
+
+    All ranks of the group call it. The parameters become this rank's parts.
+    """
+    plans = plan_units(module, rule, ignored)
+    storages = [_storages_of(plan, group, options) for plan in plans]
+    slots = _Lots(group, options, storages)
+    units = []
+    for u, (plan, own) in enumerate(zip(plans, storages, strict=True)):
+        shards = [
+            GradientShard(one, _wire_dtype(one, options), slots.of(u, one))
+            for one in own
+            if one.requires_grad
+        ]
+        units.append(Unit(plan.name, plan.module, own, shards, group))
+    if (dtype := options.precision.buffers) is not None:
+        for buffer in module.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
+    return units, slots.all
+
+
+def _storages_of(plan: UnitPlan, group: Group, options: Options) -> list[Storage]:
+    """One storage for each combination of dtype, compute dtype and ``requires_grad``."""
+    kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[Member]] = {}
+    for member in plan.members:
+        compute = _compute_dtype(member, options)
+        key = member.param.dtype, compute, member.param.requires_grad
+        kinds.setdefault(key, []).append(member)
+    sharded = (
+        options.strategy is not Strategy.NO_SHARD and plan.num_parameters >= options.min_num_params
+    )
+    return [
+        make_storage(
+            members, group, options.layout, compute, f"unit {plan.name or 'root'}", sharded=sharded
+        )
+        for (_, compute, _), members in kinds.items()
+    ]
+
+
+def _compute_dtype(member: Member, options: Options) -> torch.dtype:
+    precision, dtype = options.precision, member.param.dtype
+    kept = isinstance(member.owner, precision.keep)
+    if precision.compute is None or kept or not dtype.is_floating_point:
+        return dtype
+    return precision.compute
+
+
+def _wire_dtype(storage: Storage, options: Options) -> torch.dtype:
+    reduce = options.precision.reduce
+    return storage.dtype if reduce is None or not storage.dtype.is_floating_point else reduce
+
+
+class _Lots:
+    """Who travels in which slots: two for all units in turn, and one for each root storage.
+
+    The root's gradients begin to come first and are complete last. With ``SHARD_OPTIMIZER`` every
+    storage has a slot of its own, so no reduction waits for another.
+    """
+
+    def __init__(
+        self, group: Group, options: Options, storages: Sequence[Sequence[Storage]]
+    ) -> None:
+        self.all: list[Slots] = []
+        self._own: dict[int, Slots] = {}
+        self._shared: dict[torch.dtype, Slots] = {}
+        largest: dict[torch.dtype, int] = {}
+        for u, unit in enumerate(storages):
+            for one in unit:
+                if not one.requires_grad:
+                    continue
+                dtype = _wire_dtype(one, options)
+                if u == 0 or options.strategy is Strategy.SHARD_OPTIMIZER:
+                    self._own[id(one)] = self._make(group, one.cut.numel, dtype, 1)
+                else:
+                    largest[dtype] = max(largest.get(dtype, 0), one.cut.numel)
+        for dtype, numel in largest.items():
+            self._shared[dtype] = self._make(group, numel, dtype, 2)
+        self._wire = {id(one): _wire_dtype(one, options) for unit in storages for one in unit}
+
+    def _make(self, group: Group, numel: int, dtype: torch.dtype, count: int) -> Slots:
+        self.all.append(Slots(group, numel, dtype, count))
+        return self.all[-1]
+
+    def of(self, u: int, storage: Storage) -> Slots:
+        """The slots of a storage of unit ``u``."""
+        return self._own.get(id(storage)) or self._shared[self._wire[id(storage)]]

@@ -1,0 +1,212 @@
+"""From whole gradients on every rank to reduced ones on their owners.
+
+::
+
+    gradients of a unit ─ one fused copy ─> slot (a window) ─ reduce-scatter ─> this rank's part
+
+A slot is used by one reduction after another; who needs it next waits until the last one is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from echelon.fsdp.cuts import numel_of
+from echelon.fsdp.storage import Storage, shaped_part
+from echelon.world.group import Group
+from echelon.world.work import Work
+
+__all__ = ["GradientShard", "Reduction", "Slots"]
+
+
+@final
+class Slots:
+    """Windows that gradients travel in, used in turn; every rank has the same."""
+
+    def __init__(self, group: Group, numel: int, dtype: torch.dtype, count: int) -> None:
+        self._windows = [group.window(numel, dtype) for _ in range(count)]
+        self._users: list[Reduction | None] = [None] * count
+        self._next = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(window.numel * window.dtype.itemsize for window in self._windows)
+
+    def take(self, user: Reduction) -> Tensor:
+        """The memory of the next slot, 1D, when whoever had it has finished."""
+        at, self._next = self._next, (self._next + 1) % len(self._windows)
+        last = self._users[at]
+        if last is not None:
+            last.finish()
+        self._users[at] = user
+        return self._windows[at].local
+
+
+@final
+class GradientShard:
+    """This rank's part of the gradients of one storage.
+
+    Attributes:
+        storage: whose.
+        wire_dtype: in which gradients are reduced.
+        slots: where they travel.
+        views: what ``.grad`` is, in the shapes of ``storage.locals``; empty before the first use.
+    """
+
+    def __init__(self, storage: Storage, wire_dtype: torch.dtype, slots: Slots) -> None:
+        self.storage, self.wire_dtype, self.slots = storage, wire_dtype, slots
+        self.views: list[Tensor] = []
+        self._flat: Tensor | None = None
+        self._places: dict[int, list[list[Tensor]]] = {}  # by address of a slot
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ``views``."""
+        return 0 if self._flat is None else self._flat.nbytes
+
+    @property
+    def flat(self) -> Tensor:
+        """The memory of ``views``, made when it is first used."""
+        if self._flat is None:
+            storage, device = self.storage, self.storage.group.device
+            self._flat = torch.zeros(storage.own_numel, dtype=storage.dtype, device=device)
+            parts = self._flat.split([piece.numel for piece in storage.own])
+            self.views = [
+                part.view(local.shape) for part, local in zip(parts, storage.locals, strict=True)
+            ]
+        return self._flat
+
+    def fill(self, memory: Tensor, gradients: Sequence[Tensor | None]) -> None:
+        """Copy whole gradients to their places, the parts of all ranks end to end; None is 0."""
+        targets, sources = [], []
+        for places, gradient in zip(self._places_in(memory), gradients, strict=True):
+            if gradient is None:
+                torch._foreach_zero_(places)
+            elif len(places) == 1:
+                targets.append(places[0])
+                sources.append(gradient)
+            else:
+                rows = gradient if gradient.dim() else gradient.view(1)
+                targets += places
+                sources += rows.split([place.shape[0] for place in places])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _places_in(self, memory: Tensor) -> list[list[Tensor]]:
+        """Where the gradient of each parameter goes: in one place, or in one for each rank."""
+        places = self._places.get(memory.data_ptr())
+        if places is None:
+            by_rank = self.storage.rows and self.storage.sharded
+            places = self._by_rank(memory) if by_rank else self._whole(memory)
+            self._places[memory.data_ptr()] = places
+        return places
+
+    def _whole(self, memory: Tensor) -> list[list[Tensor]]:
+        cut = self.storage.cut
+        return [
+            [memory[start : start + numel_of(shape)].view(shape)]
+            for start, shape in zip(cut.starts, cut.shapes, strict=True)
+        ]
+
+    def _by_rank(self, memory: Tensor) -> list[list[Tensor]]:
+        cut = self.storage.cut
+        places: list[list[Tensor]] = [[] for _ in cut.shapes]
+        end = 0
+        for own in cut.pieces:
+            for piece in own:
+                part = memory[end : end + piece.numel]
+                places[piece.member].append(shaped_part(part, cut.shapes[piece.member], True))
+                end += piece.numel
+        return places
+
+    def set_aside(self) -> list[bool] | None:
+        """Take reduced gradients off their parameters, so that backward writes whole new ones.
+
+        They stay in ``views``, to be added to.
+
+        Returns:
+            Which parameters had one; None if none had.
+        """
+        params = self.storage.params
+        had = [param.grad is not None for param in params]
+        if not any(had):
+            return None
+        _ = self.flat
+        for param, view in zip(params, self.views, strict=True):
+            if param.grad is None:
+                view.zero_()
+            elif param.grad is not view:  # the user's own
+                view.copy_(param.grad)
+            param.grad = None
+        return had
+
+
+@final
+class Reduction:
+    """The gradients of one storage in one backward, on their way.
+
+    Args:
+        shard: where they go.
+        had: what ``set_aside`` returned; new gradients are added to those.
+        divisor: what sums still have to be divided by.
+    """
+
+    def __init__(self, shard: GradientShard, had: list[bool] | None, divisor: float) -> None:
+        self.shard, self.had = shard, had
+        self.present: list[bool] = []  # parameters that have a gradient here
+        self._divisor = divisor
+        self._work: Work | None = None
+        self._output: Tensor | None = None
+        self._is_over = False
+
+    def start(self, gradients: Sequence[Tensor | None], op: str) -> None:
+        """Send whole gradients off."""
+        shard, storage = self.shard, self.shard.storage
+        self.present = [gradient is not None for gradient in gradients]
+        memory = shard.slots.take(self)[: storage.cut.numel]
+        shard.fill(memory, gradients)
+        group, label = storage.group, f"gradients of {storage.label}"
+        if not storage.sharded:
+            self._output = memory
+            self._work = group.all_reduce(memory, op, async_op=True, label=label)
+            return
+        direct = self.had is None and shard.wire_dtype == storage.dtype
+        self._output = shard.flat if direct else memory.new_empty(storage.own_numel)
+        self._work = group.reduce_scatter_single(
+            self._output, memory, op, async_op=True, splits=storage.cut.splits, label=label
+        )
+
+    def finish(self) -> None:
+        """Wait, and leave the result in the views."""
+        if self._is_over:
+            return
+        self._is_over = True
+        assert self._work is not None
+        assert self._output is not None
+        self._work.wait()
+        flat, output = self.shard.flat, self._output
+        if self._divisor != 1:
+            output.div_(self._divisor)
+        if self.had is not None:
+            flat.add_(output)
+        elif output is not flat:
+            flat.copy_(output)
+        self._output = None
+
+    def hand_over(self, anywhere: Sequence[bool]) -> None:
+        """Make the views ``.grad`` of the parameters that some rank has a gradient for.
+
+        Args:
+            anywhere: by parameter.
+        """
+        had = self.had or [False] * len(anywhere)
+        for param, view, new, old in zip(
+            self.shard.storage.params, self.shard.views, anywhere, had, strict=True
+        ):
+            if new or old:
+                param.grad = view

@@ -1,0 +1,55 @@
+"""The norm of gradients of which every rank holds a part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from echelon.errors import ArgumentError
+from echelon.fsdp.storage import Storage
+from echelon.world.group import Group
+
+__all__ = ["norm_over_shards"]
+
+
+def norm_over_shards(storages: Sequence[Storage], group: Group, norm_type: float) -> Tensor:
+    """The norm of all gradients as of one vector: parts of shards, and whole ones counted once.
+
+    Args:
+        norm_type: at least 1; ``math.inf`` for the largest magnitude.
+
+    Raises:
+        ArgumentError: ``norm_type`` is below 1 or no number.
+    """
+    if not norm_type >= 1.0:
+        raise ArgumentError(f"norm_type is {norm_type!r}; it must be a number of at least 1")
+    dtype = reduce(torch.promote_types, [storage.dtype for storage in storages])
+    parts = _combined([one for one in storages if one.sharded], norm_type)
+    wholes = _combined([one for one in storages if not one.sharded], norm_type)
+    if math.isinf(norm_type):
+        total = parts
+        group.all_reduce(total, "max", label="norm of the gradients")
+        return torch.maximum(total, wholes).to(dtype)
+    total = parts**norm_type
+    group.all_reduce(total, "sum", label="norm of the gradients")
+    return ((total + wholes**norm_type) ** (1 / norm_type)).to(dtype)
+
+
+def _combined(storages: Sequence[Storage], norm_type: float) -> Tensor:
+    """The norm of this rank's gradients, in float64."""
+    grads = [
+        param.grad.detach()
+        for storage in storages
+        for param in storage.params
+        if param.grad is not None and param.grad.numel()
+    ]
+    if not grads:
+        device = storages[0].group.device if storages else None
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(grads, norm_type)])
+    return cast(Tensor, torch.linalg.vector_norm(norms, norm_type))

@@ -1,0 +1,348 @@
+"""When units are gathered, released and reduced: the hooks on modules and on autograd.
+
+[Note: life of a step]
+Before the outermost forward, every rank makes its parts ready and all meet once. A unit is gathered
+before its forward and released after it; a hook on the outputs gathers it again when backward
+reaches it. A hook on each parameter counts gradients; a unit whose count is zero is *complete*: its
+gradients leave, and it is released. Reductions leave in one order on all ranks, that of rank 0's
+first backward, so a unit that one rank skipped waits there, without its parameters, until the end.
+The callback at the end of backward sends what is left, waits for all, finds out which parameters
+no rank used, and hands the reduced parts over as ``.grad``.
+
+[Note: what .grad holds]
+Outside of backward, the reduced gradient of this rank's part, or None. A backward that finds one
+adds to it. Under ``no_sync`` whole gradients are kept aside and join the next reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import StateError
+from echelon.fsdp.gradients import Reduction
+from echelon.fsdp.policy import Options, Strategy
+from echelon.fsdp.unit import Unit
+from echelon.graph_task import Token, in_backward, queue_end
+from echelon.nested import tensors
+from echelon.world.group import Group
+
+__all__ = ["Hooks"]
+
+
+@final
+class _Pass:
+    """What one backward knows.
+
+    Attributes:
+        token: gives None when it is over or was aborted.
+        synced: whether it reduces.
+        opened: units that backward has reached.
+        remaining: by unit, the number of gradients that are not there.
+        completed: units whose gradients were all there, in that order.
+        had: by unit, for each of its storages, which parameters had a gradient before.
+        held: by unit, whole gradients that wait for their turn.
+        sent: how many units have left.
+        reductions: what is under way.
+    """
+
+    def __init__(self, token: Callable[[], Token | None], synced: bool, num_units: int) -> None:
+        self.token, self.synced = token, synced
+        self.opened = [False] * num_units
+        self.remaining = [0] * num_units
+        self.completed: list[int] = []
+        self.had: dict[int, list[list[bool] | None]] = {}
+        self.held: dict[int, list[Tensor | None]] = {}
+        self.sent = 0
+        self.reductions: list[list[Reduction]] = []
+
+
+@final
+class Hooks:
+    """The only object that sees autograd.
+
+    Args:
+        units: the root first.
+        group: the ranks that share the units.
+    """
+
+    def __init__(self, units: Sequence[Unit], group: Group, options: Options) -> None:
+        self.units, self._group, self._options = list(units), group, options
+        self.syncing = True
+        self.depth = 0  # forwards of the wrapper that are under way
+        self.num_reductions = 0
+        self._pass: _Pass | None = None
+        self._local: dict[int, list[Tensor | None]] = {}  # by unit, whole gradients of no_sync
+        # Gradients arrive in the opposite order of forward, and the root's last.
+        self._order = [*range(len(units) - 1, 0, -1), 0]
+        self._learned: list[int] | None = None
+        self._ordered = False
+        self._handles = [handle for u in range(len(units)) for handle in self._watch(u)]
+
+    def close(self) -> None:
+        """Take all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _watch(self, u: int) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        unit = self.units[u]
+        if u:
+            yield unit.module.register_forward_pre_hook(lambda module, args: unit.gather())
+            yield unit.module.register_forward_hook(
+                lambda module, args, output: self.after_forward(u, output), always_call=True
+            )
+        for param in unit.trainable:
+            yield param.register_post_accumulate_grad_hook(self._arrival(u))
+
+    # Forward ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The outermost forward: parts are made ready before it, whatever ends it."""
+        if not self.depth:
+            self._recover()
+            self._learn_order()
+            self.prepare()
+        self.depth += 1
+        self.units[0].gather()
+        try:
+            yield
+        except BaseException:
+            self.units[0].release()
+            raise
+        finally:
+            self.depth -= 1
+
+    def prepare(self) -> None:
+        """Make the own parts ready, and meet: from now on the parts of all ranks are valid."""
+        with torch.no_grad():
+            for unit in self.units:
+                for storage in unit.storages:
+                    storage.prepare()
+        self.meet("parameters are ready")
+
+    def meet(self, what: str) -> None:
+        """Where memory is shared, wait until all ranks are here."""
+        if self._group.shares_memory and self._group.size > 1:
+            self._group.barrier(label=what)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a forward or a backward is under way."""
+        return bool(self.depth) or (self._pass is not None and self._pass.token() is not None)
+
+    def after_forward(self, u: int, output: Any) -> None:
+        """Release a unit, and see to it that backward gathers it again."""
+        unit = self.units[u]
+        watched = False
+        if torch.is_grad_enabled() and output is not None:
+            for tensor in tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(lambda grad: self._before_backward(u))
+                    watched = True
+        keeps = self._options.strategy is not Strategy.FULL_SHARD or u == 0
+        if not in_backward() and not (keeps and watched):
+            unit.release()
+
+    # Backward --------------------------------------------------------------------------------
+
+    def _before_backward(self, u: int) -> None:
+        current = self._begin()
+        if not current.opened[u]:
+            self._open(current, u)
+        self.units[u].gather()
+
+    def _begin(self) -> _Pass:
+        """The pass that runs, begun if none does."""
+        current = self._pass
+        if current is None or current.token() is None:
+            self._recover()
+            token = queue_end(self._finish)
+            current = self._pass = _Pass(token, self.syncing, len(self.units))
+        return current
+
+    def _open(self, current: _Pass, u: int) -> None:
+        current.opened[u] = True
+        current.remaining[u] = len(self.units[u].trainable)
+        if current.synced:
+            with torch.no_grad():
+                current.had[u] = [shard.set_aside() for shard in self.units[u].shards]
+        else:
+            for param in self.units[u].trainable:
+                if param.grad is not None:
+                    raise StateError(
+                        f"unit {self.units[u].label!r} has reduced gradients, and a backward under "
+                        "no_sync() would add whole ones to them: call zero_grad() first, or leave "
+                        "no_sync()"
+                    )
+
+    def _arrival(self, u: int) -> Callable[[nn.Parameter], None]:
+        def hook(param: nn.Parameter) -> None:
+            current = self._pass
+            if current is None or not current.opened[u]:
+                current = self._begin()
+                self._open_late(current, u, param)
+            left = current.remaining[u] - 1
+            current.remaining[u] = left
+            if left == 0:
+                self._complete(current, u)
+            elif left < 0:
+                raise StateError(
+                    f"a parameter of unit {self.units[u].label!r} got a second gradient in one "
+                    "backward, after the first left. Reentrant activation checkpointing of a "
+                    "shared module does that: use checkpoint(..., use_reentrant=False)"
+                )
+
+        return hook
+
+    def _open_late(self, current: _Pass, u: int, param: nn.Parameter) -> None:
+        """A gradient came to a unit whose outputs announced nothing: keep it, and open."""
+        gradient, param.grad = param.grad, None
+        self._open(current, u)
+        param.grad = gradient
+
+    def _complete(self, current: _Pass, u: int) -> None:
+        """All gradients of a unit are there: take them off, release it, send what may leave."""
+        unit = self.units[u]
+        gradients = self._take(u)
+        unit.release()
+        current.completed.append(u)
+        if not current.synced:
+            self._local[u] = gradients
+            return
+        current.held[u] = gradients
+        self._send_ready(current)
+
+    def _take(self, u: int) -> list[Tensor | None]:
+        """The whole gradients of a unit, with those that ``no_sync`` kept; takes them off."""
+        unit = self.units[u]
+        gradients: list[Tensor | None] = [param.grad for param in unit.trainable]
+        for param in unit.trainable:
+            param.grad = None
+        kept = self._local.pop(u, None)
+        if kept is None:
+            return gradients
+        return [
+            new if old is None else old if new is None else old + new
+            for old, new in zip(kept, gradients, strict=True)
+        ]
+
+    def _send_ready(self, current: _Pass) -> None:
+        while current.sent < len(self._order) and self._order[current.sent] in current.held:
+            u = self._order[current.sent]
+            self._send(current, u, current.held.pop(u))
+
+    def _send(self, current: _Pass, u: int, gradients: Sequence[Tensor | None]) -> None:
+        unit = self.units[u]
+        had = current.had.get(u) or [shard.set_aside() for shard in unit.shards]
+        started, first = [], 0
+        with torch.no_grad():
+            for shard, old in zip(unit.shards, had, strict=True):
+                last = first + len(shard.storage.params)
+                reduction = Reduction(shard, old, self._options.divisor())
+                reduction.start(gradients[first:last], self._options.op)
+                started.append(reduction)
+                first = last
+                self.num_reductions += 1
+        current.reductions.append(started)
+        current.sent += 1
+
+    def _finish(self) -> None:
+        """Backward is over: send what is left, wait for all, hand the reduced parts over."""
+        current = self._pass
+        assert current is not None
+        if not current.synced:
+            for u, opened in enumerate(current.opened):
+                if opened and current.remaining[u] > 0:
+                    self._local[u] = self._take(u)
+                self.units[u].release()
+            self._pass = None
+            return
+        for u in self._order[current.sent :]:
+            gradients = current.held.pop(u, None)
+            if gradients is None:
+                gradients = self._take(u) if current.opened[u] else self._take_unopened(u)
+            self.units[u].release()
+            self._send(current, u, gradients)
+        for unit in self.units:
+            unit.release()
+        self._settle(current)
+        if self._learned is None:
+            done = current.completed
+            self._learned = [*done, *(u for u in self._order if u not in done)]
+        self._pass = None
+
+    def _take_unopened(self, u: int) -> list[Tensor | None]:
+        """Of a unit that backward did not reach: what ``no_sync`` kept, or nothing."""
+        kept = self._local.pop(u, None)
+        return [None] * len(self.units[u].trainable) if kept is None else kept
+
+    def _settle(self, current: _Pass) -> None:
+        """Wait for all reductions; agree on who has a gradient; set ``.grad``."""
+        flat = [reduction for started in current.reductions for reduction in started]
+        with torch.no_grad():
+            for reduction in flat:
+                reduction.finish()
+            present = torch.tensor(
+                [new for reduction in flat for new in reduction.present],
+                dtype=torch.uint8,
+                device=self._group.device,
+            )
+            if self._group.size > 1 and present.numel():
+                self._group.all_reduce(present, "max", label="which parameters were used")
+        anywhere = [bool(used) for used in present.tolist()]
+        first = 0
+        for reduction in flat:
+            last = first + len(reduction.present)
+            reduction.hand_over(anywhere[first:last])
+            first = last
+
+    # Between passes --------------------------------------------------------------------------
+
+    def reduce_now(self) -> None:
+        """Reduce what ``no_sync`` kept.
+
+        Raises:
+            StateError: inside ``no_sync`` or a backward, or nothing was kept.
+        """
+        if not self.syncing:
+            raise StateError("sync_gradients() inside no_sync(): leave the block first")
+        if self._pass is not None and self._pass.token() is not None:
+            raise StateError("sync_gradients() inside backward: call it after loss.backward()")
+        if not self._local:
+            raise StateError(
+                "sync_gradients() found no gradients to reduce: were forward and backward called, "
+                "under no_sync()? Without it, backward reduces them itself"
+            )
+        token = Token()
+        self._pass = _Pass(lambda: token, True, len(self.units))
+        self._finish()
+
+    def _recover(self) -> None:
+        """Leave nothing of a forward or backward that was aborted."""
+        aborted, self._pass = self._pass, None
+        if aborted is not None:
+            for started in aborted.reductions:
+                for reduction in started:
+                    reduction.finish()
+            for u, opened in enumerate(aborted.opened):
+                if opened:
+                    for param in self.units[u].trainable:
+                        param.grad = None
+        if not self.depth:
+            for unit in self.units[1:]:
+                unit.release()
+
+    def _learn_order(self) -> None:
+        """Take the order in which rank 0's units were complete, once, on all ranks."""
+        if self._learned is None or self._ordered:
+            return
+        self._ordered = True
+        order = torch.tensor(self._learned, device=self._group.device)
+        if self._group.size > 1:
+            self._group.broadcast(order, 0, label="order of units")
+        self._order = order.tolist()

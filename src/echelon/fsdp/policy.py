@@ -1,0 +1,120 @@
+"""What can be chosen: which parts of the state are sharded, how, and in which precision."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Literal, final
+
+import torch
+from torch import nn
+
+from echelon.errors import ArgumentError
+
+__all__ = ["Init", "Layout", "MixedPrecision", "Options", "Reduction", "Strategy"]
+
+Layout = Literal["flat", "rows"]
+Init = Literal["broadcast", "verify", "trust"]
+Reduction = Literal["mean", "sum"] | float
+
+
+class Strategy(Enum):
+    """What each rank keeps only its part of.
+
+    The stages are those of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models", 2020, section 5.
+    """
+
+    FULL_SHARD = "parameters, gradients and optimizer state (ZeRO-3)"
+    SHARD_GRAD_OP = (
+        "gradients and optimizer state; parameters between backward and forward (ZeRO-2)"
+    )
+    SHARD_OPTIMIZER = "optimizer state; gradient buffers of all units are kept whole (ZeRO-1)"
+    NO_SHARD = "nothing: every rank keeps everything, as in DDP"
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixedPrecision:
+    """Dtypes of one training step. Shards and optimizer states keep the model's own dtype.
+
+    Attributes:
+        compute: of floating-point parameters in forward and backward, and of what gathers move;
+            None: the parameter's own. Inputs of the model are cast, too.
+        reduce: in which gradients are reduced over ranks; None: that of the parameter's shard.
+        buffers: of floating-point buffers; None: their own.
+        keep: module classes whose parameters compute in their own dtype, such as norms.
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+    keep: tuple[type[nn.Module], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "reduce", "buffers"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            ):
+                raise ArgumentError(
+                    f"MixedPrecision {name} is {dtype!r}; give a floating point dtype "
+                    "such as torch.bfloat16"
+                )
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The options of ``FSDP``; the same on all ranks of its group.
+
+    Attributes:
+        strategy: what is sharded.
+        layout: how a unit is cut: by element, or every parameter by rows of dim 0.
+        precision: dtypes of a step.
+        min_num_params: a unit with fewer parameters is kept whole on every rank.
+        init: how parameters become equal at the start.
+        reduction: ``"mean"``, ``"sum"``, or the number that a sum is divided by.
+    """
+
+    strategy: Strategy
+    layout: Layout
+    min_num_params: int
+    init: Init
+    reduction: Reduction
+    precision: MixedPrecision = field(default_factory=MixedPrecision)
+
+    def __post_init__(self) -> None:
+        _one_of("strategy", self.strategy, tuple(Strategy))
+        _one_of("layout", self.layout, ("flat", "rows"))
+        _one_of("init", self.init, ("broadcast", "verify", "trust"))
+        if not isinstance(self.precision, MixedPrecision):
+            raise ArgumentError(f"precision is {self.precision!r}; give a MixedPrecision(...)")
+        count = self.min_num_params
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ArgumentError(f"min_num_params is {count!r}; give a whole number >= 0")
+        value = self.reduction
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value not in ("mean", "sum") and (not number or not 0 < float(value) < math.inf):
+            raise ArgumentError(
+                f"reduction is {value!r}; use 'mean', 'sum' or the number > 0 that divides the sum"
+            )
+
+    def divisor(self) -> float:
+        """What the sums of gradients still have to be divided by after the reduction."""
+        return 1.0 if self.reduction in ("mean", "sum") else float(self.reduction)
+
+    @property
+    def op(self) -> str:
+        """The reduction that ranks make."""
+        return "mean" if self.reduction == "mean" else "sum"
+
+    def facts(self) -> dict[str, str]:
+        """Every option as text, for ranks to compare."""
+        return {item.name: repr(getattr(self, item.name)) for item in fields(self)}
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ArgumentError(f"{name} is {value!r}; use one of {', '.join(map(str, allowed))}")

@@ -1,0 +1,309 @@
+"""The memory of one group of parameters of a unit: own parts, whole parameters, gradient shards.
+
+All parameters of a storage have one dtype, compute in one dtype, and need a gradient or not.
+``locals`` are this rank's parts, which the optimizer sees; ``wholes`` are what forward sees:
+
+- ``Shared``: the whole buffer is one piece of memory that all ranks see. Where the compute dtype is
+  the shards' own, the parts are views of it: an optimizer step is a gather, and nothing is copied.
+- ``Gathered``: every rank has its parts, and a buffer that collectives fill and release empties.
+- ``Replicated``: every rank has everything.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from echelon.fsdp.cuts import Cut, cut_flat, cut_rows, numel_of, place_order
+from echelon.fsdp.policy import Layout
+from echelon.fsdp.units import Member
+from echelon.world.group import Group
+
+__all__ = ["Gathered", "Replicated", "Shared", "Storage", "make_storage"]
+
+
+class Storage(ABC):
+    """What the three kinds share.
+
+    Attributes:
+        members: the parameters, in the order of the buffer.
+        params: the parameter objects.
+        cut: who owns what.
+        sharded: whether ranks own different parts.
+        rows: whether parts are whole rows.
+        requires_grad: of all parameters.
+        compute_dtype: in forward and backward.
+        locals: this rank's part of each parameter: 1D by element, or whole rows.
+        wholes: each parameter in its own shape.
+        label: what errors and events call it.
+    """
+
+    sharded = True
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        cut: Cut,
+        group: Group,
+        compute: torch.dtype,
+        label: str,
+        *,
+        rows: bool,
+    ) -> None:
+        self.members = tuple(members)
+        self.params: list[nn.Parameter] = [member.param for member in members]
+        self.cut, self.group, self.label, self.rows = cut, group, label, rows
+        self.dtype = self.params[0].dtype
+        self.compute_dtype = compute
+        self.requires_grad = self.params[0].requires_grad
+        self.own = cut.pieces[group.rank]
+        self.own_numel = sum(piece.numel for piece in self.own)
+        self.locals: list[Tensor] = []
+        self.wholes: list[Tensor] = []
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """The own parts may have changed: make them ready for the others."""
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Make ``wholes`` valid."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the memory of ``wholes`` back, if it is this rank's alone."""
+
+    @abstractmethod
+    def keep(self) -> None:
+        """Take over what was written into ``wholes``."""
+
+    def adopt(self, values: Sequence[Tensor]) -> None:
+        """Take this rank's parts of whole parameters."""
+        for part, value in zip(self.locals, self.parts_of(values), strict=True):
+            part.copy_(part_like(value, part))
+
+    def parts_of(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's part of each of ``values``, 1D."""
+        return [
+            value.detach().reshape(-1)[piece.start : piece.start + piece.numel]
+            for value, piece in zip(values, self.own, strict=True)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's parts."""
+        return self.own_numel * self.dtype.itemsize
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of ``wholes`` now, beyond the own parts; this rank's share of shared memory."""
+        return 0
+
+    def _cut_out(self, flat: Tensor, *, offsets: Sequence[int]) -> list[Tensor]:
+        """This rank's pieces, at ``offsets`` of ``flat``, in the shape that users see."""
+        return [
+            shaped_part(flat[at : at + piece.numel], self.cut.shapes[piece.member], self.rows)
+            for at, piece in zip(offsets, self.own, strict=True)
+        ]
+
+    def _whole_views(self, flat: Tensor) -> list[Tensor]:
+        return [
+            flat[start : start + numel_of(shape)].view(shape)
+            for start, shape in zip(self.cut.starts, self.cut.shapes, strict=True)
+        ]
+
+    def _packed_offsets(self) -> list[int]:
+        """Where the own pieces begin when they lie end to end."""
+        offsets, end = [], 0
+        for piece in self.own:
+            offsets.append(end)
+            end += piece.numel
+        return offsets
+
+
+@final
+class Shared(Storage):
+    """One whole buffer for all ranks of the group, who share memory."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        cut: Cut,
+        group: Group,
+        compute: torch.dtype,
+        label: str,
+        *,
+        rows: bool,
+    ) -> None:
+        super().__init__(members, cut, group, compute, label, rows=rows)
+        self.full = group.shared_tensor(cut.numel, compute)
+        self.wholes = self._whole_views(self.full)
+        in_full = [cut.starts[piece.member] + piece.start for piece in self.own]
+        self._targets: list[Tensor] = []
+        if compute == self.dtype:
+            self.locals = self._cut_out(self.full, offsets=in_full)
+        else:
+            shard = torch.empty(self.own_numel, dtype=self.dtype)
+            self.locals = self._cut_out(shard, offsets=self._packed_offsets())
+            self._targets = self._cut_out(self.full, offsets=in_full)
+
+    def prepare(self) -> None:
+        if self._targets:
+            torch._foreach_copy_(self._targets, self.locals)
+
+    def gather(self) -> None:
+        pass  # valid since all ranks have prepared
+
+    def release(self) -> None:
+        pass  # it is everyone's
+
+    def keep(self) -> None:
+        if self._targets:
+            torch._foreach_copy_(self.locals, self._targets)
+
+    @property
+    def whole_nbytes(self) -> int:
+        return self.own_numel * self.compute_dtype.itemsize if self._targets else 0
+
+
+@final
+class Gathered(Storage):
+    """Own parts in one buffer, and a whole buffer that exists between gather and release."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        cut: Cut,
+        group: Group,
+        compute: torch.dtype,
+        label: str,
+        *,
+        rows: bool,
+    ) -> None:
+        super().__init__(members, cut, group, compute, label, rows=rows)
+        device = group.device
+        self.shard = torch.empty(self.own_numel, dtype=self.dtype, device=device)
+        self.locals = self._cut_out(self.shard, offsets=self._packed_offsets())
+        self.full = torch.empty(cut.numel, dtype=compute, device=device)
+        self.wholes = self._whole_views(self.full)
+        self._nbytes = self.full.untyped_storage().nbytes()
+        self.release()
+
+    def prepare(self) -> None:
+        pass  # every gather takes the parts as they are
+
+    def gather(self) -> None:
+        storage, splits = self.full.untyped_storage(), self.cut.splits
+        if storage.nbytes() != self._nbytes:
+            storage.resize_(self._nbytes)
+        shard = self.shard.to(self.compute_dtype)
+        if not self.rows:
+            parts = self.full.split(splits)
+            self.group.all_gather(parts, shard, label=self.label)
+            return
+        by_rank = torch.empty_like(self.full)
+        self.group.all_gather(by_rank.split(splits), shard, label=self.label)
+        torch._foreach_copy_(*self._scattered(by_rank))
+
+    def _scattered(self, by_rank: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Places in the whole buffer, and the pieces of all ranks that belong there."""
+        places, pieces, end = [], [], 0
+        for own in self.cut.pieces:
+            for piece in own:
+                start = self.cut.starts[piece.member] + piece.start
+                places.append(self.full[start : start + piece.numel])
+                pieces.append(by_rank[end : end + piece.numel])
+                end += piece.numel
+        return places, pieces
+
+    def release(self) -> None:
+        self.full.untyped_storage().resize_(0)
+
+    def keep(self) -> None:
+        self.adopt(self.wholes)
+
+    @property
+    def whole_nbytes(self) -> int:
+        return self.full.untyped_storage().nbytes()
+
+
+@final
+class Replicated(Storage):
+    """Everything on every rank: small units, and ``NO_SHARD``."""
+
+    sharded = False
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        cut: Cut,
+        group: Group,
+        compute: torch.dtype,
+        label: str,
+        *,
+        rows: bool,
+    ) -> None:
+        super().__init__(members, cut, group, compute, label, rows=rows)
+        self.own = tuple(cut_flat(cut.shapes, 1).pieces[0])
+        self.own_numel = cut.numel
+        flat = torch.empty(cut.numel, dtype=self.dtype, device=group.device)
+        self.locals = self._whole_views(flat)
+        self.wholes = self.locals
+        if compute != self.dtype:
+            self.wholes = self._whole_views(flat.to(compute))
+
+    def prepare(self) -> None:
+        if self.wholes is not self.locals:
+            torch._foreach_copy_(self.wholes, self.locals)
+
+    def gather(self) -> None:
+        pass  # always there
+
+    def release(self) -> None:
+        pass  # always there
+
+    def keep(self) -> None:
+        if self.wholes is not self.locals:
+            torch._foreach_copy_(self.locals, self.wholes)
+
+
+def make_storage(
+    members: Sequence[Member],
+    group: Group,
+    layout: Layout,
+    compute: torch.dtype,
+    label: str,
+    *,
+    sharded: bool,
+) -> Storage:
+    """Memory for ``members``, with their present values, and the parameters as its parts."""
+    numels = [member.param.numel() for member in members]
+    order = place_order(numels, members[0].param.dtype.itemsize)
+    placed = [members[i] for i in order]
+    shapes = [tuple(member.param.shape) for member in placed]
+    rows = layout == "rows"
+    cut = (cut_rows if rows else cut_flat)(shapes, group.size)
+    kind = Replicated if not sharded else Shared if group.shares_memory else Gathered
+    storage = kind(placed, cut, group, compute, label, rows=rows and sharded)
+    with torch.no_grad():
+        storage.adopt([member.param for member in placed])
+        for param, part in zip(storage.params, storage.locals, strict=True):
+            param.data = part
+    return storage
+
+
+def part_like(part: Tensor, like: Tensor) -> Tensor:
+    """A 1D part in the shape of another."""
+    return part.view(like.shape)
+
+
+def shaped_part(flat: Tensor, shape: tuple[int, ...], rows: bool) -> Tensor:
+    """A part as users see it: whole rows where a unit is cut by rows, else 1D."""
+    if not rows or not shape:
+        return flat
+    row = numel_of(shape[1:])
+    return flat.view(flat.numel() // row if row else 0, *shape[1:])

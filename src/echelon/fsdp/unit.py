@@ -1,0 +1,98 @@
+"""One unit while it runs: its parameters are this rank's parts, or whole; never a mixture."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import repeat
+from typing import final
+
+from torch import Tensor, nn
+
+from echelon import events
+from echelon.fsdp.gradients import GradientShard
+from echelon.fsdp.storage import Storage
+from echelon.world.group import Group
+
+__all__ = ["Unit"]
+
+
+@final
+class Unit:
+    """The storages of one module, and whether its parameters are whole now.
+
+    ::
+
+        released ── gather() ──> gathered ── release() ──> released
+        .data: own part          .data: whole parameter
+
+    Attributes:
+        name: of its module in the model; empty for the root.
+        module: what is called.
+        storages: its memory, one for each combination of dtypes and ``requires_grad``.
+        shards: the gradients of those that need one.
+        trainable: its parameters that need a gradient, in the order of ``shards``.
+        num_gathers: how often it was made whole.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        storages: Sequence[Storage],
+        shards: Sequence[GradientShard],
+        group: Group,
+    ) -> None:
+        self.name, self.module = name, module
+        self.storages, self.shards = tuple(storages), tuple(shards)
+        self.trainable: list[nn.Parameter] = [p for shard in shards for p in shard.storage.params]
+        self.num_gathers = 0
+        self._gathered = False
+        self._world_rank = group.ranks[group.rank]
+        self._params: list[nn.Parameter] = [p for one in storages for p in one.params]
+        self._wholes: list[Tensor] = [whole for one in storages for whole in one.wholes]
+        self._locals: list[Tensor] = [part for one in storages for part in one.locals]
+
+    def __repr__(self) -> str:
+        state = "gathered" if self._gathered else "released"
+        return f"Unit({self.label!r}, {len(self._params)} parameters, {state})"
+
+    @property
+    def label(self) -> str:
+        """What errors and events call it."""
+        return self.name or "root"
+
+    @property
+    def gathered(self) -> bool:
+        """Whether parameters are whole."""
+        return self._gathered
+
+    def gather(self) -> None:
+        """Make the parameters whole. All ranks call it where parts are not shared memory."""
+        if self._gathered:
+            return
+        for storage in self.storages:
+            storage.gather()
+        self._become(self._wholes)
+        self._gathered = True
+        self.num_gathers += 1
+        self._emit("fsdp.gather")
+
+    def release(self) -> None:
+        """Make the parameters this rank's parts again."""
+        if not self._gathered:
+            return
+        self._become(self._locals)
+        for storage in self.storages:
+            storage.release()
+        self._gathered = False
+        self._emit("fsdp.release")
+
+    def _become(self, values: Sequence[Tensor]) -> None:
+        # Runs four times a step: a loop that stays in C.
+        deque(map(setattr, self._params, repeat("data"), values), maxlen=0)
+
+    def _emit(self, name: str) -> None:
+        if events.listening():
+            nbytes = sum(one.cut.numel * one.compute_dtype.itemsize for one in self.storages)
+            events.emit(name, rank=self._world_rank, unit=self.label, nbytes=nbytes)

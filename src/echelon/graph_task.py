@@ -1,0 +1,44 @@
+"""One run of autograd's engine, seen from inside: whether there is one, and when it is over."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import final
+
+import torch
+
+__all__ = ["Token", "in_backward", "queue_end"]
+
+
+@final
+class Token:
+    """Lives as long as one backward.
+
+    The callback that the engine calls at the end owns it, and the engine drops the callback when
+    backward raises. So a dead token says that a backward is over, without a call from the user.
+    """
+
+    __slots__ = ("__weakref__",)
+
+
+def queue_end(end: Callable[[], None] | None) -> Callable[[], Token | None]:
+    """Have the engine call ``end`` when the backward that runs now is complete.
+
+    Returns:
+        A reference to a token that dies with this backward. No frame but this one holds the
+        token, so that an exception's traceback does not keep it alive.
+    """
+    token = Token()
+
+    def callback(token: Token = token) -> None:
+        if end is not None:
+            end()
+
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    return weakref.ref(token)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside a backward, as in a hook or a recomputed forward."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,70 @@
+"""Law *Parity* for FSDP: k steps are those of one process on all batches together."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import echelon as ec
+from echelon.world.base import World
+from tests.fsdp.models import Block, batch, build, loss_of, train_plain
+from tests.worlds import run_world
+
+STEPS = 4
+RULES = {
+    "blocks": ec.units.by_type(Block),
+    "leaves": ec.units.by_size(1),
+    "whole": ec.units.whole(),
+}
+
+
+def train(world: World, options: dict[str, Any], clip: float | None) -> tuple[dict, list[float]]:
+    options = {**options, "units": RULES[options["units"]]}
+    model = ec.FSDP(build(seed=world.rank), world.group, **options)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    ids = [id(p) for p in model.parameters()]
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, *batch(step, world.rank))
+        loss.backward()
+        if clip is not None:
+            ec.clip_grad_norm_(model, clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        world.group.all_reduce(total, "mean")
+        losses.append(total.item())
+    assert [id(p) for p in model.parameters()] == ids
+    return model.state_dict(), losses
+
+
+def compare(found: tuple[dict, list[float]], expected: tuple[dict, list[float]]) -> None:
+    state, losses = found
+    torch.testing.assert_close(losses, expected[1], rtol=1e-12, atol=1e-12)
+    assert list(state) == list(expected[0])
+    for name, value in expected[0].items():
+        torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+def train_all(world: World, every: list[tuple[dict[str, Any], float | None]]) -> list[Any]:
+    return [train(world, options, clip) for options, clip in every]
+
+
+COMBINATIONS = [
+    ({"strategy": strategy, "layout": layout, "units": rule, "min_num_params": least}, clip)
+    for (strategy, layout, rule), least, clip in zip(
+        itertools.product(ec.Strategy, ("flat", "rows"), RULES),
+        itertools.cycle((0, 0, 100)),
+        itertools.cycle((None, 0.1)),
+    )
+]
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_training_equals_one_process(kind: str, ranks: int) -> None:
+    expected = {clip: train_plain(ranks, STEPS, clip=clip) for clip in (None, 0.1)}
+    for found in run_world(kind, train_all, ranks, (COMBINATIONS,)):
+        for (_, clip), one in zip(COMBINATIONS, found, strict=True):
+            compare(one, expected[clip])
