@@ -104,7 +104,9 @@ class Hooks:
     def forward(self) -> Iterator[None]:
         """The outermost forward: parts are made ready before it, whatever ends it."""
         if not self.depth:
-            self._recover()
+            self._discard_aborted()
+            for unit in self.units:
+                unit.release()
             self._learn_order()
             self.prepare()
         self.depth += 1
@@ -144,8 +146,13 @@ class Hooks:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(lambda grad: self._before_backward(u))
                     watched = True
-        keeps = self._options.strategy is not Strategy.FULL_SHARD or u == 0
-        if not in_backward() and not (keeps and watched):
+        if in_backward():
+            return  # a recomputed forward: its backward comes next
+        if not watched:
+            unit.release()
+        elif u == 0 or self._options.strategy is not Strategy.FULL_SHARD:
+            unit.hide()  # the root's backward comes next, the others' parameters stay by choice
+        else:
             unit.release()
 
     # Backward --------------------------------------------------------------------------------
@@ -160,7 +167,7 @@ class Hooks:
         """The pass that runs, begun if none does."""
         current = self._pass
         if current is None or current.token() is None:
-            self._recover()
+            self._discard_aborted()
             token = queue_end(self._finish)
             current = self._pass = _Pass(token, self.syncing, len(self.units))
         return current
@@ -322,8 +329,8 @@ class Hooks:
         self._pass = _Pass(lambda: token, True, len(self.units))
         self._finish()
 
-    def _recover(self) -> None:
-        """Leave nothing of a forward or backward that was aborted."""
+    def _discard_aborted(self) -> None:
+        """Leave nothing of a backward that was aborted."""
         aborted, self._pass = self._pass, None
         if aborted is not None:
             for started in aborted.reductions:
@@ -333,9 +340,6 @@ class Hooks:
                 if opened:
                     for param in self.units[u].trainable:
                         param.grad = None
-        if not self.depth:
-            for unit in self.units[1:]:
-                unit.release()
 
     def _learn_order(self) -> None:
         """Take the order in which rank 0's units were complete, once, on all ranks."""

@@ -24,7 +24,8 @@ class Unit:
     ::
 
         released ── gather() ──> gathered ── release() ──> released
-        .data: own part          .data: whole parameter
+        .data: own part          .data: whole parameter    .data: own part
+                                 gathered ── hide() ─────> released, and the next gather is free
 
     Attributes:
         name: of its module in the model; empty for the root.
@@ -48,6 +49,7 @@ class Unit:
         self.trainable: list[nn.Parameter] = [p for shard in shards for p in shard.storage.params]
         self.num_gathers = 0
         self._gathered = False
+        self._kept = False  # whole parameters are there, though they are not shown
         self._world_rank = group.ranks[group.rank]
         self._params: list[nn.Parameter] = [p for one in storages for p in one.params]
         self._wholes: list[Tensor] = [whole for one in storages for whole in one.wholes]
@@ -71,21 +73,28 @@ class Unit:
         """Make the parameters whole. All ranks call it where parts are not shared memory."""
         if self._gathered:
             return
-        for storage in self.storages:
-            storage.gather()
+        if not self._kept:
+            for storage in self.storages:
+                storage.gather()
+            self.num_gathers += 1
+            self._emit("fsdp.gather")
         self._become(self._wholes)
-        self._gathered = True
-        self.num_gathers += 1
-        self._emit("fsdp.gather")
+        self._gathered, self._kept = True, False
+
+    def hide(self) -> None:
+        """Show this rank's parts, but keep the whole parameters for the next ``gather``."""
+        if self._gathered:
+            self._become(self._locals)
+            self._gathered, self._kept = False, True
 
     def release(self) -> None:
-        """Make the parameters this rank's parts again."""
-        if not self._gathered:
+        """Make the parameters this rank's parts again, and give the memory back."""
+        if not self._gathered and not self._kept:
             return
         self._become(self._locals)
         for storage in self.storages:
             storage.release()
-        self._gathered = False
+        self._gathered = self._kept = False
         self._emit("fsdp.release")
 
     def _become(self, values: Sequence[Tensor]) -> None:

@@ -8,7 +8,7 @@ unit that contains all of them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import final
 
@@ -147,11 +147,15 @@ def plan_units(
     paths: dict[int, str] = {}
     members: dict[str, list[Member]] = {"": [], **{name: [] for name in claimed}}
     first: dict[int, Member] = {}
-    for prefix, module in _modules(model):
+    unit_of = {id(module): name for name, module in claimed.items()}
+    homes: dict[str, str] = {}  # the unit of each place in the model
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        above = homes[prefix.rpartition(".")[0]] if prefix else ""
+        homes[prefix] = unit_of.get(id(module), above)
         for name, param in module._parameters.items():
             if param is None or id(param) in skip:
                 continue
-            unit = _innermost(prefix, claimed)
+            unit = homes[prefix]
             if id(param) in paths:
                 unit = _common(paths[id(param)], unit, claimed)
             else:
@@ -164,11 +168,6 @@ def plan_units(
         UnitPlan(name, claimed[name], tuple(members[name])) for name in claimed if members[name]
     ]
     return plans
-
-
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All places of modules, also of those that are at several."""
-    yield from model.named_modules(remove_duplicate=False)
 
 
 def _claimed(model: nn.Module, rule: Rule, skip: set[int]) -> dict[str, nn.Module]:
@@ -193,18 +192,12 @@ def _claimed(model: nn.Module, rule: Rule, skip: set[int]) -> dict[str, nn.Modul
     return {name: taken[name] for name, _ in model.named_modules() if name in taken}
 
 
-def _innermost(path: str, claimed: Collection[str]) -> str:
-    """The unit that a module belongs to."""
-    while path and path not in claimed:
-        path = path.rpartition(".")[0]
-    return path
-
-
 def _common(a: str, b: str, claimed: Collection[str]) -> str:
-    """The lowest unit that contains both."""
+    """The lowest unit that contains both units."""
     while a != b:
-        if len(a) >= len(b):
-            a = _innermost(a.rpartition(".")[0], claimed)
-        else:
-            b = _innermost(b.rpartition(".")[0], claimed)
+        longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
+        longer = longer.rpartition(".")[0]
+        while longer and longer not in claimed:
+            longer = longer.rpartition(".")[0]
+        a, b = longer, shorter
     return a
