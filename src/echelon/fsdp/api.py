@@ -261,7 +261,7 @@ class FSDP(Wrapper):
         state = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
         for key, value in state.items():
             if isinstance(value, Tensor):
-                state[key] = copies.get(id(value), value.detach())
+                state[key] = copies[id(value)] if id(value) in copies else value.detach().clone()
         return state
 
     def load_state_dict(

@@ -86,13 +86,14 @@ class Group(Backend):
         arithmetic.check_op(op, self._check("reduce_scatter_single", input, output))
         if splits is None:
             self._check_numel("input", input, self.size * output.numel(), "size * output.numel()")
-            lengths, shape = [output.numel()] * self.size, tuple(input.shape)
+            lengths = [output.numel()] * self.size
         else:
             lengths = self._check_splits("input", input, splits)
-            shape = tuple(lengths)
             self._check_numel("output", output, lengths[self.rank], f"splits[{self.rank}]")
+        parts = () if splits is None else tuple(lengths)
         ticket = self._ticket(
-            Call("reduce_scatter_single", input.dtype, shape, op, None, label), async_op
+            Call("reduce_scatter_single", input.dtype, tuple(input.shape), op, None, label, parts),
+            async_op,
         )
         flat, restore = _flat(output)
         work = self._reduce_scatter(ticket, flat, _flat(input)[0], lengths, op)
@@ -134,7 +135,9 @@ class Group(Backend):
             "input", input, outputs[self.rank].numel(), f"outputs[{self.rank}].numel()"
         )
         lengths = tuple(output.numel() for output in outputs)
-        ticket = self._ticket(Call("all_gather", input.dtype, lengths, None, None, label), async_op)
+        ticket = self._ticket(
+            Call("all_gather", input.dtype, (sum(lengths),), None, None, label, lengths), async_op
+        )
         flats, restores = zip(*map(_flat, outputs), strict=True)
         return self._started(self._all_gather(ticket, flats, _flat(input)[0]), *restores)
 

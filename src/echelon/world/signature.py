@@ -23,6 +23,7 @@ class Call(NamedTuple):
         reduce: reduction, ``"sum"``, or None.
         root: source or destination rank in the group, or None.
         label: what is communicated, in the user's words; part of the agreement.
+        parts: lengths of the parts of the tensor, where ranks have unequal ones; else empty.
     """
 
     op: str
@@ -31,6 +32,7 @@ class Call(NamedTuple):
     reduce: str | None = None
     root: int | None = None
     label: str | None = None
+    parts: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -48,6 +50,8 @@ class Call(NamedTuple):
             text += f" {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
         elif self.shape:  # of a subgroup: its members
             text += f" {list(self.shape)}"
+        if self.parts:
+            text += f" in parts of {list(self.parts)}"
         if self.root is not None:
             text += f" root={self.root}"
         if self.label is not None:
