@@ -11,7 +11,7 @@ READY_BENCH := $(VENV)/.ready-bench
 DEMO_ARGS ?= --verify
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
-BENCHMARKS ?= collectives ddp
+BENCHMARKS ?= collectives ddp fsdp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
