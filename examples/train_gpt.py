@@ -1,7 +1,7 @@
-"""Trains a byte-level GPT on real text. Each rank has a copy of the model and a part of each batch.
+"""Trains a byte-level GPT on real text; each rank has a copy of the model (DDP) or a part (FSDP).
 
     echelon run --ranks 2 examples/train_gpt.py
-    echelon run --ranks 4 --world threads examples/train_gpt.py --steps 20
+    echelon run --ranks 4 --world threads examples/train_gpt.py --steps 20 --technique fsdp
     torchrun --nproc-per-node 2 examples/train_gpt.py --data my-notes/
 
 The batch is cut over the ranks, so any number of ranks trains the same model on the same data.
@@ -10,16 +10,18 @@ The batch is cut over the ranks, so any number of ranks trains the same model on
 from __future__ import annotations
 
 import argparse
-import copy
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from gpt import GPT, VOCABULARY, GPTConfig
+from optimizer import learning_rate, make_optimizer
 from text import Text, batch, load_text
 from torch import Tensor, nn
 from torch.optim import AdamW
+from wrap import add_options, wrap
 
 import echelon as ec
 
@@ -51,6 +53,7 @@ def parse_args() -> argparse.Namespace:
     add("--eval-every", type=int, default=100, help="steps between evaluations")
     add("--trace", action="store_true", help="also write a timeline for Perfetto")
     add("--verify", action="store_true", help="compare some steps with one process")
+    add_options(parser)
     return parser.parse_args()
 
 
@@ -75,23 +78,6 @@ def make_model(args: argparse.Namespace, dtype: torch.dtype, device: torch.devic
     torch.manual_seed(args.seed)
     config = GPTConfig(layers=args.layers, width=args.width, heads=args.heads, context=args.context)
     return GPT(config).to(device, dtype)
-
-
-def make_optimizer(model: nn.Module, args: argparse.Namespace) -> AdamW:
-    """AdamW that lets matrices decay, and leaves biases and norms alone."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
-
-
-def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """A short climb, then half a cosine down to a twentieth."""
-    warmup = max(1, min(50, args.steps // 10))
-    if step < warmup:
-        return float(args.lr * (step + 1) / warmup)
-    done = (step - warmup) / (args.steps - warmup)
-    return float(args.lr * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2))
 
 
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -142,15 +128,18 @@ def verify(data: Tensor, args: argparse.Namespace, world: ec.World) -> str:
     """Train a few steps on all ranks and again in one process on whole batches; compare."""
     args = argparse.Namespace(**{**vars(args), "steps": VERIFIED_STEPS})
     alone = make_model(args, torch.float64, world.device)
-    together = ec.DDP(copy.deepcopy(alone), world.group)
-    for _ in train(together, make_optimizer(together, args), data, args, world.rank, world.size):
+    copy = make_model(args, torch.float64, world.device)
+    optimizer = make_optimizer(copy, args)
+    together = wrap(copy, args, world)
+    for _ in train(together, optimizer, data, args, world.rank, world.size):
         pass
+    state = together.state_dict()
     difference = 0.0
     if world.rank == 0:
         for _ in train(alone, make_optimizer(alone, args), data, args, rank=0, size=1):
             pass
-        for one, other in zip(together.parameters(), alone.parameters(), strict=True):
-            difference = max(difference, (one - other).abs().max().item())
+        for name, value in alone.state_dict().items():
+            difference = max(difference, (state[name] - value).abs().max().item())
     difference = world.group.broadcast_object(difference, src=0)
     if not difference <= VERIFIED_DIFFERENCE:
         raise AssertionError(f"ranks and one process differ by {difference}: that is no rounding")
@@ -164,9 +153,10 @@ def main(world: ec.World, args: argparse.Namespace) -> None:
     text = load_text(args.data, world.device)
     check(args, text, world)
     verified = verify(text.train, args, world) if args.verify else None
-    model = ec.DDP(make_model(args, getattr(torch, args.dtype), world.device), world.group)
-    optimizer = make_optimizer(model, args)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    plain = make_model(args, getattr(torch, args.dtype), world.device)
+    num_parameters = sum(parameter.numel() for parameter in plain.parameters())
+    optimizer = make_optimizer(plain, args)  # wrapping keeps the parameters, whatever their shape
+    model = wrap(plain, args, world)
     info = ec.observe.RunInfo(
         total_steps=args.steps,
         unit="bits per byte",
@@ -188,10 +178,11 @@ def main(world: ec.World, args: argparse.Namespace) -> None:
                 learning_rate=learning_rate(step - 1, args),
             )
             if step % args.eval_every == 0 or step == args.steps:
-                recorder.evaluation(step, evaluate(model.module, text.held_out, args, world))
-        if world.rank == 0:
-            sample = model.module.generate(b"def ", length=240, seed=args.seed)
-            recorder.note("sample", sample.decode(errors="replace"))
+                recorder.evaluation(step, evaluate(model, text.held_out, args, world))
+        with model.full_parameters() if args.technique == "fsdp" else nullcontext():
+            if world.rank == 0:
+                sample = model.generate(b"def ", length=240, seed=args.seed)
+                recorder.note("sample", sample.decode(errors="replace"))
 
 
 if __name__ == "__main__":

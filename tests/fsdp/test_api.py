@@ -131,6 +131,35 @@ def test_the_norm_is_that_of_the_whole_model(norm_type) -> None:
 # --- forward and backward ------------------------------------------------------------------------
 
 
+class Generating(Block):
+    def generate(self, x: Tensor, steps: int) -> Tensor:
+        for _ in range(steps):
+            x = self(x)
+        return x
+
+
+def generates(world: World) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Generating(6, 7))
+    model = shard(world, copy.deepcopy(plain)[0], units=ec.units.by_type(nn.Linear))
+    x = torch.randn(1, 6)
+    with pytest.raises(StateError, match=r"generate\(\) of a sharded model needs whole"):
+        model.generate(x, 2)
+    with pytest.raises(StateError, match="unit 'up' is sharded, and was called outside"):
+        model.module.up(x)
+    with model.full_parameters(), torch.no_grad():
+        if world.rank == 0:  # nothing is communicated inside
+            torch.testing.assert_close(model.generate(x, 2), plain[0].generate(x, 2))
+        with pytest.raises(StateError, match="inside a forward, a backward or another"):
+            model.full_parameters().__enter__()
+    assert not any(unit.gathered for unit in model.units)
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_methods_other_than_forward_need_whole_parameters(kind) -> None:
+    run_world(kind, generates, 2)
+
+
 class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()

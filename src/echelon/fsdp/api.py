@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -200,6 +201,24 @@ class FSDP(Wrapper):
         """
         return norm_over_shards(self._storages(), self._group, norm_type)
 
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if name == "module" or hasattr(nn.Module, name):
+            return value
+        if getattr(value, "__self__", None) is not self.module:
+            return value
+
+        @wraps(value)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if not self._units[0].gathered:
+                raise StateError(
+                    f"{name}() of a sharded model needs whole parameters: call it inside "
+                    "`with model.full_parameters():`, which all ranks enter"
+                )
+            return value(*args, **kwargs)
+
+        return method
+
     # Parameters ------------------------------------------------------------------------------
 
     @contextmanager
@@ -213,10 +232,14 @@ class FSDP(Wrapper):
             StateError: inside a forward or a backward.
         """
         if self._hooks.busy:
-            raise StateError("full_parameters() inside a forward or backward: call it outside")
+            raise StateError(
+                "full_parameters() inside a forward, a backward or another full_parameters(): "
+                "call it outside"
+            )
         self._hooks.prepare()
         for unit in self._units:
             unit.gather()
+        self._hooks.pinned = True
         try:
             yield
             if writeback:
@@ -224,6 +247,7 @@ class FSDP(Wrapper):
                     for storage in self._storages():
                         storage.keep()
         finally:
+            self._hooks.pinned = False
             for unit in self._units:
                 unit.release()
             self._hooks.meet("whole parameters are released")

@@ -74,6 +74,7 @@ class Hooks:
         self.units, self._group, self._options = list(units), group, options
         self.syncing = True
         self.depth = 0  # forwards of the wrapper that are under way
+        self.pinned = False  # all units stay whole
         self.num_reductions = 0
         self._pass: _Pass | None = None
         self._local: dict[int, list[Tensor | None]] = {}  # by unit, whole gradients of no_sync
@@ -91,7 +92,7 @@ class Hooks:
     def _watch(self, u: int) -> Iterator[torch.utils.hooks.RemovableHandle]:
         unit = self.units[u]
         if u:
-            yield unit.module.register_forward_pre_hook(lambda module, args: unit.gather())
+            yield unit.module.register_forward_pre_hook(lambda module, args: self.before_forward(u))
             yield unit.module.register_forward_hook(
                 lambda module, args, output: self.after_forward(u, output), always_call=True
             )
@@ -119,6 +120,21 @@ class Hooks:
         finally:
             self.depth -= 1
 
+    def before_forward(self, u: int) -> None:
+        """Gather a unit.
+
+        Raises:
+            StateError: nobody has made sure that the parts of all ranks are valid.
+        """
+        unit = self.units[u]
+        if not unit.gathered and not self.depth and not in_backward():
+            raise StateError(
+                f"unit {unit.label!r} is sharded, and was called outside of the model's forward: "
+                "call the wrapped model itself, or do it inside `with model.full_parameters():`, "
+                "on all ranks"
+            )
+        unit.gather()
+
     def prepare(self) -> None:
         """Make the own parts ready, and meet: from now on the parts of all ranks are valid."""
         with torch.no_grad():
@@ -134,7 +150,9 @@ class Hooks:
 
     @property
     def busy(self) -> bool:
-        """Whether a forward or a backward is under way."""
+        """Whether a forward, a backward or ``full_parameters`` is under way."""
+        if self.pinned:
+            return True
         return bool(self.depth) or (self._pass is not None and self._pass.token() is not None)
 
     def after_forward(self, u: int, output: Any) -> None:
@@ -146,8 +164,8 @@ class Hooks:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(lambda grad: self._before_backward(u))
                     watched = True
-        if in_backward():
-            return  # a recomputed forward: its backward comes next
+        if self.pinned or in_backward():
+            return  # a recomputed forward's backward comes next
         if not watched:
             unit.release()
         elif u == 0 or self._options.strategy is not Strategy.FULL_SHARD:

@@ -1,0 +1,26 @@
+"""AdamW, and its learning rate over the steps."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from torch import nn
+from torch.optim import AdamW
+
+
+def make_optimizer(model: nn.Module, args: argparse.Namespace) -> AdamW:
+    """AdamW that lets matrices decay, and leaves biases and norms alone."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
+
+
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """A short climb, then half a cosine down to a twentieth."""
+    warmup = max(1, min(50, args.steps // 10))
+    if step < warmup:
+        return float(args.lr * (step + 1) / warmup)
+    done = (step - warmup) / (args.steps - warmup)
+    return float(args.lr * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2))

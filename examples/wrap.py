@@ -1,0 +1,40 @@
+"""Chooses, from options of the command line, how the ranks share a model."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from gpt import Block
+from torch import nn
+
+import echelon as ec
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--technique", default="ddp", choices=["ddp", "fsdp"], help="copies, or parts, of the model"
+    )
+    strategies = [strategy.name for strategy in ec.Strategy]
+    add("--strategy", default="FULL_SHARD", choices=strategies, help="what FSDP shards")
+    add("--layout", default="flat", choices=["flat", "rows"], help="how FSDP cuts parameters")
+    add("--precision", default="full", choices=["full", "bfloat16"], help="FSDP computes in this")
+
+
+def wrap(model: nn.Module, args: argparse.Namespace, world: ec.World) -> ec.DDP | ec.FSDP:
+    """The model, shared by the ranks as the options say."""
+    if args.technique == "ddp":
+        changed = (args.strategy, args.layout, args.precision) != ("FULL_SHARD", "flat", "full")
+        if changed:
+            raise ec.ArgumentError("--strategy, --layout and --precision need --technique fsdp")
+        return ec.DDP(model, world.group)
+    low = args.precision == "bfloat16" and next(model.parameters()).dtype == torch.float32
+    return ec.FSDP(
+        model,
+        world.group,
+        units=ec.units.by_type(Block),
+        strategy=ec.Strategy[args.strategy],
+        layout=args.layout,
+        precision=ec.MixedPrecision(compute=torch.bfloat16 if low else None),
+    )
