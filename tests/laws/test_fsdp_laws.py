@@ -1,0 +1,192 @@
+"""Laws of FSDP: *Same bits*, *Counts*, *Memory*, and *Parity* when ranks are late anywhere."""
+
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import echelon as ec
+from echelon.fsdp.gradients import Reduction
+from echelon.fsdp.unit import Unit
+from echelon.world.base import World
+from tests.fsdp.models import Block, batch, build, loss_of, train_plain
+from tests.worlds import run_world
+
+BLOCKS = ec.units.by_type(Block)
+STEPS = 4
+
+
+def train(world: World, **options: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+    model = ec.FSDP(build(), world.group, units=BLOCKS, min_num_params=0, **options)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, *batch(step, world.rank))
+        loss.backward()
+        late("optimizer")
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model.state_dict(), losses
+
+
+# --- delays --------------------------------------------------------------------------------------
+
+_chance: random.Random | None = None
+
+
+def late(where: str) -> None:
+    """Sometimes sleep, where the test asked for it."""
+    if _chance is not None and _chance.random() < 0.5:
+        time.sleep(0.004 * _chance.random())
+
+
+def train_late(world: World, strategy: ec.Strategy, layout: str) -> dict[str, torch.Tensor]:
+    """A rank is late before gathers, reductions and the optimizer; each rank elsewhere."""
+    global _chance
+    _chance = random.Random(world.rank)
+    gather, start = Unit.gather, Reduction.start
+
+    def late_gather(unit: Unit) -> None:
+        late("gather")
+        gather(unit)
+
+    def late_start(reduction: Reduction, gradients: Any, op: str) -> None:
+        late("reduction")
+        start(reduction, gradients, op)
+
+    Unit.gather, Reduction.start = late_gather, late_start  # in a process of its own
+    return train(world, strategy=strategy, layout=layout)[0]
+
+
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+@pytest.mark.parametrize("strategy", ec.Strategy)
+def test_late_ranks_change_nothing(strategy, layout) -> None:
+    expected, _ = train_plain(3, STEPS)
+    for state in ec.run(train_late, 3, "processes", args=(strategy, layout)):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+# --- same bits -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
+def test_two_runs_and_all_ranks_have_the_same_bits(kind) -> None:
+    first, second = (run_world(kind, train, 3) for _ in range(2))
+    states = [state for state, _ in (*first, *second)]
+    for state in states[1:]:
+        for name, value in states[0].items():
+            assert torch.equal(state[name], value), name
+    assert [losses for _, losses in first] == [losses for _, losses in second]
+
+
+# --- counts --------------------------------------------------------------------------------------
+
+
+def count(world: World, strategy: ec.Strategy) -> tuple[Counter[str], Counter[str]]:
+    """Collectives and bytes of the third step."""
+    model = ec.FSDP(build(), world.group, units=BLOCKS, min_num_params=0, strategy=strategy)
+    calls: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+
+    def listener(event: ec.events.Event) -> None:
+        if event.name == "collective.issue" and event.facts["rank"] == world.rank:
+            calls[event.facts["op"]] += 1
+            nbytes[event.facts["op"]] += event.facts["nbytes"]
+
+    for step in range(3):
+        model.zero_grad()
+        if step < 2:
+            loss_of(model, *batch(step, world.rank)).backward()
+            continue
+        with ec.events.listen(listener):
+            loss_of(model, *batch(step, world.rank)).backward()
+    return calls, nbytes
+
+
+# The first block is used twice in a forward, and gathered twice for it.
+FORWARD = 1 + 3 + 1
+GATHERS = {
+    ec.Strategy.FULL_SHARD: FORWARD + 3,
+    ec.Strategy.SHARD_GRAD_OP: 1 + 3,
+    ec.Strategy.SHARD_OPTIMIZER: 1 + 3,
+    ec.Strategy.NO_SHARD: 0,
+}
+
+
+@pytest.mark.parametrize("strategy", ec.Strategy)
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_collectives_and_bytes_of_a_step(kind, strategy) -> None:
+    plain = build()
+    blocks = sum(p.numel() for p in plain.blocks.parameters()) * 8
+    trainable = sum(p.numel() for p in plain.parameters() if p.requires_grad) * 8
+    for calls, nbytes in run_world(kind, count, 2, (strategy,)):
+        reduced = "all_reduce" if strategy is ec.Strategy.NO_SHARD else "reduce_scatter_single"
+        flags = 1  # which parameters were used
+        assert calls[reduced] == 4 + (flags if reduced == "all_reduce" else 0)
+        num_flags = sum(1 for p in plain.parameters() if p.requires_grad)
+        assert nbytes[reduced] == trainable + (num_flags if reduced == "all_reduce" else 0)
+        if kind == "gloo":
+            # Frozen and trainable parameters of the root are two storages.
+            gathers = GATHERS[strategy]
+            assert calls["all_gather"] == gathers + (1 if gathers else 0)
+            assert calls["barrier"] == 0
+        else:
+            assert calls["all_gather"] == 0  # the memory is everyone's
+            assert calls["barrier"] == 1
+    assert blocks < trainable
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def weigh(world: World) -> tuple[int, int, int]:
+    """The largest number of bytes of whole units alive, of one unit, and of the model."""
+    layers = 12
+    model = ec.FSDP(
+        nn.Sequential(*[nn.Linear(32, 32) for _ in range(layers)]),
+        world.group,
+        units=ec.units.by_type(nn.Linear),
+    )
+    alive, peak = 0, 0
+
+    def listener(event: ec.events.Event) -> None:
+        nonlocal alive, peak
+        if event.facts.get("rank") == world.rank and event.name.startswith("fsdp."):
+            sign = 1 if event.name == "fsdp.gather" else -1
+            alive += sign * event.facts["nbytes"]
+            peak = max(peak, alive)
+
+    with ec.events.listen(listener):
+        model(torch.randn(2, 32)).sum().backward()
+    assert alive == 0
+    stats = model.memory_stats()
+    assert stats.gathered == 0
+    assert stats.slots == 2 * 1056 * 4
+    return peak, 1056 * 4, layers * 1056 * 4
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_at_most_two_units_are_whole_at_once(kind) -> None:
+    for peak, unit, model in run_world(kind, weigh, 2):
+        assert unit <= peak <= 2 * unit < model
+
+
+# --- many ranks ----------------------------------------------------------------------------------
+
+
+def train_many(world: World) -> dict[str, torch.Tensor]:
+    return train(world)[0]
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_parity_on_many_simulated_ranks(ranks) -> None:
+    expected, _ = train_plain(ranks, STEPS)
+    state = ec.run(train_many, ranks)[-1]
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-11, msg=name)
