@@ -12,6 +12,8 @@ Events of this library and their facts (bytes in ``nbytes``, ranks inside the jo
 ``memory``            ``rank category nbytes``: bytes of a category grew (or shrank, if negative)
 ``ddp.backward``      ``rank phase``: ``begin`` or ``end`` of a backward that reduces
 ``ddp.bucket``        ``rank bucket nbytes``: a bucket's gradients are complete and on their way
+``fsdp.gather``       ``rank unit nbytes``: the parameters of a unit became whole
+``fsdp.release``      the same: they are this rank's parts again
 ====================  ==========================================================================
 """
 
