@@ -4,76 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from echelon.agreement import check_agreement, check_model
 from echelon.errors import ArgumentError, StateError
-from echelon.fsdp.build import build_units
+from echelon.fsdp.build import build_units, ignored_parameters
 from echelon.fsdp.cuts import ShardInfo
+from echelon.fsdp.facts import MemoryStats, UnitInfo
 from echelon.fsdp.grads import norm_over_shards
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.policy import Init, Layout, MixedPrecision, Options, Reduction, Strategy
+from echelon.fsdp.state import copy_parameters, load_state, whole_state
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.units import Rule, whole
 from echelon.nested import cast_floats
 from echelon.world.group import Group
 from echelon.wrapper import Wrapper
 
-__all__ = ["FSDP", "LoadReport", "MemoryStats", "UnitInfo"]
-
-
-@dataclass(frozen=True, slots=True)
-class UnitInfo:
-    """Parameters that are gathered together.
-
-    Attributes:
-        name: of the module; empty for the root.
-        names: of the parameters, in the order of the buffers.
-        numel: of the whole unit.
-        sharded: whether ranks keep different parts.
-        gathered: whether it is whole now.
-    """
-
-    name: str
-    names: tuple[str, ...]
-    numel: int
-    sharded: bool
-    gathered: bool
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryStats:
-    """Bytes that this rank holds for the model, and how often units moved.
-
-    Attributes:
-        shards: parts of parameters, in the model's dtype.
-        gathered: whole parameters, now; the share of this rank where ranks share the memory.
-        gradients: parts of gradients.
-        slots: where whole gradients travel.
-        saved: parameters and gradients that DDP would hold more.
-        num_all_gathers: how often a unit was made whole.
-        num_reduce_scatters: how often the gradients of a unit's storage were reduced.
-    """
-
-    shards: int
-    gathered: int
-    gradients: int
-    slots: int
-    saved: int
-    num_all_gathers: int
-    num_reduce_scatters: int
-
-
-class LoadReport(NamedTuple):
-    """Keys of a state dict that do not fit; as ``nn.Module.load_state_dict`` returns."""
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
+__all__ = ["FSDP"]
 
 
 class FSDP(Wrapper):
@@ -274,19 +226,9 @@ class FSDP(Wrapper):
         One unit is gathered at a time.
         """
         self._hooks.prepare()
-        copies: dict[int, Tensor] = {}
-        for unit in self._units:
-            unit.gather()
-            for storage in unit.storages:
-                for param, value in zip(storage.params, storage.wholes, strict=True):
-                    copies[id(param)] = value.detach().to(storage.dtype, copy=True)
-            unit.release()
+        copies = copy_parameters(self._units)
         self._hooks.meet("the state was copied")
-        state = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                state[key] = copies[id(value)] if id(value) in copies else value.detach().clone()
-        return state
+        return whole_state(self.module, copies, args, kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -302,42 +244,7 @@ class FSDP(Wrapper):
                 "load_state_dict(assign=True) would replace the parameters that FSDP shards: "
                 "use assign=False"
             )
-        shapes: dict[int, tuple[Storage, int]] = {}
-        for storage in self._storages():
-            for i, param in enumerate(storage.params):
-                shapes[id(param)] = storage, i
-        own = self.module.state_dict(keep_vars=True)
-        report = LoadReport(
-            [key for key in own if key not in state_dict],
-            [key for key in state_dict if key not in own],
-        )
-        wrong = []
-        for key in own.keys() & state_dict.keys():
-            value = own[key]
-            if not isinstance(value, Tensor):
-                continue
-            expected = tuple(value.shape)
-            if id(value) in shapes:
-                storage, i = shapes[id(value)]
-                expected = storage.cut.shapes[i]
-            if tuple(state_dict[key].shape) != expected:
-                wrong.append(f"{key}: {tuple(state_dict[key].shape)} instead of {expected}")
-        if strict:
-            wrong += [f"{key}: missing" for key in report.missing_keys]
-            wrong += [f"{key}: unexpected" for key in report.unexpected_keys]
-        if wrong:
-            raise ArgumentError(f"the state dict does not fit: {'; '.join(sorted(wrong))}")
-        with torch.no_grad():
-            for key in own.keys() & state_dict.keys():
-                value, given = own[key], state_dict[key]
-                if id(value) in shapes:
-                    storage, i = shapes[id(value)]
-                    piece = storage.own[i]
-                    part = given.reshape(-1)[piece.start : piece.start + piece.numel]
-                    storage.locals[i].copy_(part.view(storage.locals[i].shape))
-                elif isinstance(value, Tensor):
-                    value.copy_(given)
-        return report
+        return load_state(self.module, self._storages(), state_dict, strict=strict)
 
     # What is where ---------------------------------------------------------------------------
 
@@ -410,39 +317,6 @@ class FSDP(Wrapper):
 
     def _storages(self) -> list[Storage]:
         return [storage for unit in self._units for storage in unit.storages]
-
-
-def ignored_parameters(
-    module: nn.Module, ignored: Sequence[nn.Module | nn.Parameter]
-) -> list[nn.Parameter]:
-    """The parameters that stay whole and local.
-
-    Raises:
-        ArgumentError: something that is not in the model, or a parameter that an ignored module
-            shares with one that is not.
-    """
-    params = dict.fromkeys(module.parameters())
-    modules = set(module.modules())
-    skip: dict[nn.Parameter, None] = {}
-    inside: set[nn.Module] = set()
-    for one in ignored:
-        if isinstance(one, nn.Parameter) and one in params:
-            skip[one] = None
-        elif isinstance(one, nn.Module) and one in modules:
-            inside.update(one.modules())
-            skip.update(dict.fromkeys(one.parameters()))
-        else:
-            raise ArgumentError(f"ignored has {one!r:.80}, which is not in the model")
-    for name, submodule in module.named_modules():
-        if submodule in inside:
-            continue
-        for local, param in submodule._parameters.items():
-            if param in skip and not any(param is one for one in ignored):
-                raise ArgumentError(
-                    f"parameter {local!r} of module {name!r} is shared with an ignored module: "
-                    "ignore both, or neither"
-                )
-    return list(skip)
 
 
 def _broadcast(module: nn.Module, group: Group) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from echelon.errors import ArgumentError
 from echelon.fsdp.gradients import GradientShard, Slots
 from echelon.fsdp.policy import Options, Strategy
 from echelon.fsdp.storage import Storage, make_storage
@@ -14,7 +15,7 @@ from echelon.fsdp.unit import Unit
 from echelon.fsdp.units import Member, Rule, UnitPlan, plan_units
 from echelon.world.group import Group
 
-__all__ = ["build_units"]
+__all__ = ["build_units", "ignored_parameters"]
 
 
 def build_units(
@@ -111,3 +112,36 @@ class _Lots:
     def of(self, u: int, storage: Storage) -> Slots:
         """The slots of a storage of unit ``u``."""
         return self._own.get(id(storage)) or self._shared[self._wire[id(storage)]]
+
+
+def ignored_parameters(
+    module: nn.Module, ignored: Sequence[nn.Module | nn.Parameter]
+) -> list[nn.Parameter]:
+    """The parameters that stay whole and local.
+
+    Raises:
+        ArgumentError: something that is not in the model, or a parameter that an ignored module
+            shares with one that is not.
+    """
+    params = dict.fromkeys(module.parameters())
+    modules = set(module.modules())
+    skip: dict[nn.Parameter, None] = {}
+    inside: set[nn.Module] = set()
+    for one in ignored:
+        if isinstance(one, nn.Parameter) and one in params:
+            skip[one] = None
+        elif isinstance(one, nn.Module) and one in modules:
+            inside.update(one.modules())
+            skip.update(dict.fromkeys(one.parameters()))
+        else:
+            raise ArgumentError(f"ignored has {one!r:.80}, which is not in the model")
+    for name, submodule in module.named_modules():
+        if submodule in inside:
+            continue
+        for local, param in submodule._parameters.items():
+            if param in skip and not any(param is one for one in ignored):
+                raise ArgumentError(
+                    f"parameter {local!r} of module {name!r} is shared with an ignored module: "
+                    "ignore both, or neither"
+                )
+    return list(skip)
