@@ -24,6 +24,13 @@ def check_model(module: nn.Module, device: torch.device) -> None:
         ArgumentError: lazy, sparse or misplaced parameters, or none that needs a gradient.
     """
     for name, submodule in module.named_modules():
+        if isinstance(submodule, nn.SyncBatchNorm):
+            raise ArgumentError(
+                f"module {name or 'SyncBatchNorm'!r} is a SyncBatchNorm, which talks through "
+                "torch.distributed and would silently use the statistics of its own rank here: use "
+                "a norm that does not mix samples (GroupNorm, LayerNorm), or BatchNorm with "
+                "statistics of each rank's batch"
+            )
         if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
             raise ArgumentError(
                 f"module {name or type(submodule).__name__!r} makes sparse gradients, "

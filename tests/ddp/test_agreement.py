@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 import echelon as ec
+from echelon.agreement import check_model
+from echelon.errors import ArgumentError
 from tests.ddp.models import mlp
 
 
@@ -115,3 +117,9 @@ def test_verify_accepts_equal_models(dtype):
         ec.DDP(model, world.group, init="verify")
 
     ec.run(main, 3)
+
+
+def test_a_norm_that_would_silently_be_local_is_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
+    with pytest.raises(ArgumentError, match="module '1' is a SyncBatchNorm"):
+        check_model(model, torch.device("cpu"))

@@ -9,7 +9,7 @@ import torch
 import echelon as ec
 from echelon.world.base import World
 from tests.fsdp.models import Block, batch, build, loss_of, train_plain
-from tests.worlds import run_world
+from tests.worlds import KINDS, run_world
 
 STEPS = 4
 RULES = {
@@ -61,8 +61,10 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [*(("threads", n) for n in (1, 2, 3, 4)), *((k, n) for k in KINDS[1:] for n in (2, 3))],
+)
 def test_training_equals_one_process(kind: str, ranks: int) -> None:
     expected = {clip: train_plain(ranks, STEPS, clip=clip) for clip in (None, 0.1)}
     for found in run_world(kind, train_all, ranks, (COMBINATIONS,)):

@@ -277,3 +277,28 @@ def check_arguments_are_refused_before_anything_is_sent(group: Group) -> None:
     after = torch.tensor([1.0])  # nobody is out of step
     group.all_reduce(after)
     same(after, torch.tensor([float(n)]))
+
+
+def check_outputs_may_lie_on_inputs(group: Group) -> None:
+    n, rank = group.size, group.rank
+    whole = ranked(group, rank, n)
+    group.all_to_all_single(whole, whole)
+    same(whole, torch.tensor([10.0 * r + rank for r in range(n)], dtype=torch.float64))
+    turned = ranked(group, rank, 2 * n)
+    group.all_to_all_single(turned[1 : n + 1], turned[:n])
+    same(turned[1 : n + 1], torch.tensor([10.0 * r + rank for r in range(n)], dtype=torch.float64))
+    for place in range(n):  # also where the part of another rank goes
+        slots = ranked(group, rank, n)
+        group.all_gather_single(slots, slots[place : place + 1])
+        same(slots, torch.tensor([10.0 * r + place for r in range(n)], dtype=torch.float64))
+    for place in range(n):
+        parts = ranked(group, rank, n)
+        inputs = list(parts.split(1)) if rank == 0 else None
+        output = parts[place : place + 1] if rank == 0 else torch.zeros(1, dtype=torch.float64)
+        group.scatter(output, inputs, src=0)
+        same(output, torch.tensor([float(rank)], dtype=torch.float64))
+
+
+def check_what_is_no_tensor_is_refused(group: Group) -> None:
+    for thing in (None, [1.0], 3):
+        refuses(ArgumentError, "give a tensor", lambda thing=thing: group.all_reduce(thing))

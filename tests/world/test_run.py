@@ -296,3 +296,24 @@ def test_processes_share_the_cores_among_them(monkeypatch) -> None:
 
 def test_run_is_what_the_package_exports() -> None:
     assert ec.run is run
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), 1e18, None, "5"])
+def test_a_timeout_that_is_none_is_refused(timeout) -> None:
+    with pytest.raises(ArgumentError, match="give seconds > 0"):
+        ec.run(describe, 1, timeout=timeout)
+    with pytest.raises(ArgumentError, match="give seconds > 0"):
+        ec.init(timeout=timeout)
+
+
+def chooses(world: ec.World) -> None:
+    assert ec.init(world.backend) is world if world.backend == "shm" else ec.init() is world
+    with pytest.raises(ArgumentError, match="runs in a world of"):
+        ec.init("gloo")
+    with pytest.raises(ArgumentError, match="backend is 'nonsense'; use one of shm, gloo"):
+        ec.init("nonsense")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backend_that_cannot_be_had_is_refused(kind) -> None:
+    ec.run(chooses, 2, kind)

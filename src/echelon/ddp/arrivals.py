@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
@@ -36,9 +37,10 @@ class Receiver(Protocol):
 
 
 def is_watched(param: nn.Parameter) -> bool:
-    """Whether a hook of ours is on ``param``."""
+    """Whether a hook of ours is on ``param``, whose wrapper is still there."""
     hooks: dict[int, Any] | None = param._post_accumulate_grad_hooks
-    return any(_MARK in getattr(hook, "__dict__", {}) for hook in (hooks or {}).values())
+    marks = (getattr(hook, "__dict__", {}).get(_MARK) for hook in (hooks or {}).values())
+    return any(mark is not None and mark() is not None for mark in marks)
 
 
 @final
@@ -59,7 +61,9 @@ class Arrivals:
         self.seen = bytearray(b"\1" * len(params))
         self.remaining: list[int] = []
         self._params = params
-        self._receiver = receiver
+        # A parameter holds its hooks where the garbage collector does not look. If hooks held the
+        # receiver, which holds the parameters, a wrapper that is dropped would never be freed.
+        self._receiver = weakref.ref(receiver)
         self._counts: list[int] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -105,39 +109,44 @@ class Arrivals:
         """Count a gradient that its hook could not count."""
         self.order.append(i)
         self.seen[i] = 1
+        receiver = self._receiver()
+        assert receiver is not None
         if self._params[i].nbytes >= _LARGE_NBYTES:
-            self._receiver.large(b, slot)
+            receiver.large(b, slot)
         self.remaining[b] -= 1
         if not self.remaining[b]:
-            self._receiver.ready(b)
+            receiver.ready(b)
 
     def _watch(self, i: int, hook: _Hook) -> None:
-        setattr(hook, _MARK, True)
+        setattr(hook, _MARK, self._receiver)
         self._handles.append(self._params[i].register_post_accumulate_grad_hook(hook))
 
     def _lean(self, i: int, b: int) -> _Hook:
         # Runs once a parameter and backward, so it is as short as it can be.
-        seen, remaining = self.seen, self.remaining
-        ready, unexpected = self._receiver.ready, self._receiver.unexpected
+        seen, remaining, find = self.seen, self.remaining, self._receiver
 
         def hook(_: nn.Parameter) -> None:
             if seen[i]:
-                unexpected(i, b)
+                if (receiver := find()) is not None:
+                    receiver.unexpected(i, b)
                 return
             seen[i] = 1
             left = remaining[b] - 1
             remaining[b] = left
-            if not left:
-                ready(b)
+            if not left and (receiver := find()) is not None:
+                receiver.ready(b)
 
         return hook
 
     def _full(self, i: int, b: int, slot: int, large: bool) -> _Hook:
         """The hook of a large gradient, and of all while the order of arrival is recorded."""
         seen, remaining, record = self.seen, self.remaining, self.order.append
-        receiver = self._receiver
+        find = self._receiver
 
         def hook(_: nn.Parameter) -> None:
+            receiver = find()
+            if receiver is None:  # the wrapper was dropped: the module is a plain one again
+                return
             if seen[i]:
                 receiver.unexpected(i, b)
                 return

@@ -16,6 +16,7 @@ adds to it. Under ``no_sync`` whole gradients are kept aside and join the next r
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -206,23 +207,32 @@ class Hooks:
                     )
 
     def _arrival(self, u: int) -> Callable[[nn.Parameter], None]:
+        # A parameter holds its hooks where the garbage collector does not look. If they held us,
+        # who hold the parameters, a wrapper that is dropped would never be freed.
+        find = weakref.ref(self)
+
         def hook(param: nn.Parameter) -> None:
-            current = self._pass
-            if current is None or not current.opened[u]:
-                current = self._begin()
-                self._open_late(current, u, param)
-            left = current.remaining[u] - 1
-            current.remaining[u] = left
-            if left == 0:
-                self._complete(current, u)
-            elif left < 0:
-                raise StateError(
-                    f"a parameter of unit {self.units[u].label!r} got a second gradient in one "
-                    "backward, after the first left. Reentrant activation checkpointing of a "
-                    "shared module does that: use checkpoint(..., use_reentrant=False)"
-                )
+            hooks = find()
+            if hooks is not None:
+                hooks._arrived(u, param)
 
         return hook
+
+    def _arrived(self, u: int, param: nn.Parameter) -> None:
+        current = self._pass
+        if current is None or not current.opened[u]:
+            current = self._begin()
+            self._open_late(current, u, param)
+        left = current.remaining[u] - 1
+        current.remaining[u] = left
+        if left == 0:
+            self._complete(current, u)
+        elif left < 0:
+            raise StateError(
+                f"a parameter of unit {self.units[u].label!r} got a second gradient in one "
+                "backward, after the first left. Reentrant activation checkpointing of a "
+                "shared module does that: use checkpoint(..., use_reentrant=False)"
+            )
 
     def _open_late(self, current: _Pass, u: int, param: nn.Parameter) -> None:
         """A gradient came to a unit whose outputs announced nothing: keep it, and open."""

@@ -147,6 +147,8 @@ class Backend(ABC):
     def _check(self, op: str, *tensors: Tensor) -> torch.dtype:
         first = tensors[0]
         for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                raise ArgumentError(f"{op} got {tensor!r:.80}; give a tensor")
             if tensor.layout != torch.strided:
                 raise ArgumentError(
                     f"{op} takes dense tensors, not {tensor.layout}: call .to_dense() first"

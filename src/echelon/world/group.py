@@ -11,7 +11,7 @@ group.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from echelon.errors import ArgumentError, UnsupportedError
 from echelon.world import arithmetic
 from echelon.world.backend import Backend
+from echelon.world.flat import apart, flattened
 from echelon.world.signature import Call
 from echelon.world.work import Window, Work
 
@@ -62,7 +63,7 @@ class Group(Backend):
         ticket = self._ticket(
             Call("all_reduce", tensor.dtype, tuple(tensor.shape), op, None, label), async_op
         )
-        flat, restore = _flat(tensor)
+        flat, restore = flattened(tensor)
         return self._started(self._all_reduce(ticket, flat, op), restore)
 
     @final
@@ -95,8 +96,8 @@ class Group(Backend):
             Call("reduce_scatter_single", input.dtype, tuple(input.shape), op, None, label, parts),
             async_op,
         )
-        flat, restore = _flat(output)
-        work = self._reduce_scatter(ticket, flat, _flat(input)[0], lengths, op)
+        flat, restore = flattened(output)
+        work = self._reduce_scatter(ticket, flat, flattened(input)[0], lengths, op)
         return self._started(work, restore)
 
     @final
@@ -114,9 +115,10 @@ class Group(Backend):
         ticket = self._ticket(
             Call("all_gather_single", input.dtype, tuple(input.shape), None, None, label), async_op
         )
-        flat, restore = _flat(output)
+        flat, restore = flattened(output)
         parts = flat.view(self.size, -1).unbind(0) if flat.numel() else [flat] * self.size
-        return self._started(self._all_gather(ticket, parts, _flat(input)[0]), restore)
+        source = apart(flattened(input)[0], parts, self.rank)
+        return self._started(self._all_gather(ticket, parts, source), restore)
 
     @final
     def all_gather(
@@ -138,8 +140,9 @@ class Group(Backend):
         ticket = self._ticket(
             Call("all_gather", input.dtype, (sum(lengths),), None, None, label, lengths), async_op
         )
-        flats, restores = zip(*map(_flat, outputs), strict=True)
-        return self._started(self._all_gather(ticket, flats, _flat(input)[0]), *restores)
+        flats, restores = zip(*map(flattened, outputs), strict=True)
+        source = apart(flattened(input)[0], flats, self.rank)
+        return self._started(self._all_gather(ticket, flats, source), *restores)
 
     @final
     def broadcast(
@@ -151,7 +154,7 @@ class Group(Backend):
         ticket = self._ticket(
             Call("broadcast", tensor.dtype, tuple(tensor.shape), None, src, label), async_op
         )
-        flat, restore = _flat(tensor)
+        flat, restore = flattened(tensor)
         return self._started(self._broadcast(ticket, flat, src), restore)
 
     @final
@@ -170,7 +173,7 @@ class Group(Backend):
         ticket = self._ticket(
             Call("reduce", tensor.dtype, tuple(tensor.shape), op, dst, label), async_op
         )
-        flat, restore = _flat(tensor)
+        flat, restore = flattened(tensor)
         return self._started(self._reduce(ticket, flat, dst, op), restore)
 
     @final
@@ -190,8 +193,8 @@ class Group(Backend):
         ticket = self._ticket(
             Call("gather", tensor.dtype, tuple(tensor.shape), None, dst, label), async_op
         )
-        pairs = [_flat(output) for output in outputs or ()]
-        work = self._gather(ticket, [flat for flat, _ in pairs], _flat(tensor)[0], dst)
+        pairs = [flattened(output) for output in outputs or ()]
+        work = self._gather(ticket, [flat for flat, _ in pairs], flattened(tensor)[0], dst)
         return self._started(work, *(restore for _, restore in pairs))
 
     @final
@@ -211,8 +214,12 @@ class Group(Backend):
         ticket = self._ticket(
             Call("scatter", tensor.dtype, tuple(tensor.shape), None, src, label), async_op
         )
-        flat, restore = _flat(tensor)
-        work = self._scatter(ticket, flat, [_flat(item)[0] for item in inputs or ()], src)
+        flat, restore = flattened(tensor)
+        parts = [
+            flattened(item)[0] if rank == src else apart(flattened(item)[0], [flat])
+            for rank, item in enumerate(inputs or ())
+        ]
+        work = self._scatter(ticket, flat, parts, src)
         return self._started(work, restore)
 
     @final
@@ -241,8 +248,9 @@ class Group(Backend):
         ticket = self._ticket(
             Call("all_to_all_single", input.dtype, (), None, None, label), async_op
         )
-        flat, restore = _flat(output)
-        work = self._all_to_all(ticket, flat.split(outs), _flat(input)[0].split(ins))
+        flat, restore = flattened(output)
+        source = apart(flattened(input)[0], [flat])
+        work = self._all_to_all(ticket, flat.split(outs), source.split(ins))
         return self._started(work, restore)
 
     @final
@@ -285,13 +293,13 @@ class Group(Backend):
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """Send ``tensor`` to rank ``dst``; it must not change before the work is waited for."""
         ticket = self._p2p_ticket("send", tensor, dst, tag, blocking=False)
-        return self._send(ticket, _flat(tensor)[0], dst, tag)
+        return self._send(ticket, flattened(tensor)[0], dst, tag)
 
     @final
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         """Receive into ``tensor`` what rank ``src`` sends with this ``tag``, first sent first."""
         ticket = self._p2p_ticket("recv", tensor, src, tag, blocking=False)
-        flat, restore = _flat(tensor)
+        flat, restore = flattened(tensor)
         work = self._recv(ticket, flat, src, tag)
         if restore is not None:
             work.then(restore)
@@ -305,7 +313,7 @@ class Group(Backend):
         come.
         """
         ticket = self._p2p_ticket("send", tensor, dst, tag, blocking=True)
-        self._send(ticket, _flat(tensor)[0], dst, tag).wait()
+        self._send(ticket, flattened(tensor)[0], dst, tag).wait()
 
     @final
     def recv(self, tensor: Tensor, src: int, tag: int = 0) -> None:
@@ -315,7 +323,7 @@ class Group(Backend):
             CollectiveMismatch: the peer sent another dtype or number of elements.
         """
         ticket = self._p2p_ticket("recv", tensor, src, tag, blocking=True)
-        flat, restore = _flat(tensor)
+        flat, restore = flattened(tensor)
         self._recv(ticket, flat, src, tag).wait()
         if restore is not None:
             restore()
@@ -377,16 +385,3 @@ class Group(Backend):
             )
         ticket = self._ticket(Call("shared_tensor", dtype, (numel,)), async_op=False)
         return self._shared(ticket, numel, dtype)
-
-
-def _flat(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-    """``tensor`` as a 1D buffer; and where that had to be a copy, a step that copies it back."""
-    data = tensor.detach()
-    if data.is_contiguous() and not data.is_conj() and not data.is_neg():
-        return data.view(-1), None
-    buffer = data.resolve_conj().resolve_neg().contiguous().view(-1)
-
-    def restore() -> None:
-        data.copy_(buffer.view(data.shape))
-
-    return buffer, restore

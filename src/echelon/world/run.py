@@ -28,6 +28,7 @@ __all__ = ["init", "run"]
 
 # After one rank failed, how long the others may take to notice, in seconds.
 GRACE_S = 2.0
+BACKENDS = ("shm", "gloo", "nccl", "mpi", "ucc", "xccl")
 
 _current = threading.local()
 
@@ -64,8 +65,7 @@ def run(
     """
     if not isinstance(ranks, int) or ranks < 1:
         raise ArgumentError(f"ranks is {ranks!r}; a world needs at least one rank")
-    if not timeout > 0:
-        raise ArgumentError(f"timeout is {timeout!r}; give seconds > 0")
+    _check_timeout(timeout)
     if world == "threads":
         return _run_threads(fn, ranks, tuple(args), timeout, torch.device(device))
     if world == "processes":
@@ -75,6 +75,14 @@ def run(
             )
         return run_processes(fn, ranks, tuple(args), timeout, _enter)
     raise ArgumentError(f"unknown world {world!r}: use 'threads' or 'processes'")
+
+
+def _check_timeout(timeout: float) -> None:
+    number = isinstance(timeout, int | float)
+    if not number or not 0 < timeout <= threading.TIMEOUT_MAX:
+        raise ArgumentError(
+            f"timeout is {timeout!r}; give seconds > 0, at most {threading.TIMEOUT_MAX:.0f}"
+        )
 
 
 def _enter(world: World) -> None:
@@ -152,11 +160,20 @@ def init(
             ``ECHELON_CHECK=1``. Threads and shared memory always do.
 
     Raises:
+        ArgumentError: an unknown backend, another than that of the world, or no time at all.
         WorldError: the variables contradict each other, or the ranks cannot reach each other.
         CommTimeout: some rank did not come.
     """
+    if backend is not None and backend not in BACKENDS:
+        raise ArgumentError(f"backend is {backend!r}; use one of {', '.join(BACKENDS)}, or None")
+    _check_timeout(timeout)
     world: World | None = getattr(_current, "world", None)
     if world is not None:
+        if backend not in (None, world.backend):
+            raise ArgumentError(
+                f"this script runs in a world of {world.backend!r} already, so init({backend!r}) "
+                "cannot choose another: leave the argument out"
+            )
         return world
     job = environment(os.environ)
     if job is None or (job.size == 1 and backend is None):

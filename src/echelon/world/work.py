@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from echelon import events
-from echelon.errors import UnsupportedError
+from echelon.errors import RankError, UnsupportedError
 from echelon.world.signature import Call, Place
 
 __all__ = ["Ticket", "Window", "Work"]
@@ -108,7 +109,7 @@ def emit_issue(ticket: Ticket) -> None:
 
 
 @final
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Window:
     """Memory of every rank of a group that its peers can read and write in place.
 
@@ -126,6 +127,9 @@ class Window:
     shared: bool
     release: Callable[[], None] = field(default=lambda: None, repr=False)
 
+    def __post_init__(self) -> None:
+        weakref.finalize(self, self.release).atexit = False  # one that is dropped is closed
+
     @property
     def numel(self) -> int:
         """Length of each rank's region, in elements."""
@@ -140,8 +144,11 @@ class Window:
         """The region of ``rank`` (in the group), 1D.
 
         Raises:
+                RankError: there is no such rank.
             UnsupportedError: this backend has no shared memory.
         """
+        if not isinstance(rank, int) or (self.shared and not 0 <= rank < len(self.regions)):
+            raise RankError("the peer", rank, len(self.regions))
         if not self.shared:
             raise UnsupportedError(
                 "this group has no shared memory, so a window holds the local region only: "

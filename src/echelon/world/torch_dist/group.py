@@ -200,6 +200,8 @@ class PeerGroup(TorchGroup):
     def _reduce_scatter(
         self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> Work:
+        if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
+            input = input.clone()  # others may not have it yet when the output is written
         inputs = input.split(list(splits))
         return self._issue(
             ticket, lambda tag: self._algorithms.reduce_scatter(tag, output, inputs, op)

@@ -1,0 +1,42 @@
+"""Tensors of any shape as the 1D buffers that backends move, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+__all__ = ["apart", "flattened"]
+
+
+def apart(part: Tensor, outputs: Sequence[Tensor], own: int | None = None) -> Tensor:
+    """``part``, or a copy of it where an output lies on it, which others may still have to read.
+
+    Args:
+        own: the output that may be exactly ``part``: it is written with its own value.
+    """
+    if own is not None and _span(part) == _span(outputs[own]):
+        return part
+    first, last = _span(part)
+    for start, stop in map(_span, outputs):
+        if first < stop and start < last:
+            return part.clone()
+    return part
+
+
+def _span(flat: Tensor) -> tuple[int, int]:
+    """The addresses of a 1D buffer."""
+    return flat.data_ptr(), flat.data_ptr() + flat.nbytes
+
+
+def flattened(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+    """``tensor`` as a 1D buffer; and where that had to be a copy, a step that copies it back."""
+    data = tensor.detach()
+    if data.is_contiguous() and not data.is_conj() and not data.is_neg():
+        return data.view(-1), None
+    buffer = data.resolve_conj().resolve_neg().contiguous().view(-1)
+
+    def restore() -> None:
+        data.copy_(buffer.view(data.shape))
+
+    return buffer, restore
