@@ -37,9 +37,8 @@ def accumulates(world: World, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["shards", "no_sync"])
-@pytest.mark.parametrize("kind", ["threads", "gloo"])
-def test_gradients_accumulate_whole_or_in_shards(kind, way) -> None:
-    run_world(kind, accumulates, 2, (way,))
+def test_gradients_accumulate_whole_or_in_shards(way) -> None:
+    ec.run(accumulates, 2, args=(way,))
 
 
 def syncs_by_hand(world: World) -> None:
@@ -120,9 +119,8 @@ def generates(world: World) -> None:
     assert not any(unit.gathered for unit in model.units)
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo"])
-def test_methods_other_than_forward_need_whole_parameters(kind) -> None:
-    run_world(kind, generates, 2)
+def test_methods_other_than_forward_need_whole_parameters() -> None:
+    ec.run(generates, 2)
 
 
 class Failing(nn.Module):
@@ -160,9 +158,8 @@ def survives(world: World, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("kind", ["threads", "gloo"])
-def test_the_step_after_an_exception_is_right(kind, where) -> None:
-    run_world(kind, survives, 2, (where,))
+def test_the_step_after_an_exception_is_right(where) -> None:
+    ec.run(survives, 2, args=(where,))
 
 
 class Checkpointed(nn.Module):
@@ -190,9 +187,8 @@ def recomputes(world: World, reentrant: bool, strategy: ec.Strategy) -> None:
 
 @pytest.mark.parametrize("strategy", [ec.Strategy.FULL_SHARD, ec.Strategy.SHARD_GRAD_OP])
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("kind", ["threads", "gloo"])
-def test_activation_checkpointing_of_both_kinds(kind, reentrant, strategy) -> None:
-    run_world(kind, recomputes, 2, (reentrant, strategy))
+def test_activation_checkpointing_of_both_kinds(reentrant, strategy) -> None:
+    ec.run(recomputes, 2, args=(reentrant, strategy))
 
 
 class Nested(nn.Module):
@@ -252,9 +248,8 @@ def evaluates(world: World) -> None:
     loss_of(model, *batch(0, world.rank)).backward()
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo"])
-def test_evaluation_releases_at_once(kind) -> None:
-    run_world(kind, evaluates, 2)
+def test_evaluation_releases_at_once() -> None:
+    ec.run(evaluates, 2)
 
 
 def skips(world: World) -> None:
@@ -286,3 +281,25 @@ def skips(world: World) -> None:
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_units_may_be_skipped_on_some_ranks_where_memory_is_shared(kind) -> None:
     run_world(kind, skips, 2)
+
+
+# --- where memory is not shared ------------------------------------------------------------------
+
+
+def every_check(world: World) -> None:
+    """One start of ranks for all of them."""
+    for way in ("shards", "no_sync"):
+        accumulates(world, way)
+    for where in ("forward", "backward"):
+        survives(world, where)
+    for reentrant in (False, True):
+        for strategy in (ec.Strategy.FULL_SHARD, ec.Strategy.SHARD_GRAD_OP):
+            recomputes(world, reentrant, strategy)
+    for check in (syncs_by_hand, nests, evaluates, generates):
+        check(world)
+    for norm_type in (1.0, 2.0, float("inf")):
+        clips(world, norm_type)
+
+
+def test_all_of_it_holds_over_gloo() -> None:
+    run_world("gloo", every_check, 2)

@@ -39,9 +39,8 @@ def saves(world: World, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["flat", "rows"])
-@pytest.mark.parametrize("kind", ["threads", "gloo"])
-def test_the_whole_state_is_saved_and_loaded_with_the_plain_keys(kind, layout) -> None:
-    run_world(kind, saves, 3, (layout,))
+def test_the_whole_state_is_saved_and_loaded_with_the_plain_keys(layout) -> None:
+    ec.run(saves, 3, args=(layout,))
 
 
 def opens(world: World) -> None:
@@ -59,9 +58,8 @@ def opens(world: World) -> None:
     assert not any(unit.gathered for unit in model.units)
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo"])
-def test_parameters_can_be_read_and_written_whole(kind) -> None:
-    run_world(kind, opens, 2)
+def test_parameters_can_be_read_and_written_whole() -> None:
+    ec.run(opens, 2)
 
 
 # --- precision -----------------------------------------------------------------------------------
@@ -104,9 +102,8 @@ def computes_low(world: World) -> None:
     assert 0 < difference < 2.0**-8
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo"])
-def test_compute_is_low_and_shards_are_not(kind) -> None:
-    run_world(kind, computes_low, 2)
+def test_compute_is_low_and_shards_are_not() -> None:
+    ec.run(computes_low, 2)
 
 
 def reduces_low(world: World) -> tuple[list[torch.dtype], float]:
@@ -212,3 +209,18 @@ def trusts(world: World, init: str) -> None:
 @pytest.mark.parametrize("init", ["broadcast", "trust"])
 def test_weights_are_those_of_rank_0_or_each_ranks_own(init) -> None:
     ec.run(trusts, 2, args=(init,))
+
+
+# --- where memory is not shared ------------------------------------------------------------------
+
+
+def every_check(world: World) -> None:
+    """One start of ranks for all of them."""
+    for layout in ("flat", "rows"):
+        saves(world, layout)
+    for check in (opens, computes_low, ignores):
+        check(world)
+
+
+def test_all_of_it_holds_over_gloo() -> None:
+    run_world("gloo", every_check, 2)
