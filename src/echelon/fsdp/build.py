@@ -33,12 +33,12 @@ def build_units(
     storages = [_storages_of(plan, group, options) for plan in plans]
     slots = _Lots(group, options, storages)
     units = []
-    for u, (plan, own) in enumerate(zip(plans, storages, strict=True)):
-        shards = [
-            GradientShard(one, _wire_dtype(one, options), slots.of(u, one))
-            for one in own
-            if one.requires_grad
-        ]
+    for plan, own in zip(plans, storages, strict=True):
+        shards = []
+        for one in own:
+            if one.requires_grad:
+                wire_dtype = _wire_dtype(one, options)
+                shards.append(GradientShard(one, wire_dtype, slots.of(one, wire_dtype)))
         units.append(Unit(plan.name, plan.module, own, shards, group))
     if (dtype := options.precision.buffers) is not None:
         for buffer in module.buffers():
@@ -103,15 +103,14 @@ class _Lots:
                     largest[dtype] = max(largest.get(dtype, 0), one.cut.numel)
         for dtype, numel in largest.items():
             self._shared[dtype] = self._make(group, numel, dtype, 2)
-        self._wire = {id(one): _wire_dtype(one, options) for unit in storages for one in unit}
 
     def _make(self, group: Group, numel: int, dtype: torch.dtype, count: int) -> Slots:
         self.all.append(Slots(group, numel, dtype, count))
         return self.all[-1]
 
-    def of(self, u: int, storage: Storage) -> Slots:
-        """The slots of a storage of unit ``u``."""
-        return self._own.get(id(storage)) or self._shared[self._wire[id(storage)]]
+    def of(self, storage: Storage, wire_dtype: torch.dtype) -> Slots:
+        """The slots of a storage whose gradients travel in ``wire_dtype``."""
+        return self._own.get(id(storage)) or self._shared[wire_dtype]
 
 
 def ignored_parameters(

@@ -15,7 +15,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-from echelon.fsdp.cuts import numel_of
 from echelon.fsdp.storage import Storage, shaped_part
 from echelon.world.group import Group
 from echelon.world.work import Work
@@ -101,17 +100,12 @@ class GradientShard:
         """Where the gradient of each parameter goes: in one place, or in one for each rank."""
         places = self._places.get(memory.data_ptr())
         if places is None:
-            by_rank = self.storage.rows and self.storage.sharded
-            places = self._by_rank(memory) if by_rank else self._whole(memory)
+            if self.storage.rows:
+                places = self._by_rank(memory)
+            else:
+                places = [[view] for view in self.storage.whole_views(memory)]
             self._places[memory.data_ptr()] = places
         return places
-
-    def _whole(self, memory: Tensor) -> list[list[Tensor]]:
-        cut = self.storage.cut
-        return [
-            [memory[start : start + numel_of(shape)].view(shape)]
-            for start, shape in zip(cut.starts, cut.shapes, strict=True)
-        ]
 
     def _by_rank(self, memory: Tensor) -> list[list[Tensor]]:
         cut = self.storage.cut

@@ -83,22 +83,18 @@ class Hooks:
         self._order = [*range(len(units) - 1, 0, -1), 0]
         self._learned: list[int] | None = None
         self._ordered = False
-        self._handles = [handle for u in range(len(units)) for handle in self._watch(u)]
+        for u in range(len(units)):
+            self._watch(u)
 
-    def close(self) -> None:
-        """Take all hooks away."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _watch(self, u: int) -> Iterator[torch.utils.hooks.RemovableHandle]:
+    def _watch(self, u: int) -> None:
         unit = self.units[u]
         if u:
-            yield unit.module.register_forward_pre_hook(lambda module, args: self.before_forward(u))
-            yield unit.module.register_forward_hook(
+            unit.module.register_forward_pre_hook(lambda module, args: self.before_forward(u))
+            unit.module.register_forward_hook(
                 lambda module, args, output: self.after_forward(u, output), always_call=True
             )
         for param in unit.trainable:
-            yield param.register_post_accumulate_grad_hook(self._arrival(u))
+            param.register_post_accumulate_grad_hook(self._arrival(u))
 
     # Forward ---------------------------------------------------------------------------------
 

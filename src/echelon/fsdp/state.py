@@ -79,7 +79,5 @@ def load_state(
                 own[key].copy_(given[key])
                 continue
             storage, i = home
-            piece, part = storage.own[i], storage.locals[i]
-            flat = given[key].reshape(-1)[piece.start : piece.start + piece.numel]
-            part.copy_(flat.view(part.shape))
+            storage.adopt_one(i, given[key])
     return report

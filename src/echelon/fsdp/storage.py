@@ -64,6 +64,11 @@ class Storage(ABC):
         self.own_numel = sum(piece.numel for piece in self.own)
         self.locals: list[Tensor] = []
         self.wholes: list[Tensor] = []
+        self._allocate()
+
+    @abstractmethod
+    def _allocate(self) -> None:
+        """Make ``locals`` and ``wholes``."""
 
     @abstractmethod
     def prepare(self) -> None:
@@ -83,15 +88,14 @@ class Storage(ABC):
 
     def adopt(self, values: Sequence[Tensor]) -> None:
         """Take this rank's parts of whole parameters."""
-        for part, value in zip(self.locals, self.parts_of(values), strict=True):
-            part.copy_(part_like(value, part))
+        for i, value in enumerate(values):
+            self.adopt_one(i, value)
 
-    def parts_of(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's part of each of ``values``, 1D."""
-        return [
-            value.detach().reshape(-1)[piece.start : piece.start + piece.numel]
-            for value, piece in zip(values, self.own, strict=True)
-        ]
+    def adopt_one(self, i: int, value: Tensor) -> None:
+        """Take this rank's part of one whole parameter."""
+        piece, part = self.own[i], self.locals[i]
+        flat = value.detach().reshape(-1)[piece.start : piece.start + piece.numel]
+        part.copy_(flat.view(part.shape))
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +114,8 @@ class Storage(ABC):
             for at, piece in zip(offsets, self.own, strict=True)
         ]
 
-    def _whole_views(self, flat: Tensor) -> list[Tensor]:
+    def whole_views(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter in its own shape, where it lies in a whole buffer."""
         return [
             flat[start : start + numel_of(shape)].view(shape)
             for start, shape in zip(self.cut.starts, self.cut.shapes, strict=True)
@@ -129,22 +134,12 @@ class Storage(ABC):
 class Shared(Storage):
     """One whole buffer for all ranks of the group, who share memory."""
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        cut: Cut,
-        group: Group,
-        compute: torch.dtype,
-        label: str,
-        *,
-        rows: bool,
-    ) -> None:
-        super().__init__(members, cut, group, compute, label, rows=rows)
-        self.full = group.shared_tensor(cut.numel, compute)
-        self.wholes = self._whole_views(self.full)
-        in_full = [cut.starts[piece.member] + piece.start for piece in self.own]
+    def _allocate(self) -> None:
+        self.full = self.group.shared_tensor(self.cut.numel, self.compute_dtype)
+        self.wholes = self.whole_views(self.full)
+        in_full = [self.cut.starts[piece.member] + piece.start for piece in self.own]
         self._targets: list[Tensor] = []
-        if compute == self.dtype:
+        if self.compute_dtype == self.dtype:
             self.locals = self._cut_out(self.full, offsets=in_full)
         else:
             shard = torch.empty(self.own_numel, dtype=self.dtype)
@@ -174,22 +169,12 @@ class Shared(Storage):
 class Gathered(Storage):
     """Own parts in one buffer, and a whole buffer that exists between gather and release."""
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        cut: Cut,
-        group: Group,
-        compute: torch.dtype,
-        label: str,
-        *,
-        rows: bool,
-    ) -> None:
-        super().__init__(members, cut, group, compute, label, rows=rows)
-        device = group.device
+    def _allocate(self) -> None:
+        device = self.group.device
         self.shard = torch.empty(self.own_numel, dtype=self.dtype, device=device)
         self.locals = self._cut_out(self.shard, offsets=self._packed_offsets())
-        self.full = torch.empty(cut.numel, dtype=compute, device=device)
-        self.wholes = self._whole_views(self.full)
+        self.full = torch.empty(self.cut.numel, dtype=self.compute_dtype, device=device)
+        self.wholes = self.whole_views(self.full)
         self._nbytes = self.full.untyped_storage().nbytes()
         self.release()
 
@@ -237,24 +222,14 @@ class Replicated(Storage):
 
     sharded = False
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        cut: Cut,
-        group: Group,
-        compute: torch.dtype,
-        label: str,
-        *,
-        rows: bool,
-    ) -> None:
-        super().__init__(members, cut, group, compute, label, rows=rows)
-        self.own = tuple(cut_flat(cut.shapes, 1).pieces[0])
-        self.own_numel = cut.numel
-        flat = torch.empty(cut.numel, dtype=self.dtype, device=group.device)
-        self.locals = self._whole_views(flat)
+    def _allocate(self) -> None:
+        self.own = tuple(cut_flat(self.cut.shapes, 1).pieces[0])
+        self.own_numel = self.cut.numel
+        flat = torch.empty(self.cut.numel, dtype=self.dtype, device=self.group.device)
+        self.locals = self.whole_views(flat)
         self.wholes = self.locals
-        if compute != self.dtype:
-            self.wholes = self._whole_views(flat.to(compute))
+        if self.compute_dtype != self.dtype:
+            self.wholes = self.whole_views(flat.to(self.compute_dtype))
 
     def prepare(self) -> None:
         if self.wholes is not self.locals:
@@ -294,11 +269,6 @@ def make_storage(
         for param, part in zip(storage.params, storage.locals, strict=True):
             param.data = part
     return storage
-
-
-def part_like(part: Tensor, like: Tensor) -> Tensor:
-    """A 1D part in the shape of another."""
-    return part.view(like.shape)
 
 
 def shaped_part(flat: Tensor, shape: tuple[int, ...], rows: bool) -> Tensor:
