@@ -5,7 +5,7 @@ The way where ranks may not read each other's memory, as in some containers. r: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
 from torch import Tensor
@@ -62,26 +62,14 @@ class Staged:
     def reduce_scatter(
         self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> None:
-        area, dtype, longest = self._area, output.dtype, max(splits)
+        rank = self._area.rank
         lanes = input.split(list(splits))
-        piece = HALF_NBYTES // (dtype.itemsize * area.size)
-        for start in range(0, longest, piece):
-            length = min(piece, longest - start)
-            boxes = [
-                part.view(area.size, length)
-                for part in self._staging.parts(dtype, area.size * length)
-            ]
-            for peer in area.peers:
-                part = lanes[peer][start : start + length]
-                boxes[area.rank][peer, : part.numel()].copy_(part)
-            self._round(ticket)
-            own = lanes[area.rank][start : start + length]
+        for start, boxes in self._traded(ticket, lanes, max(splits)):
+            own = lanes[rank][start : start + boxes[rank].numel()]
             if own.numel():
-                parts = [
-                    own if r == area.rank else boxes[r][area.rank, : own.numel()]
-                    for r in range(area.size)
-                ]
-                reduce_into([output[start : start + length]], parts, op)
+                parts = [box[: own.numel()] for box in boxes]
+                parts[rank] = own
+                reduce_into([output[start : start + own.numel()]], parts, op)
 
     def reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> None:
         area = self._area
@@ -153,7 +141,24 @@ class Staged:
         inputs: Sequence[Tensor],
         exchange: Exchange,
     ) -> None:
-        area, dtype, longest = self._area, inputs[0].dtype, exchange.longest
+        area = self._area
+        for start, boxes in self._traded(ticket, inputs, exchange.longest):
+            for peer in area.peers:
+                part = outputs[peer][start : start + boxes[peer].numel()]
+                part.copy_(boxes[peer][: part.numel()])
+        outputs[area.rank].copy_(inputs[area.rank])
+
+    # Below -----------------------------------------------------------------------------------
+
+    def _traded(
+        self, ticket: Ticket, lanes: Sequence[Tensor], longest: int
+    ) -> Iterator[tuple[int, list[Tensor]]]:
+        """Send ``lanes[r]`` to rank ``r``, piece by piece.
+
+        Yields:
+            Where a piece starts, and what each rank sent to this one (its own box holds nothing).
+        """
+        area, dtype = self._area, lanes[0].dtype
         piece = HALF_NBYTES // (dtype.itemsize * area.size)
         for start in range(0, longest, piece):
             length = min(piece, longest - start)
@@ -162,15 +167,10 @@ class Staged:
                 for part in self._staging.parts(dtype, area.size * length)
             ]
             for peer in area.peers:
-                part = inputs[peer][start : start + length]
+                part = lanes[peer][start : start + length]
                 boxes[area.rank][peer, : part.numel()].copy_(part)
             self._round(ticket)
-            for peer in area.peers:
-                part = outputs[peer][start : start + length]
-                part.copy_(boxes[peer][area.rank, : part.numel()])
-        outputs[area.rank].copy_(inputs[area.rank])
-
-    # Below -----------------------------------------------------------------------------------
+            yield start, [box[area.rank] for box in boxes]
 
     def _round(self, ticket: Ticket) -> None:
         self._area.next_round(ticket, self._timeout)
