@@ -12,12 +12,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 from bars import Bar, Kind
-from training import ALONE, APART, GPT, MANY_SMALL, Comparison, run
+from training import ALONE, APART, GPT, MANY_SMALL, Comparison, command
 
 ECHELON, TORCH, STATIC = "echelon DDP", "PyTorch DDP", "PyTorch DDP, static graph"
 VARIANTS = (ECHELON, TORCH, STATIC, ALONE, APART)
@@ -33,19 +30,8 @@ BARS = {
 }
 
 
-def main(
-    task: Annotated[list[str], typer.Option(help="What to train.")] = [GPT, MANY_SMALL],  # noqa: B006
-    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
-    layers: Annotated[int | None, typer.Option(help="Other than 8 (gpt) or 200.")] = None,
-    seconds: Annotated[float, typer.Option(help="For each task.")] = 75.0,
-    memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
-    quick: Annotated[bool, typer.Option(help="Fewer variants and rounds, no memory.")] = False,
-    output: Annotated[Path | None, typer.Option(help="The JSON file.")] = None,
-) -> None:
-    """Measure training steps of echelon's and PyTorch's DDP side by side."""
-    names = (ECHELON, TORCH, ALONE)
-    comparison = Comparison("ddp", VARIANTS, names, weighed=names, bars=BARS)
-    run(comparison, task, ranks, layers, seconds, quick=quick, memory=memory, output=output)
+names = (ECHELON, TORCH, ALONE)
+main = command(Comparison("ddp", VARIANTS, names, weighed=names, bars=BARS))
 
 
 if __name__ == "__main__":

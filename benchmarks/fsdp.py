@@ -12,12 +12,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 from bars import Bar, Kind
-from training import ALONE, APART, GPT, LARGE_BATCH, Comparison, run
+from training import ALONE, APART, GPT, LARGE_BATCH, Comparison, command
 
 ECHELON, TORCH = "echelon FSDP", "FSDP2"
 VARIANTS = (
@@ -42,19 +39,8 @@ BARS = {
 }
 
 
-def main(
-    task: Annotated[list[str], typer.Option(help="What to train.")] = [GPT, LARGE_BATCH],  # noqa: B006
-    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
-    layers: Annotated[int | None, typer.Option(help="Other than 8.")] = None,
-    seconds: Annotated[float, typer.Option(help="For each task.")] = 75.0,
-    memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
-    quick: Annotated[bool, typer.Option(help="Fewer variants and rounds, no memory.")] = False,
-    output: Annotated[Path | None, typer.Option(help="The JSON file.")] = None,
-) -> None:
-    """Measure sharded training steps of echelon and PyTorch side by side."""
-    names = (ECHELON, TORCH, ALONE)
-    comparison = Comparison("fsdp", VARIANTS, names, weighed=VARIANTS[:-1], bars=BARS)
-    run(comparison, task, ranks, layers, seconds, quick=quick, memory=memory, output=output)
+names = (ECHELON, TORCH, ALONE)
+main = command(Comparison("fsdp", VARIANTS, names, weighed=VARIANTS[:-1], bars=BARS))
 
 
 if __name__ == "__main__":

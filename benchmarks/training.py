@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -37,9 +37,9 @@ __all__ = [
     "MANY_SMALL",
     "WRAPPERS",
     "Comparison",
+    "command",
     "measure_rank",
     "memory_rank",
-    "run",
 ]
 
 ALONE, APART = "one process alone", "all ranks, no communication"
@@ -294,3 +294,22 @@ def run(
     content: dict[str, Any] = {**facts, "settings": settings, "tasks": results}
     content["bars"] = [asdict(outcome) for outcome in outcomes]
     console.print(f"All samples are in {write_json(comparison.name, content, output)}")
+
+
+def command(comparison: Comparison) -> Callable[..., None]:
+    """The command line of a comparison."""
+    tasks = list(comparison.bars)
+
+    def main(
+        task: Annotated[list[str], typer.Option(help="What to train.")] = tasks,
+        ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
+        layers: Annotated[int | None, typer.Option(help="Other than 8 (gpt) or 200.")] = None,
+        seconds: Annotated[float, typer.Option(help="For each task.")] = 75.0,
+        memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
+        quick: Annotated[bool, typer.Option(help="Fewer variants and rounds, no memory.")] = False,
+        output: Annotated[Path | None, typer.Option(help="The JSON file.")] = None,
+    ) -> None:
+        """Measure training steps of all variants side by side."""
+        run(comparison, task, ranks, layers, seconds, quick=quick, memory=memory, output=output)
+
+    return main
