@@ -5,6 +5,7 @@ library. So the session fails when one is left, and names it and the test that s
 """
 
 import os
+import signal
 import time
 import uuid
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; child processes i
 
 import pytest
 import torch
+
+# Whoever starts tests in the background of a shell has interrupts ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MARK = "ECHELON_TEST_SESSION"
 GRACE_S = 5.0  # processes that were told to end may still be ending

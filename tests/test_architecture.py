@@ -23,6 +23,7 @@ PACKAGE = "echelon"
 # to it. A module imports its own room and the layers below, so rooms side by side never meet.
 LAYERS: list[set[str]] = [
     {"errors"},
+    {"arguments"},
     {"events", "gradients", "graph_task", "layout", "nested", "streams", "wrapper"},
     {"world"},
     {"agreement", "c10d", "testing"},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from echelon.errors import ArgumentError, ModelMismatch
 from echelon.world.group import Group
 
-__all__ = ["check_agreement", "check_model"]
+__all__ = ["check_agreement", "check_model", "option_facts"]
 
 _ABSENT = "not there"
 
@@ -52,6 +54,11 @@ def check_model(module: nn.Module, device: torch.device) -> None:
             f"no parameter of {type(module).__name__} requires a gradient, so there is nothing to "
             "reduce: use the module itself"
         )
+
+
+def option_facts(options: Any) -> dict[str, str]:
+    """Every option of a dataclass as text, for ranks to compare."""
+    return {item.name: repr(getattr(options, item.name)) for item in fields(options)}
 
 
 def check_agreement(

@@ -13,6 +13,7 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from echelon.arguments import number
 from echelon.errors import ArgumentError
 
 __all__ = ["Sharded", "clip_grad_norm_", "grad_norm"]
@@ -38,7 +39,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     Raises:
         ArgumentError: ``norm_type`` is below 1 or no number, or a gradient is sparse.
     """
-    _check("norm_type", norm_type, lowest=1.0)
+    number("norm_type", norm_type, 1.0, math.inf)
     return _norm(_gradients(model), norm_type)
 
 
@@ -65,8 +66,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         >>> round(layer.weight.grad.item(), 4)
         1.0
     """
-    _check("max_norm", max_norm, lowest=0.0)
-    _check("norm_type", norm_type, lowest=1.0)
+    number("max_norm", max_norm, 0.0, math.inf)
+    number("norm_type", norm_type, 1.0, math.inf)
     gradients = _gradients(model)
     norm = model.grad_norm(norm_type) if isinstance(model, Sharded) else _norm(gradients, norm_type)
     if math.isinf(max_norm):
@@ -80,6 +81,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 def _gradients(model: nn.Module) -> list[Tensor]:
     """The gradients of ``model``, in the order of its parameters."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"norms are taken of a model, to know the ranks that share its gradients; "
+            f"got {type(model).__name__}: give the wrapped model, not its parameters"
+        )
     gradients = []
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
@@ -116,8 +122,3 @@ def _by_kind(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
     for gradient in gradients:
         kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     return list(kinds.values())
-
-
-def _check(name: str, value: float, lowest: float) -> None:
-    if not value >= lowest:  # also catches a value that is no number
-        raise ArgumentError(f"{name} is {value!r}; it must be a number of at least {lowest:g}")

@@ -14,10 +14,11 @@ import torch
 
 import echelon as ec
 from echelon.errors import CommError, RankFailed, SharedMemoryError, StateError, WorldError
+from echelon.world.memory import available_nbytes
 from echelon.world.shm import peer_memory, segment
 from echelon.world.shm.area import Area
 from echelon.world.shm.direct import Direct
-from echelon.world.shm.segment import Segment, available_nbytes
+from echelon.world.shm.segment import Segment
 from echelon.world.shm.staged import Staged
 from tests.world import path_checks
 from tests.world.checking import refuses, same

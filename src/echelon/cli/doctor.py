@@ -19,8 +19,9 @@ from rich.table import Table
 
 from echelon.errors import EchelonError
 from echelon.observe.progress import bytes_text
+from echelon.world.memory import available_nbytes
 from echelon.world.run import run
-from echelon.world.shm.segment import Segment, available_nbytes
+from echelon.world.shm.segment import Segment
 
 if TYPE_CHECKING:
     from echelon.world.base import World

@@ -11,11 +11,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from echelon.agreement import check_agreement, check_model
+from echelon.agreement import check_agreement, check_model, option_facts
+from echelon.arguments import Reduction
 from echelon.ddp.arrivals import is_watched
 from echelon.ddp.buffers import Buffers, broadcast_coalesced
 from echelon.ddp.join import Rounds, Step
-from echelon.ddp.options import Init, Options, Reduction, Sync
+from echelon.ddp.options import Init, Options, Sync
 from echelon.ddp.reducer import Reducer
 from echelon.errors import ArgumentError, RankError, StateError
 from echelon.nested import tensors
@@ -127,7 +128,7 @@ class DDP(Wrapper):
         )
         _check_arguments(module, group)
         check_model(module, group.device)
-        check_agreement(module, options.facts(), group, values=init == "verify")
+        check_agreement(module, option_facts(options), group, values=init == "verify")
         self._attach(module, group, options)
         self._reducer.allocate()
         if init == "broadcast":

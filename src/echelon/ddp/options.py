@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
-from echelon.errors import ArgumentError
+from echelon import arguments
+from echelon.arguments import Reduction
 
-__all__ = ["Init", "Options", "Reduction", "Sync"]
+__all__ = ["Init", "Options", "Sync"]
 
 Sync = Literal["overlap", "manual"]
 Init = Literal["broadcast", "verify", "trust"]
-Reduction = Literal["mean", "sum"] | float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,28 +40,12 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "first_bucket_bytes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ArgumentError(f"{name} is {value!r}; give a whole number of bytes >= 0")
-        _one_of("sync", self.sync, ("overlap", "manual"))
-        _one_of("init", self.init, ("broadcast", "verify", "trust"))
-        _one_of("broadcast_buffers", self.broadcast_buffers, (True, False))
-        dtype = self.gradient_dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ArgumentError(
-                f"gradient_dtype is {dtype!r}; give a floating point dtype such as torch.bfloat16"
-            )
-        self._check_reduction()
-
-    def _check_reduction(self) -> None:
-        value = self.reduction
-        if value in ("mean", "sum"):
-            return
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 < float(value) < math.inf:
-            raise ArgumentError(
-                f"reduction is {value!r}; use 'mean', 'sum' or the number > 0 that divides the sum"
-            )
+            arguments.whole(name, getattr(self, name))
+        arguments.one_of("sync", self.sync, get_args(Sync))
+        arguments.one_of("init", self.init, get_args(Init))
+        arguments.one_of("broadcast_buffers", self.broadcast_buffers, (True, False))
+        arguments.floating("gradient_dtype", self.gradient_dtype)
+        arguments.reduction(self.reduction)
 
     def divisor(self, num_contributors: int) -> float:
         """What a sum over ranks is divided by.
@@ -79,12 +62,3 @@ class Options:
         if self.gradient_dtype is None or dtype.is_complex:
             return dtype
         return self.gradient_dtype
-
-    def facts(self) -> dict[str, str]:
-        """Every option as text, for ranks to compare."""
-        return {item.name: repr(getattr(self, item.name)) for item in fields(self)}
-
-
-def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        raise ArgumentError(f"{name} is {value!r}; use one of {', '.join(map(repr, allowed))}")

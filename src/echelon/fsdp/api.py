@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.agreement import check_agreement, check_model
+from echelon.agreement import check_agreement, check_model, option_facts
+from echelon.arguments import Reduction
 from echelon.errors import ArgumentError, StateError
 from echelon.fsdp.build import build_units, ignored_parameters
 from echelon.fsdp.cuts import ShardInfo
 from echelon.fsdp.facts import MemoryStats, UnitInfo
 from echelon.fsdp.grads import norm_over_shards
 from echelon.fsdp.hooks import Hooks
-from echelon.fsdp.policy import Init, Layout, MixedPrecision, Options, Reduction, Strategy
+from echelon.fsdp.policy import Init, Layout, MixedPrecision, Options, Strategy
 from echelon.fsdp.state import copy_parameters, load_state, whole_state
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.units import Rule, whole
@@ -100,7 +101,7 @@ class FSDP(Wrapper):
         check_model(module, group.device)
         skip = ignored_parameters(module, ignored)
         rule = whole() if units is None else units
-        facts = {**options.facts(), "units": repr(rule), "ignored": str(len(skip))}
+        facts = {**option_facts(options), "units": repr(rule), "ignored": str(len(skip))}
         check_agreement(module, facts, group, values=init == "verify")
         if init == "broadcast" and group.size > 1:
             _broadcast(module, group)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, final
+from typing import Literal, final, get_args
 
 import torch
 from torch import nn
 
+from echelon import arguments
+from echelon.arguments import Reduction
 from echelon.errors import ArgumentError
 
-__all__ = ["Init", "Layout", "MixedPrecision", "Options", "Reduction", "Strategy"]
+__all__ = ["Init", "Layout", "MixedPrecision", "Options", "Strategy"]
 
 Layout = Literal["flat", "rows"]
 Init = Literal["broadcast", "verify", "trust"]
-Reduction = Literal["mean", "sum"] | float
 
 
 class Strategy(Enum):
@@ -54,14 +54,15 @@ class MixedPrecision:
 
     def __post_init__(self) -> None:
         for name in ("compute", "reduce", "buffers"):
-            dtype = getattr(self, name)
-            if dtype is not None and not (
-                isinstance(dtype, torch.dtype) and dtype.is_floating_point
-            ):
-                raise ArgumentError(
-                    f"MixedPrecision {name} is {dtype!r}; give a floating point dtype "
-                    "such as torch.bfloat16"
-                )
+            arguments.floating(f"MixedPrecision {name}", getattr(self, name))
+        known = isinstance(self.keep, tuple)
+        if not known or not all(
+            isinstance(c, type) and issubclass(c, nn.Module) for c in self.keep
+        ):
+            raise ArgumentError(
+                f"MixedPrecision keep is {self.keep!r:.80}; give a tuple of module classes, "
+                "such as (nn.LayerNorm,)"
+            )
 
 
 @final
@@ -86,20 +87,13 @@ class Options:
     precision: MixedPrecision = field(default_factory=MixedPrecision)
 
     def __post_init__(self) -> None:
-        _one_of("strategy", self.strategy, tuple(Strategy))
-        _one_of("layout", self.layout, ("flat", "rows"))
-        _one_of("init", self.init, ("broadcast", "verify", "trust"))
+        arguments.one_of("strategy", self.strategy, tuple(Strategy))
+        arguments.one_of("layout", self.layout, get_args(Layout))
+        arguments.one_of("init", self.init, get_args(Init))
         if not isinstance(self.precision, MixedPrecision):
             raise ArgumentError(f"precision is {self.precision!r}; give a MixedPrecision(...)")
-        count = self.min_num_params
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise ArgumentError(f"min_num_params is {count!r}; give a whole number >= 0")
-        value = self.reduction
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value not in ("mean", "sum") and (not number or not 0 < float(value) < math.inf):
-            raise ArgumentError(
-                f"reduction is {value!r}; use 'mean', 'sum' or the number > 0 that divides the sum"
-            )
+        arguments.whole("min_num_params", self.min_num_params)
+        arguments.reduction(self.reduction)
 
     def divisor(self) -> float:
         """What the sums of gradients still have to be divided by after the reduction."""
@@ -109,12 +103,3 @@ class Options:
     def op(self) -> str:
         """The reduction that ranks make."""
         return "mean" if self.reduction == "mean" else "sum"
-
-    def facts(self) -> dict[str, str]:
-        """Every option as text, for ranks to compare."""
-        return {item.name: repr(getattr(self, item.name)) for item in fields(self)}
-
-
-def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        raise ArgumentError(f"{name} is {value!r}; use one of {', '.join(map(str, allowed))}")

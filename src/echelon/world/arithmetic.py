@@ -53,8 +53,8 @@ def check_op(op: str, dtype: torch.dtype) -> None:
     Raises:
         ArgumentError: unknown operation, or one without meaning for ``dtype``.
     """
-    if op not in _COMBINE:
-        raise ArgumentError(f"unknown reduction {op!r}: use one of {', '.join(OPS)}")
+    if not isinstance(op, str) or op not in _COMBINE:
+        raise ArgumentError(f"unknown reduction {op!r:.80}: use one of {', '.join(OPS)}")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         raise ArgumentError(
             f"the mean of {dtype} tensors is not a {dtype}: use op='sum' and divide"

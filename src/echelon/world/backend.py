@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from echelon import events
+from echelon import arguments, events
 from echelon.errors import ArgumentError, RankError
 from echelon.world.signature import Call, caller
 from echelon.world.work import Ticket, Window, Work, emit_issue
@@ -109,6 +109,8 @@ class Backend(ABC):
     # Checks ----------------------------------------------------------------------------------
 
     def _ticket(self, call: Call, async_op: bool) -> Ticket:
+        if call.label is not None and not isinstance(call.label, str):
+            raise ArgumentError(f"label is {call.label!r:.80}; give a str, or None")
         ticket = Ticket(
             call, caller(), self._position, self.name, self.ranks[self.rank], not async_op
         )
@@ -120,12 +122,12 @@ class Backend(ABC):
     def _p2p_ticket(
         self, op: str, tensor: Tensor, peer: int, tag: int, *, blocking: bool
     ) -> Ticket:
-        self._check(op, tensor)
+        self._check(op, *([tensor], ()) if op == "send" else ((), [tensor]))
         self._check_rank("dst" if op == "send" else "src", peer)
         if peer == self.rank:
             raise ArgumentError(f"rank {peer} cannot {op} to itself: copy the tensor instead")
         if not isinstance(tag, int) or not 0 <= tag < 2**31:
-            raise ArgumentError(f"{op} got tag {tag!r}: use an integer with 0 <= tag < 2**31")
+            raise ArgumentError(f"{op} got tag {tag!r:.80}: use an integer with 0 <= tag < 2**31")
         call = Call(op, tensor.dtype, (tensor.numel(),), None, peer, f"tag {tag}")
         ticket = Ticket(
             call, caller(), self._p2p_position, self.name, self.ranks[self.rank], blocking
@@ -144,11 +146,19 @@ class Backend(ABC):
             return None
         return work
 
-    def _check(self, op: str, *tensors: Tensor) -> torch.dtype:
-        first = tensors[0]
+    def _check(
+        self, op: str, read: Sequence[Tensor] = (), written: Sequence[Tensor] = ()
+    ) -> torch.dtype:
+        """The dtype that all tensors of a call have."""
+        first, *_ = tensors = (*read, *written)
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 raise ArgumentError(f"{op} got {tensor!r:.80}; give a tensor")
+            if tensor.is_nested or tensor.is_quantized:
+                kind = "nested" if tensor.is_nested else "quantized"
+                raise ArgumentError(
+                    f"{op} got a {kind} tensor; give a dense one, such as its values"
+                )
             if tensor.layout != torch.strided:
                 raise ArgumentError(
                     f"{op} takes dense tensors, not {tensor.layout}: call .to_dense() first"
@@ -161,10 +171,12 @@ class Backend(ABC):
                 raise ArgumentError(
                     f"{op} got a tensor on {tensor.device}; this group is on {self.device}"
                 )
+        for tensor in written:
+            _check_writable(op, tensor)
         return first.dtype
 
     def _check_rank(self, what: str, rank: object) -> None:
-        if not isinstance(rank, int) or not 0 <= rank < self.size:
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.size:
             raise RankError(what, rank, self.size)
 
     def _check_numel(self, what: str, tensor: Tensor, numel: int, meaning: str) -> None:
@@ -174,28 +186,38 @@ class Backend(ABC):
             )
 
     def _check_list(
-        self, op: str, what: str, tensors: Sequence[Tensor] | None, like: Tensor, root: int
-    ) -> None:
-        if self.rank != root:
-            if tensors:
-                raise ArgumentError(
-                    f"{op}: only rank {root} gives {what}, this is rank {self.rank}"
-                )
-            return
-        if tensors is None or len(tensors) != self.size:
-            got = "none" if tensors is None else len(tensors)
-            raise ArgumentError(f"{op}: rank {root} must give {self.size} {what}, got {got}")
+        self, op: str, what: str, tensors: Sequence[Tensor] | None, root: int
+    ) -> Sequence[Tensor]:
+        """The list that only ``root`` gives; empty on other ranks."""
+        given = () if tensors is None else tensors
+        check_tensors(op, what, given)
+        if self.rank != root and len(given):
+            raise ArgumentError(f"{op}: only rank {root} gives {what}, this is rank {self.rank}")
+        if self.rank == root and len(given) != self.size:
+            raise ArgumentError(
+                f"{op}: rank {root} must give {self.size} {what}, got {len(given) or 'none'}"
+            )
+        return given
+
+    def _check_numels(self, op: str, what: str, tensors: Sequence[Tensor], like: Tensor) -> None:
         for i, tensor in enumerate(tensors):
             self._check_numel(f"{op}: {what}[{i}]", tensor, like.numel(), "tensor.numel()")
 
+    def _check_memory(self, op: str, numel: object, dtype: object) -> int:
+        """What a window or a shared tensor is made of."""
+        if not isinstance(dtype, torch.dtype):
+            raise ArgumentError(f"{op}: dtype is {dtype!r:.80}; give a torch.dtype")
+        return arguments.whole(f"{op}: numel", numel)
+
     def _check_splits(self, what: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:
         """Parts of a tensor for all ranks, in elements."""
-        if len(splits) != self.size or sum(splits) != tensor.numel() or min(splits) < 0:
+        lengths = arguments.wholes("splits", splits)
+        if len(lengths) != self.size or sum(lengths) != tensor.numel():
             raise ArgumentError(
-                f"splits {list(splits)} do not cut the {tensor.numel()} elements of {what} "
+                f"splits {lengths} do not cut the {tensor.numel()} elements of {what} "
                 f"for {self.size} ranks"
             )
-        return list(splits)
+        return lengths
 
     def _split_numels(self, what: str, tensor: Tensor, splits: Sequence[int] | None) -> list[int]:
         if not tensor.dim():
@@ -211,10 +233,27 @@ class Backend(ABC):
                     f"give {what}_splits"
                 )
             splits = [rows // self.size] * self.size
-        if len(splits) != self.size or sum(splits) != rows or min(splits) < 0:
+        lengths = arguments.wholes(f"{what}_splits", splits)
+        if len(lengths) != self.size or sum(lengths) != rows:
             raise ArgumentError(
-                f"all_to_all_single: {what}_splits {list(splits)} "
+                f"all_to_all_single: {what}_splits {lengths} "
                 f"do not cut {rows} rows for {self.size} ranks"
             )
         row = tensor[0].numel() if rows else 0
-        return [split * row for split in splits]
+        return [length * row for length in lengths]
+
+
+def check_tensors(op: str, what: str, tensors: object) -> None:
+    """Refuse what is no list of tensors; what its items are is checked later."""
+    if not isinstance(tensors, list | tuple):
+        raise ArgumentError(f"{op}: {what} is {tensors!r:.80}; give a list of tensors, one a rank")
+
+
+def _check_writable(op: str, tensor: Tensor) -> None:
+    """Refuse an output whose elements share memory, as after ``expand``."""
+    if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
+        raise ArgumentError(
+            f"{op} cannot write to a tensor of shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()}: several of its elements are one place in memory (it was "
+            "expanded). Call .contiguous() on it first"
+        )

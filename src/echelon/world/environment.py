@@ -105,7 +105,7 @@ def _torchrun(env: Mapping[str, str]) -> JobEnvironment:
         master_addr=addr,
         master_port=port,
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=int(env.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        attempt=_count(env, "TORCHELASTIC_RESTART_COUNT"),
     )
 
 
@@ -137,7 +137,7 @@ def _slurm(env: Mapping[str, str]) -> JobEnvironment:
         local_size=local_size,
         master_addr=addr,
         master_port=port,
-        attempt=int(env.get("SLURM_RESTART_COUNT") or 0),
+        attempt=_count(env, "SLURM_RESTART_COUNT"),
     )
 
 
@@ -147,7 +147,7 @@ def _slurm_port(env: Mapping[str, str], shown: tuple[str, ...]) -> int:
         return _port(env, _number(env, "MASTER_PORT", shown))
     job = "SLURM_JOB_ID" if env.get("SLURM_JOB_ID") else "SLURM_JOBID"
     number = _number(env, job, (*shown, "MASTER_PORT"))
-    step = int(env.get("SLURM_STEP_ID") or 0)
+    step = _count(env, "SLURM_STEP_ID")
     return _FIRST_PORT + (number * 31 + step) % _NUM_PORTS
 
 
@@ -196,6 +196,11 @@ def _number(env: Mapping[str, str], name: str, shown: tuple[str, ...]) -> int:
     if not re.fullmatch(r"\s*-?\d+\s*", text):
         raise WorldError(f"{name} is {text!r}, which is not a whole number. {_HOW}")
     return int(text)
+
+
+def _count(env: Mapping[str, str], name: str) -> int:
+    """A variable that is 0 where it is not set."""
+    return _number(env, name, (name,)) if env.get(name, "").strip() else 0
 
 
 def _port(env: Mapping[str, str], port: int) -> int:

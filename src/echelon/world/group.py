@@ -11,7 +11,7 @@ group.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from echelon.errors import ArgumentError, UnsupportedError
 from echelon.world import arithmetic
-from echelon.world.backend import Backend
+from echelon.world.backend import Backend, check_tensors
 from echelon.world.flat import apart, flattened
 from echelon.world.signature import Call
 from echelon.world.work import Window, Work
@@ -59,7 +59,7 @@ class Group(Backend):
             ArgumentError: the operation has no meaning for the dtype, or the tensor is not dense.
             CollectiveMismatch: ranks differ in operation, dtype, shape, label or order.
         """
-        arithmetic.check_op(op, self._check("all_reduce", tensor))
+        arithmetic.check_op(op, self._check("all_reduce", written=[tensor]))
         ticket = self._ticket(
             Call("all_reduce", tensor.dtype, tuple(tensor.shape), op, None, label), async_op
         )
@@ -84,7 +84,7 @@ class Group(Backend):
             input: ``size * numel`` elements, the parts for all ranks end to end.
             splits: elements of the part of each rank; None: equal parts.
         """
-        arithmetic.check_op(op, self._check("reduce_scatter_single", input, output))
+        arithmetic.check_op(op, self._check("reduce_scatter_single", [input], [output]))
         if splits is None:
             self._check_numel("input", input, self.size * output.numel(), "size * output.numel()")
             lengths = [output.numel()] * self.size
@@ -110,7 +110,7 @@ class Group(Backend):
             output: ``size * numel`` elements; may contain ``input`` at this rank's place.
             input: ``numel`` elements.
         """
-        self._check("all_gather_single", input, output)
+        self._check("all_gather_single", [input], [output])
         self._check_numel("output", output, self.size * input.numel(), "size * input.numel()")
         ticket = self._ticket(
             Call("all_gather_single", input.dtype, tuple(input.shape), None, None, label), async_op
@@ -130,7 +130,8 @@ class Group(Backend):
         label: str | None = None,
     ) -> Work | None:
         """Copy the ``input`` of rank ``r`` into ``outputs[r]`` on all ranks; lengths may differ."""
-        self._check("all_gather", input, *outputs)
+        check_tensors("all_gather", "outputs", outputs)
+        self._check("all_gather", [input], outputs)
         if len(outputs) != self.size:
             raise ArgumentError(f"all_gather got {len(outputs)} outputs for {self.size} ranks")
         self._check_numel(
@@ -149,8 +150,8 @@ class Group(Backend):
         self, tensor: Tensor, src: int, async_op: bool = False, *, label: str | None = None
     ) -> Work | None:
         """Copy the ``tensor`` of rank ``src`` to all ranks."""
-        self._check("broadcast", tensor)
         self._check_rank("src", src)
+        self._check("broadcast", *([tensor], ()) if src == self.rank else ((), [tensor]))
         ticket = self._ticket(
             Call("broadcast", tensor.dtype, tuple(tensor.shape), None, src, label), async_op
         )
@@ -168,8 +169,8 @@ class Group(Backend):
         label: str | None = None,
     ) -> Work | None:
         """Replace ``tensor`` of rank ``dst`` by the reduction over ranks; others keep theirs."""
-        arithmetic.check_op(op, self._check("reduce", tensor))
         self._check_rank("dst", dst)
+        arithmetic.check_op(op, self._check("reduce", written=[tensor]))
         ticket = self._ticket(
             Call("reduce", tensor.dtype, tuple(tensor.shape), op, dst, label), async_op
         )
@@ -187,13 +188,14 @@ class Group(Backend):
         label: str | None = None,
     ) -> Work | None:
         """Copy ``tensor`` of rank ``r`` to ``outputs[r]`` of rank ``dst``; others give none."""
-        self._check("gather", tensor, *(outputs or ()))
         self._check_rank("dst", dst)
-        self._check_list("gather", "outputs", outputs, tensor, root=dst)
+        given = self._check_list("gather", "outputs", outputs, root=dst)
+        self._check("gather", [tensor], given)
+        self._check_numels("gather", "outputs", given, tensor)
         ticket = self._ticket(
             Call("gather", tensor.dtype, tuple(tensor.shape), None, dst, label), async_op
         )
-        pairs = [flattened(output) for output in outputs or ()]
+        pairs = [flattened(output) for output in given]
         work = self._gather(ticket, [flat for flat, _ in pairs], flattened(tensor)[0], dst)
         return self._started(work, *(restore for _, restore in pairs))
 
@@ -208,16 +210,17 @@ class Group(Backend):
         label: str | None = None,
     ) -> Work | None:
         """Copy ``inputs[r]`` of rank ``src`` to ``tensor`` of rank ``r``; only src gives inputs."""
-        self._check("scatter", tensor, *(inputs or ()))
         self._check_rank("src", src)
-        self._check_list("scatter", "inputs", inputs, tensor, root=src)
+        given = self._check_list("scatter", "inputs", inputs, root=src)
+        self._check("scatter", given, [tensor])
+        self._check_numels("scatter", "inputs", given, tensor)
         ticket = self._ticket(
             Call("scatter", tensor.dtype, tuple(tensor.shape), None, src, label), async_op
         )
         flat, restore = flattened(tensor)
         parts = [
             flattened(item)[0] if rank == src else apart(flattened(item)[0], [flat])
-            for rank, item in enumerate(inputs or ())
+            for rank, item in enumerate(given)
         ]
         work = self._scatter(ticket, flat, parts, src)
         return self._started(work, restore)
@@ -242,7 +245,7 @@ class Group(Backend):
         Raises:
             CollectiveMismatch: a rank sends another number of elements than its peer expects.
         """
-        self._check("all_to_all_single", input, output)
+        self._check("all_to_all_single", [input], [output])
         outs = self._split_numels("output", output, output_splits)
         ins = self._split_numels("input", input, input_splits)
         ticket = self._ticket(
@@ -337,11 +340,14 @@ class Group(Backend):
         All ranks of this group call it, with the same ``ranks``; they are sorted and repeats
         dropped.
         """
-        members = sorted(set(ranks))
-        if not members:
+        if isinstance(ranks, str) or not isinstance(ranks, Iterable):
+            raise ArgumentError(f"ranks is {ranks!r:.80}; give a list of ranks of this group")
+        given = list(ranks)
+        if not given:
             raise ArgumentError("a subgroup needs at least one rank")
-        for member in members:
+        for member in given:
             self._check_rank("a member of the subgroup", member)
+        members = sorted(set(given))
         self._num_subgroups += 1
         name = f"{self.name}.{self._num_subgroups}"
         ticket = self._ticket(
@@ -360,8 +366,7 @@ class Group(Backend):
         Raises:
             SharedMemoryError: there is not enough.
         """
-        if numel < 0:
-            raise ArgumentError(f"a window cannot have {numel} elements")
+        numel = self._check_memory("window", numel, dtype)
         ticket = self._ticket(Call("window", dtype, (numel,)), async_op=False)
         return self._window(ticket, numel, dtype)
 
@@ -376,8 +381,7 @@ class Group(Backend):
             UnsupportedError: the ranks of this group do not share memory.
             SharedMemoryError: there is not enough.
         """
-        if numel < 0:
-            raise ArgumentError(f"a tensor cannot have {numel} elements")
+        numel = self._check_memory("shared_tensor", numel, dtype)
         if not self.shares_memory:
             raise UnsupportedError(
                 f"the ranks of group {self.name!r} do not share memory, so a tensor cannot be the "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from echelon.arguments import whole
 from echelon.errors import ArgumentError, RankError
 from echelon.world.group import Group
 
@@ -88,9 +89,11 @@ def _lengths(size: int, axes: Mapping[str, int]) -> dict[str, int]:
     """Check the lengths, and fill in at most one -1."""
     if not axes:
         raise ArgumentError("a mesh needs at least one axis, such as world.mesh(dp=2, pp=2)")
+    for name, length in axes.items():
+        whole(f"axis {name}", length, low=-1)
     free = [name for name, length in axes.items() if length == -1]
     known = prod(length for length in axes.values() if length != -1)
-    if any(length < 1 and length != -1 for length in axes.values()) or len(free) > 1 or known < 1:
+    if len(free) > 1 or known < 1:
         raise ArgumentError(f"axis lengths {dict(axes)} must be positive; one of them may be -1")
     if size % known or (not free and known != size):
         raise ArgumentError(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from echelon.arguments import whole
 from echelon.errors import ArgumentError, WorldError
 from echelon.streams import is_cpu, local_device
 from echelon.world import shm
@@ -63,18 +64,30 @@ def run(
         >>> run(main, ranks=4)
         [6, 6, 6, 6]
     """
-    if not isinstance(ranks, int) or ranks < 1:
-        raise ArgumentError(f"ranks is {ranks!r}; a world needs at least one rank")
+    if not callable(fn):
+        raise ArgumentError(f"fn is {fn!r:.80}; give a function that takes a World")
+    ranks = whole("ranks", ranks, low=1)
     _check_timeout(timeout)
+    place = _device(device)
     if world == "threads":
-        return _run_threads(fn, ranks, tuple(args), timeout, torch.device(device))
+        return _run_threads(fn, ranks, tuple(args), timeout, place)
     if world == "processes":
-        if not is_cpu(torch.device(device)):
+        if not is_cpu(place):
             raise ArgumentError(
                 f"processes share CPU memory, so device={device!r} needs torchrun and NCCL"
             )
         return run_processes(fn, ranks, tuple(args), timeout, _enter)
-    raise ArgumentError(f"unknown world {world!r}: use 'threads' or 'processes'")
+    raise ArgumentError(f"unknown world {world!r:.80}: use 'threads' or 'processes'")
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """The device of that name, which is there."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:  # whatever this build of torch says
+        raise ArgumentError(
+            f"device is {device!r:.80}, which cannot be used here: {error}"
+        ) from error
 
 
 def _check_timeout(timeout: float) -> None:
@@ -210,6 +223,7 @@ def _join_job(
                 "use 'gloo' or 'nccl'"
             )
         store = torch_dist.open_store(job, timeout)
+        torch_dist.meet(store, job, backend, timeout)
         group = shm.connect(job.rank, job.size, store, timeout=timeout, name=f"world {job.attempt}")
         return World(group, backend="shm", local_rank=job.local_rank, close=group.close)
     return torch_dist.connect(job, backend, device=device, timeout=timeout, check=check)

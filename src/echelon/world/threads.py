@@ -16,6 +16,7 @@ from echelon.errors import CollectiveMismatch
 from echelon.world.arithmetic import reduce_into
 from echelon.world.fabric import Fabric, Meeting, Pending, Transfer
 from echelon.world.group import Group
+from echelon.world.memory import require, zeros
 from echelon.world.work import Ticket, Window, Work
 
 __all__ = ["ThreadGroup"]
@@ -210,8 +211,7 @@ class ThreadGroup(Group):
 
     def _window(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Window:
         regions: list[Tensor] = []
-        with torch.inference_mode(False):  # a window outlives the caller's mode
-            local = torch.zeros(numel, dtype=dtype, device=self.device)
+        local = zeros(numel, dtype, self.device, what=f"a window of {numel} elements on a rank")
 
         def act(items: list[tuple[list[Tensor], Tensor]]) -> None:
             for seen, _ in items:
@@ -222,10 +222,11 @@ class ThreadGroup(Group):
 
     def _shared(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Tensor:
         seen: list[Tensor] = []
+        what = f"a shared tensor of {numel} elements"
+        require(numel * dtype.itemsize, self.device, what=what)
 
         def act(items: list[list[Tensor]]) -> None:
-            with torch.inference_mode(False):  # it outlives the caller's mode
-                one = torch.zeros(numel, dtype=dtype, device=self.device)
+            one = zeros(numel, dtype, self.device, what=what)
             for item in items:
                 item.append(one)
 

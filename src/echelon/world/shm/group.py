@@ -14,8 +14,7 @@ from echelon.world.shm.area import Area
 from echelon.world.shm.collectives import Collectives
 from echelon.world.shm.engine import Engine
 from echelon.world.shm.mailbox import Mailbox
-from echelon.world.shm.segment import Segment
-from echelon.world.shm.staging import share_segments
+from echelon.world.shm.sharing import share_segments
 from echelon.world.work import Ticket, Window, Work
 
 __all__ = ["ShmGroup"]
@@ -125,9 +124,10 @@ class ShmGroup(Group):
         """Zero or one group. The first member makes the segment; all take part in the rounds."""
         area = self._area
         self._collectives.barrier(ticket)
-        nbytes = Area.nbytes(len(members)) if self.rank == members[0] else 1
-        mine = Segment.create(nbytes, what=f"group {name!r}", reserve=False)
-        segments = share_segments(area, ticket, mine, populate=False, timeout=self.timeout)
+        nbytes = Area.nbytes(len(members)) if self.rank == members[0] else 0
+        segments = share_segments(
+            area, ticket, nbytes, what=f"group {name!r}", timeout=self.timeout, reserve=False
+        )
         if self.rank not in members:
             return []
         ranks = [self.ranks[member] for member in members]
@@ -144,10 +144,13 @@ class ShmGroup(Group):
         self._collectives.barrier(ticket)
         nbytes = numel * dtype.itemsize
         what = f"a window of {numel} elements on each of {self.size} ranks"
-        mine = Segment.create(nbytes, what=what, reserve=True)
-        segments = share_segments(self._area, ticket, mine, populate=True, timeout=self.timeout)
+        segments = share_segments(
+            self._area, ticket, max(1, nbytes), what=what, timeout=self.timeout
+        )
         with torch.inference_mode(False):  # a window outlives the caller's mode
-            regions = tuple(segment.tensor(0, nbytes).view(dtype) for segment in segments)
+            regions = tuple(
+                segments[rank].tensor(0, nbytes).view(dtype) for rank in range(self.size)
+            )
         if numel:
             self._num_windows += 1
             self._collectives.add_window(self._num_windows, regions)
@@ -165,7 +168,7 @@ class ShmGroup(Group):
         self._collectives.barrier(ticket)
         nbytes = numel * dtype.itemsize
         what = f"memory of {numel} elements that {self.size} ranks share"
-        mine = Segment.create(nbytes if self.rank == 0 else 1, what=what, reserve=self.rank == 0)
-        segments = share_segments(self._area, ticket, mine, populate=True, timeout=self.timeout)
+        own = max(1, nbytes) if self.rank == 0 else 0
+        segments = share_segments(self._area, ticket, own, what=what, timeout=self.timeout)
         with torch.inference_mode(False):  # it outlives the caller's mode
             return segments[0].tensor(0, nbytes).view(dtype)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from echelon.errors import SharedMemoryError, WorldError
+from echelon.world.memory import available_nbytes
 
-__all__ = ["Segment", "available_nbytes"]
+__all__ = ["Segment"]
 
 _PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -116,24 +117,6 @@ class Segment:
         # An ordinary tensor, also where the caller is in inference mode: it outlives that.
         with torch.inference_mode(False):
             return torch.frombuffer(self.buffer, dtype=torch.uint8, count=nbytes, offset=start)
-
-
-def available_nbytes() -> int:
-    """Memory that new segments may take: free on the machine and in the control group."""
-    with open("/proc/meminfo") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    try:
-        with (
-            open("/sys/fs/cgroup/memory.max") as limit,
-            open("/sys/fs/cgroup/memory.current") as used,
-        ):
-            text = limit.read().strip()
-            if text != "max":
-                available = min(available, int(text) - int(used.read()))
-    except FileNotFoundError:
-        pass  # no control group limits this process
-    return available
 
 
 def _map(fd: int, nbytes: int, *, populate: bool) -> memoryview:

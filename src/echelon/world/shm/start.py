@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from echelon.errors import WorldError
 from echelon.world.shm.area import Area
 from echelon.world.shm.board import Board
 from echelon.world.shm.group import ShmGroup
@@ -50,22 +49,17 @@ def connect(rank: int, size: int, store: Store, *, timeout: float, name: str = "
 
     Raises:
         CommTimeout: some rank did not come.
-        WorldError: the ranks cannot reach each other's memory, or know of different sizes.
+        WorldError: the ranks cannot reach each other's memory.
     """
     key = f"echelon/{name}/segments"
     if rank == 0:
         segments = create_segments(size)
-        store.set(key, " ".join([str(size), *(segment.token for segment in segments)]))
+        store.set(key, " ".join(segment.token for segment in segments))
         group = _enter(rank, size, *segments, timeout, name)
         for segment in segments:
             segment.unpublish()
         return group
-    its_size, board, area = store.get(key).decode().split()
-    if int(its_size) != size:
-        raise WorldError(
-            f"rank {rank} was told of {size} ranks and rank 0 of {its_size}: WORLD_SIZE must be "
-            "the same for all ranks of a job"
-        )
+    board, area = store.get(key).decode().split()
     return join(rank, size, (board, area), timeout=timeout, name=name)
 
 

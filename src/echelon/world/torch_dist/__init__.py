@@ -7,7 +7,7 @@ who failed.
 """
 
 from echelon.world.torch_dist.group import TorchGroup
-from echelon.world.torch_dist.rendezvous import open_store
+from echelon.world.torch_dist.rendezvous import meet, open_store
 from echelon.world.torch_dist.start import check_wanted, connect, from_process_group
 
-__all__ = ["TorchGroup", "check_wanted", "connect", "from_process_group", "open_store"]
+__all__ = ["TorchGroup", "check_wanted", "connect", "from_process_group", "meet", "open_store"]

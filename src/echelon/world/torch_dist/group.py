@@ -13,6 +13,7 @@ from torch import Tensor
 
 from echelon.errors import CommError, CommTimeout
 from echelon.world.group import Group
+from echelon.world.memory import zeros
 from echelon.world.torch_dist.agreement import Agreement
 from echelon.world.torch_dist.algorithms import Algorithms
 from echelon.world.torch_dist.job import Job
@@ -108,7 +109,7 @@ class TorchGroup(Group):
         self._job.check()
         if self._agreement is not None:
             self._synchronize(ticket)
-        local = torch.zeros(numel, dtype=dtype, device=self.device)
+        local = zeros(numel, dtype, self.device, what=f"a window of {numel} elements")
         return Window(local, [local], shared=False)
 
 

@@ -7,6 +7,7 @@ import socket
 import time
 from contextlib import suppress
 from datetime import timedelta
+from typing import NoReturn
 
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import DistStoreError
@@ -14,9 +15,10 @@ from torch.distributed import DistStoreError
 from echelon.errors import CommTimeout, WorldError
 from echelon.world.environment import JobEnvironment
 
-__all__ = ["missing_ranks", "open_store", "report_here"]
+__all__ = ["meet", "open_store"]
 
 _LOOPBACK = "127.0.0.1"
+_SLICE_S = 0.5  # how soon a rank that waits hears that the job cannot start
 
 
 def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
@@ -58,7 +60,9 @@ def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
                 "started, that MASTER_ADDR and MASTER_PORT are right, and that no firewall is "
                 "between the hosts"
             ) from error
-    return c10d.PrefixStore(f"echelon/{env.attempt}", store)
+    # The agent's store outlives the job when the number of hosts changes.
+    name = f"echelon/{env.attempt}" + (f"/{env.size}" if env.agent_store else "")
+    return c10d.PrefixStore(name, store)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -77,28 +81,57 @@ def _listen(host: str, port: int) -> socket.socket:
     raise AssertionError("the loop returns or raises")
 
 
-def report_here(store: c10d.Store, rank: int) -> None:
-    """Tell the others that this rank has started."""
-    store.set(f"here/{rank}", "")
+def meet(store: c10d.Store, env: JobEnvironment, backend: str, timeout: float) -> None:
+    """Return when all ranks have come, and were told the same about their job.
 
-
-def missing_ranks(store: c10d.Store, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of ``ranks`` that have not started."""
-    return tuple(rank for rank in ranks if not store.check([f"here/{rank}"]))
-
-
-def await_all(store: c10d.Store, ranks: tuple[int, ...], timeout: float) -> None:
-    """Return when all ranks have started.
+    Args:
+        backend: that this rank is going to use.
+        timeout: seconds to wait for the others.
 
     Raises:
-        CommTimeout: names those that have not.
+        WorldError: two processes have one rank, or ranks know of different sizes or backends; the
+            same on every rank that has come.
+        CommTimeout: names the ranks that have not come.
     """
     end = time.monotonic() + timeout
-    with suppress(DistStoreError):
-        store.wait([f"here/{rank}" for rank in ranks], timedelta(seconds=timeout))
-        return
-    raise CommTimeout(
-        "the start of the world",
-        missing_ranks(store, ranks) or ranks,
-        timeout - max(0.0, end - time.monotonic()),
-    )
+    # torchrun gives ranks out itself, and may use its store again after a restart.
+    if not env.agent_store and store.add(f"came/{env.rank}", 1) > 1:
+        _refuse(store, f"RANK={env.rank} was given to two processes; each needs its own")
+    mine = f"WORLD_SIZE={env.size}, backend {backend!r}"
+    if env.rank == 0:
+        store.set("plan", mine)
+    _await(store, ["plan"], (0,), end, timeout)
+    plan = store.get("plan").decode()
+    if plan != mine:
+        _refuse(
+            store,
+            f"the ranks were told different things: rank 0 of {plan}; rank {env.rank} of {mine}. "
+            "WORLD_SIZE and the backend must be the same for all ranks of a job, and "
+            "LOCAL_WORLD_SIZE for all ranks of a host",
+        )
+    store.set(f"here/{env.rank}", "")
+    ranks = tuple(range(env.size))
+    _await(store, [f"here/{rank}" for rank in ranks], ranks, end, timeout)
+
+
+def _refuse(store: c10d.Store, why: str) -> NoReturn:
+    """Tell all ranks that the job cannot start."""
+    store.set("refused", why)
+    raise WorldError(why)
+
+
+def _await(
+    store: c10d.Store, keys: list[str], ranks: tuple[int, ...], end: float, timeout: float
+) -> None:
+    """Wait for one key of each rank, or for the news that the job cannot start."""
+    while True:
+        left = end - time.monotonic()
+        with suppress(DistStoreError):  # not there yet
+            store.wait(keys, timedelta(seconds=max(0.01, min(left, _SLICE_S))))
+            return
+        if store.check(["refused"]):
+            raise WorldError(store.get("refused").decode())
+        if left <= 0:
+            named = zip(keys, ranks, strict=True)
+            missing = tuple(rank for key, rank in named if not store.check([key]))
+            raise CommTimeout("the start of the world", missing or ranks, timeout)

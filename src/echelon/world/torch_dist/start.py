@@ -19,7 +19,7 @@ from echelon.world.torch_dist.group import PeerGroup, TorchGroup
 from echelon.world.torch_dist.job import Job
 from echelon.world.torch_dist.native import NativeGroup
 from echelon.world.torch_dist.peers import Engine, Peers
-from echelon.world.torch_dist.rendezvous import await_all, open_store, report_here
+from echelon.world.torch_dist.rendezvous import meet, open_store
 
 __all__ = ["check_wanted", "connect", "from_process_group"]
 
@@ -67,9 +67,7 @@ def connect(
         wrapped = from_process_group(default, device=device, timeout=timeout, check=check)
         return World(wrapped, backend=backend, local_rank=env.local_rank, close=wrapped.close)
     store = open_store(env, timeout)
-    ranks = tuple(range(env.size))
-    report_here(store, env.rank)
-    await_all(store, ranks, timeout)
+    meet(store, env, backend, timeout)
     holds_store = env.rank == 0 and not env.agent_store
     maker = _Maker(
         job=Job(store, env.rank, env.size if holds_store else 0),
@@ -80,7 +78,7 @@ def connect(
         loopback=env.one_host and "GLOO_SOCKET_IFNAME" not in os.environ,
     )
     try:
-        group = maker.make("world", ranks)
+        group = maker.make("world", tuple(range(env.size)))
     except RuntimeError as error:
         raise WorldError(
             f"rank {env.rank} of {env.size} could not start {backend}: {error}. On several hosts, "

@@ -1,0 +1,82 @@
+"""What an argument must be. Each function refuses with a sentence that says what was found."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from echelon.errors import ArgumentError
+
+__all__ = ["Reduction", "floating", "number", "one_of", "reduction", "whole", "wholes"]
+
+# How gradients of several ranks become one: their mean, their sum, or their sum over a number.
+Reduction = Literal["mean", "sum"] | float
+
+# Larger sizes overflow the addresses of a process once they are multiplied by an element's size.
+MOST = 2**48
+
+
+def whole(name: str, value: object, low: int = 0, high: int = MOST) -> int:
+    """``value`` as an int, if it is a whole number with ``low <= value <= high``.
+
+    Example:
+        >>> whole("ranks", 4, low=1)
+        4
+        >>> whole("ranks", 0, low=1)
+        Traceback (most recent call last):
+        echelon.errors.ArgumentError: ranks is 0; give a whole number >= 1
+    """
+    try:
+        found = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a tensor of several elements raises the second
+        found = None
+    if found is None or found < low:
+        raise ArgumentError(f"{name} is {value!r:.80}; give a whole number >= {low}")
+    if found > high:
+        raise ArgumentError(f"{name} is {value!r:.80}; give a whole number <= {high}")
+    return found
+
+
+def wholes(name: str, values: object) -> list[int]:
+    """``values`` as a list of whole numbers >= 0."""
+    if isinstance(values, str) or not isinstance(values, Sequence | range):
+        raise ArgumentError(f"{name} is {values!r:.80}; give a list of whole numbers")
+    return [whole(f"{name}[{i}]", value) for i, value in enumerate(values)]
+
+
+def number(name: str, value: object, low: float, high: float = sys.float_info.max) -> float:
+    """``value`` as a float, if it is a number with ``low <= value <= high``."""
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    if not known or not low <= value <= high:  # type: ignore[operator]
+        limits = f"of at least {low:g}" + ("" if high >= sys.float_info.max else f", up to {high}")
+        raise ArgumentError(f"{name} is {value!r:.80}; it must be a number {limits}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Refuse a ``value`` that is none of ``allowed``."""
+    if not any(value is item or (type(value) is type(item) and value == item) for item in allowed):
+        raise ArgumentError(f"{name} is {value!r:.80}; use one of {', '.join(map(repr, allowed))}")
+
+
+def floating(name: str, value: object) -> None:
+    """Refuse what is neither a floating point dtype nor None."""
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise ArgumentError(
+            f"{name} is {value!r:.80}; give a floating point dtype such as torch.bfloat16"
+        )
+
+
+def reduction(value: object) -> None:
+    """Refuse what is no ``Reduction``."""
+    if isinstance(value, str) and value in ("mean", "sum"):
+        return
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    if not known or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
+        raise ArgumentError(
+            f"reduction is {value!r:.80}; use 'mean', 'sum' or the number > 0 that divides the sum"
+        )

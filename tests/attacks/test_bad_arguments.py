@@ -1,0 +1,183 @@
+"""Whatever is given as an argument, the answer is a typed error that names it, and nothing is lost.
+
+Every public call of a group, with one argument at a time replaced by what users pass by mistake.
+All cases of a world run in one start; after each of them the ranks still work together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import echelon as ec
+from echelon.errors import EchelonError
+from tests.worlds import KINDS, run_world
+
+NO_TENSORS = [None, 1.0, [1.0, 2.0], "tensor", torch.eye(4).to_sparse()]
+NO_OUTPUTS = [*NO_TENSORS, torch.zeros(1).expand(4), torch.zeros(2, 1).expand(2, 2)]
+NO_RANKS = [-1, 2, 1.0, "0", None, True, [0], math.nan]
+NO_SPLITS = ["22", 2, [2.0, 2.0], ["2", "2"], [5, -1], [2], [1, 1], [2, 2, 0], [None, 4]]
+NO_OPS = ["avg", "SUM", None, 0, [], ["sum"], torch.distributed.ReduceOp.SUM]
+NO_LABELS = [[1], 1, b"label", {"a": 1}]
+NO_TAGS = [-1, 2**31, "a", None, 1.5]
+NO_NUMELS = [-1, 1.5, "4", None, True, 10**14, 2**70, [4]]
+NO_DTYPES = [None, "float32", float, 4]
+NO_LISTS = [3, torch.zeros(2, 4), [torch.zeros(4)], [torch.zeros(4), None], "ab"]
+
+# A method, its good arguments, and for some of them what to replace them by.
+Case = tuple[str, dict[str, Any], dict[str, list[Any]]]
+
+
+def collectives(rank: int) -> list[Case]:
+    four, eight = torch.zeros(4), torch.zeros(8)
+    pair = [torch.zeros(4), torch.zeros(4)]
+    mine = pair if rank == 0 else None  # what only the root gives
+    reducing = {"op": NO_OPS, "label": NO_LABELS}
+    shape = [torch.tensor(1.0), torch.zeros(3)]  # no dim 0; not a multiple of the ranks
+    return [
+        ("all_reduce", {"tensor": four}, {"tensor": NO_OUTPUTS, **reducing}),
+        (
+            "reduce_scatter_single",
+            {"output": torch.zeros(2), "input": four},
+            {"output": [*NO_OUTPUTS, eight], "input": [*NO_TENSORS, eight], **reducing},
+        ),
+        (
+            "reduce_scatter_single",
+            {"output": torch.zeros(2), "input": four, "splits": [2, 2]},
+            {"output": [eight], "input": [eight], "splits": NO_SPLITS},
+        ),
+        (
+            "all_gather_single",
+            {"output": eight, "input": four},
+            {"output": [*NO_OUTPUTS, four], "input": [*NO_TENSORS, eight], "label": NO_LABELS},
+        ),
+        (
+            "all_gather",
+            {"outputs": pair, "input": four},
+            {"outputs": [None, *NO_LISTS], "input": [*NO_TENSORS, eight], "label": NO_LABELS},
+        ),
+        ("broadcast", {"tensor": four, "src": 0}, {"tensor": NO_TENSORS, "src": NO_RANKS}),
+        (
+            "reduce",
+            {"tensor": four, "dst": 0},
+            {"tensor": NO_OUTPUTS, "dst": NO_RANKS, **reducing},
+        ),
+        (
+            "gather",
+            {"tensor": four, "outputs": mine, "dst": 0},
+            {"tensor": NO_TENSORS, "outputs": NO_LISTS, "dst": NO_RANKS, "label": NO_LABELS},
+        ),
+        (
+            "scatter",
+            {"tensor": four, "inputs": mine, "src": 0},
+            {"tensor": NO_OUTPUTS, "inputs": NO_LISTS, "src": NO_RANKS, "label": NO_LABELS},
+        ),
+        (
+            "all_to_all_single",
+            {"output": four, "input": torch.zeros(4)},
+            {"output": [*NO_OUTPUTS, *shape], "input": [*NO_TENSORS, *shape]}
+            | {"output_splits": NO_SPLITS, "input_splits": NO_SPLITS, "label": NO_LABELS},
+        ),
+    ]
+
+
+def messages_and_memory(rank: int) -> list[Case]:
+    four, peer = torch.zeros(4), 1 - rank
+    return [
+        ("barrier", {}, {"label": NO_LABELS}),
+        ("broadcast_object", {"item": 1}, {"src": NO_RANKS}),
+        *(
+            (op, {"tensor": four, "dst": peer}, {"tensor": NO_TENSORS, "dst": [*NO_RANKS, rank]})
+            for op in ("send", "isend")
+        ),
+        *(
+            (op, {"tensor": four, "src": peer}, {"tensor": NO_OUTPUTS, "tag": NO_TAGS})
+            for op in ("recv", "irecv")
+        ),
+        ("subgroup", {}, {"ranks": [None, [], 0, "01", [2], [0.0], [None], [True], [-1, 0]]}),
+        ("window", {"numel": 4}, {"numel": NO_NUMELS, "dtype": NO_DTYPES}),
+        ("shared_tensor", {"numel": 4}, {"numel": NO_NUMELS, "dtype": NO_DTYPES}),
+    ]
+
+
+def bad_calls(rank: int) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """A method, its arguments, and the one of them that is bad."""
+    for method, good, bad in [*collectives(rank), *messages_and_memory(rank)]:
+        for name, values in bad.items():
+            for value in values:
+                yield method, {**good, name: value}, name
+
+
+def untyped_answers(world: ec.World) -> list[str]:
+    """What does not end in a typed error; after each call the ranks still work together."""
+    found = []
+    for method, arguments, name in bad_calls(world.rank):
+        what = f"{method}({name}={arguments[name]!r:.60})"
+        try:
+            getattr(world.group, method)(**arguments)
+        except EchelonError as error:
+            if not isinstance(error, ec.ArgumentError | ec.SharedMemoryError):
+                found.append(f"{what}: {type(error).__name__}: {error}")
+        except Exception as error:
+            found.append(f"{what}: {type(error).__name__}: {error}")
+        else:
+            found.append(f"{what}: accepted")
+        total = torch.ones(1)
+        world.group.all_reduce(total)
+        if total.item() != world.size:
+            found.append(f"{what}: then the sum of ones is {total.item()}")
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_argument_of_a_call_is_refused_and_the_group_lives_on(kind: str) -> None:
+    assert run_world(kind, untyped_answers, 2) == [[], []]
+
+
+def bad_meshes(world: ec.World) -> list[str]:
+    untyped = []
+    for axes in ({}, {"a": 2.0}, {"a": "2"}, {"a": None}, {"a": 0}, {"a": -2}, {"a": 3}):
+        try:
+            world.mesh(**axes)
+            untyped.append(f"{axes}: accepted")
+        except ec.ArgumentError:
+            pass
+        except Exception as error:
+            untyped.append(f"{axes}: {error!r}")
+    return untyped
+
+
+def test_a_bad_mesh_is_refused() -> None:
+    assert ec.run(bad_meshes, 2) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("ranks", value) for value in (0, -1, 1.0, "2", None, True, math.nan)),
+        *(("world", value) for value in ("mpi", None, 3, [])),
+        *(("timeout", value) for value in (0, -1, math.nan, math.inf, "3", None)),
+        *(("device", value) for value in ("x", 7.5, "cuda:99", [])),
+        *(("fn", value) for value in (None, 3, "main")),
+    ],
+)
+def test_a_bad_argument_of_run_is_refused(name: str, value: object) -> None:
+    good = {"fn": bad_meshes, "ranks": 2, "world": "threads", "timeout": 5.0, "device": "cpu"}
+    with pytest.raises(ec.ArgumentError):
+        ec.run(**{**good, name: value})
+
+
+@pytest.mark.parametrize("norm", [None, "1", -1.0, math.nan, [1.0], True])
+def test_a_bad_bound_of_a_norm_is_refused(norm: object) -> None:
+    with pytest.raises(ec.ArgumentError, match="max_norm is"):
+        ec.clip_grad_norm_(torch.nn.Linear(1, 1), norm)
+
+
+@pytest.mark.parametrize("model", [None, [torch.nn.Parameter(torch.ones(1))], 3])
+def test_norms_are_taken_of_models(model: object) -> None:
+    with pytest.raises(ec.ArgumentError, match="give the wrapped model"):
+        ec.clip_grad_norm_(model, 1.0)
