@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; child processes i
 import pytest
 import torch
 
-# Whoever starts tests in the background of a shell has interrupts ignored, and children inherit that.
+# A shell that runs tests in the background ignores interrupts for them, and children inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MARK = "ECHELON_TEST_SESSION"

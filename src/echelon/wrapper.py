@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import StateError
 
 __all__ = ["Wrapper"]
 
@@ -39,3 +42,25 @@ class Wrapper(nn.Module):
             memo.add(self)
             yield prefix, self
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What ``to()``, ``double()``, ``cuda()`` and the like call; allowed if nothing changes."""
+        kinds: dict[tuple[torch.dtype, torch.device], str] = {}
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            kinds.setdefault((tensor.dtype, tensor.device), name)
+        for (dtype, device), name in kinds.items():
+            found = fn(torch.empty(0, dtype=dtype, device=device))
+            if (found.dtype, found.device) != (dtype, device):
+                raise StateError(
+                    f"{name!r} cannot become {found.dtype} on {found.device}, because this "
+                    f"{type(self).__name__} communicates it as {dtype} on {device}: convert the "
+                    "model before wrapping it"
+                )
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        name = type(self).__name__
+        raise StateError(
+            f"a {name} holds a group of running ranks, so it cannot be pickled, saved or sent: "
+            "save its state_dict()"
+        )

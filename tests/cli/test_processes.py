@@ -27,7 +27,7 @@ with ec.init() as world:
                 os._exit(0)
     if sys.argv[1] == "sleep":
         time.sleep(60)
-    world.group.all_reduce(total.grad)
+    world.group.all_reduce(total.grad, label="the last gradient")
 """
 
 
@@ -60,6 +60,10 @@ def test_the_first_line_of_a_failure_names_the_rank_and_the_cause(
     lines = errors.splitlines()
     assert process.returncode == 1
     assert lines[0] == cause
+    # The other rank was given the time to say what it needed the failed one for.
+    waited = "while this rank was in all_reduce(sum) float32[1] of 'the last gradient' (#1 of group"
+    assert [line for line in lines if line.startswith("then rank 0 raised RankFailed: rank 1 ")]
+    assert waited in errors
     assert len(lines) <= 25
     assert output == "rank 0 of 2 gradient 6.0\n"
     logs = Path(lines[-1].removeprefix("all output is in "))

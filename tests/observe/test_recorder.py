@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,13 @@ def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path: Path) -> None:
         ec.run(record, 1, args=(tmp_path / "file" / "run",))
 
 
-def test_a_run_without_steps_is_refused() -> None:
-    with pytest.raises(ec.ArgumentError, match="at least one step"):
-        RunInfo(total_steps=0)
+@pytest.mark.parametrize("steps", [0, -1, 1.5, None, True])
+def test_a_run_without_steps_is_refused(steps: object) -> None:
+    with pytest.raises(ec.ArgumentError, match="total_steps is"):
+        RunInfo(total_steps=steps)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "4.5"])
+def test_a_reference_that_is_no_number_is_refused(value: object) -> None:
+    with pytest.raises(ec.ArgumentError, match="the reference 'unigram' is"):
+        RunInfo(total_steps=1, references={"unigram": value})

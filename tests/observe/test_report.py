@@ -1,4 +1,5 @@
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -101,3 +102,23 @@ def test_a_file_that_holds_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step"}\n')
     with pytest.raises(ec.ArgumentError, match="has no 'start' line"):
         write_report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [("start", "name"), ("start", "total_steps"), ("step", "loss"), ("ranks", "ranks")],
+)
+@pytest.mark.parametrize("value", [..., [1]])
+def test_a_line_of_another_format_is_refused_and_named(
+    tmp_path: Path, kind: str, field: str, value: object
+) -> None:
+    folder = write_run(tmp_path / "run", ranks=2)
+    file = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    line = next(line for line in lines if line["kind"] == kind)
+    del line[field]
+    if value is not ...:
+        line[field] = value
+    file.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(ec.ArgumentError, match=f"{field}|this is no 'rank'"):
+        write_report(folder)

@@ -90,10 +90,14 @@ def check_reduce_scatter_of_different_lengths(group: Group) -> None:
     group.reduce_scatter_single(output, whole, splits=splits)
     start = sum(splits[: group.rank])
     same(output, torch.arange(start, start + output.numel()) * (n * (n + 1) / 2))
-    for wrong in ([whole.numel() + 1, *[0] * (n - 1)], [], [-1] * n):
+    for wrong, words in (
+        ([whole.numel() + 1, *[0] * (n - 1)], "do not cut"),
+        ([], "do not cut"),
+        ([-1] * n, "splits[0] is -1"),
+    ):
         refuses(
             ArgumentError,
-            "do not cut",
+            words,
             lambda wrong=wrong: group.reduce_scatter_single(output, whole, splits=wrong),
         )
 
@@ -101,7 +105,7 @@ def check_reduce_scatter_of_different_lengths(group: Group) -> None:
 def check_memory_is_the_same_on_all_ranks_only_where_it_is_shared(group: Group) -> None:
     if group.shares_memory:
         assert group.shared_tensor(5, torch.int32).tolist() == [0] * 5
-        refuses(ArgumentError, "-1 elements", lambda: group.shared_tensor(-1))
+        refuses(ArgumentError, "numel is -1", lambda: group.shared_tensor(-1))
     else:
         refuses(UnsupportedError, "do not share memory", lambda: group.shared_tensor(5))
 
@@ -264,7 +268,7 @@ def check_arguments_are_refused_before_anything_is_sent(group: Group) -> None:
         refuses(ArgumentError, "rows", lambda: group.all_to_all_single(short, short))
     bad = [1] * (n - 1) + [5]
     refuses(ArgumentError, "do not cut", lambda: group.all_to_all_single(short, short, bad, bad))
-    refuses(ArgumentError, "cannot have -1", lambda: group.window(-1))
+    refuses(ArgumentError, "numel is -1", lambda: group.window(-1))
     refuses(ArgumentError, "at least one rank", lambda: group.subgroup([]))
     refuses(RankError, "member of the subgroup", lambda: group.subgroup([0, n]))
     if group.rank == 0:

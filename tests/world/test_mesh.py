@@ -86,7 +86,7 @@ def test_every_axis_of_a_mesh_is_a_group() -> None:
         ({"dp": 3}, "need 3 ranks"),
         ({"dp": 2, "tp": 3}, "need 6 ranks"),
         ({"dp": 0}, "must be positive"),
-        ({"dp": -2}, "must be positive"),
+        ({"dp": -2}, "axis dp is -2"),
         ({"dp": -1, "tp": -1}, "one of them may be -1"),
         ({"dp": -1, "tp": 3}, "need 3 ranks"),
     ],

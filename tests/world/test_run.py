@@ -113,8 +113,8 @@ def test_a_function_that_cannot_be_sent_is_refused_with_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"ranks": 0}, "ranks is 0; a world needs at least one rank"),
-        ({"ranks": -1}, "at least one rank"),
+        ({"ranks": 0}, "ranks is 0; give a whole number >= 1"),
+        ({"ranks": -1}, "ranks is -1"),
         ({"ranks": 2.0}, "ranks is 2.0"),
         ({"ranks": 1, "world": "gloo"}, "unknown world 'gloo': use 'threads' or 'processes'"),
         ({"ranks": 1, "timeout": 0}, "timeout is 0; give seconds > 0"),

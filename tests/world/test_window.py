@@ -1,6 +1,7 @@
 """Windows: memory of every rank that its peers read and write in place."""
 
 import gc
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -136,22 +137,32 @@ def test_it_holds_that(outcome: Outcome, name: str) -> None:
     outcome.require(name)
 
 
-def too_little(world: ec.World) -> str:
-    segment.available_nbytes = lambda: 100 * 2**20  # 64 MiB of these are for everyone else
+def too_little(world: ec.World, poor: Sequence[int]) -> str:
+    if world.rank in poor:  # 64 MiB of these are for everyone else
+        segment.available_nbytes = lambda: 100 * 2**20
     world.group.barrier()
     refuses(
         SharedMemoryError,
-        "a window of 25000000 elements on each of 2 ranks needs 95.4 MiB of shared memory and "
-        "36.0 MiB are available",
+        f"a window of 25000000 elements on each of 2 ranks (on rank {poor[0]}) needs 95.4 MiB of "
+        "shared memory and 36.0 MiB are available",
         lambda: world.group.window(25_000_000),
     )
+    if poor[0] == 0:  # rank 0 makes what all share
+        refuses(
+            SharedMemoryError,
+            "memory of 25000000 elements that 2 ranks share (on rank 0) needs 95.4 MiB",
+            lambda: world.group.shared_tensor(25_000_000),
+        )
     world.group.barrier()  # all have failed alike, so the ranks are in step
     assert world.group.window(10).numel == 10
     return "told"
 
 
-def test_too_little_memory_is_told_with_what_is_needed_and_what_there_is() -> None:
-    assert ec.run(too_little, 2, "processes") == ["told"] * 2
+@pytest.mark.parametrize("poor", [(0, 1), (0,), (1,)])
+def test_too_little_memory_of_a_rank_is_told_to_all_with_what_is_needed_and_what_there_is(
+    poor: Sequence[int],
+) -> None:
+    assert ec.run(too_little, 2, "processes", args=(poor,)) == ["told"] * 2
 
 
 def different(world: ec.World) -> None:

@@ -20,14 +20,37 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from echelon.errors import ArgumentError
 
-__all__ = ["MetricsWriter", "read_metrics"]
+__all__ = ["MetricsWriter", "check_run", "read_metrics"]
+
+_NUMBER = (int, float)
+_LOSS = (int, float, type(None))  # null: it was not finite
+_Fields = dict[str, type | tuple[type, ...]]
+_FIELDS: dict[str, _Fields] = {
+    "start": {
+        **dict.fromkeys(("name", "time", "backend", "device", "unit"), str),
+        **dict.fromkeys(("version", "ranks", "total_steps"), int),
+        **dict.fromkeys(("references", "config"), dict),
+    },
+    "step": {"step": int, "time_s": _NUMBER, "loss": _LOSS, "tokens_per_s": _NUMBER},
+    "evaluation": {"step": int, "time_s": _NUMBER, "loss": _LOSS},
+    "note": {"title": str, "text": str},
+    "ranks": {"ranks": list},
+    "end": {"time_s": _NUMBER, "steps": int},
+}
+_RANK_FIELDS: _Fields = {
+    "rank": int,
+    "pid": int,
+    "process_peak": _NUMBER,
+    "memory": dict,
+    "comm": dict,
+}
 
 
 class MetricsWriter:
@@ -92,6 +115,27 @@ def _parse(file: Path, text: str) -> Iterator[dict[str, Any]]:
         if not isinstance(content, dict) or "kind" not in content:
             raise ArgumentError(f"{file}:{number} is not an object with a 'kind': {line[:80]}")
         yield content
+
+
+def check_run(lines: Sequence[dict[str, Any]]) -> None:
+    """Refuse lines without the fields of the table above.
+
+    Raises:
+        ArgumentError: names the first field that is missing or of another type.
+    """
+    for line in lines:
+        _check_fields(line, line["kind"], _FIELDS.get(line["kind"], {}))
+        for one in line["ranks"] if line["kind"] == "ranks" else ():
+            _check_fields(one, "rank", _RANK_FIELDS)
+
+
+def _check_fields(line: Any, kind: str, fields: _Fields) -> None:
+    if not isinstance(line, dict):
+        raise ArgumentError(f"this is no {kind!r}: {line!r:.80}")
+    for name, types in fields.items():
+        if not isinstance(line.get(name), types) or (name not in line):
+            found = f"{line[name]!r:.40}" if name in line else "missing"
+            raise ArgumentError(f"{name!r} is {found} in this {kind!r} line: {line!r:.80}")
 
 
 def _finite(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from echelon import events
+from echelon.arguments import number, whole
 from echelon.errors import ArgumentError, StateError
 from echelon.observe.comm import CommMeter
 from echelon.observe.memory import MemoryMeter, tensor_bytes
@@ -48,8 +50,9 @@ class RunInfo:
     config: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.total_steps < 1:
-            raise ArgumentError(f"total_steps is {self.total_steps}; a run has at least one step")
+        whole("total_steps", self.total_steps, low=1)
+        for name, value in self.references.items():
+            number(f"the reference {name!r}", value, -sys.float_info.max)
 
 
 @final
@@ -217,8 +220,8 @@ class Recorder:
 
 def _fresh(folder: Path) -> Path:
     """Make ``folder``, or the first of ``folder-2``, ``folder-3`` … that is free."""
-    for number in range(1, 10_000):
-        path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+    for trial in range(1, 10_000):
+        path = folder if trial == 1 else folder.with_name(f"{folder.name}-{trial}")
         try:
             path.mkdir(parents=True)
         except FileExistsError:

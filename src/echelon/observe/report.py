@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import ArgumentError
-from echelon.observe.metrics import read_metrics
+from echelon.observe.metrics import check_run, read_metrics
 from echelon.observe.progress import bytes_text, duration_text
 
 __all__ = ["write_report"]
@@ -60,12 +60,13 @@ def write_report(folder: str | os.PathLike[str]) -> Path | None:
         where the page is; None, with a warning, where plotly is not installed.
 
     Raises:
-        ArgumentError: there is no ``metrics.jsonl``, or it holds no run.
+        ArgumentError: there is no ``metrics.jsonl``, or it holds no run of this format.
     """
     lines = read_metrics(folder)
     start = next((line for line in lines if line["kind"] == "start"), None)
     if start is None:
         raise ArgumentError(f"{Path(folder) / 'metrics.jsonl'} has no 'start' line: not a run")
+    check_run(lines)
     if importlib.util.find_spec("plotly") is None:
         warnings.warn(
             "plotly is not installed, so there is no report.html; metrics.jsonl has all numbers. "

@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from echelon.errors import CollectiveMismatch, CommError, DeadlockError, RankFailed
 
-__all__ = ["FailureRecord", "error_file", "install_failure_record"]
+__all__ = ["FailureRecord", "error_file", "install_failure_record", "outlive_termination"]
 
 # Of these, the first one set names the file; torchrun sets the second in every rank.
 VARIABLES = ("ECHELON_ERROR_FILE", "TORCHELASTIC_ERROR_FILE")
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+# Enough to see that a peer is gone, wherever this rank was; the agent waits longer before it kills.
+_LAST_WORDS_S = 1.5
 _MAX_MESSAGE = 4000  # characters; a message may hold a tensor
 
 
@@ -132,6 +136,29 @@ def install_failure_record(path: str | os.PathLike[str], rank: int) -> Callable[
 
     sys.excepthook = record_and_report
     return remove
+
+
+def outlive_termination(seconds: float = _LAST_WORDS_S) -> None:
+    """Let the first SIGTERM end this process only after some ``seconds``.
+
+    When a rank is killed, torchrun ends all others within a tenth of a second: before they have
+    seen that a peer is gone, and can say in which call they needed it. Does nothing where the
+    script, or another thread than the main one, decides about the signal.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    owner = os.getpid()
+
+    def end_soon(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+        if os.getpid() != owner:  # a fork of this process, such as a worker that loads data
+            os.kill(os.getpid(), number)
+        timer = threading.Timer(seconds, os.kill, (owner, number))
+        timer.daemon = True
+        timer.start()
+
+    signal.signal(signal.SIGTERM, end_soon)
 
 
 def _cut(message: str) -> str:

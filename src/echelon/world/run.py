@@ -20,7 +20,7 @@ from echelon.world import shm
 from echelon.world.base import DEFAULT_TIMEOUT_S, World
 from echelon.world.environment import JobEnvironment, environment
 from echelon.world.fabric import Fabric
-from echelon.world.failure import error_file, install_failure_record
+from echelon.world.failure import error_file, install_failure_record, outlive_termination
 from echelon.world.processes import call, run_processes
 from echelon.world.randomness import random_stream
 from echelon.world.threads import ThreadGroup
@@ -68,11 +68,10 @@ def run(
         raise ArgumentError(f"fn is {fn!r:.80}; give a function that takes a World")
     ranks = whole("ranks", ranks, low=1)
     _check_timeout(timeout)
-    place = _device(device)
     if world == "threads":
-        return _run_threads(fn, ranks, tuple(args), timeout, place)
+        return _run_threads(fn, ranks, tuple(args), timeout, _device(device))
     if world == "processes":
-        if not is_cpu(place):
+        if device not in ("cpu", torch.device("cpu")):
             raise ArgumentError(
                 f"processes share CPU memory, so device={device!r} needs torchrun and NCCL"
             )
@@ -233,6 +232,7 @@ def _close_at_exit(world: World) -> None:
     """Leave in good order when the script ends; tell the others of an exception that ends it."""
     if path := error_file():
         install_failure_record(path, world.rank)
+        outlive_termination()
     before = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -52,5 +52,5 @@ def share_segments(
         mine.unpublish()
     for rank, text in refused.items():
         needed, available = map(int, text.removeprefix(_REFUSED).split(":"))
-        raise SharedMemoryError(f"{what}, on rank {area.ranks[rank]},", needed, available)
+        raise SharedMemoryError(f"{what} (on rank {area.ranks[rank]})", needed, available)
     return segments

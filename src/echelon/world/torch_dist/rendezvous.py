@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
 
 from torch._C import _distributed_c10d as c10d
-from torch.distributed import DistStoreError
 
 from echelon.errors import CommTimeout, WorldError
 from echelon.world.environment import JobEnvironment
@@ -18,7 +17,7 @@ from echelon.world.environment import JobEnvironment
 __all__ = ["meet", "open_store"]
 
 _LOOPBACK = "127.0.0.1"
-_SLICE_S = 0.5  # how soon a rank that waits hears that the job cannot start
+_SLICE_S = 0.1  # how soon a rank that waits hears that the job cannot start
 
 
 def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
@@ -100,7 +99,7 @@ def meet(store: c10d.Store, env: JobEnvironment, backend: str, timeout: float) -
     mine = f"WORLD_SIZE={env.size}, backend {backend!r}"
     if env.rank == 0:
         store.set("plan", mine)
-    _await(store, ["plan"], (0,), end, timeout)
+    _await(store, lambda: store.check(["plan"]), end, lambda: (0,), timeout)
     plan = store.get("plan").decode()
     if plan != mine:
         _refuse(
@@ -110,8 +109,12 @@ def meet(store: c10d.Store, env: JobEnvironment, backend: str, timeout: float) -
             "LOCAL_WORLD_SIZE for all ranks of a host",
         )
     store.set(f"here/{env.rank}", "")
-    ranks = tuple(range(env.size))
-    _await(store, [f"here/{rank}" for rank in ranks], ranks, end, timeout)
+    store.add("num_here", 1)
+
+    def missing() -> tuple[int, ...]:
+        return tuple(rank for rank in range(env.size) if not store.check([f"here/{rank}"]))
+
+    _await(store, lambda: store.add("num_here", 0) >= env.size, end, missing, timeout)
 
 
 def _refuse(store: c10d.Store, why: str) -> NoReturn:
@@ -121,17 +124,18 @@ def _refuse(store: c10d.Store, why: str) -> NoReturn:
 
 
 def _await(
-    store: c10d.Store, keys: list[str], ranks: tuple[int, ...], end: float, timeout: float
+    store: c10d.Store,
+    ready: Callable[[], bool],
+    end: float,
+    missing: Callable[[], tuple[int, ...]],
+    timeout: float,
 ) -> None:
-    """Wait for one key of each rank, or for the news that the job cannot start."""
-    while True:
-        left = end - time.monotonic()
-        with suppress(DistStoreError):  # not there yet
-            store.wait(keys, timedelta(seconds=max(0.01, min(left, _SLICE_S))))
-            return
+    """Ask until ``ready``, or until the news comes that the job cannot start."""
+    pause_s = 0.001
+    while not ready():
         if store.check(["refused"]):
             raise WorldError(store.get("refused").decode())
-        if left <= 0:
-            named = zip(keys, ranks, strict=True)
-            missing = tuple(rank for key, rank in named if not store.check([key]))
-            raise CommTimeout("the start of the world", missing or ranks, timeout)
+        if time.monotonic() > end:
+            raise CommTimeout("the start of the world", missing(), timeout)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _SLICE_S)
