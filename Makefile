@@ -9,7 +9,8 @@ READY := $(VENV)/.ready
 READY_BENCH := $(VENV)/.ready-bench
 
 DEMO_ARGS ?= --verify
-PYTEST_ARGS ?=
+# Many tests wait for ranks more than they compute, so two files at once take half the time.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 BENCH_ARGS ?=
 BENCHMARKS ?= collectives ddp fsdp
 

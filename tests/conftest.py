@@ -4,11 +4,13 @@ A rank that outlives its test, or a shared-memory file that outlives its rank, i
 library. So the session fails when one is left, and names it and the test that started it.
 """
 
+import multiprocessing
 import os
 import signal
 import time
 import uuid
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; child processes inherit it
@@ -105,6 +107,10 @@ def nothing_is_left() -> Iterator[None]:
         return
     mark, before = uuid.uuid4().hex, shared_memory_files()
     os.environ[MARK] = mark
+    # Ranks that are processes fork from this server, so what it has imported they need not: an
+    # optimizer imports torch._dynamo, which takes longer than most tests.
+    multiprocessing.set_forkserver_preload(["tests.worlds", "torch._dynamo"])
+    forkserver.ensure_running()
     yield
     end = time.monotonic() + GRACE_S
     while (left := leftovers(mark, before)) and time.monotonic() < end:

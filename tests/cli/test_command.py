@@ -1,3 +1,4 @@
+import json
 import os
 import resource
 import subprocess
@@ -88,8 +89,9 @@ def test_a_report_of_nothing_says_what_to_give(tmp_path: Path) -> None:
 
 
 def test_a_report_is_drawn_again(tmp_path: Path) -> None:
-    line = '{"kind": "start", "name": "a", "ranks": 1, "backend": "threads", "device": "cpu", '
-    (tmp_path / "metrics.jsonl").write_text(line + '"time": "", "total_steps": 1}\n')
+    start = {"kind": "start", "name": "a", "ranks": 1, "backend": "threads", "device": "cpu"}
+    start |= {"version": 1, "time": "", "total_steps": 1, "unit": "", "references": {}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(start | {"config": {}}) + "\n")
     code, output = call("report", tmp_path)
     assert (code, output.strip()) == (0, str(tmp_path / "report.html"))
     assert (tmp_path / "report.html").exists()

@@ -17,14 +17,16 @@ from tests.fsdp.models import Block, batch, build, loss_of, train_plain
 from tests.worlds import run_world
 
 BLOCKS = ec.units.by_type(Block)
-STEPS = 4
+STEPS = 3
 
 
-def train(world: World, **options: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+def train(
+    world: World, steps: int = STEPS, **options: Any
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     model = ec.FSDP(build(), world.group, units=BLOCKS, min_num_params=0, **options)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         loss = loss_of(model, *batch(step, world.rank))
         loss.backward()
         late("optimizer")
@@ -185,12 +187,12 @@ def test_at_most_two_units_are_whole_at_once(kind) -> None:
 
 
 def train_many(world: World) -> dict[str, torch.Tensor]:
-    return train(world)[0]
+    return train(world, steps=2)[0]
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_parity_on_many_simulated_ranks(ranks) -> None:
-    expected, _ = train_plain(ranks, STEPS)
+    expected, _ = train_plain(ranks, 2)
     state = ec.run(train_many, ranks)[-1]
     for name, value in expected.items():
         torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-11, msg=name)
