@@ -25,6 +25,8 @@ with ec.init() as world:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "exit":
                 os._exit(0)
+            case "leave":
+                sys.exit(3)
     if sys.argv[1] == "sleep":
         time.sleep(60)
     world.group.all_reduce(total.grad, label="the last gradient")
@@ -45,20 +47,21 @@ def start(folder: Path, mode: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "cause"),
+    ("mode", "cause", "code"),
     [
-        ("raise", "rank 1 raised ValueError: boom"),
-        ("kill", "rank 1 was killed by SIGKILL"),
-        ("exit", "rank 1 exited with code 0 while others were waiting"),
+        ("raise", "rank 1 raised ValueError: boom", 1),
+        ("kill", "rank 1 was killed by SIGKILL", 1),
+        ("exit", "rank 1 exited with code 0 while others were waiting", 1),
+        ("leave", "rank 1 exited with code 3", 3),
     ],
 )
 def test_the_first_line_of_a_failure_names_the_rank_and_the_cause(
-    mode: str, cause: str, tmp_path: Path
+    mode: str, cause: str, code: int, tmp_path: Path
 ) -> None:
     process = start(tmp_path, mode)
     output, errors = process.communicate(timeout=90)
     lines = errors.splitlines()
-    assert process.returncode == 1
+    assert process.returncode == code
     assert lines[0] == cause
     # The other rank was given the time to say what it needed the failed one for.
     waited = "while this rank was in all_reduce(sum) float32[1] of 'the last gradient' (#1 of group"

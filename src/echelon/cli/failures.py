@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from echelon.world.failure import FailureRecord
 
-__all__ = ["Exit", "cause_text", "failure_text", "parse_agent_log", "threads_per_rank"]
+__all__ = ["MAX_LINES", "Exit", "cause_text", "failure_text", "parse_agent_log", "threads_per_rank"]
 
 MAX_LINES = 25
 _MESSAGE_LINES, _TRACE_LINES, _LOG_LINES, _OTHER_LINES = 8, 8, 10, 3
@@ -28,6 +28,11 @@ class Exit:
 
     code: int
     closed: bool
+
+    @property
+    def own(self) -> bool:
+        """Whether the process ended itself: also while the agent was about to end it."""
+        return not self.closed or self.code > 0
 
 
 def threads_per_rank(ranks: int) -> int:
@@ -70,7 +75,7 @@ def cause_text(
     if own:
         return failure_text(own[0], [r for r in others if r is not own[0]], notes)
     for rank, exit in sorted(exits.items()):
-        if not exit.closed and rank not in records:
+        if exit.own and rank not in records:
             return _process_text(rank, exit, logs.get(rank, ""), others, notes)
     for record in others:  # all that is left: somebody noticed that a rank was gone
         gone = record.failed_rank

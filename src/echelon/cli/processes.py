@@ -93,8 +93,7 @@ def run_processes(launch: Launch) -> int:
     log_dir = Path(tempfile.mkdtemp(prefix="echelon-run-", dir=launch.log_dir))
     caught, code = _watch(launch, log_dir)
     if caught is None and code != 0:
-        print("\n".join(_explain(launch, log_dir)), file=sys.stderr)
-        return code if 0 < code < 128 else 1
+        return _explain(launch, log_dir)
     if launch.log_dir is None:
         shutil.rmtree(log_dir, ignore_errors=True)
     if caught is not None:
@@ -184,17 +183,27 @@ class _Tail:
             self._file.close()
 
 
-def _explain(launch: Launch, log_dir: Path) -> list[str]:
-    """What went wrong, in at most 25 lines."""
+def _text(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")
+
+
+def _explain(launch: Launch, log_dir: Path) -> int:
+    """Print what went wrong, in at most 25 lines; the exit code of the rank that failed."""
     records, logs = {}, {}
     for rank in range(launch.ranks):
         for folder in log_dir.glob(f"*/attempt_*/{rank}"):
             if record := FailureRecord.read(folder / "error.json"):
                 records[rank] = record
-            logs[rank] = (folder / "stderr.log").read_text(encoding="utf-8", errors="replace")
-    agent_log = (log_dir / "torchrun.log").read_text(encoding="utf-8", errors="replace")
+            logs[rank] = _text(folder / "stderr.log")
+    agent_log = _text(log_dir / "torchrun.log")
+    exits = parse_agent_log(agent_log)
     notes = [f"all output is in {log_dir}"]
-    return cause_text(records, parse_agent_log(agent_log), logs, agent_log, notes)
+    print("\n".join(cause_text(records, exits, logs, agent_log, notes)), file=sys.stderr)
+    followers = {rank for rank, record in records.items() if record.follows}
+    codes = (
+        exit.code for rank, exit in sorted(exits.items()) if exit.code > 0 and rank not in followers
+    )
+    return next(codes, 1)  # torchrun passes on none of them
 
 
 def _end_with_parent() -> None:

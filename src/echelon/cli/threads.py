@@ -11,7 +11,8 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, TextIO
 
-from echelon.cli.failures import failure_text, threads_per_rank
+from echelon.cli.failures import MAX_LINES, failure_text, threads_per_rank
+from echelon.errors import DeadlockError
 from echelon.world.failure import FailureRecord
 
 if TYPE_CHECKING:
@@ -110,10 +111,14 @@ def _rank_main(
 
 def _fail(error: BaseException, raised: Sequence[tuple[BaseException, int]], ranks: int) -> int:
     """Print what happened; the exit code."""
+    notes = [f"simulated ranks: {ranks}, threads of one process"]
+    if isinstance(error, DeadlockError):  # of all ranks, and it names their lines itself
+        lines = [line[:200] for line in str(error).splitlines()]
+        print("\n".join([*lines[: MAX_LINES - 2], "", *notes]), file=sys.stderr)
+        return 1
     rank = next((rank for seen, rank in raised if seen is error), 0)
     record = FailureRecord.of(error, rank)
     others = [FailureRecord.of(seen, rank) for seen, rank in raised if seen is not error]
-    notes = [f"simulated ranks: {ranks}, threads of one process"]
     print("\n".join(failure_text(record, others, notes)), file=sys.stderr)
     return 1
 
