@@ -15,6 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from echelon.fsdp.policy import Options
 from echelon.fsdp.storage import Storage, shaped_part
 from echelon.world.group import Group
 from echelon.world.work import Work
@@ -147,24 +148,31 @@ class Reduction:
     Args:
         shard: where they go.
         had: what ``set_aside`` returned; new gradients are added to those.
-        divisor: what sums still have to be divided by.
+        options: how gradients of ranks become one.
+        replicas: ranks that hold the same part, each for a group of its own.
     """
 
-    def __init__(self, shard: GradientShard, had: list[bool] | None, divisor: float) -> None:
+    def __init__(
+        self,
+        shard: GradientShard,
+        had: list[bool] | None,
+        options: Options,
+        replicas: Group | None,
+    ) -> None:
         self.shard, self.had = shard, had
         self.present: list[bool] = []  # parameters that have a gradient here
-        self._divisor = divisor
+        self._options, self._replicas = options, replicas
         self._work: Work | None = None
         self._output: Tensor | None = None
         self._is_over = False
 
-    def start(self, gradients: Sequence[Tensor | None], op: str) -> None:
+    def start(self, gradients: Sequence[Tensor | None]) -> None:
         """Send whole gradients off."""
         shard, storage = self.shard, self.shard.storage
         self.present = [gradient is not None for gradient in gradients]
         memory = shard.slots.take(self)[: storage.cut.numel]
         shard.fill(memory, gradients)
-        group, label = storage.group, f"gradients of {storage.label}"
+        group, op, label = storage.group, self._options.op, self._label
         if not storage.sharded:
             self._output = memory
             self._work = group.all_reduce(memory, op, async_op=True, label=label)
@@ -175,6 +183,10 @@ class Reduction:
             self._output, memory, op, async_op=True, splits=storage.cut.splits, label=label
         )
 
+    @property
+    def _label(self) -> str:
+        return f"gradients of {self.shard.storage.label}"
+
     def finish(self) -> None:
         """Wait, and leave the result in the views."""
         if self._is_over:
@@ -184,8 +196,10 @@ class Reduction:
         assert self._output is not None
         self._work.wait()
         flat, output = self.shard.flat, self._output
-        if self._divisor != 1:
-            output.div_(self._divisor)
+        if self._replicas is not None:
+            self._replicas.all_reduce(output, self._options.op, label=self._label)
+        if (divisor := self._options.divisor()) != 1:
+            output.div_(divisor)
         if self.had is not None:
             flat.add_(output)
         elif output is not flat:

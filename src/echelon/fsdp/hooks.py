@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from echelon.errors import StateError
 from echelon.fsdp.gradients import Reduction
-from echelon.fsdp.policy import Options, Strategy
+from echelon.fsdp.policy import Options
+from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.unit import Unit
 from echelon.graph_task import Token, in_backward, queue_end
 from echelon.nested import tensors
-from echelon.world.group import Group
 
 __all__ = ["Hooks"]
 
@@ -68,11 +68,11 @@ class Hooks:
 
     Args:
         units: the root first.
-        group: the ranks that share the units.
+        ranks: that share the units.
     """
 
-    def __init__(self, units: Sequence[Unit], group: Group, options: Options) -> None:
-        self.units, self._group, self._options = list(units), group, options
+    def __init__(self, units: Sequence[Unit], ranks: Ranks, options: Options) -> None:
+        self.units, self._ranks, self._options = list(units), ranks, options
         self.syncing = True
         self.depth = 0  # forwards of the wrapper that are under way
         self.pinned = False  # all units stay whole
@@ -138,12 +138,7 @@ class Hooks:
             for unit in self.units:
                 for storage in unit.storages:
                     storage.prepare()
-        self.meet("parameters are ready")
-
-    def meet(self, what: str) -> None:
-        """Where memory is shared, wait until all ranks are here."""
-        if self._group.shares_memory and self._group.size > 1:
-            self._group.barrier(label=what)
+        self._ranks.meet("parameters are ready")
 
     @property
     def busy(self) -> bool:
@@ -165,7 +160,7 @@ class Hooks:
             return  # a recomputed forward's backward comes next
         if not watched:
             unit.release()
-        elif u == 0 or self._options.strategy is not Strategy.FULL_SHARD:
+        elif u == 0 or not self._options.strategy.regathers:
             unit.hide()  # the root's backward comes next, the others' parameters stay by choice
         else:
             unit.release()
@@ -274,8 +269,8 @@ class Hooks:
         with torch.no_grad():
             for shard, old in zip(unit.shards, had, strict=True):
                 last = first + len(shard.storage.params)
-                reduction = Reduction(shard, old, self._options.divisor())
-                reduction.start(gradients[first:last], self._options.op)
+                reduction = Reduction(shard, old, self._options, self._ranks.replicas)
+                reduction.start(gradients[first:last])
                 started.append(reduction)
                 first = last
                 self.num_reductions += 1
@@ -321,10 +316,10 @@ class Hooks:
             present = torch.tensor(
                 [new for reduction in flat for new in reduction.present],
                 dtype=torch.uint8,
-                device=self._group.device,
+                device=self._ranks.shard.device,
             )
-            if self._group.size > 1 and present.numel():
-                self._group.all_reduce(present, "max", label="which parameters were used")
+            if present.numel():
+                self._ranks.all_reduce(present, "max", "which parameters were used")
         anywhere = [bool(used) for used in present.tolist()]
         first = 0
         for reduction in flat:
@@ -370,7 +365,6 @@ class Hooks:
         if self._learned is None or self._ordered:
             return
         self._ordered = True
-        order = torch.tensor(self._learned, device=self._group.device)
-        if self._group.size > 1:
-            self._group.broadcast(order, 0, label="order of units")
+        order = torch.tensor(self._learned, device=self._ranks.shard.device)
+        self._ranks.broadcast(order, "order of units")
         self._order = order.tolist()

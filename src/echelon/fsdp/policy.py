@@ -32,6 +32,18 @@ class Strategy(Enum):
     )
     SHARD_OPTIMIZER = "optimizer state; gradient buffers of all units are kept whole (ZeRO-1)"
     NO_SHARD = "nothing: every rank keeps everything, as in DDP"
+    HYBRID_SHARD = "as FULL_SHARD inside the group, whose parts other groups replicate"
+    HYBRID_SHARD_ZERO2 = "as SHARD_GRAD_OP inside the group, whose parts other groups replicate"
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether several groups hold the same parts."""
+        return self in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
+
+    @property
+    def regathers(self) -> bool:
+        """Whether a unit is released between its forward and its backward."""
+        return self in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
 
 
 @final
