@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         WorldError,
     )
-    from echelon.fsdp import FSDP, MixedPrecision, Strategy, units
+    from echelon.fsdp import FSDP, BackwardPrefetch, MixedPrecision, Strategy, units
     from echelon.gradients import clip_grad_norm_
     from echelon.world.base import World
     from echelon.world.group import Group
@@ -38,6 +38,7 @@ __all__ = [
     "DDP",
     "FSDP",
     "ArgumentError",
+    "BackwardPrefetch",
     "CollectiveMismatch",
     "CommError",
     "CommTimeout",
@@ -71,6 +72,7 @@ __all__ = [
 _HOMES = {
     "DDP": "echelon.ddp",
     "FSDP": "echelon.fsdp",
+    "BackwardPrefetch": "echelon.fsdp",
     "MixedPrecision": "echelon.fsdp",
     "Strategy": "echelon.fsdp",
     "clip_grad_norm_": "echelon.gradients",

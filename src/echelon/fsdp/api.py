@@ -19,6 +19,7 @@ from echelon.fsdp.facts import MemoryStats, UnitInfo
 from echelon.fsdp.grads import norm_over_shards
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.policy import Init, Layout, MixedPrecision, Options, Strategy
+from echelon.fsdp.prefetch import BackwardPrefetch
 from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.state import copy_parameters, load_state, whole_state
 from echelon.fsdp.storage import Storage
@@ -61,6 +62,11 @@ class FSDP(Wrapper):
         reduction: ``"mean"``, ``"sum"``, or a number that the sum is divided by.
         replicate: for ``HYBRID_SHARD``: the ranks that hold the same parts as this one, each in a
             group of its own; another axis of the mesh that ``group`` is an axis of.
+        backward_prefetch: when the next unit of backward is gathered, in the order of the last
+            step. This and the next two matter where memory is not shared: elsewhere nothing moves.
+        forward_prefetch: how many units of forward are gathered before they are needed.
+        limit_all_gathers: at most two units are gathered before they are needed, whatever
+            ``forward_prefetch`` is.
 
     Raises:
         ArgumentError: an option, the group or the module cannot be used; nothing was done.
@@ -91,6 +97,9 @@ class FSDP(Wrapper):
         init: Init = "broadcast",
         reduction: Reduction = "mean",
         replicate: Group | None = None,
+        backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE,
+        forward_prefetch: int = 0,
+        limit_all_gathers: bool = True,
     ) -> None:
         super().__init__()
         options = Options(
@@ -100,6 +109,9 @@ class FSDP(Wrapper):
             min_num_params=min_num_params,
             init=init,
             reduction=reduction,
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
         )
         _check_arguments(module, group, strategy, replicate)
         ranks = Ranks(group, replicate)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import StateError
+from echelon.fsdp.ahead import Ahead
 from echelon.fsdp.gradients import Reduction
 from echelon.fsdp.policy import Options
 from echelon.fsdp.ranks import Ranks
@@ -83,6 +84,7 @@ class Hooks:
         self._order = [*range(len(units) - 1, 0, -1), 0]
         self._learned: list[int] | None = None
         self._ordered = False
+        self._ahead = Ahead(self.units, options)
         for u in range(len(units)):
             self._watch(u)
 
@@ -106,6 +108,7 @@ class Hooks:
             for unit in self.units:
                 unit.release()
             self._learn_order()
+            self._ahead.begin_forward()
             self.prepare()
         self.depth += 1
         self.units[0].gather()
@@ -131,6 +134,8 @@ class Hooks:
                 "on all ranks"
             )
         unit.gather()
+        if self.depth and not in_backward():
+            self._ahead.in_forward(u)
 
     def prepare(self) -> None:
         """Make the own parts ready, and meet: from now on the parts of all ranks are valid."""
@@ -169,9 +174,12 @@ class Hooks:
 
     def _before_backward(self, u: int) -> None:
         current = self._begin()
-        if not current.opened[u]:
+        is_new = not current.opened[u]
+        if is_new:
             self._open(current, u)
         self.units[u].gather()
+        if is_new:
+            self._ahead.in_backward(u)
 
     def _begin(self) -> _Pass:
         """The pass that runs, begun if none does."""
@@ -236,6 +244,7 @@ class Hooks:
         unit = self.units[u]
         gradients = self._take(u)
         unit.release()
+        self._ahead.complete(u)
         current.completed.append(u)
         if not current.synced:
             self._local[u] = gradients
@@ -281,6 +290,7 @@ class Hooks:
         """Backward is over: send what is left, wait for all, hand the reduced parts over."""
         current = self._pass
         assert current is not None
+        self._ahead.end_backward()
         if not current.synced:
             for u, opened in enumerate(current.opened):
                 if opened and current.remaining[u] > 0:
@@ -352,6 +362,7 @@ class Hooks:
         """Leave nothing of a backward that was aborted."""
         aborted, self._pass = self._pass, None
         if aborted is not None:
+            self._ahead.end_backward()
             for started in aborted.reductions:
                 for reduction in started:
                     reduction.finish()

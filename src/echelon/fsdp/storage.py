@@ -22,6 +22,7 @@ from echelon.fsdp.cuts import Cut, cut_flat, cut_rows, numel_of, place_order
 from echelon.fsdp.policy import Layout
 from echelon.fsdp.units import Member
 from echelon.world.group import Group
+from echelon.world.work import Work
 
 __all__ = ["Gathered", "Replicated", "Shared", "Storage", "make_storage"]
 
@@ -75,8 +76,12 @@ class Storage(ABC):
         """The own parts may have changed: make them ready for the others."""
 
     @abstractmethod
-    def gather(self) -> None:
-        """Make ``wholes`` valid."""
+    def gather(self, ahead: bool = False) -> None:
+        """Begin to make ``wholes`` valid; with ``ahead`` others go on meanwhile."""
+
+    @abstractmethod
+    def arrive(self) -> None:
+        """Return when ``wholes`` are valid, after ``gather``."""
 
     @abstractmethod
     def release(self) -> None:
@@ -150,8 +155,11 @@ class Shared(Storage):
         if self._targets:
             torch._foreach_copy_(self._targets, self.locals)
 
-    def gather(self) -> None:
+    def gather(self, ahead: bool = False) -> None:
         pass  # valid since all ranks have prepared
+
+    def arrive(self) -> None:
+        pass  # so is it now
 
     def release(self) -> None:
         pass  # it is everyone's
@@ -175,24 +183,29 @@ class Gathered(Storage):
         self.locals = self._cut_out(self.shard, offsets=self._packed_offsets())
         self.full = torch.empty(self.cut.numel, dtype=self.compute_dtype, device=device)
         self.wholes = self.whole_views(self.full)
+        self._by_rank = self.full  # where a gather puts the parts of all ranks, end to end
+        self._work: Work | None = None  # a gather under way
         self._nbytes = self.full.untyped_storage().nbytes()
         self.release()
 
     def prepare(self) -> None:
         pass  # every gather takes the parts as they are
 
-    def gather(self) -> None:
-        storage, splits = self.full.untyped_storage(), self.cut.splits
+    def gather(self, ahead: bool = False) -> None:
+        storage = self.full.untyped_storage()
         if storage.nbytes() != self._nbytes:
             storage.resize_(self._nbytes)
-        shard = self.shard.to(self.compute_dtype)
-        if not self.rows:
-            parts = self.full.split(splits)
-            self.group.all_gather(parts, shard, label=self.label)
-            return
-        by_rank = torch.empty_like(self.full)
-        self.group.all_gather(by_rank.split(splits), shard, label=self.label)
-        torch._foreach_copy_(*self._scattered(by_rank))
+        self._by_rank = torch.empty_like(self.full) if self.rows else self.full
+        parts, shard = self._by_rank.split(self.cut.splits), self.shard.to(self.compute_dtype)
+        self._work = self.group.all_gather(parts, shard, async_op=ahead, label=self.label)
+
+    def arrive(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+        if self.rows:
+            torch._foreach_copy_(*self._scattered(self._by_rank))
+        self._by_rank = self.full
 
     def _scattered(self, by_rank: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Places in the whole buffer, and the pieces of all ranks that belong there."""
@@ -235,7 +248,10 @@ class Replicated(Storage):
         if self.wholes is not self.locals:
             torch._foreach_copy_(self.wholes, self.locals)
 
-    def gather(self) -> None:
+    def gather(self, ahead: bool = False) -> None:
+        pass  # always there
+
+    def arrive(self) -> None:
         pass  # always there
 
     def release(self) -> None:
