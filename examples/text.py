@@ -59,6 +59,8 @@ def load_text(path: str | None, device: torch.device) -> Text:
         ]
         source = f"the standard library of Python {sysconfig.get_python_version()}"
     else:
+        if not str(path).strip():
+            raise DataError("--data is empty: give a text file or a folder, or leave it out")
         root, source = Path(path), str(path)
         if not root.exists():
             raise DataError(f"--data {path} does not exist: give a text file or a folder of them")

@@ -24,7 +24,7 @@ PACKAGE = "echelon"
 LAYERS: list[set[str]] = [
     {"errors"},
     {"arguments"},
-    {"events", "gradients", "graph_task", "layout", "nested", "streams", "wrapper"},
+    {"census", "events", "gradients", "graph_task", "layout", "nested", "streams", "wrapper"},
     {"world"},
     {"agreement", "c10d", "testing"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},

@@ -44,6 +44,11 @@ def check_model(module: nn.Module, device: torch.device) -> None:
                 f"parameter {name!r} has no shape yet: run one batch through the model before "
                 "wrapping it"
             )
+        if tensor.is_inference():
+            raise ArgumentError(
+                f"{name!r} was made in inference mode, so it cannot be trained or broadcast: build "
+                "the model outside of torch.inference_mode()"
+            )
         if tensor.device != device:
             raise ArgumentError(
                 f"{name!r} is on {tensor.device} and the group is on {device}: "

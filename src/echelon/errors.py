@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Self, TypeVar
 
 __all__ = [
     "ArgumentError",
@@ -45,6 +46,9 @@ class EchelonError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # The constructors take facts, not the sentence, so the default would call them wrongly.
         return _revive, (type(self), str(self), self.__dict__)
+
+
+_Error = TypeVar("_Error", bound=EchelonError)
 
 
 class ArgumentError(EchelonError, ValueError):
@@ -118,6 +122,27 @@ class CollectiveMismatch(CommError):
             "All ranks of a group must issue the same collectives in the same order."
         )
 
+    @classmethod
+    def of_parts(cls, group: str, position: int, calls: Mapping[int, str]) -> Self:
+        """Ranks that expect other parts of an all-to-all than their peers send."""
+        message = (
+            f"the parts of all_to_all_single #{position} of group {group!r} do not fit together:\n"
+            f"{_rows(calls)}\n"
+            "What rank s sends to rank r (input_splits[r] there) must be what r expects from s "
+            "(output_splits[s])."
+        )
+        return _revive(cls, message, {"calls": dict(calls)})
+
+    @classmethod
+    def of_message(cls, group: str, calls: Mapping[int, str]) -> Self:
+        """A send and a receive that found each other and do not fit."""
+        rows = "\n".join(f"  rank {rank}: {text}" for rank, text in sorted(calls.items()))
+        message = (
+            f"a message in group {group!r} is received as something else than was sent:\n{rows}\n"
+            "The receiver must give a tensor of the same dtype and number of elements."
+        )
+        return _revive(cls, message, {"calls": dict(calls)})
+
 
 class RankFailed(CommError):
     """Another rank raised an exception, left or died while this one needed it.
@@ -166,7 +191,7 @@ class CommTimeout(CommError, TimeoutError):
         super().__init__(f"{doing} waited {seconds:.1f} s for {_ranks(missing)} in vain{tail}")
 
 
-def _revive(cls: type[EchelonError], message: str, facts: dict[str, object]) -> EchelonError:
+def _revive(cls: type[_Error], message: str, facts: dict[str, object]) -> _Error:
     """Rebuild an exception in another process from its finished sentence and its facts."""
     error = cls.__new__(cls, message)
     Exception.__init__(error, message)

@@ -25,7 +25,7 @@ NO_OPS = ["avg", "SUM", None, 0, [], ["sum"], torch.distributed.ReduceOp.SUM]
 NO_LABELS = [[1], 1, b"label", {"a": 1}]
 NO_TAGS = [-1, 2**31, "a", None, 1.5]
 NO_NUMELS = [-1, 1.5, "4", None, True, 10**14, 2**70, [4]]
-NO_DTYPES = [None, "float32", float, 4]
+NO_DTYPES = [None, "float32", float, 4, torch.qint8]
 NO_LISTS = [3, torch.zeros(2, 4), [torch.zeros(4)], [torch.zeros(4), None], "ab"]
 
 # A method, its good arguments, and for some of them what to replace them by.
@@ -90,6 +90,7 @@ def messages_and_memory(rank: int) -> list[Case]:
     return [
         ("barrier", {}, {"label": NO_LABELS}),
         ("broadcast_object", {"item": 1}, {"src": NO_RANKS}),
+        ("all_gather_object", {}, {"item": [lambda: 1, (part for part in "ab")]}),
         *(
             (op, {"tensor": four, "dst": peer}, {"tensor": NO_TENSORS, "dst": [*NO_RANKS, rank]})
             for op in ("send", "isend")
@@ -155,13 +156,28 @@ def test_a_bad_mesh_is_refused() -> None:
     assert ec.run(bad_meshes, 2) == [[], []]
 
 
+@pytest.mark.parametrize("axis", ["tp", ["dp"], None, 0])
+def test_an_axis_that_a_mesh_does_not_have_is_refused(axis: object) -> None:
+    with pytest.raises(ec.ArgumentError, match="this mesh has no axis"):
+        ec.run(lambda world: world.mesh(dp=-1)[axis], 2)
+
+
+def test_a_model_of_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        model = torch.nn.Linear(2, 2)
+    for wrapper in (ec.DDP, ec.FSDP):
+        with pytest.raises(ec.ArgumentError, match="'weight' was made in inference mode"):
+            ec.run(lambda world, wrapper=wrapper: wrapper(model, world.group), 1)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("ranks", value) for value in (0, -1, 1.0, "2", None, True, math.nan)),
+        *(("ranks", value) for value in (0, -1, 1.0, "2", None, True, math.nan, 2**40)),
         *(("world", value) for value in ("mpi", None, 3, [])),
-        *(("timeout", value) for value in (0, -1, math.nan, math.inf, "3", None)),
-        *(("device", value) for value in ("x", 7.5, "cuda:99", [])),
+        *(("timeout", value) for value in (0, -1, math.nan, math.inf, "3", None, True)),
+        *(("args", value) for value in (3, None, "ab", {1: 2})),
+        *(("device", value) for value in ("x", 7.5, "cuda:99", [], "meta")),
         *(("fn", value) for value in (None, 3, "main")),
     ],
 )

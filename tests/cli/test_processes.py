@@ -12,7 +12,7 @@ import os, signal, sys, time
 import torch
 import echelon as ec
 
-with ec.init() as world:
+with ec.init(timeout=3 if sys.argv[1] == "stop" else 60) as world:
     total = torch.tensor([world.rank + 1.0], requires_grad=True)
     total.square().backward()
     world.group.all_reduce(total.grad)
@@ -27,6 +27,8 @@ with ec.init() as world:
                 os._exit(0)
             case "leave":
                 sys.exit(3)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
     if sys.argv[1] == "sleep":
         time.sleep(60)
     world.group.all_reduce(total.grad, label="the last gradient")
@@ -71,6 +73,19 @@ def test_the_first_line_of_a_failure_names_the_rank_and_the_cause(
     assert output == "rank 0 of 2 gradient 6.0\n"
     logs = Path(lines[-1].removeprefix("all output is in "))
     assert {path.parent.name for path in logs.rglob("stderr.log")} == {"0", "1"}
+
+
+def test_a_rank_that_is_stopped_is_named_and_ended(tmp_path: Path) -> None:
+    process = start(tmp_path, "stop")
+    assert process.stdout is not None
+    process.stdout.readline()  # rank 1 is stopped, or about to be
+    start_s = time.monotonic()
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert "rank 0 raised CommTimeout" in errors
+    assert "waited 3.0 s for rank 1 in vain" in errors
+    assert len(errors.splitlines()) <= 25
+    assert time.monotonic() - start_s < 25  # torchrun alone would wait 30 s after the timeout
 
 
 def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from torch.distributed import HashStore
 
 from echelon.errors import CommTimeout, WorldError
 from echelon.world.environment import JobEnvironment
-from echelon.world.torch_dist import meet
+from echelon.world.torch_dist import meet, open_store
 from tests.world.gloo_ranks import free_port
 
 ENV = JobEnvironment(launcher="torchrun", rank=0, size=2, local_rank=0, local_size=2)
@@ -88,3 +89,13 @@ def test_processes_that_contradict_each_other_end_with_the_same_sentence() -> No
         _, text = process.communicate(timeout=60)
         assert process.returncode == 1
         assert "WorldError: the ranks were told different things" in text
+
+
+def test_a_port_where_something_else_listens_is_named_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        env = replace(ENV, rank=1, master_addr="127.0.0.1", master_port=port)
+        start_s = time.monotonic()
+        with pytest.raises(WorldError, match=f"127.0.0.1:{port} within 1 s.* nothing else listens"):
+            open_store(env, 1.0)
+        assert time.monotonic() - start_s < 10

@@ -10,11 +10,19 @@ from dataclasses import dataclass
 
 from echelon.world.failure import FailureRecord
 
-__all__ = ["MAX_LINES", "Exit", "cause_text", "failure_text", "parse_agent_log", "threads_per_rank"]
+__all__ = [
+    "MAX_LINES",
+    "Exit",
+    "cause_text",
+    "closing_processes",
+    "failure_text",
+    "parse_agent_log",
+    "threads_per_rank",
+]
 
 MAX_LINES = 25
 _MESSAGE_LINES, _TRACE_LINES, _LOG_LINES, _OTHER_LINES = 8, 8, 10, 3
-_WIDTH = 200  # characters of one line
+_WIDTH = 400  # characters of one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +53,14 @@ def parse_agent_log(text: str) -> dict[int, Exit]:
 
     Ranks that ended with code 0 are not in it.
     """
-    closed = set(re.findall(r"Sending process (\d+) closing signal", text))
+    closed = closing_processes(text)
     rows = re.findall(r"^\s*rank\s*: (\d+) .*\n\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)", text, re.M)
-    return {int(rank): Exit(int(code), pid in closed) for rank, code, pid in rows}
+    return {int(rank): Exit(int(code), int(pid) in closed) for rank, code, pid in rows}
+
+
+def closing_processes(text: str) -> set[int]:
+    """The processes that torchrun has told to end."""
+    return {int(pid) for pid in re.findall(r"Sending process (\d+) closing signal", text)}
 
 
 def cause_text(
@@ -143,7 +156,10 @@ def _tail(text: str, count: int) -> list[str]:
 
 
 def _cut(line: str) -> str:
-    return line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…"
+    """``line`` without its middle where it is long: paths stand there, and facts at the end."""
+    if len(line) <= _WIDTH:
+        return line
+    return f"{line[: _WIDTH // 2]} … {line[3 - _WIDTH // 2 :]}"
 
 
 def _signal_name(number: int) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from echelon.cli.failures import cause_text, parse_agent_log, threads_per_rank
+from echelon.cli.failures import cause_text, closing_processes, parse_agent_log, threads_per_rank
 from echelon.world.failure import FailureRecord
 
 __all__ = ["Launch", "run_processes"]
@@ -127,6 +127,7 @@ def _watch(launch: Launch, log_dir: Path) -> tuple[signal.Signals | None, int]:
 
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, forward) for number in numbers}
+        hurry = _Hurry(process.pid, log_dir / "torchrun.log")
         tails = [_Tail(log_dir, "stderr.log", sys.stderr)]
         if not live:
             tails.append(_Tail(log_dir, "stdout.log", sys.stdout))
@@ -135,6 +136,7 @@ def _watch(launch: Launch, log_dir: Path) -> tuple[signal.Signals | None, int]:
                 time.sleep(POLL_S)
                 for tail in tails:
                     tail.show()
+                hurry.look()
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -144,6 +146,38 @@ def _watch(launch: Launch, log_dir: Path) -> tuple[signal.Signals | None, int]:
         for tail in tails:
             tail.show(last=True, failed=process.returncode != 0)
     return (caught[0] if caught else None), process.returncode
+
+
+class _Hurry:
+    """Ends ranks that do not end when torchrun tells them to, such as stopped ones.
+
+    torchrun itself waits half a minute for them.
+    """
+
+    def __init__(self, agent: int, log: Path) -> None:
+        self._agent, self._log = agent, log
+        self._told: dict[int, float] = {}  # by process, when it was seen to be told
+        self._next = 0.0
+
+    def look(self) -> None:
+        """Call often; looks once a second."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + 1.0
+        for pid in closing_processes(_text(self._log)):
+            self._told.setdefault(pid, now)
+        for pid, since in self._told.items():
+            if now - since > SHUTDOWN_S and _parent(pid) == self._agent:
+                os.kill(pid, signal.SIGKILL)
+
+
+def _parent(pid: int) -> int | None:
+    """The process that started ``pid``; None where that has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
 
 
 class _Tail:

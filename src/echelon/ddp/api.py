@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from echelon.agreement import check_agreement, check_model, option_facts
 from echelon.arguments import Reduction
+from echelon.census import Census
 from echelon.ddp.arrivals import is_watched
 from echelon.ddp.buffers import Buffers, broadcast_coalesced
 from echelon.ddp.join import Rounds, Step
@@ -142,7 +143,7 @@ class DDP(Wrapper):
         self._options = options
         self._buffer_state = Buffers(module)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self._census = Census(module, "DDP")
         watch_buffers = options.broadcast_buffers and group.size > 1 and len(self._buffer_state) > 0
         notice = self._buffer_state.changed if watch_buffers else None
         self._names = [name for name, _ in named]
@@ -159,17 +160,12 @@ class DDP(Wrapper):
         Tensors are found in tuples, lists, dicts, dataclasses and registered pytrees.
 
         Raises:
-            StateError: the wrapper was taken off, or a parameter was unfrozen after wrapping.
+            StateError: the wrapper was taken off, or the module has other parameters now.
         """
         self._check_attached()
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        for name, param in self._frozen:
-            if param.requires_grad:
-                raise StateError(
-                    f"parameter {name!r} was frozen when DDP wrapped the model and now requires a "
-                    "gradient, which would not be reduced: unwrap() and wrap again after unfreezing"
-                )
+        self._census.check()
         if self._reducer.noticed and self.module.training:
             self._send_buffers()
         output = self.module(*args, **kwargs)

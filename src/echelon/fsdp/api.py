@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from echelon.agreement import check_agreement, check_model, option_facts
 from echelon.arguments import Reduction
+from echelon.census import Census
 from echelon.errors import ArgumentError, StateError
 from echelon.fsdp.build import build_units, ignored_parameters
 from echelon.fsdp.cuts import ShardInfo
@@ -131,6 +132,7 @@ class FSDP(Wrapper):
         built = build_units(module, group, rule, options, skip)
         self._units, self._slots = built
         self._hooks = Hooks(self._units, ranks, options)
+        self._census = Census(module, "FSDP")
         module._echelon_fsdp = True  # type: ignore[assignment]
 
     # Training --------------------------------------------------------------------------------
@@ -140,6 +142,8 @@ class FSDP(Wrapper):
         precision = self._options.precision
         if precision.compute is not None:
             args, kwargs = cast_floats((args, kwargs), lambda t: t.to(precision.compute))
+        if not self._hooks.depth:
+            self._census.check()
         with self._hooks.forward():
             output = self.module(*args, **kwargs)
         if not self._hooks.depth:

@@ -17,7 +17,9 @@ from echelon.world.work import Ticket, Window, Work, emit_issue
 if TYPE_CHECKING:
     from echelon.world.group import Group
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "check_tensors"]
+
+_QUANTIZED = ("torch.q", "torch.quint")
 
 
 class Backend(ABC):
@@ -205,8 +207,8 @@ class Backend(ABC):
 
     def _check_memory(self, op: str, numel: object, dtype: object) -> int:
         """What a window or a shared tensor is made of."""
-        if not isinstance(dtype, torch.dtype):
-            raise ArgumentError(f"{op}: dtype is {dtype!r:.80}; give a torch.dtype")
+        if not isinstance(dtype, torch.dtype) or str(dtype).startswith(_QUANTIZED):
+            raise ArgumentError(f"{op}: dtype is {dtype!r:.80}; give a dtype of plain numbers")
         return arguments.whole(f"{op}: numel", numel)
 
     def _check_splits(self, what: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:

@@ -7,6 +7,7 @@ neither torch nor anything that does, so that a launcher can read records at onc
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -159,6 +160,8 @@ def outlive_termination(seconds: float = _LAST_WORDS_S) -> None:
         timer.start()
 
     signal.signal(signal.SIGTERM, end_soon)
+    # On the way out a signal must not change the exit code: the agent may already see a follower.
+    atexit.register(lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
 
 
 def _cut(message: str) -> str:

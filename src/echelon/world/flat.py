@@ -1,12 +1,17 @@
-"""Tensors of any shape as the 1D buffers that backends move, and back."""
+"""Tensors of any shape, and objects, as the 1D buffers that backends move."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["apart", "flattened"]
+from echelon.errors import ArgumentError
+
+__all__ = ["apart", "flattened", "pickled"]
 
 
 def apart(part: Tensor, outputs: Sequence[Tensor], own: int | None = None) -> Tensor:
@@ -40,3 +45,13 @@ def flattened(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
         data.copy_(buffer.view(data.shape))
 
     return buffer, restore
+
+
+def pickled(item: Any) -> Tensor:
+    """The bytes of an object. 1D uint8."""
+    try:
+        return torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        raise ArgumentError(
+            f"{item!r:.80} cannot be sent to other ranks ({error}): give what pickle takes"
+        ) from error

@@ -20,7 +20,7 @@ from torch import Tensor
 from echelon.errors import ArgumentError, UnsupportedError
 from echelon.world import arithmetic
 from echelon.world.backend import Backend, check_tensors
-from echelon.world.flat import apart, flattened
+from echelon.world.flat import apart, flattened, pickled
 from echelon.world.signature import Call
 from echelon.world.work import Window, Work
 
@@ -267,7 +267,7 @@ class Group(Backend):
     @final
     def all_gather_object(self, item: Any) -> list[Any]:
         """The picklable ``item`` of every rank, in rank order; for set-up, not for training."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8).to(self.device)
+        mine = pickled(item).to(self.device)
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         length = torch.tensor([mine.numel()], dtype=torch.int64, device=self.device)
         self.all_gather_single(lengths, length, label="object lengths")
@@ -281,7 +281,7 @@ class Group(Backend):
         self._check_rank("src", src)
         mine = torch.empty(0, dtype=torch.uint8)
         if self.rank == src:
-            mine = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+            mine = pickled(item)
         length = torch.tensor([mine.numel()], dtype=torch.int64, device=self.device)
         self.broadcast(length, src, label="object length")
         if self.rank != src:

@@ -74,12 +74,9 @@ class Mesh:
 
     def __getitem__(self, axis: str) -> Group:
         """The group of the ranks that differ from this one on ``axis`` only."""
-        try:
-            return self._groups[axis]
-        except KeyError:
-            raise ArgumentError(
-                f"this mesh has no axis {axis!r}: it has {list(self.axes)}"
-            ) from None
+        if not isinstance(axis, str) or axis not in self._groups:
+            raise ArgumentError(f"this mesh has no axis {axis!r:.80}: it has {list(self.axes)}")
+        return self._groups[axis]
 
     def __repr__(self) -> str:
         return f"Mesh({self.axes}, at {self.coordinates})"

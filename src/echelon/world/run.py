@@ -29,6 +29,7 @@ __all__ = ["init", "run"]
 
 # After one rank failed, how long the others may take to notice, in seconds.
 GRACE_S = 2.0
+MOST_RANKS = 1 << 16  # of one machine; more is a mistake
 BACKENDS = ("shm", "gloo", "nccl", "mpi", "ucc", "xccl")
 
 _current = threading.local()
@@ -66,7 +67,9 @@ def run(
     """
     if not callable(fn):
         raise ArgumentError(f"fn is {fn!r:.80}; give a function that takes a World")
-    ranks = whole("ranks", ranks, low=1)
+    ranks = whole("ranks", ranks, low=1, high=MOST_RANKS)
+    if not isinstance(args, list | tuple):
+        raise ArgumentError(f"args is {args!r:.80}; give a tuple of what fn takes after the world")
     _check_timeout(timeout)
     if world == "threads":
         return _run_threads(fn, ranks, tuple(args), timeout, _device(device))
@@ -82,15 +85,18 @@ def run(
 def _device(device: str | torch.device) -> torch.device:
     """The device of that name, which is there."""
     try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError) as error:  # whatever this build of torch says
+        place = torch.empty(0, device=device).device
+        torch.zeros(1, device=place).item()  # of which "meta" has none
+        return place
+    # Whatever this build of torch says.
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         raise ArgumentError(
             f"device is {device!r:.80}, which cannot be used here: {error}"
         ) from error
 
 
 def _check_timeout(timeout: float) -> None:
-    number = isinstance(timeout, int | float)
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not number or not 0 < timeout <= threading.TIMEOUT_MAX:
         raise ArgumentError(
             f"timeout is {timeout!r}; give seconds > 0, at most {threading.TIMEOUT_MAX:.0f}"

@@ -17,6 +17,7 @@ from echelon.world.arithmetic import reduce_into
 from echelon.world.fabric import Fabric, Meeting, Pending, Transfer
 from echelon.world.group import Group
 from echelon.world.memory import require, zeros
+from echelon.world.signature import Place
 from echelon.world.work import Ticket, Window, Work
 
 __all__ = ["ThreadGroup"]
@@ -140,22 +141,22 @@ class ThreadGroup(Group):
     def _all_to_all(
         self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Work:
-        def act(items: list[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
+        def act(items: list[tuple[Sequence[Tensor], Sequence[Tensor], Place]]) -> None:
             sent = [[part.numel() for part in item[1]] for item in items]
             expected = [[part.numel() for part in item[0]] for item in items]
             if any(
                 sent[s][r] != expected[r][s] for r in range(self.size) for s in range(self.size)
             ):
                 texts = {
-                    rank: f"all_to_all_single sends {sent[rank]}, expects {expected[rank]} elements"
-                    for rank in range(self.size)
+                    rank: f"sends {sent[rank]}, expects {expected[rank]} elements at {place}"
+                    for rank, (_, _, place) in enumerate(items)
                 }
-                raise CollectiveMismatch(self.name, ticket.position, texts)
-            for rank, (outs, _) in enumerate(items):
-                for out, (_, parts) in zip(outs, items, strict=True):
+                raise CollectiveMismatch.of_parts(self.name, ticket.position, texts)
+            for rank, (outs, _, _) in enumerate(items):
+                for out, (_, parts, _) in zip(outs, items, strict=True):
                     out.copy_(parts[rank])
 
-        return self._meet(ticket, (outputs, inputs), act)
+        return self._meet(ticket, (outputs, inputs, ticket.place), act)
 
     def _barrier(self, ticket: Ticket) -> Work:
         return self._meet(ticket, None, lambda items: None)
@@ -184,15 +185,13 @@ class ThreadGroup(Group):
         return _ThreadWork(ticket, fabric, transfer)
 
     def _deliver(self, transfer: Transfer) -> None:
-        (_, sent, source), (_, received, target) = transfer.sides["send"], transfer.sides["recv"]
+        (_, _, source), (_, _, target) = transfer.sides["send"], transfer.sides["recv"]
         if source.dtype != target.dtype or source.numel() != target.numel():
             texts = {
                 rank: f"{ticket.call} at {ticket.place}"
                 for rank, ticket, _ in transfer.sides.values()
             }
-            transfer.error = CollectiveMismatch(
-                self.name, min(sent.position, received.position), texts
-            )
+            transfer.error = CollectiveMismatch.of_message(self.name, texts)
         else:
             with torch.inference_mode():
                 target.copy_(source)

@@ -181,15 +181,19 @@ class Area:
         return self.board.pid(self.ranks[rank])
 
     def _mismatch(self, ticket: Ticket, timeout: float) -> None:
-        """Exchange the texts of the calls and raise."""
-        text = f"{ticket.call} at {ticket.place}".encode()[: _PAGE - _TEXT_START]
+        calls = self.exchange_texts(ticket, f"{ticket.call} at {ticket.place}", timeout)
+        raise CollectiveMismatch(self.name, ticket.position, calls)
+
+    def exchange_texts(self, ticket: Ticket, text: str, timeout: float) -> dict[int, str]:
+        """What every rank says, by rank; for errors that all ranks raise."""
+        mine = text.encode()[: _PAGE - _TEXT_START]
         start = self.rank * _PAGE + _TEXT_START
-        self._bytes[start : start + len(text)] = text
-        self._words[self.rank * _WORDS + _TEXT_LENGTH] = len(text)
+        self._bytes[start : start + len(mine)] = mine
+        self._words[self.rank * _WORDS + _TEXT_LENGTH] = len(mine)
         self.next_round(ticket, timeout)
         calls = {}
         for rank in range(self.size):
             start = rank * _PAGE + _TEXT_START
             length = self._words[rank * _WORDS + _TEXT_LENGTH]
             calls[rank] = bytes(self._bytes[start : start + length]).decode(errors="replace")
-        raise CollectiveMismatch(self.name, ticket.position, calls)
+        return calls

@@ -218,11 +218,10 @@ class Collectives:
         self._agree(ticket)
         table = [part.tolist() for part in tables]
         if any(table[s][r] != table[r][n + s] for s in range(n) for r in range(n)):
-            texts = {
-                r: f"all_to_all_single sends {row[:n]}, expects {row[n : 2 * n]} elements"
-                for r, row in enumerate(table)
-            }
-            raise CollectiveMismatch(area.name, ticket.position, texts)
+            own = table[area.rank]
+            text = f"sends {own[:n]}, expects {own[n : 2 * n]} elements at {ticket.place}"
+            calls = area.exchange_texts(ticket, text, self.timeout)
+            raise CollectiveMismatch.of_parts(area.name, ticket.position, calls)
         longest = max(length for row in table for length in row[:n])
         return Exchange(longest, [row[2 * n :] for row in table])
 

@@ -323,7 +323,7 @@ class Mailbox:
         number = f" (#{position})" if position >= 0 else ""
         sent = f"send {name}[{nbytes // dtype.itemsize}] with tag {item.tag}{number}"
         calls = {self._area.rank: f"{item.ticket.call} at {item.ticket.place}", peer: sent}
-        return CollectiveMismatch(self._area.name, item.ticket.position, calls)
+        return CollectiveMismatch.of_message(self._area.name, calls)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

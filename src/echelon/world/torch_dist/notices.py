@@ -161,6 +161,8 @@ def _mismatch(
     if not different:
         return None
     calls = {ranks.index(rank): notice.text_of_call() for rank, notice in here.items()}
+    if mine.p2p:
+        return CollectiveMismatch.of_message(mine.group, calls)
     return CollectiveMismatch(mine.group, mine.position, calls)
 
 

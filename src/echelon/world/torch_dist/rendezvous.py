@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import socket
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import NoReturn
 
@@ -17,6 +19,7 @@ from echelon.world.environment import JobEnvironment
 __all__ = ["meet", "open_store"]
 
 _LOOPBACK = "127.0.0.1"
+_GRACE_S = 2.0  # beyond its own limit, for a store that keeps to it
 _SLICE_S = 0.1  # how soon a rank that waits hears that the job cannot start
 
 
@@ -37,7 +40,7 @@ def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
     if env.rank == 0 and not env.agent_store:
         listener = _listen(host, env.master_port)
         # The store owns the socket from here on, also when it fails to start.
-        store = c10d.TCPStore(
+        store: c10d.Store = c10d.TCPStore(
             host,
             env.master_port,
             is_master=True,
@@ -47,21 +50,40 @@ def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
             master_listen_fd=listener.detach(),
         )
     else:
-        try:
-            store = c10d.TCPStore(
-                host, env.master_port, is_master=False, timeout=limit, wait_for_workers=False
-            )
-        except RuntimeError as error:
-            holder = "torchrun's agent" if env.agent_store else "rank 0"
-            raise WorldError(
-                f"rank {env.rank} could not reach the store of {holder} at "
-                f"{host}:{env.master_port} within {timeout:.0f} s: check that rank 0 has "
-                "started, that MASTER_ADDR and MASTER_PORT are right, and that no firewall is "
-                "between the hosts"
-            ) from error
+        store = _reach(env, host, timeout)
     # The agent's store outlives the job when the number of hosts changes.
     name = f"echelon/{env.attempt}" + (f"/{env.size}" if env.agent_store else "")
     return c10d.PrefixStore(name, store)
+
+
+def _reach(env: JobEnvironment, host: str, timeout: float) -> c10d.Store:
+    """The store at the master's port. A port where something else listens may never answer."""
+    found: list[c10d.Store] = []
+
+    def connect() -> None:
+        with suppress(RuntimeError):  # told below, with what to do
+            found.append(
+                c10d.TCPStore(
+                    host,
+                    env.master_port,
+                    is_master=False,
+                    timeout=timedelta(seconds=timeout),
+                    wait_for_workers=False,
+                )
+            )
+
+    thread = threading.Thread(target=connect, name="echelon rendezvous", daemon=True)
+    thread.start()
+    thread.join(timeout + _GRACE_S)
+    if not found:
+        holder = "torchrun's agent" if env.agent_store else "rank 0"
+        raise WorldError(
+            f"rank {env.rank} could not reach the store of {holder} at "
+            f"{host}:{env.master_port} within {timeout:.0f} s: check that rank 0 has "
+            "started, that MASTER_ADDR and MASTER_PORT are right, that nothing else listens "
+            "there, and that no firewall is between the hosts"
+        )
+    return found[0]
 
 
 def _listen(host: str, port: int) -> socket.socket:
