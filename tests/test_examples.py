@@ -160,6 +160,12 @@ def test_text_that_cannot_be_trained_on_is_refused(
         text.load_text(str(path), CPU)
 
 
+@pytest.mark.parametrize("path", ["", " "])
+def test_an_empty_path_is_refused(path: str, text: ModuleType) -> None:
+    with pytest.raises(ec.ArgumentError, match="--data is empty"):
+        text.load_text(path, CPU)
+
+
 @pytest.mark.parametrize("folder", [True, False])
 def test_text_that_cannot_be_read_is_refused(
     folder: bool, text: ModuleType, prose: Path, monkeypatch: pytest.MonkeyPatch
