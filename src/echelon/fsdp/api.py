@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -19,6 +19,7 @@ from echelon.fsdp.facts import MemoryStats, UnitInfo
 from echelon.fsdp.grads import norm_over_shards
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.policy import Init, Layout, MixedPrecision, Options, Strategy
+from echelon.fsdp.start import Start
 from echelon.fsdp.state import copy_parameters, load_state, whole_state
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.units import Rule, whole
@@ -56,8 +57,13 @@ class FSDP(Wrapper):
             are averaged as in DDP.
         ignored: modules or parameters that stay whole and local; nobody reduces their gradients.
         init: ``"broadcast"`` rank 0's parameters and buffers, ``"verify"`` that all are equal, or
-            ``"trust"`` that they are. Names, shapes and dtypes are compared always.
+            ``"trust"`` that they are. Names, shapes and dtypes are compared always. To broadcast,
+            only rank 0 needs values: the others may have the model on the meta device.
         reduction: ``"mean"``, ``"sum"``, or a number that the sum is divided by.
+        materialize: called with each module that has parameters or buffers of its own which are on
+            meta on all ranks, when they have memory; it writes their values and does not
+            communicate. None: the module's ``reset_parameters()``. Either is seeded, so that
+            ``torch.manual_seed`` on rank 0 gives the same values on any number of ranks.
 
     Raises:
         ArgumentError: an option, the group or the module cannot be used; nothing was done.
@@ -87,6 +93,7 @@ class FSDP(Wrapper):
         ignored: Sequence[nn.Module | nn.Parameter] = (),
         init: Init = "broadcast",
         reduction: Reduction = "mean",
+        materialize: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__()
         options = Options(
@@ -98,19 +105,20 @@ class FSDP(Wrapper):
             reduction=reduction,
         )
         _check_arguments(module, group)
-        check_model(module, group.device)
+        if materialize is not None and not callable(materialize):
+            raise ArgumentError(f"materialize is {materialize!r:.80}; give a function of a module")
+        check_model(module, group.device, meta=True)
         skip = ignored_parameters(module, ignored)
         rule = whole() if units is None else units
         facts = {**option_facts(options), "units": repr(rule), "ignored": str(len(skip))}
-        check_agreement(module, facts, group, values=init == "verify")
-        if init == "broadcast" and group.size > 1:
-            _broadcast(module, group)
+        facts["materialize"] = "none" if materialize is None else "given"
+        on_meta = check_agreement(module, facts, group, values=init == "verify")
+        start = Start(module, group, init, on_meta, materialize)
         self.module = module
         self.training = module.training
         self._group = group
         self._options = options
-        built = build_units(module, group, rule, options, skip)
-        self._units, self._slots = built
+        self._units, self._slots = build_units(module, group, rule, options, skip, start)
         self._hooks = Hooks(self._units, group, options)
         module._echelon_fsdp = True  # type: ignore[assignment]
 
@@ -318,13 +326,6 @@ class FSDP(Wrapper):
 
     def _storages(self) -> list[Storage]:
         return [storage for unit in self._units for storage in unit.storages]
-
-
-def _broadcast(module: nn.Module, group: Group) -> None:
-    """Give rank 0's parameters and buffers to all, one at a time."""
-    with torch.no_grad():
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            group.broadcast(tensor.data, 0, label=f"initial {name}")
 
 
 def _check_arguments(module: nn.Module, group: Group) -> None:
