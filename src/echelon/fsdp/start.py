@@ -189,8 +189,9 @@ class Start:
     def _allocate(self, tensor: Tensor) -> None:
         """Give a meta tensor memory, and leave it the object that modules and optimizers hold."""
         with torch.no_grad():
-            empty = torch.empty_like(tensor, device=self._group.device).as_subclass(type(tensor))
-        empty.requires_grad_(tensor.requires_grad)
+            plain = torch.empty_like(tensor, device=self._group.device)
+        # Not as_subclass: that makes a view, whose base would keep this memory when it is cut.
+        empty = torch.Tensor._make_subclass(type(tensor), plain, tensor.requires_grad)
         vars(empty).update(vars(tensor))
         try:
             torch.utils.swap_tensors(tensor, empty)
