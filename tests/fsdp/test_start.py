@@ -223,6 +223,28 @@ def rank_0_sends(world: World) -> None:
     )
 
 
+class Doubles(nn.Module):
+    """Makes its values of a buffer, and then writes into that."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(3, device="meta"))
+        self.register_buffer("table", table)
+
+    def reset_parameters(self) -> None:
+        self.w.copy_(2 * self.table)
+        self.table.zero_()
+
+
+def a_buffer_comes_before_what_is_made_of_it(world: World) -> None:
+    table = torch.tensor([1.0, 2.0, 3.0])
+    for others in ("meta", "cpu"):
+        mine = table.clone() if world.rank == 0 else torch.full((3,), 9.0).to(others)
+        state = shard(world, Doubles(mine), units=ec.units.whole()).state_dict()
+        assert torch.equal(state["w"], 2 * table)
+        assert torch.equal(state["table"], table)
+
+
 # --- refusals ------------------------------------------------------------------------------------
 
 
@@ -360,6 +382,7 @@ def all_checks(world: World) -> None:
     trains_like_a_plain_model(world)
     a_function_initialises(world)
     rank_0_sends(world)
+    a_buffer_comes_before_what_is_made_of_it(world)
     refusals(world)
     weigh(world, True)
     weigh(world, False)
