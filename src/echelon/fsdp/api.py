@@ -67,7 +67,9 @@ class FSDP(Wrapper):
 
     Raises:
         ArgumentError: an option, the group or the module cannot be used; nothing was done.
-        ModelMismatch: the modules or options differ between ranks; names what, and who has what.
+        ModelMismatch: the modules or options differ between ranks, or a value is needed of a rank
+            that has it on meta; names what, and who has what.
+        StateError: a parameter on meta cannot be given memory in place.
 
     Example:
         >>> def main(world):
