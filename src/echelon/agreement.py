@@ -5,22 +5,31 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from echelon.errors import ArgumentError, ModelMismatch
-from echelon.world.group import Group
 
 __all__ = ["check_agreement", "check_model", "option_facts"]
 
 _ABSENT = "not there"
 
 
-def check_model(module: nn.Module, device: torch.device) -> None:
+class Ranks(Protocol):
+    """Who compares: a ``Group``, or several as one."""
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """The ``item`` of every rank, in the same order everywhere."""
+
+
+def check_model(module: nn.Module, device: torch.device, *, meta: bool = False) -> None:
     """Refuse a model that cannot be replicated over ranks on ``device``.
+
+    Args:
+        meta: whether parameters and buffers may be on the meta device.
 
     Raises:
         ArgumentError: lazy, sparse or misplaced parameters, or none that needs a gradient.
@@ -49,7 +58,7 @@ def check_model(module: nn.Module, device: torch.device) -> None:
                 f"{name!r} was made in inference mode, so it cannot be trained or broadcast: build "
                 "the model outside of torch.inference_mode()"
             )
-        if tensor.device != device:
+        if tensor.device != device and not (meta and tensor.is_meta):
             raise ArgumentError(
                 f"{name!r} is on {tensor.device} and the group is on {device}: "
                 f"move the model there before wrapping it"
@@ -67,12 +76,17 @@ def option_facts(options: Any) -> dict[str, str]:
 
 
 def check_agreement(
-    module: nn.Module, options: Mapping[str, str], group: Group, *, values: bool
-) -> None:
+    module: nn.Module, options: Mapping[str, str], ranks: Ranks, *, values: bool
+) -> list[frozenset[str]]:
     """Compare the model and the options of all ranks, in one exchange of objects.
+
+    Devices are not compared, but a value is never equal to none.
 
     Args:
         values: whether to compare parameters and buffers bit by bit (their hashes), too.
+
+    Returns:
+        By rank, the names of the parameters and buffers that it has on the meta device.
 
     Raises:
         ModelMismatch: the same one on every rank; names the first difference and who has what.
@@ -85,9 +99,13 @@ def check_agreement(
     if values:
         mine["the values of parameter"] = {n: _digest(p) for n, p in module.named_parameters()}
         mine["the values of buffer"] = {n: _digest(b) for n, b in module.named_buffers()}
-    everyone: list[dict[str, dict[str, str]]] = group.all_gather_object(mine)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    on_meta = [name for name, tensor in tensors if tensor.is_meta]
+    everyone: list[tuple[dict[str, dict[str, str]], list[str]]]
+    everyone = ranks.all_gather_object((mine, on_meta))
     for kind in mine:
-        _compare(kind, [facts[kind] for facts in everyone])
+        _compare(kind, [facts[kind] for facts, _ in everyone])
+    return [frozenset(names) for _, names in everyone]
 
 
 def _compare(kind: str, facts: Sequence[Mapping[str, str]]) -> None:
@@ -116,5 +134,7 @@ def _describe(tensor: Tensor) -> str:
 
 
 def _digest(tensor: Tensor) -> str:
+    if tensor.is_meta:
+        return "none, it is on the meta device"
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(data.data, digest_size=8).hexdigest()

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import resource
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-__all__ = ["is_cpu", "local_device", "memory_peak", "synchronize"]
+__all__ = ["is_cpu", "local_device", "memory_peak", "seeded", "synchronize"]
+
+_seeding = threading.Lock()
 
 
 def local_device(local_rank: int) -> torch.device:
@@ -40,3 +45,25 @@ def memory_peak(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Draw from ``seed`` on in the body; afterwards all goes on as if nothing had been drawn.
+
+    It holds for torch's default generator and for that of ``device``. Simulated ranks share the
+    generator of a CUDA device, so there the body runs on one of them at a time: it must not wait
+    for another rank.
+    """
+    # Not torch.manual_seed: that would seed every CUDA device of the process, too.
+    # Not torch.default_generator either: a simulated rank finds its own stream here.
+    generator: torch.Generator = vars(torch.random)["default_generator"]
+    if device.type != "cuda":
+        with torch.random.fork_rng(devices=[]):
+            generator.manual_seed(seed)
+            yield
+        return
+    with _seeding, torch.random.fork_rng(devices=[device]), torch.cuda.device(device):
+        generator.manual_seed(seed)
+        torch.cuda.manual_seed(seed)
+        yield

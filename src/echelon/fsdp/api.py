@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -22,6 +22,7 @@ from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.policy import Init, Layout, MixedPrecision, Options, Strategy
 from echelon.fsdp.prefetch import BackwardPrefetch
 from echelon.fsdp.ranks import Ranks
+from echelon.fsdp.start import Start
 from echelon.fsdp.state import copy_parameters, load_state, whole_state
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.units import Rule, whole
@@ -59,7 +60,8 @@ class FSDP(Wrapper):
             are averaged as in DDP.
         ignored: modules or parameters that stay whole and local; nobody reduces their gradients.
         init: ``"broadcast"`` rank 0's parameters and buffers, ``"verify"`` that all are equal, or
-            ``"trust"`` that they are. Names, shapes and dtypes are compared always.
+            ``"trust"`` that they are. Names, shapes and dtypes are compared always. To broadcast,
+            only rank 0 needs values: the others may have the model on the meta device.
         reduction: ``"mean"``, ``"sum"``, or a number that the sum is divided by.
         replicate: for ``HYBRID_SHARD``: the ranks that hold the same parts as this one, each in a
             group of its own; another axis of the mesh that ``group`` is an axis of.
@@ -68,10 +70,16 @@ class FSDP(Wrapper):
         forward_prefetch: how many units of forward are gathered before they are needed.
         limit_all_gathers: at most two units are gathered before they are needed, whatever
             ``forward_prefetch`` is.
+        materialize: called with each module that has parameters or buffers of its own which are on
+            meta on all ranks, when they have memory; it writes their values and does not
+            communicate. None: the module's ``reset_parameters()``. Either is seeded, so that
+            ``torch.manual_seed`` on rank 0 gives the same values on any number of ranks.
 
     Raises:
         ArgumentError: an option, the group or the module cannot be used; nothing was done.
-        ModelMismatch: the modules or options differ between ranks; names what, and who has what.
+        ModelMismatch: the modules or options differ between ranks, or a value is needed of a rank
+            that has it on meta; names what, and who has what.
+        StateError: a parameter on meta cannot be given memory in place.
 
     Example:
         >>> def main(world):
@@ -101,6 +109,7 @@ class FSDP(Wrapper):
         backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE,
         forward_prefetch: int = 0,
         limit_all_gathers: bool = True,
+        materialize: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__()
         options = Options(
@@ -115,22 +124,22 @@ class FSDP(Wrapper):
             limit_all_gathers=limit_all_gathers,
         )
         _check_arguments(module, group, strategy, replicate)
+        if materialize is not None and not callable(materialize):
+            raise ArgumentError(f"materialize is {materialize!r:.80}; give a function of a module")
         ranks = Ranks(group, replicate)
-        check_model(module, group.device)
+        check_model(module, group.device, meta=True)
         skip = ignored_parameters(module, ignored)
         rule = whole() if units is None else units
         facts = {**option_facts(options), "units": repr(rule), "ignored": str(len(skip))}
-        for one in ranks.groups:
-            check_agreement(module, facts, one, values=init == "verify")
-        if init == "broadcast":
-            _broadcast(module, ranks)
+        facts["materialize"] = "none" if materialize is None else "given"
+        on_meta = check_agreement(module, facts, ranks, values=init == "verify")
+        start = Start(module, ranks, init, on_meta, materialize)
         self.module = module
         self.training = module.training
         self._ranks = ranks
         self._group = group
         self._options = options
-        built = build_units(module, group, rule, options, skip)
-        self._units, self._slots = built
+        self._units, self._slots = build_units(module, group, rule, options, skip, start)
         self._hooks = Hooks(self._units, ranks, options)
         self._census = Census(module, "FSDP")
         module._echelon_fsdp = True  # type: ignore[assignment]
@@ -341,13 +350,6 @@ class FSDP(Wrapper):
 
     def _storages(self) -> list[Storage]:
         return [storage for unit in self._units for storage in unit.storages]
-
-
-def _broadcast(module: nn.Module, ranks: Ranks) -> None:
-    """Give the first rank's parameters and buffers to all, one at a time."""
-    with torch.no_grad():
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            ranks.broadcast(tensor.data, f"initial {name}")
 
 
 def _check_arguments(

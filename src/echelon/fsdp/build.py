@@ -10,6 +10,7 @@ from torch import nn
 from echelon.errors import ArgumentError
 from echelon.fsdp.gradients import GradientShard, Slots
 from echelon.fsdp.policy import Options, Strategy
+from echelon.fsdp.start import Start
 from echelon.fsdp.storage import Storage, make_storage
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.units import Member, Rule, UnitPlan, plan_units
@@ -24,13 +25,17 @@ def build_units(
     rule: Rule,
     options: Options,
     ignored: Sequence[nn.Parameter],
+    start: Start,
 ) -> tuple[list[Unit], list[Slots]]:
     """The units of ``module``, the root first, and where their gradients travel.
 
-    All ranks of the group call it. The parameters become this rank's parts.
+    All ranks of the group call it. Each parameter arrives whole and becomes this rank's part before
+    the next one comes, so the start takes the parts, and the memory of one unit.
     """
     plans = plan_units(module, rule, ignored)
-    storages = [_storages_of(plan, group, options) for plan in plans]
+    start.begin()
+    storages = [_fill(plan, _storages_of(plan, group, options), start) for plan in plans]
+    start.finish()
     slots = _Lots(group, options, storages)
     units = []
     for plan, own in zip(plans, storages, strict=True):
@@ -45,6 +50,17 @@ def build_units(
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(dtype)
     return units, slots.all
+
+
+def _fill(plan: UnitPlan, storages: list[Storage], start: Start) -> list[Storage]:
+    """The storages of a unit with their initial values, and its parameters as their parts."""
+    homes = {id(param): (one, i) for one in storages for i, param in enumerate(one.params)}
+    # In the order of the model: the parameters of one module come together.
+    for member in plan.members:
+        storage, i = homes[id(member.param)]
+        start.arrive(member.param)
+        storage.settle(i)
+    return storages
 
 
 def _storages_of(plan: UnitPlan, group: Group, options: Options) -> list[Storage]:

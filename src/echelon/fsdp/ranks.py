@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -42,6 +42,19 @@ class Ranks:
         for group in self.groups:
             if group.size > 1:
                 group.broadcast(tensor, 0, label=label)
+
+    def broadcast_object(self, item: Any) -> Any:
+        """The first rank's ``item``."""
+        for group in self.groups:
+            item = group.broadcast_object(item)
+        return item
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """The ``item`` of every rank: those of the first group, then those of the next."""
+        items = self.shard.all_gather_object(item)
+        if self.replicas is None:
+            return items
+        return [one for part in self.replicas.all_gather_object(items) for one in part]
 
     def all_reduce(self, tensor: Tensor, op: str, label: str) -> None:
         """Reduce over all ranks."""

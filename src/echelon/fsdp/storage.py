@@ -102,6 +102,15 @@ class Storage(ABC):
         flat = value.detach().reshape(-1)[piece.start : piece.start + piece.numel]
         part.copy_(flat.view(part.shape))
 
+    def settle(self, i: int) -> None:
+        """Take this rank's part of a whole parameter, which becomes that part.
+
+        Nothing else here refers to its old memory, so that is free.
+        """
+        with torch.no_grad():
+            self.adopt_one(i, self.params[i])
+        self.params[i].data = self.locals[i]
+
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's parts."""
@@ -271,7 +280,7 @@ def make_storage(
     *,
     sharded: bool,
 ) -> Storage:
-    """Memory for ``members``, with their present values, and the parameters as its parts."""
+    """Memory for ``members``, without values: ``settle`` takes each parameter in."""
     numels = [member.param.numel() for member in members]
     order = place_order(numels, members[0].param.dtype.itemsize)
     placed = [members[i] for i in order]
@@ -279,12 +288,7 @@ def make_storage(
     rows = layout == "rows"
     cut = (cut_rows if rows else cut_flat)(shapes, group.size)
     kind = Replicated if not sharded else Shared if group.shares_memory else Gathered
-    storage = kind(placed, cut, group, compute, label, rows=rows and sharded)
-    with torch.no_grad():
-        storage.adopt([member.param for member in placed])
-        for param, part in zip(storage.params, storage.locals, strict=True):
-            param.data = part
-    return storage
+    return kind(placed, cut, group, compute, label, rows=rows and sharded)
 
 
 def shaped_part(flat: Tensor, shape: tuple[int, ...], rows: bool) -> Tensor:
