@@ -83,18 +83,35 @@ class Hooks:
         self._order = [*range(len(units) - 1, 0, -1), 0]
         self._learned: list[int] | None = None
         self._ordered = False
+        self._ids: dict[str, list[int]] = {}  # of our hooks on modules, by unit
         for u in range(len(units)):
             self._watch(u)
 
     def _watch(self, u: int) -> None:
         unit = self.units[u]
         if u:
-            unit.module.register_forward_pre_hook(lambda module, args: self.before_forward(u))
-            unit.module.register_forward_hook(
+            before = unit.module.register_forward_pre_hook(
+                lambda module, args: self.before_forward(u)
+            )
+            after = unit.module.register_forward_hook(
                 lambda module, args, output: self.after_forward(u, output), always_call=True
             )
+            self._ids[unit.name] = [before.id, after.id]
         for param in unit.trainable:
             param.register_post_accumulate_grad_hook(self._arrival(u))
+
+    def leave(self, copy: nn.Module) -> None:
+        """Take these hooks off a copy of the model, which has got them from the model."""
+        for name, ids in self._ids.items():
+            module = copy.get_submodule(name)
+            kinds: list[dict[int, Any]] = [
+                module._forward_pre_hooks,
+                module._forward_hooks,
+                module._forward_hooks_always_called,
+            ]
+            for hooks in kinds:
+                for hook in ids:
+                    hooks.pop(hook, None)
 
     # Forward ---------------------------------------------------------------------------------
 
