@@ -1,15 +1,17 @@
 """State, precision, starts and refusals of FSDP; over simulated ranks."""
 
+import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.errors import ArgumentError, ModelMismatch
+from echelon.errors import ArgumentError, ModelMismatch, StateError
 from echelon.world.base import World
-from tests.fsdp.checking import shard
+from tests.fsdp.checking import plain_grads, same_grads, shard, whole_grads
 from tests.fsdp.models import Block, batch, build, loss_of
 from tests.worlds import run_world
 
@@ -36,6 +38,191 @@ def saves(world: World, layout: str) -> None:
     assert model.load_state_dict({"more": torch.ones(1)}, strict=False).unexpected_keys == ["more"]
     with pytest.raises(ArgumentError, match="assign"):
         model.load_state_dict(state, assign=True)
+    with model.full_parameters():
+        assert torch.equal(model.state_dict()["head.weight"], state["head.weight"])
+        assert model.head.weight.shape == (11, 6)  # and the block goes on
+
+
+def refuses_values(world: World) -> None:
+    """Nothing is loaded when one value does not fit."""
+    model = shard(world)
+    before = model.sharded_state_dict()
+    ones = {name: torch.ones_like(value) for name, value in build().state_dict().items()}
+    for wrong, words in [
+        (torch.ones(6, 6, dtype=torch.complex128), "torch.complex128 would lose"),
+        ([1.0], "a list instead of a tensor"),
+        (torch.ones(6, 7), r"\(6, 7\) instead of \(6, 6\)"),
+    ]:
+        with pytest.raises(ArgumentError, match=rf"frozen\.weight: {words}"):
+            model.load_state_dict({**ones, "frozen.weight": wrong})
+    for name, value in model.sharded_state_dict().items():
+        assert torch.equal(value, before[name])
+    model.load_state_dict({name: value.half() for name, value in ones.items()})
+    assert torch.equal(model.state_dict()["blocks.1.scale"], torch.ones(()).double())
+    counted = shard(
+        world, nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), units=ec.units.whole()
+    )
+    state = counted.state_dict()
+    with pytest.raises(ArgumentError, match=r"torch\.float32 would lose what torch\.int64"):
+        counted.load_state_dict({**state, "1.num_batches_tracked": torch.tensor(0.5)})
+
+
+def test_values_that_do_not_fit_are_refused_before_any_is_loaded() -> None:
+    ec.run(refuses_values, 2)
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def saves_parts(world: World, layout: str) -> None:
+    model = shard(world, layout=layout)
+    plain = build(seed=1).state_dict()
+    model.load_state_dict(plain)
+    state = model.sharded_state_dict()
+    assert list(state) == list(plain)
+    owned = {info.names for info in model.units}
+    for names in owned:
+        for name in names:
+            info = model.shard_info(name)[world.rank]
+            part = plain[name].flatten()[info.start : info.start + info.size]
+            assert torch.equal(state[name].flatten(), part)
+    assert torch.equal(state["shift"], plain["shift"])
+    model.load_state_dict(build(seed=2).state_dict())
+    assert not torch.equal(state["shift"] + 1, model.shift)  # copies, not views
+    assert model.load_sharded_state_dict(state) == ([], [])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, plain[name])
+    size = model.frozen.weight.shape
+    larger = torch.ones(size[0] + 1, *size[1:])
+    ones = {name: torch.ones_like(value) for name, value in state.items()}
+    with pytest.raises(ArgumentError) as error:
+        model.load_sharded_state_dict({**ones, "frozen.weight": larger})
+    assert f"{tuple(larger.shape)} instead of {tuple(size)}" in str(error.value)
+    with pytest.raises(ArgumentError, match="more: unexpected"):
+        model.load_sharded_state_dict({**ones, "more": torch.ones(1)})
+    for name, value in model.sharded_state_dict().items():
+        assert torch.equal(value, state[name])
+
+
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+def test_a_rank_saves_and_loads_its_parts(layout) -> None:
+    ec.run(saves_parts, 3, args=(layout,))
+
+
+class Extra(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.note = nn.Linear(6, 6), "new"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def get_extra_state(self) -> Any:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state["note"]
+
+
+def keeps_extra(world: World) -> None:
+    model = shard(world, nn.Sequential(Extra(), nn.Linear(6, 6)), units=ec.units.whole())
+    for save, load in [
+        (model.state_dict, model.load_state_dict),
+        (model.sharded_state_dict, model.load_sharded_state_dict),
+    ]:
+        model.module[0].note = "saved"
+        state = save()
+        model.module[0].note = "new"
+        load(state)
+        assert model.module[0].note == "saved"
+
+
+def test_extra_state_of_modules_is_loaded() -> None:
+    ec.run(keeps_extra, 2)
+
+
+# --- the whole state on one rank -----------------------------------------------------------------
+
+WIDE = 64
+
+
+def wide() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(nn.Linear(WIDE, WIDE, bias=False) for _ in range(6)))
+
+
+def tensor_nbytes() -> int:
+    """Of all tensors of this process; memory that several show counts once."""
+    found = {}
+    for one in gc.get_objects():
+        if type(one) in (Tensor, nn.Parameter):
+            storage = one.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+def streams(world: World) -> None:
+    """Memory of a process is measured, so ranks must not be threads of one."""
+    plain = wide().state_dict()
+    model = shard(world, wide(), units=ec.units.by_type(nn.Linear))
+    unit_nbytes = WIDE * WIDE * 4
+    gc.collect()
+    before = tensor_nbytes()
+    seen: list[int] = []
+
+    def look(event: Any) -> None:
+        if event.name in ("fsdp.gather", "fsdp.release"):
+            seen.append(tensor_nbytes() - before)
+
+    with ec.events.listen(look):
+        state = model.whole_state_dict(rank0_only=True)
+    assert len(seen) >= 6
+    if world.rank:
+        assert state == {}
+        assert max(seen) <= unit_nbytes
+    else:
+        assert max(seen) >= 6 * unit_nbytes
+        assert all(torch.equal(state[name], value) for name, value in plain.items())
+
+
+def saves_on_rank_0(world: World) -> None:
+    model, plain = shard(world), build().state_dict()
+    for rank0_only in (False, True):
+        state = model.whole_state_dict(rank0_only=rank0_only)
+        assert list(state) == (list(plain) if world.rank == 0 or not rank0_only else [])
+        for name, value in state.items():
+            assert torch.equal(value, plain[name])
+            assert value.device == torch.device("cpu")
+    loss = loss_of(model, *batch(0, world.rank))
+    model.state_dict()  # between forward and backward
+    loss.backward()
+    same_grads(whole_grads(model, world), plain_grads(*(batch(0, r) for r in range(world.size))))
+    inside = nn.Sequential(nn.Linear(6, 6))
+    wrapped = shard(world, inside, units=ec.units.whole())
+    with pytest.raises(StateError, match="inside a forward"):
+        inside.register_forward_pre_hook(lambda module, args: wrapped.state_dict())
+        wrapped(torch.ones(1, 6))
+
+
+def test_the_whole_state_goes_to_rank_0_alone() -> None:
+    ec.run(saves_on_rank_0, 3)
+
+
+def keeps_bits(world: World, layout: str) -> None:
+    torch.manual_seed(5)
+    plain = nn.Linear(6, 6)
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    precision = ec.MixedPrecision(compute=torch.bfloat16)
+    model = shard(world, plain, units=ec.units.whole(), precision=precision, layout=layout)
+    for state in (model.state_dict(), model.whole_state_dict()):
+        for name, value in expected.items():
+            assert value.dtype == torch.float32
+            assert torch.equal(state[name], value)
+
+
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+def test_a_saved_state_is_not_rounded_to_the_dtype_of_compute(layout) -> None:
+    ec.run(keeps_bits, 2, args=(layout,))
 
 
 @pytest.mark.parametrize("layout", ["flat", "rows"])
@@ -217,10 +404,22 @@ def test_weights_are_those_of_rank_0_or_each_ranks_own(init) -> None:
 def every_check(world: World) -> None:
     """One start of ranks for all of them."""
     for layout in ("flat", "rows"):
-        saves(world, layout)
-    for check in (opens, computes_low, ignores):
+        for check in (saves, saves_parts, keeps_bits):
+            check(world, layout)
+    streams(world)
+    for check in (refuses_values, saves_on_rank_0, opens, computes_low, ignores):
         check(world)
 
 
 def test_all_of_it_holds_over_gloo() -> None:
     run_world("gloo", every_check, 2)
+
+
+def shared_checks(world: World) -> None:
+    """What depends on how memory is shared."""
+    streams(world)
+    saves_parts(world, "flat")
+
+
+def test_it_holds_over_processes() -> None:
+    run_world("processes", shared_checks, 2)
