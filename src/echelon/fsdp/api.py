@@ -16,13 +16,27 @@ from echelon.arguments import Reduction
 from echelon.errors import ArgumentError, StateError
 from echelon.fsdp.build import build_units, copy_units, ignored_parameters
 from echelon.fsdp.cuts import ShardInfo
-from echelon.fsdp.facts import MemoryStats, UnitInfo, memory_of, owners_of, unit_facts
+from echelon.fsdp.facts import (
+    MemoryStats,
+    UnitInfo,
+    count_parameters,
+    memory_of,
+    owners_of,
+    unit_facts,
+)
 from echelon.fsdp.gradients import Slots
 from echelon.fsdp.grads import norm_over_shards
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.optimizer_state import gather_optimizer_state, load_optimizer_state
 from echelon.fsdp.policy import Init, Layout, MixedPrecision, Options, Strategy
-from echelon.fsdp.state import copy_parameters, copy_parts, load_state, state_of_copies
+from echelon.fsdp.state import (
+    copy_parameters,
+    copy_parts,
+    load_state,
+    no_assign,
+    part_loader,
+    state_of_copies,
+)
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.units import Rule, whole
@@ -127,6 +141,8 @@ class FSDP(Wrapper):
         self._options = options
         self._units, self._slots = built
         self._hooks = Hooks(self._units, group, options)
+        loader = part_loader(self._storages(), module)
+        self.register_load_state_dict_pre_hook(loader)  # type: ignore[no-untyped-call]
 
     # Training --------------------------------------------------------------------------------
 
@@ -267,8 +283,7 @@ class FSDP(Wrapper):
 
         Buffers and what is not sharded are whole.
         """
-        state: dict[str, Any] = state_of_copies(self.module, copy_parts(self._storages()))
-        return state
+        return state_of_copies(self.module, copy_parts(self._storages()))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -280,10 +295,7 @@ class FSDP(Wrapper):
                 was loaded.
         """
         if assign:
-            raise ArgumentError(
-                "load_state_dict(assign=True) would replace the parameters that FSDP shards: "
-                "use assign=False"
-            )
+            raise no_assign()
         return load_state(self.module, self._storages(), state_dict, strict=strict)
 
     def load_sharded_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
@@ -358,9 +370,7 @@ class FSDP(Wrapper):
 
     def num_parameters(self) -> int:
         """Elements of all parameters of the model, the same on every rank."""
-        whole_ones = sum(storage.cut.numel for storage in self._storages())
-        ids = {id(param) for storage in self._storages() for param in storage.params}
-        return whole_ones + sum(p.numel() for p in self.module.parameters() if id(p) not in ids)
+        return count_parameters(self.module, self._storages())
 
     def local_sharding_ratio(self) -> float:
         """The fraction of the model's parameters that this rank keeps."""

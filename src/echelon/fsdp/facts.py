@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from echelon.errors import ArgumentError
 from echelon.fsdp.cuts import ShardInfo
 from echelon.fsdp.gradients import Slots
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.unit import Unit
 
-__all__ = ["MemoryStats", "UnitInfo", "memory_of", "owners_of", "unit_facts"]
+__all__ = [
+    "MemoryStats",
+    "UnitInfo",
+    "count_parameters",
+    "memory_of",
+    "owners_of",
+    "unit_facts",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +93,13 @@ def owners_of(storages: Sequence[Storage], name: str) -> list[ShardInfo]:
                 shape, numel = storage.cut.shapes[i], storage.own[i].numel
                 return [ShardInfo(r, 0, numel, shape) for r in range(storage.group.size)]
     raise ArgumentError(f"Parameter {name!r} is in no unit of this model")
+
+
+def count_parameters(module: nn.Module, storages: Sequence[Storage]) -> int:
+    """Elements of all parameters, whole ones of those that are sharded."""
+    ids = {id(param) for storage in storages for param in storage.params}
+    others = sum(param.numel() for param in module.parameters() if id(param) not in ids)
+    return others + sum(storage.cut.numel for storage in storages)
 
 
 def memory_of(units: Sequence[Unit], slots: Sequence[Slots], num_reductions: int) -> MemoryStats:

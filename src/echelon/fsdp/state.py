@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,8 @@ __all__ = [
     "copy_parts",
     "homes_of",
     "load_state",
+    "no_assign",
+    "part_loader",
     "state_of_copies",
 ]
 
@@ -115,9 +117,9 @@ def state_of_copies(
     kwargs: Mapping[str, Any] | None = None,
     *,
     device: torch.device | None = None,
-) -> Any:
+) -> dict[str, Any]:
     """The state dict of ``module`` with ``copies`` of its parameters, and copies of the rest."""
-    state = module.state_dict(*args, **{**(kwargs or {}), "keep_vars": True})
+    state: dict[str, Any] = module.state_dict(*args, **{**(kwargs or {}), "keep_vars": True})
     for key, value in state.items():
         if isinstance(value, Tensor):
             found = copies.get(id(value))
@@ -202,3 +204,37 @@ def _load_extra(module: nn.Module, own: Mapping[str, Any], given: Mapping[str, A
         key = f"{name}.{_EXTRA}".lstrip(".")
         if key in own and key in given:
             submodule.set_extra_state(given[key])
+
+
+def part_loader(storages: Sequence[Storage], module: nn.Module) -> Callable[..., None]:
+    """A hook that leads whole values to the parts where a larger module loads its state.
+
+    There PyTorch itself copies, and looks for the wrapped module under the name ``module``. What
+    does not fit is left as it is, for PyTorch to name.
+    """
+
+    def hook(
+        _: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: object
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise no_assign()
+        homes = homes_of(storages)
+        own = module.state_dict(keep_vars=True)
+        for key in [key for key in state if key.startswith(prefix)]:
+            value, plain = state.pop(key), key.removeprefix(prefix)
+            home = homes.get(id(own.get(plain)))
+            if home is not None and isinstance(value, Tensor):
+                shape = home.storage.cut.shapes[home.i]
+                if tuple(value.shape) == shape:
+                    value = home.storage.part_of(home.i, value)
+            state[f"{prefix}module.{plain}"] = value
+
+    return hook
+
+
+def no_assign() -> ArgumentError:
+    """What ``assign=True`` gets."""
+    return ArgumentError(
+        "load_state_dict(assign=True) would replace the parameters that FSDP shards: "
+        "use assign=False"
+    )
