@@ -14,16 +14,9 @@ from torch import Tensor, nn
 from echelon.agreement import check_agreement, check_model, option_facts
 from echelon.arguments import Reduction
 from echelon.errors import ArgumentError, StateError
+from echelon.fsdp import facts
 from echelon.fsdp.build import build_units, copy_units, ignored_parameters
 from echelon.fsdp.cuts import ShardInfo
-from echelon.fsdp.facts import (
-    MemoryStats,
-    UnitInfo,
-    count_parameters,
-    memory_of,
-    owners_of,
-    unit_facts,
-)
 from echelon.fsdp.gradients import Slots
 from echelon.fsdp.grads import norm_over_shards
 from echelon.fsdp.hooks import Hooks
@@ -121,8 +114,8 @@ class FSDP(Wrapper):
         check_model(module, group.device)
         skip = ignored_parameters(module, ignored)
         rule = whole() if units is None else units
-        facts = {**option_facts(options), "units": repr(rule), "ignored": str(len(skip))}
-        check_agreement(module, facts, group, values=init == "verify")
+        choices = {**option_facts(options), "units": repr(rule), "ignored": str(len(skip))}
+        check_agreement(module, choices, group, values=init == "verify")
         if init == "broadcast" and group.size > 1:
             _broadcast(module, group)
         self._attach(module, group, options, build_units(module, group, rule, options, skip))
@@ -356,9 +349,9 @@ class FSDP(Wrapper):
         return self._group
 
     @property
-    def units(self) -> tuple[UnitInfo, ...]:
+    def units(self) -> tuple[facts.UnitInfo, ...]:
         """The units, the root first."""
-        return unit_facts(self._units)
+        return facts.unit_facts(self._units)
 
     def shard_info(self, name: str) -> list[ShardInfo]:
         """Which part of a parameter every rank owns, in rank order.
@@ -366,11 +359,11 @@ class FSDP(Wrapper):
         Raises:
             ArgumentError: no unit has a parameter of that name.
         """
-        return owners_of(self._storages(), name)
+        return facts.owners_of(self._storages(), name)
 
     def num_parameters(self) -> int:
         """Elements of all parameters of the model, the same on every rank."""
-        return count_parameters(self.module, self._storages())
+        return facts.count_parameters(self.module, self._storages())
 
     def local_sharding_ratio(self) -> float:
         """The fraction of the model's parameters that this rank keeps."""
@@ -378,9 +371,9 @@ class FSDP(Wrapper):
         total = self.num_parameters()
         return kept / total if total else 1.0
 
-    def memory_stats(self) -> MemoryStats:
+    def memory_stats(self) -> facts.MemoryStats:
         """Bytes by category, and counts."""
-        return memory_of(self._units, self._slots, self._hooks.num_reductions)
+        return facts.memory_of(self._units, self._slots, self._hooks.num_reductions)
 
     def _storages(self) -> list[Storage]:
         return [storage for unit in self._units for storage in unit.storages]
