@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ def whole_grads(model: ec.FSDP, world: World) -> dict[str, Tensor]:
             continue
         parts = world.group.all_gather_object(param.grad.flatten().tolist())
         info = model.shard_info(name)
+        if len(parts[0]) == math.prod(info[0].shape):
+            parts = parts[:1]  # this one is whole, on every rank or on rank 0
         flat = [value for part in parts for value in part]
         found[name] = torch.tensor(flat, dtype=param.grad.dtype).view(info[0].shape)
     return found

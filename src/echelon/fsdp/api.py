@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +15,27 @@ from echelon.agreement import check_agreement, check_model, option_facts
 from echelon.arguments import Reduction
 from echelon.census import Census
 from echelon.errors import ArgumentError, StateError
-from echelon.fsdp.build import build_units, ignored_parameters
+from echelon.fsdp import facts
+from echelon.fsdp.build import build_units, copy_units, ignored_parameters
 from echelon.fsdp.cuts import ShardInfo
-from echelon.fsdp.facts import MemoryStats, UnitInfo
+from echelon.fsdp.gradients import Slots
 from echelon.fsdp.grads import norm_over_shards
 from echelon.fsdp.hooks import Hooks
+from echelon.fsdp.optimizer_state import gather_optimizer_state, load_optimizer_state
 from echelon.fsdp.policy import Init, Layout, MixedPrecision, Options, Strategy
 from echelon.fsdp.prefetch import BackwardPrefetch
 from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.start import Start
-from echelon.fsdp.state import copy_parameters, load_state, whole_state
+from echelon.fsdp.state import (
+    copy_parameters,
+    copy_parts,
+    load_state,
+    no_assign,
+    part_loader,
+    state_of_copies,
+)
 from echelon.fsdp.storage import Storage
+from echelon.fsdp.unit import Unit
 from echelon.fsdp.units import Rule, whole
 from echelon.nested import cast_floats
 from echelon.world.group import Group
@@ -47,6 +58,8 @@ class FSDP(Wrapper):
 
     Where ranks share memory, the whole parameters of a unit are one piece of memory for all of them
     and the parts are views of it: an optimizer step is a gather, and nothing is copied.
+
+    ``copy.deepcopy``, which all ranks call, gives an FSDP on the same group, in memory of its own.
 
     Args:
         module: the same on all ranks.
@@ -130,19 +143,31 @@ class FSDP(Wrapper):
         check_model(module, group.device, meta=True)
         skip = ignored_parameters(module, ignored)
         rule = whole() if units is None else units
-        facts = {**option_facts(options), "units": repr(rule), "ignored": str(len(skip))}
-        facts["materialize"] = "none" if materialize is None else "given"
-        on_meta = check_agreement(module, facts, ranks, values=init == "verify")
+        choices = {**option_facts(options), "units": repr(rule), "ignored": str(len(skip))}
+        choices["materialize"] = "none" if materialize is None else "given"
+        on_meta = check_agreement(module, choices, ranks, values=init == "verify")
         start = Start(module, ranks, init, on_meta, materialize)
+        built = build_units(module, group, rule, options, skip, start)
+        self._attach(module, ranks, options, built)
+        module._echelon_fsdp = True  # type: ignore[assignment]
+
+    def _attach(
+        self,
+        module: nn.Module,
+        ranks: Ranks,
+        options: Options,
+        built: tuple[list[Unit], list[Slots]],
+    ) -> None:
         self.module = module
         self.training = module.training
         self._ranks = ranks
-        self._group = group
+        self._group = ranks.shard
         self._options = options
-        self._units, self._slots = build_units(module, group, rule, options, skip, start)
+        self._units, self._slots = built
         self._hooks = Hooks(self._units, ranks, options)
         self._census = Census(module, "FSDP")
-        module._echelon_fsdp = True  # type: ignore[assignment]
+        loader = part_loader(self._storages(), module)
+        self.register_load_state_dict_pre_hook(loader)  # type: ignore[no-untyped-call]
 
     # Training --------------------------------------------------------------------------------
 
@@ -253,15 +278,39 @@ class FSDP(Wrapper):
             ):
                 part.copy_(value.view(part.shape))
 
+    # State -----------------------------------------------------------------------------------
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The whole state, with the plain module's keys and shapes, as copies. All ranks call it.
 
         One unit is gathered at a time.
+
+        Raises:
+            StateError: inside a forward or a backward.
         """
-        self._hooks.prepare()
-        copies = copy_parameters(self._units)
-        self._ranks.meet("the state was copied")
-        return whole_state(self.module, copies, args, kwargs)
+        return state_of_copies(self.module, copy_parameters(self._hooks), args, kwargs)
+
+    def whole_state_dict(self, rank0_only: bool = False, cpu: bool = True) -> dict[str, Any]:
+        """What ``state_dict`` returns, for rank 0 alone, or not on the device. All ranks call it.
+
+        Args:
+            rank0_only: other ranks get an empty dict, and hold one whole unit at a time.
+            cpu: every copy goes to the memory of the host when it is made.
+
+        Raises:
+            StateError: inside a forward or a backward.
+        """
+        keep = self._group.rank == 0 or not rank0_only
+        device = torch.device("cpu") if cpu else None
+        copies = copy_parameters(self._hooks, keep=keep, device=device)
+        return state_of_copies(self.module, copies, device=device) if keep else {}
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Copies of this rank's parts, by the plain module's keys. Nothing is communicated.
+
+        Buffers and what is not sharded are whole.
+        """
+        return state_of_copies(self.module, copy_parts(self._storages()))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -269,15 +318,62 @@ class FSDP(Wrapper):
         """Load a whole state; every rank takes its parts, in place. Nothing is communicated.
 
         Raises:
-            ArgumentError: keys (if ``strict``), shapes or ``assign`` do not fit; nothing was
-                loaded.
+            ArgumentError: keys (if ``strict``), shapes, dtypes or ``assign`` do not fit; nothing
+                was loaded.
         """
         if assign:
-            raise ArgumentError(
-                "load_state_dict(assign=True) would replace the parameters that FSDP shards: "
-                "use assign=False"
-            )
+            raise no_assign()
         return load_state(self.module, self._storages(), state_dict, strict=strict)
+
+    def load_sharded_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load what ``sharded_state_dict`` returned on this rank. Nothing is communicated.
+
+        Raises:
+            ArgumentError: keys (if ``strict``), sizes of parts or dtypes do not fit; nothing was
+                loaded.
+        """
+        return load_state(self.module, self._storages(), state, strict=strict, parts=True)
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The whole state of ``optimizer`` by the names of parameters. All ranks call it.
+
+        It is that of an optimizer over the plain model, gathered one tensor at a time:
+        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``.
+
+        Raises:
+            ArgumentError: a parameter of the optimizer is not in this model.
+            UnsupportedError: a state is neither a number nor one number for each element.
+            StateError: the optimizers of the ranks hold different states.
+        """
+        return gather_optimizer_state(optimizer, self.module, self._storages(), self._group)
+
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Load a whole state by name; every rank takes its parts. Nothing is communicated.
+
+        Raises:
+            ArgumentError: names, groups or shapes do not fit; nothing was loaded.
+        """
+        load_optimizer_state(optimizer, self.module, self._storages(), state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if self._hooks.busy:
+            raise StateError(
+                "a copy inside a forward, a backward or full_parameters(): copy the model outside"
+            )
+        for unit in self._units:
+            unit.release()
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        nn.Module.__init__(clone)
+        module = copy.deepcopy(self.module, memo)
+        self._hooks.leave(module)
+        built = copy_units(self._units, module, self._group, self._options)
+        clone._attach(module, self._ranks, self._options, built)
+        for mine, theirs in zip(self.module.parameters(), module.parameters(), strict=True):
+            theirs.requires_grad_(mine.requires_grad)  # it may have changed since wrapping
+        return clone
 
     # What is where ---------------------------------------------------------------------------
 
@@ -287,18 +383,9 @@ class FSDP(Wrapper):
         return self._group
 
     @property
-    def units(self) -> tuple[UnitInfo, ...]:
+    def units(self) -> tuple[facts.UnitInfo, ...]:
         """The units, the root first."""
-        return tuple(
-            UnitInfo(
-                unit.name,
-                tuple(member.name for one in unit.storages for member in one.members),
-                sum(one.cut.numel for one in unit.storages),
-                any(one.sharded for one in unit.storages),
-                unit.gathered,
-            )
-            for unit in self._units
-        )
+        return facts.unit_facts(self._units)
 
     def shard_info(self, name: str) -> list[ShardInfo]:
         """Which part of a parameter every rank owns, in rank order.
@@ -306,20 +393,11 @@ class FSDP(Wrapper):
         Raises:
             ArgumentError: no unit has a parameter of that name.
         """
-        for storage in self._storages():
-            for i, member in enumerate(storage.members):
-                if member.name == name:
-                    if storage.sharded:
-                        return storage.cut.info(i)
-                    shape, numel = storage.cut.shapes[i], storage.own[i].numel
-                    return [ShardInfo(r, 0, numel, shape) for r in range(self._group.size)]
-        raise ArgumentError(f"Parameter {name!r} is in no unit of this model")
+        return facts.owners_of(self._storages(), name)
 
     def num_parameters(self) -> int:
         """Elements of all parameters of the model, the same on every rank."""
-        whole_ones = sum(storage.cut.numel for storage in self._storages())
-        ids = {id(param) for storage in self._storages() for param in storage.params}
-        return whole_ones + sum(p.numel() for p in self.module.parameters() if id(p) not in ids)
+        return facts.count_parameters(self.module, self._storages())
 
     def local_sharding_ratio(self) -> float:
         """The fraction of the model's parameters that this rank keeps."""
@@ -327,26 +405,9 @@ class FSDP(Wrapper):
         total = self.num_parameters()
         return kept / total if total else 1.0
 
-    def memory_stats(self) -> MemoryStats:
+    def memory_stats(self) -> facts.MemoryStats:
         """Bytes by category, and counts."""
-        storages = self._storages()
-        shards = sum(storage.nbytes for storage in storages)
-        everything = sum(storage.cut.numel * storage.dtype.itemsize for storage in storages)
-        gradients = sum(shard.nbytes for unit in self._units for shard in unit.shards)
-        trainable = sum(
-            shard.storage.cut.numel * shard.storage.dtype.itemsize
-            for unit in self._units
-            for shard in unit.shards
-        )
-        return MemoryStats(
-            shards=shards,
-            gathered=sum(storage.whole_nbytes for storage in storages),
-            gradients=gradients,
-            slots=sum(slots.nbytes for slots in self._slots),
-            saved=everything - shards + trainable - gradients,
-            num_all_gathers=sum(unit.num_gathers for unit in self._units),
-            num_reduce_scatters=self._hooks.num_reductions,
-        )
+        return facts.memory_of(self._units, self._slots, self._hooks.num_reductions)
 
     def _storages(self) -> list[Storage]:
         return [storage for unit in self._units for storage in unit.storages]

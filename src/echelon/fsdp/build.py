@@ -11,12 +11,12 @@ from echelon.errors import ArgumentError
 from echelon.fsdp.gradients import GradientShard, Slots
 from echelon.fsdp.policy import Options, Strategy
 from echelon.fsdp.start import Start
-from echelon.fsdp.storage import Storage, make_storage
+from echelon.fsdp.storage import Storage, copy_storage, make_storage
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.units import Member, Rule, UnitPlan, plan_units
 from echelon.world.group import Group
 
-__all__ = ["build_units", "ignored_parameters"]
+__all__ = ["build_units", "copy_units", "ignored_parameters"]
 
 
 def build_units(
@@ -36,19 +36,50 @@ def build_units(
     start.begin()
     storages = [_fill(plan, _storages_of(plan, group, options), start) for plan in plans]
     start.finish()
+    built = _units_of([(plan.name, plan.module) for plan in plans], storages, group, options)
+    if (dtype := options.precision.buffers) is not None:
+        for buffer in module.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
+    return built
+
+
+def copy_units(
+    units: Sequence[Unit], module: nn.Module, group: Group, options: Options
+) -> tuple[list[Unit], list[Slots]]:
+    """The same units of ``module``, a copy of theirs, in memory of their own.
+
+    All ranks of the group call it. Members are found by name, so a module may copy itself its way.
+    """
+
+    def renewed(member: Member) -> Member:
+        owner = module.get_submodule(member.name.rpartition(".")[0])
+        return Member(member.name, module.get_parameter(member.name), owner)
+
+    storages = [
+        [copy_storage(one, [renewed(member) for member in one.members]) for one in unit.storages]
+        for unit in units
+    ]
+    named = [(unit.name, module.get_submodule(unit.name)) for unit in units]
+    return _units_of(named, storages, group, options)
+
+
+def _units_of(
+    named: Sequence[tuple[str, nn.Module]],
+    storages: Sequence[Sequence[Storage]],
+    group: Group,
+    options: Options,
+) -> tuple[list[Unit], list[Slots]]:
+    """Units with what their gradients need."""
     slots = _Lots(group, options, storages)
     units = []
-    for plan, own in zip(plans, storages, strict=True):
+    for (name, module), own in zip(named, storages, strict=True):
         shards = []
         for one in own:
             if one.requires_grad:
                 wire_dtype = _wire_dtype(one, options)
                 shards.append(GradientShard(one, wire_dtype, slots.of(one, wire_dtype)))
-        units.append(Unit(plan.name, plan.module, own, shards, group))
-    if (dtype := options.precision.buffers) is not None:
-        for buffer in module.buffers():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.to(dtype)
+        units.append(Unit(name, module, own, shards, group))
     return units, slots.all
 
 

@@ -73,7 +73,7 @@ class Hooks:
     """
 
     def __init__(self, units: Sequence[Unit], ranks: Ranks, options: Options) -> None:
-        self.units, self._ranks, self._options = list(units), ranks, options
+        self.units, self.ranks, self._options = list(units), ranks, options
         self.syncing = True
         self.depth = 0  # forwards of the wrapper that are under way
         self.pinned = False  # all units stay whole
@@ -85,18 +85,35 @@ class Hooks:
         self._learned: list[int] | None = None
         self._ordered = False
         self._ahead = Ahead(self.units, options)
+        self._ids: dict[str, list[int]] = {}  # of our hooks on modules, by unit
         for u in range(len(units)):
             self._watch(u)
 
     def _watch(self, u: int) -> None:
         unit = self.units[u]
         if u:
-            unit.module.register_forward_pre_hook(lambda module, args: self.before_forward(u))
-            unit.module.register_forward_hook(
+            before = unit.module.register_forward_pre_hook(
+                lambda module, args: self.before_forward(u)
+            )
+            after = unit.module.register_forward_hook(
                 lambda module, args, output: self.after_forward(u, output), always_call=True
             )
+            self._ids[unit.name] = [before.id, after.id]
         for param in unit.trainable:
             param.register_post_accumulate_grad_hook(self._arrival(u))
+
+    def leave(self, copy: nn.Module) -> None:
+        """Take these hooks off a copy of the model, which has got them from the model."""
+        for name, ids in self._ids.items():
+            module = copy.get_submodule(name)
+            kinds: list[dict[int, Any]] = [
+                module._forward_pre_hooks,
+                module._forward_hooks,
+                module._forward_hooks_always_called,
+            ]
+            for hooks in kinds:
+                for hook in ids:
+                    hooks.pop(hook, None)
 
     # Forward ---------------------------------------------------------------------------------
 
@@ -143,7 +160,7 @@ class Hooks:
             for unit in self.units:
                 for storage in unit.storages:
                     storage.prepare()
-        self._ranks.meet("parameters are ready")
+        self.ranks.meet("parameters are ready")
 
     @property
     def busy(self) -> bool:
@@ -278,7 +295,7 @@ class Hooks:
         with torch.no_grad():
             for shard, old in zip(unit.shards, had, strict=True):
                 last = first + len(shard.storage.params)
-                reduction = Reduction(shard, old, self._options, self._ranks.replicas)
+                reduction = Reduction(shard, old, self._options, self.ranks.replicas)
                 reduction.start(gradients[first:last])
                 started.append(reduction)
                 first = last
@@ -326,10 +343,10 @@ class Hooks:
             present = torch.tensor(
                 [new for reduction in flat for new in reduction.present],
                 dtype=torch.uint8,
-                device=self._ranks.shard.device,
+                device=self.ranks.shard.device,
             )
             if present.numel():
-                self._ranks.all_reduce(present, "max", "which parameters were used")
+                self.ranks.all_reduce(present, "max", "which parameters were used")
         anywhere = [bool(used) for used in present.tolist()]
         first = 0
         for reduction in flat:
@@ -376,6 +393,6 @@ class Hooks:
         if self._learned is None or self._ordered:
             return
         self._ordered = True
-        order = torch.tensor(self._learned, device=self._ranks.shard.device)
-        self._ranks.broadcast(order, "order of units")
+        order = torch.tensor(self._learned, device=self.ranks.shard.device)
+        self.ranks.broadcast(order, "order of units")
         self._order = order.tolist()

@@ -24,7 +24,7 @@ from echelon.fsdp.units import Member
 from echelon.world.group import Group
 from echelon.world.work import Work
 
-__all__ = ["Gathered", "Replicated", "Shared", "Storage", "make_storage"]
+__all__ = ["Gathered", "Replicated", "Shared", "Storage", "copy_storage", "make_storage"]
 
 
 class Storage(ABC):
@@ -98,9 +98,26 @@ class Storage(ABC):
 
     def adopt_one(self, i: int, value: Tensor) -> None:
         """Take this rank's part of one whole parameter."""
-        piece, part = self.own[i], self.locals[i]
+        self.locals[i].copy_(self.part_of(i, value))
+
+    def part_of(self, i: int, value: Tensor) -> Tensor:
+        """This rank's part of a whole tensor that is like parameter ``i``; a view if it can be."""
+        piece = self.own[i]
         flat = value.detach().reshape(-1)[piece.start : piece.start + piece.numel]
-        part.copy_(flat.view(part.shape))
+        return flat.view(self.locals[i].shape)
+
+    def assembled(self, i: int, part: Tensor, *, label: str) -> Tensor:
+        """The whole tensor of which every rank has a part like that of parameter ``i``.
+
+        All ranks call it; where nothing is sharded, it copies. The dtype is that of ``part``.
+        """
+        if not self.sharded:
+            return part.detach().clone()
+        whole = part.new_empty(self.cut.shapes[i], requires_grad=False)
+        # Both layouts give the ranks consecutive pieces of one parameter, in rank order.
+        lengths = [pieces[i].numel for pieces in self.cut.pieces]
+        self.group.all_gather(whole.view(-1).split(lengths), part.detach(), label=label)
+        return whole
 
     def settle(self, i: int) -> None:
         """Take this rank's part of a whole parameter, which becomes that part.
@@ -289,6 +306,28 @@ def make_storage(
     cut = (cut_rows if rows else cut_flat)(shapes, group.size)
     kind = Replicated if not sharded else Shared if group.shares_memory else Gathered
     return kind(placed, cut, group, compute, label, rows=rows and sharded)
+
+
+def copy_storage(storage: Storage, members: Sequence[Member]) -> Storage:
+    """Memory of its own for copies of the members of ``storage``, cut in the same way.
+
+    All ranks call it where memory is shared. The copies hold this rank's parts; nothing is sent.
+    """
+    for member in members:
+        member.param.requires_grad_(storage.requires_grad)
+    clone = type(storage)(
+        members,
+        storage.cut,
+        storage.group,
+        storage.compute_dtype,
+        storage.label,
+        rows=storage.rows,
+    )
+    with torch.no_grad():
+        for param, part, value in zip(clone.params, clone.locals, storage.locals, strict=True):
+            part.copy_(value)
+            param.data = part
+    return clone
 
 
 def shaped_part(flat: Tensor, shape: tuple[int, ...], rows: bool) -> Tensor:

@@ -1,0 +1,277 @@
+"""The state of an optimizer over a sharded model, by the names of parameters.
+
+::
+
+    {"state": {name: {key: whole tensor or number}},
+     "param_groups": [{"lr": ..., "params": [names]}]}
+
+It is what an optimizer over the plain model holds, so neither the number of ranks nor the way
+units are cut shows in it. A tensor without dims, such as ``step``, is a number of its parameter;
+every other tensor has one number for each element of its parameter, and is cut as that is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import ArgumentError, StateError, UnsupportedError
+from echelon.fsdp.state import Home, homes_of
+from echelon.fsdp.storage import Storage
+from echelon.world.group import Group
+
+__all__ = ["gather_optimizer_state", "load_optimizer_state"]
+
+Shape = tuple[int, ...]
+_Plain = int | float | bool | str | None
+
+
+class _Param(NamedTuple):
+    """A parameter of an optimizer.
+
+    Attributes:
+        name: in the model.
+        param: the object.
+        home: where its parts are; None if it is in no unit.
+    """
+
+    name: str
+    param: nn.Parameter
+    home: Home | None
+
+    @property
+    def shape(self) -> Shape:
+        """Of the whole parameter."""
+        if self.home is None:
+            return tuple(self.param.shape)
+        return self.home.storage.cut.shapes[self.home.i]
+
+    @property
+    def part_shape(self) -> Shape:
+        """Of what this rank keeps of it."""
+        if self.home is None:
+            return tuple(self.param.shape)
+        return tuple(self.home.storage.locals[self.home.i].shape)
+
+
+# Saving --------------------------------------------------------------------------------------
+
+
+def gather_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    module: nn.Module,
+    storages: Sequence[Storage],
+    group: Group,
+) -> dict[str, Any]:
+    """The whole state of ``optimizer``, by name, as copies. All ranks call it.
+
+    Raises:
+        ArgumentError: a parameter of the optimizer is not in the model.
+        UnsupportedError: a state on some rank is not one number for each element of its parameter.
+        StateError: the optimizers of the ranks hold different states.
+    """
+    groups = _params(optimizer, module, storages)
+    found = [
+        (one, key, value)
+        for params in groups
+        for one in params
+        for key, value in optimizer.state.get(one.param, {}).items()
+    ]
+    _agree(found, group)
+    state: dict[str, dict[str, Any]] = {}
+    for one, key, value in found:
+        state.setdefault(one.name, {})[key] = _whole(one, key, value)
+    return {
+        "state": state,
+        "param_groups": [
+            {**_options(own), "params": [one.name for one in params]}
+            for own, params in zip(optimizer.param_groups, groups, strict=True)
+        ],
+    }
+
+
+def _agree(found: Sequence[tuple[_Param, str, Any]], group: Group) -> None:
+    """See to it that all ranks will gather the same tensors, or raise on all of them."""
+    problems = [text for one, key, value in found if (text := _problem(one, key, value))]
+    kinds = [
+        f"{key!r} of {one.name!r} ({value.dtype if isinstance(value, Tensor) else 'a number'})"
+        for one, key, value in found
+    ]
+    everyone: list[tuple[list[str], list[str]]] = group.all_gather_object((problems, kinds))
+    for rank, (wrong, _) in enumerate(everyone):
+        if wrong:
+            raise UnsupportedError(
+                f"the optimizer's {wrong[0]} on rank {rank}: a state must be a number, or one "
+                "number for each element, to be put together from parts"
+            )
+    first = everyone[0][1]
+    for rank, (_, others) in enumerate(everyone):
+        if others != first:
+            only = sorted(set(others) ^ set(first))[:1] or ["their order"]
+            raise StateError(
+                f"the optimizers of ranks 0 and {rank} hold different states: {only[0]} is on one "
+                "of them only. Step the same optimizer on all ranks"
+            )
+
+
+def _problem(one: _Param, key: str, value: Any) -> str | None:
+    """Why a state cannot be put together; None if it can."""
+    if isinstance(value, Tensor):
+        shape = tuple(value.shape)
+        if not shape or shape == one.part_shape:
+            return None
+        return f"state {key!r} of {one.name!r} has shape {shape}, its part {one.part_shape}"
+    if isinstance(value, _Plain):
+        return None
+    return f"state {key!r} of {one.name!r} is a {type(value).__name__}"
+
+
+def _whole(one: _Param, key: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not value.dim() or one.home is None:
+        return value.detach().clone()
+    label = f"{key} of {one.name}"
+    return one.home.storage.assembled(one.home.i, value, label=label)
+
+
+# Loading -------------------------------------------------------------------------------------
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    module: nn.Module,
+    storages: Sequence[Storage],
+    given: Mapping[str, Any],
+) -> None:
+    """Take this rank's parts of a whole state by name. Nothing is communicated.
+
+    Raises:
+        ArgumentError: names, groups or shapes do not fit; nothing was loaded.
+    """
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+        raise ArgumentError("an optimizer state is a dict with 'state' and 'param_groups'")
+    groups = _params(optimizer, module, storages)
+    flat = [one for params in groups for one in params]
+    chosen = _match_groups([[one.name for one in params] for params in groups], given)
+    state: Mapping[str, Mapping[str, Any]] = given["state"]
+    per_element = _per_element({one.name: one.shape for one in flat}, state)
+    wrong = [
+        f"{key!r} of {one.name!r} has shape {tuple(value.shape)} instead of {one.shape}"
+        for one in flat
+        for key, value in state.get(one.name, {}).items()
+        if isinstance(value, Tensor) and value.dim() and tuple(value.shape) != one.shape
+    ]
+    if wrong:
+        raise ArgumentError(f"the optimizer state does not fit: {'; '.join(wrong)}")
+    numbers = {one.name: i for i, one in enumerate(flat)}
+    # In the form of torch, which converts the tensors and runs the optimizer's own hooks.
+    optimizer.load_state_dict(
+        {
+            "state": {
+                numbers[one.name]: {
+                    key: _part(one, value, per_element(one.shape, key))
+                    for key, value in state[one.name].items()
+                }
+                for one in flat
+                if one.name in state
+            },
+            "param_groups": [
+                {**_options(theirs), "params": [numbers[one.name] for one in params]}
+                for theirs, params in zip(chosen, groups, strict=True)
+            ],
+        }
+    )
+
+
+def _match_groups(
+    names: Sequence[Sequence[str]], given: Mapping[str, Any]
+) -> list[Mapping[str, Any]]:
+    """For each group of an optimizer the given one with the same names.
+
+    Raises:
+        ArgumentError: names are missing or unknown, or otherwise grouped.
+    """
+    mine = {name for own in names for name in own}
+    theirs = {name for one in given["param_groups"] for name in one["params"]}
+    wrong = [f"{name}: missing" for name in sorted(mine - theirs)]
+    wrong += [f"{name}: unexpected" for name in sorted((theirs | given["state"].keys()) - mine)]
+    if wrong:
+        raise ArgumentError(f"the optimizer state does not fit: {'; '.join(wrong)}")
+    left = list(given["param_groups"])
+    chosen: list[Mapping[str, Any]] = []
+    for i, own in enumerate(names):
+        same = next((one for one in left if set(one["params"]) == set(own)), None)
+        if same is None:
+            raise ArgumentError(
+                f"the optimizer state does not fit: no group of it has the {len(own)} parameters "
+                f"of group {i} of the optimizer, {', '.join(own):.80}"
+            )
+        left = [one for one in left if one is not same]
+        chosen.append(same)
+    return chosen
+
+
+def _per_element(
+    shapes: Mapping[str, Shape], state: Mapping[str, Mapping[str, Any]]
+) -> Callable[[Shape, str], bool]:
+    """Tell states with one number for each element from states that are one number.
+
+    They look alike for a parameter without dims; there the other parameters tell.
+    """
+    numbers = {"step"}
+    many: set[str] = set()
+    for name, values in state.items():
+        if shapes[name]:
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    (many if value.dim() else numbers).add(key)
+    return lambda shape, key: bool(shape) or key in many or key not in numbers
+
+
+def _part(one: _Param, value: Any, per_element: bool) -> Any:
+    """A copy of this rank's part."""
+    if not isinstance(value, Tensor):
+        return value
+    if one.home is None or not per_element or tuple(value.shape) != one.shape:
+        return value.detach().clone()
+    return one.home.storage.part_of(one.home.i, value).clone()
+
+
+# Both ----------------------------------------------------------------------------------------
+
+
+def _params(
+    optimizer: torch.optim.Optimizer, module: nn.Module, storages: Sequence[Storage]
+) -> list[list[_Param]]:
+    """The parameters of each group of ``optimizer``.
+
+    Raises:
+        ArgumentError: the optimizer has a parameter that is not in the model.
+    """
+    names = {id(param): name for name, param in module.named_parameters()}
+    homes = homes_of(storages)
+    for i, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                raise ArgumentError(
+                    f"group {i} of the optimizer has a parameter of shape {tuple(param.shape)} "
+                    "that is not in this model: give the optimizer of this model"
+                )
+    return [
+        [_Param(names[id(p)], p, homes.get(id(p))) for p in group["params"]]
+        for group in optimizer.param_groups
+    ]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of the options of a group, without what names its parameters."""
+    return {
+        key: copy.deepcopy(value)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
