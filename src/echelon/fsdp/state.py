@@ -28,8 +28,8 @@ def copy_parameters(units: Sequence[Unit]) -> dict[int, Tensor]:
     for unit in units:
         unit.gather()
         for storage in unit.storages:
-            for param, value in zip(storage.params, storage.wholes, strict=True):
-                copies[id(param)] = value.detach().to(storage.dtype, copy=True)
+            for param, value in zip(storage.params, storage.copies(), strict=True):
+                copies[id(param)] = value
         unit.release()
     return copies
 

@@ -1,6 +1,6 @@
 """The memory of one group of parameters of a unit: own parts, whole parameters, gradient shards.
 
-All parameters of a storage have one dtype, compute in one dtype, and need a gradient or not.
+All shards of a storage have one dtype, its parameters compute in one dtype, and need a gradient or not.
 ``locals`` are this rank's parts, which the optimizer sees; ``wholes`` are what forward sees:
 
 - ``Shared``: the whole buffer is one piece of memory that all ranks see. Where the compute dtype is
@@ -36,6 +36,7 @@ class Storage(ABC):
         sharded: whether ranks own different parts.
         rows: whether parts are whole rows.
         requires_grad: of all parameters.
+        dtype: of the own parts.
         compute_dtype: in forward and backward.
         locals: this rank's part of each parameter: 1D by element, or whole rows.
         wholes: each parameter in its own shape.
@@ -49,6 +50,7 @@ class Storage(ABC):
         members: Sequence[Member],
         cut: Cut,
         group: Group,
+        dtype: torch.dtype,
         compute: torch.dtype,
         label: str,
         *,
@@ -57,8 +59,7 @@ class Storage(ABC):
         self.members = tuple(members)
         self.params: list[nn.Parameter] = [member.param for member in members]
         self.cut, self.group, self.label, self.rows = cut, group, label, rows
-        self.dtype = self.params[0].dtype
-        self.compute_dtype = compute
+        self.dtype, self.compute_dtype = dtype, compute
         self.requires_grad = self.params[0].requires_grad
         self.own = cut.pieces[group.rank]
         self.own_numel = sum(piece.numel for piece in self.own)
@@ -107,6 +108,46 @@ class Storage(ABC):
         """Bytes of ``wholes`` now, beyond the own parts; this rank's share of shared memory."""
         return 0
 
+    def copies(self) -> list[Tensor]:
+        """Whole parameters in the dtype of the shards, in own memory, while ``wholes`` are valid.
+
+        All ranks call it.
+        """
+        if self.compute_dtype == self.dtype:
+            return [whole.detach().clone() for whole in self.wholes]
+        return [whole.clone() for whole in self._exact()]
+
+    @abstractmethod
+    def _exact(self) -> list[Tensor]:
+        """Whole parameters with all bits of the shards, which ``wholes`` have not."""
+
+    def _collect(self, full: Tensor, shard: Tensor) -> None:
+        """Fill a whole buffer with the parts of all ranks."""
+        splits = self.cut.splits
+        if not self.rows:
+            self.group.all_gather(full.split(splits), shard, label=self.label)
+            return
+        by_rank = torch.empty_like(full)
+        self.group.all_gather(by_rank.split(splits), shard, label=self.label)
+        torch._foreach_copy_(*self._scattered(full, by_rank))
+
+    def _scattered(self, full: Tensor, by_rank: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Places in the whole buffer, and the pieces of all ranks that belong there."""
+        places, pieces, end = [], [], 0
+        for own in self.cut.pieces:
+            for piece in own:
+                start = self.cut.starts[piece.member] + piece.start
+                places.append(full[start : start + piece.numel])
+                pieces.append(by_rank[end : end + piece.numel])
+                end += piece.numel
+        return places, pieces
+
+    def _collected(self, shard: Tensor) -> list[Tensor]:
+        """Whole parameters from the parts of all ranks, in memory of their own."""
+        full = shard.new_empty(self.cut.numel)
+        self._collect(full, shard)
+        return self.whole_views(full)
+
     def _cut_out(self, flat: Tensor, *, offsets: Sequence[int]) -> list[Tensor]:
         """This rank's pieces, at ``offsets`` of ``flat``, in the shape that users see."""
         return [
@@ -142,8 +183,8 @@ class Shared(Storage):
         if self.compute_dtype == self.dtype:
             self.locals = self._cut_out(self.full, offsets=in_full)
         else:
-            shard = torch.empty(self.own_numel, dtype=self.dtype)
-            self.locals = self._cut_out(shard, offsets=self._packed_offsets())
+            self.shard = torch.empty(self.own_numel, dtype=self.dtype)
+            self.locals = self._cut_out(self.shard, offsets=self._packed_offsets())
             self._targets = self._cut_out(self.full, offsets=in_full)
 
     def prepare(self) -> None:
@@ -159,6 +200,9 @@ class Shared(Storage):
     def keep(self) -> None:
         if self._targets:
             torch._foreach_copy_(self.locals, self._targets)
+
+    def _exact(self) -> list[Tensor]:
+        return self._collected(self.shard)
 
     @property
     def whole_nbytes(self) -> int:
@@ -182,34 +226,19 @@ class Gathered(Storage):
         pass  # every gather takes the parts as they are
 
     def gather(self) -> None:
-        storage, splits = self.full.untyped_storage(), self.cut.splits
+        storage = self.full.untyped_storage()
         if storage.nbytes() != self._nbytes:
             storage.resize_(self._nbytes)
-        shard = self.shard.to(self.compute_dtype)
-        if not self.rows:
-            parts = self.full.split(splits)
-            self.group.all_gather(parts, shard, label=self.label)
-            return
-        by_rank = torch.empty_like(self.full)
-        self.group.all_gather(by_rank.split(splits), shard, label=self.label)
-        torch._foreach_copy_(*self._scattered(by_rank))
-
-    def _scattered(self, by_rank: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Places in the whole buffer, and the pieces of all ranks that belong there."""
-        places, pieces, end = [], [], 0
-        for own in self.cut.pieces:
-            for piece in own:
-                start = self.cut.starts[piece.member] + piece.start
-                places.append(self.full[start : start + piece.numel])
-                pieces.append(by_rank[end : end + piece.numel])
-                end += piece.numel
-        return places, pieces
+        self._collect(self.full, self.shard.to(self.compute_dtype))
 
     def release(self) -> None:
         self.full.untyped_storage().resize_(0)
 
     def keep(self) -> None:
         self.adopt(self.wholes)
+
+    def _exact(self) -> list[Tensor]:
+        return self._collected(self.shard)
 
     @property
     def whole_nbytes(self) -> int:
@@ -245,11 +274,15 @@ class Replicated(Storage):
         if self.wholes is not self.locals:
             torch._foreach_copy_(self.locals, self.wholes)
 
+    def _exact(self) -> list[Tensor]:
+        return self.locals
+
 
 def make_storage(
     members: Sequence[Member],
     group: Group,
     layout: Layout,
+    dtype: torch.dtype,
     compute: torch.dtype,
     label: str,
     *,
@@ -257,13 +290,13 @@ def make_storage(
 ) -> Storage:
     """Memory for ``members``, with their present values, and the parameters as its parts."""
     numels = [member.param.numel() for member in members]
-    order = place_order(numels, members[0].param.dtype.itemsize)
+    order = place_order(numels, dtype.itemsize)
     placed = [members[i] for i in order]
     shapes = [tuple(member.param.shape) for member in placed]
     rows = layout == "rows"
     cut = (cut_rows if rows else cut_flat)(shapes, group.size)
     kind = Replicated if not sharded else Shared if group.shares_memory else Gathered
-    storage = kind(placed, cut, group, compute, label, rows=rows and sharded)
+    storage = kind(placed, cut, group, dtype, compute, label, rows=rows and sharded)
     with torch.no_grad():
         storage.adopt([member.param for member in placed])
         for param, part in zip(storage.params, storage.locals, strict=True):
