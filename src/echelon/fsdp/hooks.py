@@ -11,8 +11,8 @@ no rank used, and hands the reduced parts over as ``.grad``.
 
 [Note: what .grad holds]
 Outside of backward, the reduced gradient of this rank's part, or None. A backward that finds one
-adds to it. Under ``no_sync`` whole gradients are kept aside, in the dtype of the reduction, and join
-the next one.
+adds to it. Under ``no_sync`` whole gradients are kept aside, in the dtype of the reduction, and
+join the next one.
 """
 
 from __future__ import annotations

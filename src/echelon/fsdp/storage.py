@@ -1,6 +1,7 @@
 """The memory of one group of parameters of a unit: own parts, whole parameters, gradient shards.
 
-All shards of a storage have one dtype, its parameters compute in one dtype, and need a gradient or not.
+All shards of a storage have one dtype; its parameters compute in one dtype, and all need a gradient
+or none does.
 ``locals`` are this rank's parts, which the optimizer sees; ``wholes`` are what forward sees:
 
 - ``Shared``: the whole buffer is one piece of memory that all ranks see. Where the compute dtype is
