@@ -90,10 +90,13 @@ class Hooks:
     def _watch(self, u: int) -> None:
         unit = self.units[u]
         if u:
-            unit.module.register_forward_pre_hook(lambda module, args: self.before_forward(u))
-            unit.module.register_forward_hook(
-                lambda module, args, output: self.after_forward(u, output), always_call=True
+            # A compiled module has its hooks traced, and these are not for a graph.
+            before = torch.compiler.disable(lambda module, args: self.before_forward(u))
+            after = torch.compiler.disable(
+                lambda module, args, output: self.after_forward(u, output)
             )
+            unit.module.register_forward_pre_hook(before)
+            unit.module.register_forward_hook(after, always_call=True)
         for param in unit.trainable:
             param.register_post_accumulate_grad_hook(self._arrival(u))
 
