@@ -17,6 +17,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--technique", default="ddp", choices=["ddp", "fsdp"], help="copies, or parts, of the model"
     )
     strategies = [strategy.name for strategy in ec.Strategy]
+    add("--shard", type=int, default=1, help="ranks that share the parts of a hybrid strategy")
     add("--strategy", default="FULL_SHARD", choices=strategies, help="what FSDP shards")
     add("--layout", default="flat", choices=["flat", "rows"], help="how FSDP cuts parameters")
     add("--precision", default="full", choices=["full", "bfloat16"], help="FSDP computes in this")
@@ -30,11 +31,17 @@ def wrap(model: nn.Module, args: argparse.Namespace, world: ec.World) -> ec.DDP 
             raise ec.ArgumentError("--strategy, --layout and --precision need --technique fsdp")
         return ec.DDP(model, world.group)
     low = args.precision == "bfloat16" and next(model.parameters()).dtype == torch.float32
+    strategy = ec.Strategy[args.strategy]
+    group, replicas = world.group, None
+    if strategy.hybrid:
+        mesh = world.mesh(replicate=-1, shard=args.shard)
+        group, replicas = mesh["shard"], mesh["replicate"]
     return ec.FSDP(
         model,
-        world.group,
+        group,
+        replicate=replicas,
         units=ec.units.by_type(Block),
-        strategy=ec.Strategy[args.strategy],
+        strategy=strategy,
         layout=args.layout,
         precision=ec.MixedPrecision(compute=torch.bfloat16 if low else None),
     )

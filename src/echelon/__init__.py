@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         WorldError,
     )
-    from echelon.fsdp import FSDP, MixedPrecision, Strategy, units
+    from echelon.fsdp import FSDP, BackwardPrefetch, MixedPrecision, Strategy, units
     from echelon.gradients import clip_grad_norm_
     from echelon.scaling import GradScaler
     from echelon.world.base import World
@@ -39,6 +39,7 @@ __all__ = [
     "DDP",
     "FSDP",
     "ArgumentError",
+    "BackwardPrefetch",
     "CollectiveMismatch",
     "CommError",
     "CommTimeout",
@@ -73,6 +74,7 @@ __all__ = [
 _HOMES = {
     "DDP": "echelon.ddp",
     "FSDP": "echelon.fsdp",
+    "BackwardPrefetch": "echelon.fsdp",
     "MixedPrecision": "echelon.fsdp",
     "Strategy": "echelon.fsdp",
     "GradScaler": "echelon.scaling",

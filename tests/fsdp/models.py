@@ -6,7 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from echelon import Strategy
+
 VOCABULARY, WIDTH, LENGTH = 11, 6, 5
+# Hybrid strategies need a mesh: see test_hybrid.
+PLAIN = [strategy for strategy in Strategy if not strategy.hybrid]
 
 
 class Block(nn.Module):

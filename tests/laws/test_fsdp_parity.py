@@ -8,7 +8,7 @@ import torch
 
 import echelon as ec
 from echelon.world.base import World
-from tests.fsdp.models import Block, batch, build, loss_of, train_plain
+from tests.fsdp.models import PLAIN, Block, batch, build, loss_of, train_plain
 from tests.worlds import KINDS, run_world
 
 STEPS = 3
@@ -54,7 +54,7 @@ def train_all(world: World, every: list[tuple[dict[str, Any], float | None]]) ->
 COMBINATIONS = [
     ({"strategy": strategy, "layout": layout, "units": rule, "min_num_params": least}, clip)
     for (strategy, layout, rule), least, clip in zip(
-        itertools.product(ec.Strategy, ("flat", "rows"), RULES),
+        itertools.product(PLAIN, ("flat", "rows"), RULES),
         itertools.cycle((0, 0, 100)),
         itertools.cycle((None, 0.1)),
     )

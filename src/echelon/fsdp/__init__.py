@@ -2,5 +2,6 @@
 
 from echelon.fsdp.api import FSDP
 from echelon.fsdp.policy import MixedPrecision, Strategy
+from echelon.fsdp.prefetch import BackwardPrefetch
 
-__all__ = ["FSDP", "MixedPrecision", "Strategy"]
+__all__ = ["FSDP", "BackwardPrefetch", "MixedPrecision", "Strategy"]

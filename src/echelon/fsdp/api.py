@@ -19,6 +19,8 @@ from echelon.fsdp.facts import MemoryStats, UnitInfo
 from echelon.fsdp.grads import norm_over_shards
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.policy import Init, Layout, MixedPrecision, Options, Strategy
+from echelon.fsdp.prefetch import BackwardPrefetch
+from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.state import copy_parameters, load_state, whole_state
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.units import Rule, whole
@@ -58,6 +60,13 @@ class FSDP(Wrapper):
         init: ``"broadcast"`` rank 0's parameters and buffers, ``"verify"`` that all are equal, or
             ``"trust"`` that they are. Names, shapes and dtypes are compared always.
         reduction: ``"mean"``, ``"sum"``, or a number that the sum is divided by.
+        replicate: for ``HYBRID_SHARD``: the ranks that hold the same parts as this one, each in a
+            group of its own; another axis of the mesh that ``group`` is an axis of.
+        backward_prefetch: when the next unit of backward is gathered, in the order of the last
+            step. This and the next two matter where memory is not shared: elsewhere nothing moves.
+        forward_prefetch: how many units of forward are gathered before they are needed.
+        limit_all_gathers: at most two units are gathered before they are needed, whatever
+            ``forward_prefetch`` is.
 
     Raises:
         ArgumentError: an option, the group or the module cannot be used; nothing was done.
@@ -87,6 +96,10 @@ class FSDP(Wrapper):
         ignored: Sequence[nn.Module | nn.Parameter] = (),
         init: Init = "broadcast",
         reduction: Reduction = "mean",
+        replicate: Group | None = None,
+        backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE,
+        forward_prefetch: int = 0,
+        limit_all_gathers: bool = True,
     ) -> None:
         super().__init__()
         options = Options(
@@ -96,22 +109,28 @@ class FSDP(Wrapper):
             min_num_params=min_num_params,
             init=init,
             reduction=reduction,
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
         )
-        _check_arguments(module, group)
+        _check_arguments(module, group, strategy, replicate)
+        ranks = Ranks(group, replicate)
         check_model(module, group.device)
         skip = ignored_parameters(module, ignored)
         rule = whole() if units is None else units
         facts = {**option_facts(options), "units": repr(rule), "ignored": str(len(skip))}
-        check_agreement(module, facts, group, values=init == "verify")
-        if init == "broadcast" and group.size > 1:
-            _broadcast(module, group)
+        for one in ranks.groups:
+            check_agreement(module, facts, one, values=init == "verify")
+        if init == "broadcast":
+            _broadcast(module, ranks)
         self.module = module
         self.training = module.training
+        self._ranks = ranks
         self._group = group
         self._options = options
         built = build_units(module, group, rule, options, skip)
         self._units, self._slots = built
-        self._hooks = Hooks(self._units, group, options)
+        self._hooks = Hooks(self._units, ranks, options)
         module._echelon_fsdp = True  # type: ignore[assignment]
 
     # Training --------------------------------------------------------------------------------
@@ -203,7 +222,7 @@ class FSDP(Wrapper):
             self._hooks.pinned = False
             for unit in self._units:
                 unit.release()
-            self._hooks.meet("whole parameters are released")
+            self._ranks.meet("whole parameters are released")
 
     def update_shards(self, flat: Tensor) -> None:
         """Write this rank's parts from one tensor, in the order of ``parameters()``, in place.
@@ -228,7 +247,7 @@ class FSDP(Wrapper):
         """
         self._hooks.prepare()
         copies = copy_parameters(self._units)
-        self._hooks.meet("the state was copied")
+        self._ranks.meet("the state was copied")
         return whole_state(self.module, copies, args, kwargs)
 
     def load_state_dict(
@@ -320,18 +339,31 @@ class FSDP(Wrapper):
         return [storage for unit in self._units for storage in unit.storages]
 
 
-def _broadcast(module: nn.Module, group: Group) -> None:
-    """Give rank 0's parameters and buffers to all, one at a time."""
+def _broadcast(module: nn.Module, ranks: Ranks) -> None:
+    """Give the first rank's parameters and buffers to all, one at a time."""
     with torch.no_grad():
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            group.broadcast(tensor.data, 0, label=f"initial {name}")
+            ranks.broadcast(tensor.data, f"initial {name}")
 
 
-def _check_arguments(module: nn.Module, group: Group) -> None:
+def _check_arguments(
+    module: nn.Module, group: Group, strategy: Strategy, replicate: Group | None
+) -> None:
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"module is {module!r}; give a torch.nn.Module")
     if not isinstance(group, Group):
         raise ArgumentError(f"group is {group!r}; give a Group, such as world.group")
+    if strategy.hybrid != isinstance(replicate, Group):
+        raise ArgumentError(
+            f"replicate is {replicate!r:.80} with {strategy}: a hybrid strategy, and no other, "
+            "needs a group of replicas. Make mesh = world.mesh(replicate=-1, shard=8); give "
+            "mesh['shard'] as the group, and replicate=mesh['replicate']"
+        )
+    if replicate is not None and len({*group.ranks} & {*replicate.ranks}) != 1:
+        raise ArgumentError(
+            f"group has ranks {list(group.ranks)} and replicate {list(replicate.ranks)}, which "
+            "share more than this rank, or not even that: give two axes of one mesh"
+        )
     for submodule in module.modules():
         if isinstance(submodule, Wrapper) or getattr(submodule, "_echelon_fsdp", False):
             raise ArgumentError(

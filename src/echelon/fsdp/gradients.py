@@ -20,6 +20,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from echelon.fsdp.policy import Options
 from echelon.fsdp.storage import Storage, shaped_part
 from echelon.world.group import Group
 from echelon.world.work import Work
@@ -189,24 +190,31 @@ class Reduction:
     Args:
         shard: where they go.
         had: what ``set_aside`` returned; new gradients are added to those.
-        divisor: what sums still have to be divided by.
+        options: how gradients of ranks become one.
+        replicas: ranks that hold the same part, each for a group of its own.
     """
 
-    def __init__(self, shard: GradientShard, had: list[bool] | None, divisor: float) -> None:
+    def __init__(
+        self,
+        shard: GradientShard,
+        had: list[bool] | None,
+        options: Options,
+        replicas: Group | None,
+    ) -> None:
         self.shard, self.had = shard, had
         self.present: list[bool] = []  # parameters that have a gradient here
-        self._divisor = divisor
+        self._options, self._replicas = options, replicas
         self._work: Work | None = None
         self._output: Tensor | None = None
         self._is_over = False
 
-    def start(self, gradients: Sequence[Tensor | None], op: str) -> None:
+    def start(self, gradients: Sequence[Tensor | None]) -> None:
         """Send whole gradients off."""
         shard, storage = self.shard, self.shard.storage
         self.present = [gradient is not None for gradient in gradients]
         memory = shard.slots.take(self)[: storage.cut.numel]
         shard.fill(memory, gradients)
-        group, label = storage.group, f"gradients of {storage.label}"
+        group, op, label = storage.group, self._options.op, self._label
         if not storage.sharded:
             self._output = memory
             self._work = group.all_reduce(memory, op, async_op=True, label=label)
@@ -217,6 +225,10 @@ class Reduction:
             self._output, memory, op, async_op=True, splits=storage.cut.splits, label=label
         )
 
+    @property
+    def _label(self) -> str:
+        return f"gradients of {self.shard.storage.label}"
+
     def finish(self) -> None:
         """Wait, and leave the result in the views."""
         if self._is_over:
@@ -225,8 +237,10 @@ class Reduction:
         assert self._work is not None
         assert self._output is not None
         self._work.wait()
-        if self._divisor != 1:
-            self._output.div_(self._divisor)
+        if self._replicas is not None:
+            self._replicas.all_reduce(self._output, self._options.op, label=self._label)
+        if (divisor := self._options.divisor()) != 1:
+            self._output.div_(divisor)
         self.shard.take(self._output, add=self.had is not None)
         self._output = None
 

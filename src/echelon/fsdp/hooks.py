@@ -26,12 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import StateError
+from echelon.fsdp.ahead import Ahead
 from echelon.fsdp.gradients import Reduction
-from echelon.fsdp.policy import Options, Strategy
+from echelon.fsdp.policy import Options
+from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.unit import Unit
 from echelon.graph_task import Token, in_backward, queue_end
 from echelon.nested import tensors
-from echelon.world.group import Group
 
 __all__ = ["Hooks"]
 
@@ -69,11 +70,11 @@ class Hooks:
 
     Args:
         units: the root first.
-        group: the ranks that share the units.
+        ranks: that share the units.
     """
 
-    def __init__(self, units: Sequence[Unit], group: Group, options: Options) -> None:
-        self.units, self._group, self._options = list(units), group, options
+    def __init__(self, units: Sequence[Unit], ranks: Ranks, options: Options) -> None:
+        self.units, self._ranks, self._options = list(units), ranks, options
         self.syncing = True
         self.depth = 0  # forwards of the wrapper that are under way
         self.pinned = False  # all units stay whole
@@ -84,6 +85,7 @@ class Hooks:
         self._order = [*range(len(units) - 1, 0, -1), 0]
         self._learned: list[int] | None = None
         self._ordered = False
+        self._ahead = Ahead(self.units, options)
         for u in range(len(units)):
             self._watch(u)
 
@@ -110,6 +112,7 @@ class Hooks:
             for unit in self.units:
                 unit.release()
             self._learn_order()
+            self._ahead.begin_forward()
             self.prepare()
         self.depth += 1
         self.units[0].gather()
@@ -135,6 +138,8 @@ class Hooks:
                 "on all ranks"
             )
         unit.gather()
+        if self.depth and not in_backward():
+            self._ahead.in_forward(u)
 
     def prepare(self) -> None:
         """Make the own parts ready, and meet: from now on the parts of all ranks are valid."""
@@ -142,12 +147,7 @@ class Hooks:
             for unit in self.units:
                 for storage in unit.storages:
                     storage.prepare()
-        self.meet("parameters are ready")
-
-    def meet(self, what: str) -> None:
-        """Where memory is shared, wait until all ranks are here."""
-        if self._group.shares_memory and self._group.size > 1:
-            self._group.barrier(label=what)
+        self._ranks.meet("parameters are ready")
 
     @property
     def busy(self) -> bool:
@@ -169,7 +169,7 @@ class Hooks:
             return  # a recomputed forward's backward comes next
         if not watched:
             unit.release()
-        elif u == 0 or self._options.strategy is not Strategy.FULL_SHARD:
+        elif u == 0 or not self._options.strategy.regathers:
             unit.hide()  # the root's backward comes next, the others' parameters stay by choice
         else:
             unit.release()
@@ -178,9 +178,12 @@ class Hooks:
 
     def _before_backward(self, u: int) -> None:
         current = self._begin()
-        if not current.opened[u]:
+        is_new = not current.opened[u]
+        if is_new:
             self._open(current, u)
         self.units[u].gather()
+        if is_new:
+            self._ahead.in_backward(u)
 
     def _begin(self) -> _Pass:
         """The pass that runs, begun if none does."""
@@ -245,6 +248,7 @@ class Hooks:
         unit = self.units[u]
         gradients = self._take(u)
         unit.release()
+        self._ahead.complete(u)
         current.completed.append(u)
         if not current.synced:
             self._keep(u, gradients)
@@ -286,8 +290,8 @@ class Hooks:
         with torch.no_grad():
             for shard, old in zip(unit.shards, had, strict=True):
                 last = first + len(shard.storage.params)
-                reduction = Reduction(shard, old, self._options.divisor())
-                reduction.start(gradients[first:last], self._options.op)
+                reduction = Reduction(shard, old, self._options, self._ranks.replicas)
+                reduction.start(gradients[first:last])
                 started.append(reduction)
                 first = last
                 self.num_reductions += 1
@@ -298,6 +302,7 @@ class Hooks:
         """Backward is over: send what is left, wait for all, hand the reduced parts over."""
         current = self._pass
         assert current is not None
+        self._ahead.end_backward()
         if not current.synced:
             for u, opened in enumerate(current.opened):
                 if opened and current.remaining[u] > 0:
@@ -333,10 +338,10 @@ class Hooks:
             present = torch.tensor(
                 [new for reduction in flat for new in reduction.present],
                 dtype=torch.uint8,
-                device=self._group.device,
+                device=self._ranks.shard.device,
             )
-            if self._group.size > 1 and present.numel():
-                self._group.all_reduce(present, "max", label="which parameters were used")
+            if present.numel():
+                self._ranks.all_reduce(present, "max", "which parameters were used")
         anywhere = [bool(used) for used in present.tolist()]
         first = 0
         for reduction in flat:
@@ -369,6 +374,7 @@ class Hooks:
         """Leave nothing of a backward that was aborted."""
         aborted, self._pass = self._pass, None
         if aborted is not None:
+            self._ahead.end_backward()
             for started in aborted.reductions:
                 for reduction in started:
                     reduction.finish()
@@ -382,7 +388,6 @@ class Hooks:
         if self._learned is None or self._ordered:
             return
         self._ordered = True
-        order = torch.tensor(self._learned, device=self._group.device)
-        if self._group.size > 1:
-            self._group.broadcast(order, 0, label="order of units")
+        order = torch.tensor(self._learned, device=self._ranks.shard.device)
+        self._ranks.broadcast(order, "order of units")
         self._order = order.tolist()

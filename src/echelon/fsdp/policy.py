@@ -12,6 +12,7 @@ from torch import nn
 from echelon import arguments
 from echelon.arguments import Reduction
 from echelon.errors import ArgumentError
+from echelon.fsdp.prefetch import BackwardPrefetch
 
 __all__ = ["Init", "Layout", "MixedPrecision", "Options", "Strategy"]
 
@@ -32,6 +33,18 @@ class Strategy(Enum):
     )
     SHARD_OPTIMIZER = "optimizer state; gradient buffers of all units are kept whole (ZeRO-1)"
     NO_SHARD = "nothing: every rank keeps everything, as in DDP"
+    HYBRID_SHARD = "as FULL_SHARD inside the group, whose parts other groups replicate"
+    HYBRID_SHARD_ZERO2 = "as SHARD_GRAD_OP inside the group, whose parts other groups replicate"
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether several groups hold the same parts."""
+        return self in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
+
+    @property
+    def regathers(self) -> bool:
+        """Whether a unit is released between its forward and its backward."""
+        return self in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
 
 
 @final
@@ -93,6 +106,9 @@ class Options:
         min_num_params: a unit with fewer parameters is kept whole on every rank.
         init: how parameters become equal at the start.
         reduction: ``"mean"``, ``"sum"``, or the number that a sum is divided by.
+        backward_prefetch: when the next unit of backward is gathered.
+        forward_prefetch: how many units of forward are gathered before they are needed.
+        limit_all_gathers: at most two units are gathered before they are needed.
     """
 
     strategy: Strategy
@@ -100,6 +116,9 @@ class Options:
     min_num_params: int
     init: Init
     reduction: Reduction
+    backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE
+    forward_prefetch: int = 0
+    limit_all_gathers: bool = True
     precision: MixedPrecision = field(default_factory=MixedPrecision)
 
     def __post_init__(self) -> None:
@@ -109,6 +128,9 @@ class Options:
         if not isinstance(self.precision, MixedPrecision):
             raise ArgumentError(f"precision is {self.precision!r}; give a MixedPrecision(...)")
         arguments.whole("min_num_params", self.min_num_params)
+        arguments.one_of("backward_prefetch", self.backward_prefetch, tuple(BackwardPrefetch))
+        arguments.whole("forward_prefetch", self.forward_prefetch)
+        arguments.one_of("limit_all_gathers", self.limit_all_gathers, (True, False))
         arguments.reduction(self.reduction)
 
     def divisor(self) -> float:

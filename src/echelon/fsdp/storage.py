@@ -23,6 +23,7 @@ from echelon.fsdp.cuts import Cut, cut_flat, cut_rows, numel_of, place_order
 from echelon.fsdp.policy import Layout
 from echelon.fsdp.units import Member
 from echelon.world.group import Group
+from echelon.world.work import Work
 
 __all__ = ["Gathered", "Replicated", "Shared", "Storage", "make_storage"]
 
@@ -77,8 +78,12 @@ class Storage(ABC):
         """The own parts may have changed: make them ready for the others."""
 
     @abstractmethod
-    def gather(self) -> None:
-        """Make ``wholes`` valid."""
+    def gather(self, ahead: bool = False) -> None:
+        """Begin to make ``wholes`` valid; with ``ahead`` others go on meanwhile."""
+
+    @abstractmethod
+    def arrive(self) -> None:
+        """Return when ``wholes`` are valid, after ``gather``."""
 
     @abstractmethod
     def release(self) -> None:
@@ -122,16 +127,6 @@ class Storage(ABC):
     def _exact(self) -> list[Tensor]:
         """Whole parameters with all bits of the shards, which ``wholes`` have not."""
 
-    def _collect(self, full: Tensor, shard: Tensor) -> None:
-        """Fill a whole buffer with the parts of all ranks."""
-        splits = self.cut.splits
-        if not self.rows:
-            self.group.all_gather(full.split(splits), shard, label=self.label)
-            return
-        by_rank = torch.empty_like(full)
-        self.group.all_gather(by_rank.split(splits), shard, label=self.label)
-        torch._foreach_copy_(*self._scattered(full, by_rank))
-
     def _scattered(self, full: Tensor, by_rank: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Places in the whole buffer, and the pieces of all ranks that belong there."""
         places, pieces, end = [], [], 0
@@ -146,7 +141,10 @@ class Storage(ABC):
     def _collected(self, shard: Tensor) -> list[Tensor]:
         """Whole parameters from the parts of all ranks, in memory of their own."""
         full = shard.new_empty(self.cut.numel)
-        self._collect(full, shard)
+        by_rank = torch.empty_like(full) if self.rows else full
+        self.group.all_gather(by_rank.split(self.cut.splits), shard, label=self.label)
+        if self.rows:
+            torch._foreach_copy_(*self._scattered(full, by_rank))
         return self.whole_views(full)
 
     def _cut_out(self, flat: Tensor, *, offsets: Sequence[int]) -> list[Tensor]:
@@ -192,8 +190,11 @@ class Shared(Storage):
         if self._targets:
             torch._foreach_copy_(self._targets, self.locals)
 
-    def gather(self) -> None:
+    def gather(self, ahead: bool = False) -> None:
         pass  # valid since all ranks have prepared
+
+    def arrive(self) -> None:
+        pass  # so is it now
 
     def release(self) -> None:
         pass  # it is everyone's
@@ -220,17 +221,29 @@ class Gathered(Storage):
         self.locals = self._cut_out(self.shard, offsets=self._packed_offsets())
         self.full = torch.empty(self.cut.numel, dtype=self.compute_dtype, device=device)
         self.wholes = self.whole_views(self.full)
+        self._by_rank = self.full  # where a gather puts the parts of all ranks, end to end
+        self._work: Work | None = None  # a gather under way
         self._nbytes = self.full.untyped_storage().nbytes()
         self.release()
 
     def prepare(self) -> None:
         pass  # every gather takes the parts as they are
 
-    def gather(self) -> None:
+    def gather(self, ahead: bool = False) -> None:
         storage = self.full.untyped_storage()
         if storage.nbytes() != self._nbytes:
             storage.resize_(self._nbytes)
-        self._collect(self.full, self.shard.to(self.compute_dtype))
+        self._by_rank = torch.empty_like(self.full) if self.rows else self.full
+        parts, shard = self._by_rank.split(self.cut.splits), self.shard.to(self.compute_dtype)
+        self._work = self.group.all_gather(parts, shard, async_op=ahead, label=self.label)
+
+    def arrive(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+        if self.rows:
+            torch._foreach_copy_(*self._scattered(self.full, self._by_rank))
+        self._by_rank = self.full
 
     def release(self) -> None:
         self.full.untyped_storage().resize_(0)
@@ -265,7 +278,10 @@ class Replicated(Storage):
         if self.wholes is not self.locals:
             torch._foreach_copy_(self.wholes, self.locals)
 
-    def gather(self) -> None:
+    def gather(self, ahead: bool = False) -> None:
+        pass  # always there
+
+    def arrive(self) -> None:
         pass  # always there
 
     def release(self) -> None:

@@ -26,6 +26,7 @@ class Unit:
         released ── gather() ──> gathered ── release() ──> released
         .data: own part          .data: whole parameter    .data: own part
                                  gathered ── hide() ─────> released, and the next gather is free
+        released ── prefetch() ─────────────────────────> released, and the next gather is short
 
     Attributes:
         name: of its module in the model; empty for the root.
@@ -50,6 +51,7 @@ class Unit:
         self.num_gathers = 0
         self._gathered = False
         self._kept = False  # whole parameters are there, though they are not shown
+        self._coming = False  # a gather is under way
         self._world_rank = group.ranks[group.rank]
         self._params: list[nn.Parameter] = [p for one in storages for p in one.params]
         self._wholes: list[Tensor] = [whole for one in storages for whole in one.wholes]
@@ -69,17 +71,38 @@ class Unit:
         """Whether parameters are whole."""
         return self._gathered
 
+    @property
+    def coming(self) -> bool:
+        """Whether a gather is under way that nobody has waited for."""
+        return self._coming
+
+    def prefetch(self) -> None:
+        """Begin a gather that the next ``gather`` ends. All ranks call it."""
+        if not (self._gathered or self._kept or self._coming):
+            self._begin(ahead=True)
+
     def gather(self) -> None:
         """Make the parameters whole. All ranks call it where parts are not shared memory."""
         if self._gathered:
             return
         if not self._kept:
-            for storage in self.storages:
-                storage.gather()
-            self.num_gathers += 1
-            self._emit("fsdp.gather")
+            if not self._coming:
+                self._begin(ahead=False)
+            self._arrive()
         self._become(self._wholes)
         self._gathered, self._kept = True, False
+
+    def _begin(self, *, ahead: bool) -> None:
+        for storage in self.storages:
+            storage.gather(ahead)
+        self._coming = True
+        self.num_gathers += 1
+        self._emit("fsdp.prefetch" if ahead else "fsdp.gather")
+
+    def _arrive(self) -> None:
+        for storage in self.storages:
+            storage.arrive()
+        self._coming = False
 
     def hide(self) -> None:
         """Show this rank's parts, but keep the whole parameters for the next ``gather``."""
@@ -89,7 +112,9 @@ class Unit:
 
     def release(self) -> None:
         """Make the parameters this rank's parts again, and give the memory back."""
-        if not self._gathered and not self._kept:
+        if self._coming:
+            self._arrive()
+        elif not self._gathered and not self._kept:
             return
         self._become(self._locals)
         for storage in self.storages:

@@ -1,0 +1,55 @@
+"""The ranks of a sharded model: those that share its parts, and those that hold the same part.
+
+::
+
+    world.mesh(replicate=2, shard=3)      rank 0 | rank 1 | rank 2     <- one group that shards
+                                          rank 3 | rank 4 | rank 5     <- another one
+                                             └ ranks 0 and 3 are replicas of one part
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from echelon.world.group import Group
+
+__all__ = ["Ranks"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """All ranks of a sharded model, seen from one of them.
+
+    Attributes:
+        shard: those that share the parameters; gathers and reduce-scatters stay inside.
+        replicas: those that hold the same part as this one; None where there is one of each.
+    """
+
+    shard: Group
+    replicas: Group | None
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """What agrees on all of these agrees everywhere."""
+        return (self.shard,) if self.replicas is None else (self.replicas, self.shard)
+
+    def broadcast(self, tensor: Tensor, label: str) -> None:
+        """Give the first rank's ``tensor`` to all: to its replicas, and each on to its group."""
+        for group in self.groups:
+            if group.size > 1:
+                group.broadcast(tensor, 0, label=label)
+
+    def all_reduce(self, tensor: Tensor, op: str, label: str) -> None:
+        """Reduce over all ranks."""
+        for group in self.groups:
+            if group.size > 1:
+                group.all_reduce(tensor, op, label=label)
+
+    def meet(self, what: str) -> None:
+        """Where parts are shared memory, wait until those who share them are here."""
+        if self.shard.shares_memory and self.shard.size > 1:
+            self.shard.barrier(label=what)
