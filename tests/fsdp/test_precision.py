@@ -145,6 +145,11 @@ def test_gradients_accumulate_in_the_dtype_of_the_reduction(kind) -> None:
 
 def overwrites(world: World) -> None:
     """The sum behind a rounded gradient gives way to what the user wrote."""
+    for reduce in (torch.float32, torch.bfloat16):
+        model = line(world, torch.bfloat16, precision={"reduce": reduce})
+        model.weight.grad = torch.full_like(model.weight, 2.0)  # before any backward
+        model(torch.ones(7)).backward()
+        assert torch.equal(model.weight.grad, torch.full_like(model.weight.grad, 3.0))
     model = line(world, torch.bfloat16, precision={"reduce": torch.float32})
     model(torch.full((7,), 1 + 2.0**-7)).backward()
     with torch.no_grad():

@@ -74,10 +74,10 @@ class GradientShard:
         self._rounds = torch.promote_types(wire_dtype, grad_dtype) != grad_dtype
         self._sum: Tensor | None = None  # where ``views`` round: what they are rounded from
         self._version = 0  # of ``flat``, when it was the rounded sum
+        self._places: dict[int, list[list[Tensor]]] = {}  # by address of a slot
         if grad_dtype != storage.dtype:
             for param in storage.params:
                 param.grad_dtype = None  # otherwise torch insists on the parameter's own
-        self._places: dict[int, list[list[Tensor]]] = {}  # by address of a slot
 
     @property
     def nbytes(self) -> int:
@@ -146,7 +146,8 @@ class GradientShard:
         had = [param.grad is not None for param in params]
         if not any(had):
             return None
-        for param, view, part in zip(params, self.views, self._parts_of_sum(), strict=True):
+        parts = self._parts_of_sum()  # makes the views, if this is their first use
+        for param, view, part in zip(params, self.views, parts, strict=True):
             if param.grad is None:
                 part.zero_()
             elif param.grad is not view:  # the user's own
