@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
     {"arguments"},
     {"census", "events", "gradients", "graph_task", "layout", "nested", "streams", "wrapper"},
     {"world"},
-    {"agreement", "c10d", "testing"},
+    {"agreement", "c10d", "scaling", "testing"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
     {"planner"},
     {"parallelize"},

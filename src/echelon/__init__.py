@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from echelon.fsdp import FSDP, BackwardPrefetch, MixedPrecision, Strategy, units
     from echelon.gradients import clip_grad_norm_
+    from echelon.scaling import GradScaler
     from echelon.world.base import World
     from echelon.world.group import Group
     from echelon.world.mesh import Mesh
@@ -44,6 +45,7 @@ __all__ = [
     "CommTimeout",
     "DeadlockError",
     "EchelonError",
+    "GradScaler",
     "Group",
     "Mesh",
     "MixedPrecision",
@@ -75,6 +77,7 @@ _HOMES = {
     "BackwardPrefetch": "echelon.fsdp",
     "MixedPrecision": "echelon.fsdp",
     "Strategy": "echelon.fsdp",
+    "GradScaler": "echelon.scaling",
     "clip_grad_norm_": "echelon.gradients",
     "World": "echelon.world.base",
     "Group": "echelon.world.group",

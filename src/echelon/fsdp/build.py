@@ -72,13 +72,15 @@ def _units_of(
 ) -> tuple[list[Unit], list[Slots]]:
     """Units with what their gradients need."""
     slots = _Lots(group, options, storages)
-    units = []
+    units, precision = [], options.precision
     for (name, module), own in zip(named, storages, strict=True):
         shards = []
         for one in own:
             if one.requires_grad:
                 wire_dtype = _wire_dtype(one, options)
-                shards.append(GradientShard(one, wire_dtype, slots.of(one, wire_dtype)))
+                grad_dtype = wire_dtype if precision.keep_low_precision_grads else one.dtype
+                lot = slots.of(one, wire_dtype)
+                shards.append(GradientShard(one, wire_dtype, grad_dtype, lot))
         units.append(Unit(name, module, own, shards, group))
     return units, slots.all
 
@@ -95,20 +97,26 @@ def _fill(plan: UnitPlan, storages: list[Storage], start: Start) -> list[Storage
 
 
 def _storages_of(plan: UnitPlan, group: Group, options: Options) -> list[Storage]:
-    """One storage for each combination of dtype, compute dtype and ``requires_grad``."""
+    """One storage for each combination of shard dtype, compute dtype and ``requires_grad``."""
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[Member]] = {}
     for member in plan.members:
         compute = _compute_dtype(member, options)
-        key = member.param.dtype, compute, member.param.requires_grad
+        key = _shard_dtype(member, options), compute, member.param.requires_grad
         kinds.setdefault(key, []).append(member)
     sharded = (
         options.strategy is not Strategy.NO_SHARD and plan.num_parameters >= options.min_num_params
     )
     return [
         make_storage(
-            members, group, options.layout, compute, f"unit {plan.name or 'root'}", sharded=sharded
+            members,
+            group,
+            options.layout,
+            dtype,
+            compute,
+            f"unit {plan.name or 'root'}",
+            sharded=sharded,
         )
-        for (_, compute, _), members in kinds.items()
+        for (dtype, compute, _), members in kinds.items()
     ]
 
 
@@ -118,6 +126,11 @@ def _compute_dtype(member: Member, options: Options) -> torch.dtype:
     if precision.compute is None or kept or not dtype.is_floating_point:
         return dtype
     return precision.compute
+
+
+def _shard_dtype(member: Member, options: Options) -> torch.dtype:
+    master, dtype = options.precision.master, member.param.dtype
+    return dtype if master is None or not dtype.is_floating_point else master
 
 
 def _wire_dtype(storage: Storage, options: Options) -> torch.dtype:

@@ -5,6 +5,11 @@
     gradients of a unit ─ one fused copy ─> slot (a window) ─ reduce-scatter ─> this rank's part
 
 A slot is used by one reduction after another; who needs it next waits until the last one is over.
+
+[Note: accumulated in the dtype of the reduction]
+The reduced gradients of several backwards are added in the dtype they were reduced in. Where
+``.grad`` cannot hold every value of that dtype, the sum is kept beside it, and ``.grad`` is the sum
+rounded. What the user writes into ``.grad`` counts: it replaces the sum before the next addition.
 """
 
 from __future__ import annotations
@@ -53,28 +58,38 @@ class GradientShard:
 
     Attributes:
         storage: whose.
-        wire_dtype: in which gradients are reduced.
+        wire_dtype: in which gradients are reduced and accumulated.
+        grad_dtype: of ``views``.
         slots: where they travel.
         views: what ``.grad`` is, in the shapes of ``storage.locals``; empty before the first use.
     """
 
-    def __init__(self, storage: Storage, wire_dtype: torch.dtype, slots: Slots) -> None:
-        self.storage, self.wire_dtype, self.slots = storage, wire_dtype, slots
+    def __init__(
+        self, storage: Storage, wire_dtype: torch.dtype, grad_dtype: torch.dtype, slots: Slots
+    ) -> None:
+        self.storage, self.slots = storage, slots
+        self.wire_dtype, self.grad_dtype = wire_dtype, grad_dtype
         self.views: list[Tensor] = []
         self._flat: Tensor | None = None
+        self._rounds = torch.promote_types(wire_dtype, grad_dtype) != grad_dtype
+        self._sum: Tensor | None = None  # where ``views`` round: what they are rounded from
+        self._version = 0  # of ``flat``, when it was the rounded sum
         self._places: dict[int, list[list[Tensor]]] = {}  # by address of a slot
+        if grad_dtype != storage.dtype:
+            for param in storage.params:
+                param.grad_dtype = None  # otherwise torch insists on the parameter's own
 
     @property
     def nbytes(self) -> int:
-        """Bytes of ``views``."""
-        return 0 if self._flat is None else self._flat.nbytes
+        """Bytes of ``views``, and of the sum that they are rounded from."""
+        return sum(memory.nbytes for memory in (self._flat, self._sum) if memory is not None)
 
     @property
     def flat(self) -> Tensor:
         """The memory of ``views``, made when it is first used."""
         if self._flat is None:
             storage, device = self.storage, self.storage.group.device
-            self._flat = torch.zeros(storage.own_numel, dtype=storage.dtype, device=device)
+            self._flat = torch.zeros(storage.own_numel, dtype=self.grad_dtype, device=device)
             parts = self._flat.split([piece.numel for piece in storage.own])
             self.views = [
                 part.view(local.shape) for part, local in zip(parts, storage.locals, strict=True)
@@ -131,14 +146,42 @@ class GradientShard:
         had = [param.grad is not None for param in params]
         if not any(had):
             return None
-        _ = self.flat
-        for param, view in zip(params, self.views, strict=True):
+        parts = self._parts_of_sum()  # makes the views, if this is their first use
+        for param, view, part in zip(params, self.views, parts, strict=True):
             if param.grad is None:
-                view.zero_()
+                part.zero_()
             elif param.grad is not view:  # the user's own
-                view.copy_(param.grad)
+                part.copy_(param.grad)
+            elif part is not view and self.flat._version != self._version:
+                part.copy_(view)  # the user wrote into it
             param.grad = None
         return had
+
+    def _parts_of_sum(self) -> list[Tensor]:
+        """What the next gradients are added to, in the shapes of ``views``."""
+        if self._sum is None:
+            _ = self.flat
+            return self.views
+        parts = self._sum.split([piece.numel for piece in self.storage.own])
+        return [part.view(view.shape) for part, view in zip(parts, self.views, strict=True)]
+
+    def take(self, reduced: Tensor, *, add: bool) -> None:
+        """Take new gradients of the own part, in the wire dtype, instead of the old or on top."""
+        flat = self.flat
+        if self._rounds:
+            if add and self._sum is not None:
+                self._sum.add_(reduced)
+            else:
+                self._sum = (flat.to(self.wire_dtype) + reduced) if add else reduced.clone()
+            flat.copy_(self._sum)
+            self._version = flat._version
+        elif not add:
+            if reduced is not flat:
+                flat.copy_(reduced)
+        elif flat.dtype == self.wire_dtype:
+            flat.add_(reduced)
+        else:
+            flat.copy_(flat.to(self.wire_dtype) + reduced)
 
 
 @final
@@ -177,7 +220,7 @@ class Reduction:
             self._output = memory
             self._work = group.all_reduce(memory, op, async_op=True, label=label)
             return
-        direct = self.had is None and shard.wire_dtype == storage.dtype
+        direct = self.had is None and shard.wire_dtype == shard.grad_dtype
         self._output = shard.flat if direct else memory.new_empty(storage.own_numel)
         self._work = group.reduce_scatter_single(
             self._output, memory, op, async_op=True, splits=storage.cut.splits, label=label
@@ -195,15 +238,11 @@ class Reduction:
         assert self._work is not None
         assert self._output is not None
         self._work.wait()
-        flat, output = self.shard.flat, self._output
         if self._replicas is not None:
-            self._replicas.all_reduce(output, self._options.op, label=self._label)
+            self._replicas.all_reduce(self._output, self._options.op, label=self._label)
         if (divisor := self._options.divisor()) != 1:
-            output.div_(divisor)
-        if self.had is not None:
-            flat.add_(output)
-        elif output is not flat:
-            flat.copy_(output)
+            self._output.div_(divisor)
+        self.shard.take(self._output, add=self.had is not None)
         self._output = None
 
     def hand_over(self, anywhere: Sequence[bool]) -> None:

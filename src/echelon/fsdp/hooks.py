@@ -11,7 +11,8 @@ no rank used, and hands the reduced parts over as ``.grad``.
 
 [Note: what .grad holds]
 Outside of backward, the reduced gradient of this rank's part, or None. A backward that finds one
-adds to it. Under ``no_sync`` whole gradients are kept aside and join the next reduction.
+adds to it. Under ``no_sync`` whole gradients are kept aside, in the dtype of the reduction, and
+join the next one.
 """
 
 from __future__ import annotations
@@ -92,13 +93,16 @@ class Hooks:
     def _watch(self, u: int) -> None:
         unit = self.units[u]
         if u:
-            before = unit.module.register_forward_pre_hook(
-                lambda module, args: self.before_forward(u)
+            # A compiled module has its hooks traced, and these are not for a graph.
+            before = torch.compiler.disable(lambda module, args: self.before_forward(u))
+            after = torch.compiler.disable(
+                lambda module, args, output: self.after_forward(u, output)
             )
-            after = unit.module.register_forward_hook(
-                lambda module, args, output: self.after_forward(u, output), always_call=True
+            handles = (
+                unit.module.register_forward_pre_hook(before),
+                unit.module.register_forward_hook(after, always_call=True),
             )
-            self._ids[unit.name] = [before.id, after.id]
+            self._ids[unit.name] = [handle.id for handle in handles]
         for param in unit.trainable:
             param.register_post_accumulate_grad_hook(self._arrival(u))
 
@@ -264,7 +268,7 @@ class Hooks:
         self._ahead.complete(u)
         current.completed.append(u)
         if not current.synced:
-            self._local[u] = gradients
+            self._keep(u, gradients)
             return
         current.held[u] = gradients
         self._send_ready(current)
@@ -279,8 +283,16 @@ class Hooks:
         if kept is None:
             return gradients
         return [
-            new if old is None else old if new is None else old + new
+            new if old is None else old if new is None else old + new.to(old.dtype)
             for old, new in zip(kept, gradients, strict=True)
+        ]
+
+    def _keep(self, u: int, gradients: Sequence[Tensor | None]) -> None:
+        """Keep whole gradients of ``no_sync``, for the next ones to be added to."""
+        dtypes = [one.wire_dtype for one in self.units[u].shards for _ in one.storage.params]
+        self._local[u] = [
+            None if gradient is None else gradient.to(dtype)
+            for gradient, dtype in zip(gradients, dtypes, strict=True)
         ]
 
     def _send_ready(self, current: _Pass) -> None:
@@ -311,7 +323,7 @@ class Hooks:
         if not current.synced:
             for u, opened in enumerate(current.opened):
                 if opened and current.remaining[u] > 0:
-                    self._local[u] = self._take(u)
+                    self._keep(u, self._take(u))
                 self.units[u].release()
             self._pass = None
             return

@@ -50,24 +50,40 @@ class Strategy(Enum):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedPrecision:
-    """Dtypes of one training step. Shards and optimizer states keep the model's own dtype.
+    """Dtypes of one training step. ``.grad`` has that of the shards, and so have optimizer states.
 
     Attributes:
         compute: of floating-point parameters in forward and backward, and of what gathers move;
             None: the parameter's own. Inputs of the model are cast, too.
-        reduce: in which gradients are reduced over ranks; None: that of the parameter's shard.
+        reduce: in which gradients are reduced over ranks, and accumulated over backwards; None:
+            that of the parameter's shard.
+        master: of the shards of floating-point parameters, which the optimizer updates, and of
+            the state dict; None: the parameter's own. Not narrower than ``compute``.
         buffers: of floating-point buffers; None: their own.
         keep: module classes whose parameters compute in their own dtype, such as norms.
+        keep_low_precision_grads: leave ``.grad`` in the dtype of the reduction, for an optimizer
+            that casts it itself; torch's own want that of the parameter.
     """
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    master: torch.dtype | None = None
     buffers: torch.dtype | None = None
     keep: tuple[type[nn.Module], ...] = ()
+    keep_low_precision_grads: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("compute", "reduce", "buffers"):
+        for name in ("compute", "reduce", "master", "buffers"):
             arguments.floating(f"MixedPrecision {name}", getattr(self, name))
+        arguments.one_of(
+            "MixedPrecision keep_low_precision_grads", self.keep_low_precision_grads, (False, True)
+        )
+        compute, master = self.compute, self.master
+        if compute is not None and master is not None and master.itemsize < compute.itemsize:
+            raise ArgumentError(
+                f"MixedPrecision master {master} is narrower than compute {compute}: the optimizer "
+                "would lose bits that the model uses"
+            )
         known = isinstance(self.keep, tuple)
         if not known or not all(
             isinstance(c, type) and issubclass(c, nn.Module) for c in self.keep

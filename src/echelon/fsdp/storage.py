@@ -1,6 +1,7 @@
 """The memory of one group of parameters of a unit: own parts, whole parameters, gradient shards.
 
-All parameters of a storage have one dtype, compute in one dtype, and need a gradient or not.
+All shards of a storage have one dtype; its parameters compute in one dtype, and all need a gradient
+or none does.
 ``locals`` are this rank's parts, which the optimizer sees; ``wholes`` are what forward sees:
 
 - ``Shared``: the whole buffer is one piece of memory that all ranks see. Where the compute dtype is
@@ -37,6 +38,7 @@ class Storage(ABC):
         sharded: whether ranks own different parts.
         rows: whether parts are whole rows.
         requires_grad: of all parameters.
+        dtype: of the own parts.
         compute_dtype: in forward and backward.
         locals: this rank's part of each parameter: 1D by element, or whole rows.
         wholes: each parameter in its own shape.
@@ -50,6 +52,7 @@ class Storage(ABC):
         members: Sequence[Member],
         cut: Cut,
         group: Group,
+        dtype: torch.dtype,
         compute: torch.dtype,
         label: str,
         *,
@@ -58,8 +61,7 @@ class Storage(ABC):
         self.members = tuple(members)
         self.params: list[nn.Parameter] = [member.param for member in members]
         self.cut, self.group, self.label, self.rows = cut, group, label, rows
-        self.dtype = self.params[0].dtype
-        self.compute_dtype = compute
+        self.dtype, self.compute_dtype = dtype, compute
         self.requires_grad = self.params[0].requires_grad
         self.own = cut.pieces[group.rank]
         self.own_numel = sum(piece.numel for piece in self.own)
@@ -138,6 +140,17 @@ class Storage(ABC):
         """Bytes of ``wholes`` now, beyond the own parts; this rank's share of shared memory."""
         return 0
 
+    def _scattered(self, full: Tensor, by_rank: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Places in the whole buffer, and the pieces of all ranks that belong there."""
+        places, pieces, end = [], [], 0
+        for own in self.cut.pieces:
+            for piece in own:
+                start = self.cut.starts[piece.member] + piece.start
+                places.append(full[start : start + piece.numel])
+                pieces.append(by_rank[end : end + piece.numel])
+                end += piece.numel
+        return places, pieces
+
     def _cut_out(self, flat: Tensor, *, offsets: Sequence[int]) -> list[Tensor]:
         """This rank's pieces, at ``offsets`` of ``flat``, in the shape that users see."""
         return [
@@ -173,8 +186,8 @@ class Shared(Storage):
         if self.compute_dtype == self.dtype:
             self.locals = self._cut_out(self.full, offsets=in_full)
         else:
-            shard = torch.empty(self.own_numel, dtype=self.dtype)
-            self.locals = self._cut_out(shard, offsets=self._packed_offsets())
+            self.shard = torch.empty(self.own_numel, dtype=self.dtype)
+            self.locals = self._cut_out(self.shard, offsets=self._packed_offsets())
             self._targets = self._cut_out(self.full, offsets=in_full)
 
     def prepare(self) -> None:
@@ -230,19 +243,8 @@ class Gathered(Storage):
         if work is not None:
             work.wait()
         if self.rows:
-            torch._foreach_copy_(*self._scattered(self._by_rank))
+            torch._foreach_copy_(*self._scattered(self.full, self._by_rank))
         self._by_rank = self.full
-
-    def _scattered(self, by_rank: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Places in the whole buffer, and the pieces of all ranks that belong there."""
-        places, pieces, end = [], [], 0
-        for own in self.cut.pieces:
-            for piece in own:
-                start = self.cut.starts[piece.member] + piece.start
-                places.append(self.full[start : start + piece.numel])
-                pieces.append(by_rank[end : end + piece.numel])
-                end += piece.numel
-        return places, pieces
 
     def release(self) -> None:
         self.full.untyped_storage().resize_(0)
@@ -292,6 +294,7 @@ def make_storage(
     members: Sequence[Member],
     group: Group,
     layout: Layout,
+    dtype: torch.dtype,
     compute: torch.dtype,
     label: str,
     *,
@@ -299,13 +302,13 @@ def make_storage(
 ) -> Storage:
     """Memory for ``members``, without values: ``settle`` takes each parameter in."""
     numels = [member.param.numel() for member in members]
-    order = place_order(numels, members[0].param.dtype.itemsize)
+    order = place_order(numels, dtype.itemsize)
     placed = [members[i] for i in order]
     shapes = [tuple(member.param.shape) for member in placed]
     rows = layout == "rows"
     cut = (cut_rows if rows else cut_flat)(shapes, group.size)
     kind = Replicated if not sharded else Shared if group.shares_memory else Gathered
-    return kind(placed, cut, group, compute, label, rows=rows and sharded)
+    return kind(placed, cut, group, dtype, compute, label, rows=rows and sharded)
 
 
 def copy_storage(storage: Storage, members: Sequence[Member]) -> Storage:
@@ -319,6 +322,7 @@ def copy_storage(storage: Storage, members: Sequence[Member]) -> Storage:
         members,
         storage.cut,
         storage.group,
+        storage.dtype,
         storage.compute_dtype,
         storage.label,
         rows=storage.rows,

@@ -1,0 +1,97 @@
+"""Loss scaling for float16, of which all ranks of a group hold the same opinion.
+
+Torch's ``GradScaler`` looks at the gradients of its own process. When every rank holds only its
+part of them, one that is not finite reaches one owner only: that rank would skip the step and the
+others would not, and from then on the weights would belong to no model.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from echelon.errors import ArgumentError
+from echelon.world.group import Group
+
+__all__ = ["GradScaler"]
+
+
+@final
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` whose ranks skip a step together.
+
+    Law: after ``update()`` the scale is the same on all ranks, and either all ranks have stepped or
+    none has.
+
+    All ranks call ``unscale_`` and ``step`` for the same optimizers in the same order: each
+    optimizer is looked at with one all-reduce of two numbers. ``ec.clip_grad_norm_`` belongs
+    between the two, as with torch.
+
+    Args:
+        group: the ranks that step together: those that share the model.
+        device: kind of device of the gradients; None: that of the group.
+        init_scale: what the first losses are multiplied by.
+        growth_factor: what the scale is multiplied by after ``growth_interval`` steps.
+        backoff_factor: what the scale is multiplied by when a step was skipped.
+        growth_interval: steps in a row without a skipped one after which the scale grows.
+        enabled: whether to scale at all; False leaves a plain loop.
+
+    Raises:
+        ArgumentError: ``group`` is no group.
+
+    Example:
+        >>> def main(world):
+        ...     weight = torch.nn.Parameter(torch.ones(1))
+        ...     optimizer = torch.optim.SGD([weight], lr=1.0)
+        ...     scaler = GradScaler(world.group, init_scale=8.0)
+        ...     scaler.scale(weight * (float("inf") if world.rank else 1.0)).backward()
+        ...     scaler.step(optimizer)
+        ...     scaler.update()
+        ...     return weight.item(), scaler.get_scale()
+        >>> from echelon.world.run import run
+        >>> run(main, ranks=2)
+        [(1.0, 4.0), (1.0, 4.0)]
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        if not isinstance(group, Group):
+            raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
+        if device is None:
+            device = str(group.device).partition(":")[0]
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self._group = group
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        # Torch refuses float16 gradients, because it takes them for those of a model without
+        # master weights. Here they may be reduced ones that were kept so on purpose.
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        device = self._group.device
+        mine = torch.zeros(2, device=device)  # something is not finite; something was looked at
+        for flag in found.values():
+            mine[0] = torch.maximum(mine[0], flag.to(device))
+            mine[1] = 1
+        self._group.all_reduce(mine, "max", label="whether gradients are finite")
+        for flag in found.values():
+            flag.copy_(mine[0])
+        if not found and mine[1]:
+            found[device] = mine[0].clone()  # a rank without gradients steps with the others
+        return found
