@@ -24,7 +24,17 @@ PACKAGE = "echelon"
 LAYERS: list[set[str]] = [
     {"errors"},
     {"arguments"},
-    {"census", "events", "gradients", "graph_task", "layout", "nested", "streams", "wrapper"},
+    {
+        "census",
+        "claims",
+        "events",
+        "gradients",
+        "graph_task",
+        "layout",
+        "nested",
+        "streams",
+        "wrapper",
+    },
     {"world"},
     {"agreement", "c10d", "scaling", "testing"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},

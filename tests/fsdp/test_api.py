@@ -1,6 +1,7 @@
 """What a user of FSDP can do besides the plain loop; over simulated ranks."""
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -303,3 +304,37 @@ def every_check(world: World) -> None:
 
 def test_all_of_it_holds_over_gloo() -> None:
     run_world("gloo", every_check, 2)
+
+
+class Slow(nn.Linear):
+    """Keeps rank 1 in its forward while rank 0 goes on."""
+
+    rank = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rank:
+            time.sleep(0.05)
+        return super().forward(x)
+
+
+def changes_weights_after_an_evaluation(world: World) -> list[float]:
+    model = nn.Sequential(nn.Linear(2, 2), Slow(2, 2), nn.Linear(2, 2))
+    model[1].rank = world.rank
+    rule = ec.units.by_type(nn.Linear, Slow)
+    wrapped = ec.FSDP(model, world.group, units=rule, min_num_params=0)
+    state = wrapped.state_dict()
+    found = []
+    for factor in (1.0, 0.0):
+        wrapped.load_state_dict({name: factor * value for name, value in state.items()})
+        world.group.barrier()
+        with torch.no_grad():
+            found.append(wrapped(torch.ones(1, 2)).sum().item())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_weights_change_only_when_all_ranks_have_evaluated_with_them(kind) -> None:
+    first, second = run_world(kind, changes_weights_after_an_evaluation, 2)
+    assert first == second
+    assert first[0] != 0.0
+    assert first[1] == 0.0

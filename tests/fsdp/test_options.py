@@ -102,8 +102,8 @@ def refused(make: Callable[[World], object], world: World) -> None:
         (lambda world: shard(world, units="blocks"), "units is 'blocks'"),
         (lambda world: shard(world, "model"), "give a torch.nn.Module"),
         (lambda world: ec.FSDP(build(), world), "give a Group"),
-        (lambda world: shard(world, shard(world)), "is wrapped already"),
-        (lambda world: shard(world, shard(world).module), "is wrapped already"),
+        (lambda world: shard(world, shard(world)), "belongs to FSDP already"),
+        (lambda world: shard(world, shard(world).module), "belongs to FSDP already"),
         (lambda world: shard(world, ignored=[nn.Linear(1, 1)]), "not in the model"),
     ],
 )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from echelon.agreement import check_agreement, check_model, option_facts
 from echelon.arguments import Reduction
 from echelon.census import Census
-from echelon.ddp.arrivals import is_watched
+from echelon.claims import check_unclaimed, claim, disclaim
 from echelon.ddp.buffers import Buffers, broadcast_coalesced
 from echelon.ddp.join import Rounds, Step
 from echelon.ddp.options import Init, Options, Sync
@@ -144,6 +144,7 @@ class DDP(Wrapper):
         self._buffer_state = Buffers(module)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._census = Census(module, "DDP")
+        claim(module.parameters(), self, for_good=False)
         watch_buffers = options.broadcast_buffers and group.size > 1 and len(self._buffer_state) > 0
         notice = self._buffer_state.changed if watch_buffers else None
         self._names = [name for name, _ in named]
@@ -287,6 +288,7 @@ class DDP(Wrapper):
         self._check_attached()
         self._attached = False
         self._reducer.close()
+        disclaim(self.module.parameters())
         return self.module
 
     def _check_attached(self) -> None:
@@ -325,14 +327,7 @@ def _check_arguments(module: nn.Module, group: Group) -> None:
         raise ArgumentError(f"module is {module!r}; give a torch.nn.Module")
     if not isinstance(group, Group):
         raise ArgumentError(f"group is {group!r}; give a Group, such as world.group")
-    if isinstance(module, DDP):
-        raise ArgumentError("the module is wrapped in DDP already: wrap it once, or unwrap() it")
-    for name, param in module.named_parameters():
-        if is_watched(param):
-            raise ArgumentError(
-                f"parameter {name!r} belongs to another DDP already: wrap a module once, "
-                "or unwrap() it first"
-            )
+    check_unclaimed(module)
 
 
 def _no_assign() -> ArgumentError:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 import torch
 from torch import nn
 
 from echelon.ddp.buckets import BucketPlan
 
-__all__ = ["Arrivals", "Receiver", "is_watched"]
+__all__ = ["Arrivals", "Receiver"]
 
 # A gradient of 1 MiB or more is moved in its own hook: it is still in the cache, and its memory is
 # free for the next one. Smaller ones are moved together, which costs less Python.
 _LARGE_NBYTES = 1 << 20
-
-# Our hooks carry this name, so that a second wrapper sees that the parameter is taken.
-_MARK = "_echelon_ddp"
 
 _Hook = Callable[[nn.Parameter], None]
 
@@ -34,13 +31,6 @@ class Receiver(Protocol):
 
     def unexpected(self, i: int, b: int) -> None:
         """A gradient came while none was expected, or came again."""
-
-
-def is_watched(param: nn.Parameter) -> bool:
-    """Whether a hook of ours is on ``param``, whose wrapper is still there."""
-    hooks: dict[int, Any] | None = param._post_accumulate_grad_hooks
-    marks = (getattr(hook, "__dict__", {}).get(_MARK) for hook in (hooks or {}).values())
-    return any(mark is not None and mark() is not None for mark in marks)
 
 
 @final
@@ -66,10 +56,6 @@ class Arrivals:
         self._receiver = weakref.ref(receiver)
         self._counts: list[int] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-
-    def claim(self) -> None:
-        """Mark the parameters as ours without counting."""
-        self._watch(0, lambda param: None)
 
     def watch(self, plans: Sequence[BucketPlan], record: bool) -> None:
         """Hook all parameters, according to the buckets they are in.
@@ -118,7 +104,6 @@ class Arrivals:
             receiver.ready(b)
 
     def _watch(self, i: int, hook: _Hook) -> None:
-        setattr(hook, _MARK, self._receiver)
         self._handles.append(self._params[i].register_post_accumulate_grad_hook(hook))
 
     def _lean(self, i: int, b: int) -> _Hook:

@@ -86,8 +86,6 @@ class Reducer:
         plans = plan_buckets(gradients, options.bucket_bytes, options.first_bucket_bytes, order)
         if self._overlap:
             self._arrivals.watch(plans, record=not self._ordered)
-        else:
-            self._arrivals.claim()
         return plans
 
     def allocate(self) -> None:

@@ -27,7 +27,9 @@ from torch import Tensor, nn
 
 from echelon.errors import StateError
 from echelon.fsdp.ahead import Ahead
+from echelon.fsdp.backward_pass import Pass
 from echelon.fsdp.gradients import Reduction
+from echelon.fsdp.order import Order
 from echelon.fsdp.policy import Options
 from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.unit import Unit
@@ -35,33 +37,6 @@ from echelon.graph_task import Token, in_backward, queue_end
 from echelon.nested import tensors
 
 __all__ = ["Hooks"]
-
-
-@final
-class _Pass:
-    """What one backward knows.
-
-    Attributes:
-        token: gives None when it is over or was aborted.
-        synced: whether it reduces.
-        opened: units that backward has reached.
-        remaining: by unit, the number of gradients that are not there.
-        completed: units whose gradients were all there, in that order.
-        had: by unit, for each of its storages, which parameters had a gradient before.
-        held: by unit, whole gradients that wait for their turn.
-        sent: how many units have left.
-        reductions: what is under way.
-    """
-
-    def __init__(self, token: Callable[[], Token | None], synced: bool, num_units: int) -> None:
-        self.token, self.synced = token, synced
-        self.opened = [False] * num_units
-        self.remaining = [0] * num_units
-        self.completed: list[int] = []
-        self.had: dict[int, list[list[bool] | None]] = {}
-        self.held: dict[int, list[Tensor | None]] = {}
-        self.sent = 0
-        self.reductions: list[list[Reduction]] = []
 
 
 @final
@@ -79,12 +54,9 @@ class Hooks:
         self.depth = 0  # forwards of the wrapper that are under way
         self.pinned = False  # all units stay whole
         self.num_reductions = 0
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         self._local: dict[int, list[Tensor | None]] = {}  # by unit, whole gradients of no_sync
-        # Gradients arrive in the opposite order of forward, and the root's last.
-        self._order = [*range(len(units) - 1, 0, -1), 0]
-        self._learned: list[int] | None = None
-        self._ordered = False
+        self._order = Order(len(units))
         self._ahead = Ahead(self.units, options)
         self._ids: dict[str, list[int]] = {}  # of our hooks on modules, by unit
         for u in range(len(units)):
@@ -128,7 +100,7 @@ class Hooks:
             self._discard_aborted()
             for unit in self.units:
                 unit.release()
-            self._learn_order()
+            self._order.agree(self.ranks)
             self._ahead.begin_forward()
             self.prepare()
         self.depth += 1
@@ -140,6 +112,9 @@ class Hooks:
             raise
         finally:
             self.depth -= 1
+        if not self.depth and not torch.is_grad_enabled():
+            # No backward follows, whose reductions tell that the others have read the parameters.
+            self.ranks.meet("an evaluation is over")
 
     def before_forward(self, u: int) -> None:
         """Gather a unit.
@@ -202,16 +177,16 @@ class Hooks:
         if is_new:
             self._ahead.in_backward(u)
 
-    def _begin(self) -> _Pass:
+    def _begin(self) -> Pass:
         """The pass that runs, begun if none does."""
         current = self._pass
         if current is None or current.token() is None:
             self._discard_aborted()
             token = queue_end(self._finish)
-            current = self._pass = _Pass(token, self.syncing, len(self.units))
+            current = self._pass = Pass(token, self.syncing, len(self.units))
         return current
 
-    def _open(self, current: _Pass, u: int) -> None:
+    def _open(self, current: Pass, u: int) -> None:
         current.opened[u] = True
         current.remaining[u] = len(self.units[u].trainable)
         if current.synced:
@@ -254,13 +229,13 @@ class Hooks:
                 "shared module does that: use checkpoint(..., use_reentrant=False)"
             )
 
-    def _open_late(self, current: _Pass, u: int, param: nn.Parameter) -> None:
+    def _open_late(self, current: Pass, u: int, param: nn.Parameter) -> None:
         """A gradient came to a unit whose outputs announced nothing: keep it, and open."""
         gradient, param.grad = param.grad, None
         self._open(current, u)
         param.grad = gradient
 
-    def _complete(self, current: _Pass, u: int) -> None:
+    def _complete(self, current: Pass, u: int) -> None:
         """All gradients of a unit are there: take them off, release it, send what may leave."""
         unit = self.units[u]
         gradients = self._take(u)
@@ -295,12 +270,13 @@ class Hooks:
             for gradient, dtype in zip(gradients, dtypes, strict=True)
         ]
 
-    def _send_ready(self, current: _Pass) -> None:
-        while current.sent < len(self._order) and self._order[current.sent] in current.held:
-            u = self._order[current.sent]
+    def _send_ready(self, current: Pass) -> None:
+        order = self._order.units
+        while current.sent < len(order) and order[current.sent] in current.held:
+            u = order[current.sent]
             self._send(current, u, current.held.pop(u))
 
-    def _send(self, current: _Pass, u: int, gradients: Sequence[Tensor | None]) -> None:
+    def _send(self, current: Pass, u: int, gradients: Sequence[Tensor | None]) -> None:
         unit = self.units[u]
         had = current.had.get(u) or [shard.set_aside() for shard in unit.shards]
         started, first = [], 0
@@ -327,7 +303,7 @@ class Hooks:
                 self.units[u].release()
             self._pass = None
             return
-        for u in self._order[current.sent :]:
+        for u in self._order.units[current.sent :]:
             gradients = current.held.pop(u, None)
             if gradients is None:
                 gradients = self._take(u) if current.opened[u] else self._take_unopened(u)
@@ -336,9 +312,7 @@ class Hooks:
         for unit in self.units:
             unit.release()
         self._settle(current)
-        if self._learned is None:
-            done = current.completed
-            self._learned = [*done, *(u for u in self._order if u not in done)]
+        self._order.note(current.completed)
         self._pass = None
 
     def _take_unopened(self, u: int) -> list[Tensor | None]:
@@ -346,7 +320,7 @@ class Hooks:
         kept = self._local.pop(u, None)
         return [None] * len(self.units[u].trainable) if kept is None else kept
 
-    def _settle(self, current: _Pass) -> None:
+    def _settle(self, current: Pass) -> None:
         """Wait for all reductions; agree on who has a gradient; set ``.grad``."""
         flat = [reduction for started in current.reductions for reduction in started]
         with torch.no_grad():
@@ -384,7 +358,7 @@ class Hooks:
                 "under no_sync()? Without it, backward reduces them itself"
             )
         token = Token()
-        self._pass = _Pass(lambda: token, True, len(self.units))
+        self._pass = Pass(lambda: token, True, len(self.units))
         self._finish()
 
     def _discard_aborted(self) -> None:
@@ -399,12 +373,3 @@ class Hooks:
                 if opened:
                     for param in self.units[u].trainable:
                         param.grad = None
-
-    def _learn_order(self) -> None:
-        """Take the order in which rank 0's units were complete, once, on all ranks."""
-        if self._learned is None or self._ordered:
-            return
-        self._ordered = True
-        order = torch.tensor(self._learned, device=self.ranks.shard.device)
-        self.ranks.broadcast(order, "order of units")
-        self._order = order.tolist()

@@ -1,0 +1,40 @@
+"""What one backward of a sharded model knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from torch import Tensor
+
+from echelon.fsdp.gradients import Reduction
+from echelon.graph_task import Token
+
+__all__ = ["Pass"]
+
+
+@final
+class Pass:
+    """From the first gradient to the end, or until the next forward finds it aborted.
+
+    Attributes:
+        token: gives None when it is over or was aborted.
+        synced: whether it reduces.
+        opened: units that backward has reached.
+        remaining: by unit, the number of gradients that are not there.
+        completed: units whose gradients were all there, in that order.
+        had: by unit, for each of its storages, which parameters had a gradient before.
+        held: by unit, whole gradients that wait for their turn.
+        sent: how many units have left.
+        reductions: what is under way.
+    """
+
+    def __init__(self, token: Callable[[], Token | None], synced: bool, num_units: int) -> None:
+        self.token, self.synced = token, synced
+        self.opened = [False] * num_units
+        self.remaining = [0] * num_units
+        self.completed: list[int] = []
+        self.had: dict[int, list[list[bool] | None]] = {}
+        self.held: dict[int, list[Tensor | None]] = {}
+        self.sent = 0
+        self.reductions: list[list[Reduction]] = []

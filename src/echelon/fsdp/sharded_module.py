@@ -1,0 +1,244 @@
+"""A module of which each rank keeps its part: its parameters, its state, copies and facts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from echelon.census import Census
+from echelon.claims import claim
+from echelon.errors import ArgumentError, StateError
+from echelon.fsdp import facts
+from echelon.fsdp.build import copy_units
+from echelon.fsdp.cuts import ShardInfo
+from echelon.fsdp.gradients import Slots
+from echelon.fsdp.hooks import Hooks
+from echelon.fsdp.optimizer_state import gather_optimizer_state, load_optimizer_state
+from echelon.fsdp.policy import Options
+from echelon.fsdp.ranks import Ranks
+from echelon.fsdp.state import (
+    copy_parameters,
+    copy_parts,
+    load_state,
+    no_assign,
+    part_loader,
+    state_of_copies,
+)
+from echelon.fsdp.storage import Storage
+from echelon.fsdp.unit import Unit
+from echelon.world.group import Group
+from echelon.wrapper import Wrapper
+
+__all__ = ["ShardedModule"]
+
+
+class ShardedModule(Wrapper):
+    """What a sharded model is when it does not train; ``FSDP`` makes it and trains it."""
+
+    def _attach(
+        self,
+        module: nn.Module,
+        ranks: Ranks,
+        options: Options,
+        built: tuple[list[Unit], list[Slots]],
+    ) -> None:
+        self.module = module
+        self.training = module.training
+        self._ranks = ranks
+        self._group = ranks.shard
+        self._options = options
+        self._units, self._slots = built
+        self._hooks = Hooks(self._units, ranks, options)
+        self._census = Census(module, "FSDP")
+        params = [param for storage in self._storages() for param in storage.params]
+        claim(params, self, for_good=True)  # a dropped one leaves parts
+        loader = part_loader(self._storages(), module)
+        self.register_load_state_dict_pre_hook(loader)  # type: ignore[no-untyped-call]
+
+    # Parameters ------------------------------------------------------------------------------
+
+    @contextmanager
+    def full_parameters(self, *, writeback: bool = False) -> Iterator[None]:
+        """Make all parameters whole inside the block. All ranks enter it.
+
+        Args:
+            writeback: keep what the block wrote; each rank keeps its own part.
+
+        Raises:
+            StateError: inside a forward or a backward.
+        """
+        if self._hooks.busy:
+            raise StateError(
+                "full_parameters() inside a forward, a backward or another full_parameters(): "
+                "call it outside"
+            )
+        self._hooks.prepare()
+        for unit in self._units:
+            unit.gather()
+        self._hooks.pinned = True
+        try:
+            yield
+            if writeback:
+                with torch.no_grad():
+                    for storage in self._storages():
+                        storage.keep()
+        finally:
+            self._hooks.pinned = False
+            for unit in self._units:
+                unit.release()
+            self._ranks.meet("whole parameters are released")
+
+    def update_shards(self, flat: Tensor) -> None:
+        """Write this rank's parts from one tensor, in the order of ``parameters()``, in place.
+
+        Raises:
+            ArgumentError: ``flat`` has another number of elements than the parts.
+        """
+        parts = [param.data for param in self.parameters()]
+        numel = sum(part.numel() for part in parts)
+        if flat.numel() != numel:
+            raise ArgumentError(f"update_shards: expected {numel} elements but got {flat.numel()}")
+        with torch.no_grad():
+            for part, value in zip(
+                parts, flat.reshape(-1).split([part.numel() for part in parts]), strict=True
+            ):
+                part.copy_(value.view(part.shape))
+
+    # State -----------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The whole state, with the plain module's keys and shapes, as copies. All ranks call it.
+
+        One unit is gathered at a time.
+
+        Raises:
+            StateError: inside a forward or a backward.
+        """
+        return state_of_copies(self.module, copy_parameters(self._hooks), args, kwargs)
+
+    def whole_state_dict(self, rank0_only: bool = False, cpu: bool = True) -> dict[str, Any]:
+        """What ``state_dict`` returns, for rank 0 alone, or not on the device. All ranks call it.
+
+        Args:
+            rank0_only: other ranks get an empty dict, and hold one whole unit at a time.
+            cpu: every copy goes to the memory of the host when it is made.
+
+        Raises:
+            StateError: inside a forward or a backward.
+        """
+        keep = self._group.rank == 0 or not rank0_only
+        device = torch.device("cpu") if cpu else None
+        copies = copy_parameters(self._hooks, keep=keep, device=device)
+        return state_of_copies(self.module, copies, device=device) if keep else {}
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Copies of this rank's parts, by the plain module's keys. Nothing is communicated.
+
+        Buffers and what is not sharded are whole.
+        """
+        return state_of_copies(self.module, copy_parts(self._storages()))
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a whole state; every rank takes its parts, in place. Nothing is communicated.
+
+        Raises:
+            ArgumentError: keys (if ``strict``), shapes, dtypes or ``assign`` do not fit; nothing
+                was loaded.
+        """
+        if assign:
+            raise no_assign()
+        return load_state(self.module, self._storages(), state_dict, strict=strict)
+
+    def load_sharded_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load what ``sharded_state_dict`` returned on this rank. Nothing is communicated.
+
+        Raises:
+            ArgumentError: keys (if ``strict``), sizes of parts or dtypes do not fit; nothing was
+                loaded.
+        """
+        return load_state(self.module, self._storages(), state, strict=strict, parts=True)
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The whole state of ``optimizer`` by the names of parameters. All ranks call it.
+
+        It is that of an optimizer over the plain model, gathered one tensor at a time:
+        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``.
+
+        Raises:
+            ArgumentError: a parameter of the optimizer is not in this model.
+            UnsupportedError: a state is neither a number nor one number for each element.
+            StateError: the optimizers of the ranks hold different states.
+        """
+        return gather_optimizer_state(optimizer, self.module, self._storages(), self._group)
+
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Load a whole state by name; every rank takes its parts. Nothing is communicated.
+
+        Raises:
+            ArgumentError: names, groups or shapes do not fit; nothing was loaded.
+        """
+        load_optimizer_state(optimizer, self.module, self._storages(), state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if self._hooks.busy:
+            raise StateError(
+                "a copy inside a forward, a backward or full_parameters(): copy the model outside"
+            )
+        for unit in self._units:
+            unit.release()
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        nn.Module.__init__(clone)
+        module = copy.deepcopy(self.module, memo)
+        self._hooks.leave(module)
+        built = copy_units(self._units, module, self._group, self._options)
+        clone._attach(module, self._ranks, self._options, built)
+        for mine, theirs in zip(self.module.parameters(), module.parameters(), strict=True):
+            theirs.requires_grad_(mine.requires_grad)  # it may have changed since wrapping
+        return clone
+
+    # What is where ---------------------------------------------------------------------------
+
+    @property
+    def group(self) -> Group:
+        """The ranks that share the model."""
+        return self._group
+
+    @property
+    def units(self) -> tuple[facts.UnitInfo, ...]:
+        """The units, the root first."""
+        return facts.unit_facts(self._units)
+
+    def shard_info(self, name: str) -> list[ShardInfo]:
+        """Which part of a parameter every rank owns, in rank order.
+
+        Raises:
+            ArgumentError: no unit has a parameter of that name.
+        """
+        return facts.owners_of(self._storages(), name)
+
+    def num_parameters(self) -> int:
+        """Elements of all parameters of the model, the same on every rank."""
+        return facts.count_parameters(self.module, self._storages())
+
+    def local_sharding_ratio(self) -> float:
+        """The fraction of the model's parameters that this rank keeps."""
+        kept = sum(p.numel() for p in self.module.parameters())
+        total = self.num_parameters()
+        return kept / total if total else 1.0
+
+    def memory_stats(self) -> facts.MemoryStats:
+        """Bytes by category, and counts."""
+        return facts.memory_of(self._units, self._slots, self._hooks.num_reductions)
+
+    def _storages(self) -> list[Storage]:
+        return [storage for unit in self._units for storage in unit.storages]
