@@ -24,17 +24,8 @@ PACKAGE = "echelon"
 LAYERS: list[set[str]] = [
     {"errors"},
     {"arguments"},
-    {
-        "census",
-        "claims",
-        "events",
-        "gradients",
-        "graph_task",
-        "layout",
-        "nested",
-        "streams",
-        "wrapper",
-    },
+    {"census", "claims", "events", "gradients", "graph_task"}
+    | {"layout", "nested", "streams", "wrapper"},
     {"world"},
     {"agreement", "c10d", "scaling", "testing"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
