@@ -78,6 +78,7 @@ class FSDP(ShardedModule):
         StateError: a parameter on meta cannot be given memory in place.
 
     Example:
+        >>> import torch
         >>> def main(world):
         ...     torch.manual_seed(0)
         ...     model = FSDP(nn.Linear(4, 2), world.group, min_num_params=0)
