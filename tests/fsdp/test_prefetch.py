@@ -77,7 +77,9 @@ def plain(size: int) -> dict[str, Tensor]:
 
 OPTIONS = [
     {"backward_prefetch": backward, "forward_prefetch": depth, "limit_all_gathers": limit}
-    for backward, depth, limit in itertools.product(ec.BackwardPrefetch, (0, 1, 4), (True, False))
+    for backward, (depth, limit) in itertools.product(
+        ec.BackwardPrefetch, ((0, True), (1, True), (4, True), (4, False))
+    )
 ]
 
 

@@ -17,7 +17,7 @@ from tests.fsdp.models import PLAIN, Block, batch, build, loss_of, train_plain
 from tests.worlds import run_world
 
 BLOCKS = ec.units.by_type(Block)
-STEPS = 3
+STEPS = 2
 
 
 def train(

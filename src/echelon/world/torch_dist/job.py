@@ -19,7 +19,8 @@ __all__ = ["Job"]
 _T = TypeVar("_T")
 
 # How long a rank in trouble waits for the notices of others before it says what it knows itself.
-GRACE_S = 1.0
+# gloo closes connections before the rank that timed out has written its notice.
+GRACE_S = 2.0
 # A store behind a cut link never answers: a call to it is given up after this time.
 STORE_S = 2.0
 # How long the rank that holds the store stays for the others, so that they can still read notices.
