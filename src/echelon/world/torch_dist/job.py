@@ -19,8 +19,9 @@ __all__ = ["Job"]
 _T = TypeVar("_T")
 
 # How long a rank in trouble waits for the notices of others before it says what it knows itself.
-# gloo closes connections before the rank that timed out has written its notice.
-GRACE_S = 2.0
+# A rank that timed out has lost its connections before it could write why.
+GRACE_S = 1.0
+GRACE_LOST_S = 2.0
 # A store behind a cut link never answers: a call to it is given up after this time.
 STORE_S = 2.0
 # How long the rank that holds the store stays for the others, so that they can still read notices.
@@ -83,7 +84,7 @@ class Job:
             if not knows_more_later:
                 self._post(mine)
             others = [rank for rank in ranks if rank != self.rank]
-            end = time.monotonic() + GRACE_S
+            end = time.monotonic() + (GRACE_LOST_S if knows_more_later else GRACE_S)
             while True:
                 seen = self._ask(lambda: self._read(others)) or {}
                 error, certain = conclude(mine, seen, tuple(ranks), self._store_gone)
