@@ -119,6 +119,15 @@ def nothing_is_left() -> Iterator[None]:
         pytest.fail("the tests left behind:\n  " + "\n  ".join(left), pytrace=False)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers: a file is one group, tests that share ranks too, long groups first."""
+    for item in items:
+        shares_ranks = item.path.parent.name == "c10d"
+        item.add_marker(pytest.mark.xdist_group("c10d" if shares_ranks else str(item.path)))
+    long = ("test_examples.py", "test_benchmarks.py")
+    items.sort(key=lambda item: item.path.parent.name != "world" and item.path.name not in long)
+
+
 @pytest.fixture(autouse=True)
 def one_torch_thread() -> None:
     """Give each test one torch thread, whatever the test before it chose."""
