@@ -23,8 +23,6 @@ with ec.init(timeout=3 if sys.argv[1] == "stop" else 60) as world:
                 raise ValueError("boom")
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "exit":
-                os._exit(0)
             case "leave":
                 sys.exit(3)
             case "stop":
@@ -53,7 +51,6 @@ def start(folder: Path, mode: str) -> subprocess.Popen[str]:
     [
         ("raise", "rank 1 raised ValueError: boom", 1),
         ("kill", "rank 1 was killed by SIGKILL", 1),
-        ("exit", "rank 1 exited with code 0 while others were waiting", 1),
         ("leave", "rank 1 exited with code 3", 3),
     ],
 )

@@ -187,12 +187,12 @@ def test_at_most_two_units_are_whole_at_once(kind) -> None:
 
 
 def train_many(world: World) -> dict[str, torch.Tensor]:
-    return train(world, steps=2)[0]
+    return train(world, steps=1 if world.size == 64 else 2)[0]
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_parity_on_many_simulated_ranks(ranks) -> None:
-    expected, _ = train_plain(ranks, 2)
+    expected, _ = train_plain(ranks, 1 if ranks == 64 else 2)
     state = ec.run(train_many, ranks)[-1]
     for name, value in expected.items():
         torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-11, msg=name)

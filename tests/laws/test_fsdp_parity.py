@@ -61,12 +61,21 @@ COMBINATIONS = [
 ]
 
 
+# Starting and leaving processes costs more: there, each strategy and layout with one rule of units.
+FEWER = [
+    combination
+    for i, combination in enumerate(COMBINATIONS)
+    if i % len(RULES) == (i // len(RULES)) % len(RULES)
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [*(("threads", n) for n in (1, 2, 3, 4)), *((k, n) for k in KINDS[1:] for n in (2, 3))],
 )
 def test_training_equals_one_process(kind: str, ranks: int) -> None:
     expected = {clip: train_plain(ranks, STEPS, clip=clip) for clip in (None, 0.1)}
-    for found in run_world(kind, train_all, ranks, (COMBINATIONS,)):
-        for (_, clip), one in zip(COMBINATIONS, found, strict=True):
+    combinations = COMBINATIONS if kind == "threads" else FEWER
+    for found in run_world(kind, train_all, ranks, (combinations,)):
+        for (_, clip), one in zip(combinations, found, strict=True):
             compare(one, expected[clip])
