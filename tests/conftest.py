@@ -119,6 +119,7 @@ def nothing_is_left() -> Iterator[None]:
         pytest.fail("the tests left behind:\n  " + "\n  ".join(left), pytrace=False)
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several workers: a file is one group, tests that share ranks too, long groups first."""
     for item in items:
