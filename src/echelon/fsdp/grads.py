@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from echelon.errors import ArgumentError
+from echelon.arguments import number
 from echelon.fsdp.storage import Storage
 from echelon.world.group import Group
 
@@ -26,8 +26,7 @@ def norm_over_shards(storages: Sequence[Storage], group: Group, norm_type: float
     Raises:
         ArgumentError: ``norm_type`` is below 1 or no number.
     """
-    if not norm_type >= 1.0:
-        raise ArgumentError(f"norm_type is {norm_type!r}; it must be a number of at least 1")
+    number("norm_type", norm_type, 1.0, math.inf)
     dtype = reduce(torch.promote_types, [storage.dtype for storage in storages])
     parts = _combined([one for one in storages if one.sharded], norm_type)
     wholes = _combined([one for one in storages if not one.sharded], norm_type)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Backend", "check_tensors"]
 
-_QUANTIZED = ("torch.q", "torch.quint")
+_QUANTIZED = "torch.q"  # qint8, quint4x2, …
 
 
 class Backend(ABC):
