@@ -122,7 +122,9 @@ def nothing_is_left() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: two workers take a file each until none is left."""
     folders, files = ("world", "cli", "c10d"), ("test_examples.py", "test_benchmarks.py")
-    items.sort(key=lambda item: item.path.parent.name not in folders and item.path.name not in files)
+    items.sort(
+        key=lambda item: item.path.parent.name not in folders and item.path.name not in files
+    )
 
 
 @pytest.fixture(autouse=True)
