@@ -50,7 +50,7 @@ def by_hand(size: int, forwards: int, backwards: int) -> dict[str, Tensor]:
             linear.to(LOW)
         loss = loss_of(model, rank, forwards)
         for _ in range(backwards):
-            for name, param in model.named_parameters():
+            for param in model.parameters():
                 param.grad = None
             loss.backward(retain_graph=True)
             for name, param in model.named_parameters():
