@@ -1,0 +1,116 @@
+"""What goes from one stage to the next: any nesting of tensors and plain values, as messages.
+
+A *message* is the tensors of a value, one after the other; its *form* is everything else: the
+nesting, dtypes, shapes, which tensors need a gradient, and the plain values. A form is sent with
+the first microbatch and remembered on both sides, by microbatch, so that from the next step on the
+receiver has the memory ready before the message comes.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from echelon.errors import ArgumentError
+
+__all__ = ["Form", "TensorForm", "take_apart"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """A tensor without its values.
+
+    Attributes:
+        shape: of it.
+        dtype: of it.
+        requires_grad: whether a gradient comes back.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory for such a tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A value without its tensors; equal forms may use each other's memory.
+
+    Attributes:
+        leaves: by position, a ``TensorForm`` or the plain value itself.
+        spec: how leaves are nested, as text and as an object.
+    """
+
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    @property
+    def tensors(self) -> tuple[TensorForm, ...]:
+        """Those of the tensors, in order."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorForm))
+
+    def assemble(self, tensors: Sequence[Tensor]) -> Any:
+        """The value that has these tensors."""
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(leaf, TensorForm) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def to_bytes(self) -> bytes:
+        """For the stage that receives."""
+        return pickle.dumps((self.leaves, pytree.treespec_dumps(self.spec)))
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Form:
+        """What ``to_bytes`` gave on the stage before."""
+        leaves, spec = pickle.loads(data)
+        return Form(leaves, pytree.treespec_loads(spec))
+
+
+def take_apart(value: Any, where: str) -> tuple[Form, list[Tensor]]:
+    """The form and the tensors of a value.
+
+    Args:
+        value: tensors and plain Python values in any nesting of tuples, lists and dicts.
+        where: what gave it, in errors.
+
+    Raises:
+        ArgumentError: something in it can be neither sent nor written down.
+
+    Example:
+        >>> form, tensors = take_apart({"x": torch.ones(2), "n": 3}, "stage 0")
+        >>> form.tensors[0].shape, form.assemble(tensors)["n"]
+        ((2,), 3)
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    forms = tuple(
+        TensorForm(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else _plain(leaf, where)
+        for leaf in leaves
+    )
+    return Form(forms, spec), tensors
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
+
+
+def _plain(leaf: Any, where: str) -> Any:
+    if isinstance(leaf, _PLAIN):
+        return leaf
+    raise ArgumentError(
+        f"{where} gave a {type(leaf).__name__} ({leaf!r:.60}), which cannot go to another stage: "
+        "give tensors and plain values (None, numbers, strings) in tuples, lists or dicts, or "
+        "register the class with torch.utils._pytree"
+    )

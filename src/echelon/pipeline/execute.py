@@ -1,0 +1,283 @@
+"""Runs the list of one rank, action by action, exactly as it stands.
+
+There is one executor for every schedule. What it does with a value is the same on all of them: an
+input is there when its forward asks for it, is freed by it, and an output is gone when the next
+stage has it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from echelon import events
+from echelon.errors import EchelonError, StageError
+from echelon.pipeline.boundary import Form, TensorForm
+from echelon.pipeline.ir import Action, Item, Kind, Schedule
+from echelon.pipeline.link import Arrival, GradientArrival, Link, Sending
+from echelon.pipeline.stage import Output, Stage
+
+__all__ = ["Batch", "Executor"]
+
+_LAST = 20  # actions that an error lists
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@final
+@dataclass(slots=True)
+class Batch:
+    """One step: what goes in on this rank, and what comes out.
+
+    Attributes:
+        inputs: by microbatch, the arguments of the first stage; empty where another rank has it.
+        kwargs: by microbatch, keyword arguments of every stage of this rank.
+        targets: by microbatch, what the loss compares with.
+        weights: by microbatch, what its loss counts.
+        loss_fn: None where there is no loss.
+        training: whether backwards follow.
+        losses: by microbatch, weighted; filled where the last stage is.
+        outputs: by microbatch, what the last stage gave, if ``keep_outputs``.
+        keep_outputs: whether they are asked for.
+    """
+
+    inputs: Sequence[Any]
+    kwargs: Sequence[Mapping[str, Any]]
+    targets: Sequence[Any]
+    weights: Sequence[float]
+    loss_fn: Loss | None
+    training: bool
+    keep_outputs: bool
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+_Key = tuple[int, int]  # stage, microbatch
+
+
+@final
+class Executor:
+    """The stages of one rank, and what is between them and the others.
+
+    Args:
+        schedule: lowered: with its transfers.
+        rank: of the schedule.
+        stages: those of this rank, by number.
+        before: by stage, the way to the stage before it, where that is on another rank.
+        after: by stage, the way to the stage after it.
+        reduce: called with a stage whose gradients are complete.
+        world_rank: what events call this rank.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        stages: Mapping[int, Stage],
+        before: Mapping[int, Link],
+        after: Mapping[int, Link],
+        reduce: Callable[[int], None],
+        world_rank: int,
+    ) -> None:
+        self._world_rank = world_rank
+        self._order = schedule.orders[rank]
+        self._last = schedule.num_stages - 1
+        self._stages, self._before, self._after, self._reduce = stages, before, after, reduce
+        self._run = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._backward_input,
+            Kind.W: self._backward_weight,
+            Kind.SEND_F: self._send,
+            Kind.RECV_F: self._expect,
+            Kind.SEND_B: self._send_gradients,
+            Kind.RECV_B: self._expect_gradients,
+            Kind.REDUCE: self._reduce_stage,
+        }
+        self.most_alive = 0  # microbatches of stages whose activations were held at once
+        self._begin()
+
+    def _begin(self) -> None:
+        self._batch: Batch | None = None
+        self._recent: deque[str] = deque(maxlen=_LAST)
+        self._sending: list[Sending] = []
+        self._values: dict[_Key, tuple[Form, list[Tensor]]] = {}  # inputs from a stage of ours
+        self._arrivals: dict[_Key, Arrival] = {}
+        self._outputs: dict[_Key, Output] = {}
+        self._input_forms: dict[_Key, tuple[TensorForm, ...]] = {}  # that get a gradient
+        self._output_forms: dict[_Key, tuple[TensorForm, ...]] = {}
+        self._grads: dict[_Key, list[Tensor | None]] = {}  # of the outputs, from a stage of ours
+        self._grad_arrivals: dict[_Key, GradientArrival] = {}
+        self._input_grads: dict[_Key, list[Tensor | None]] = {}
+
+    def run(self, batch: Batch, *, finalize: bool = True) -> None:
+        """Carry out all actions; afterwards nothing of the step is held.
+
+        Raises:
+            StageError: a stage or the loss raised; names the action and those before it.
+        """
+        self._begin()
+        self._batch = batch
+        self.most_alive = 0
+        try:
+            for item in self._order:
+                for action in item.parts:
+                    if action.kind is Kind.REDUCE and not finalize:
+                        continue
+                    with events.span("pipeline.action", rank=self._world_rank, action=str(action)):
+                        self._do(action)
+            for sending in self._sending:
+                sending.wait()
+        except BaseException:
+            for stage in self._stages.values():
+                stage.forget()
+            self._begin()
+            raise
+        self._check_empty()
+        self._begin()
+
+    def _do(self, action: Action) -> None:
+        try:
+            self._run[action.kind](action)
+        except EchelonError as error:
+            error.add_note(self._where(action))
+            raise
+        except Exception as error:
+            raise StageError(
+                action.stage, action.microbatch, str(action), list(self._recent), error
+            ) from error
+        self._recent.append(str(action))
+
+    def _where(self, action: Action) -> str:
+        return f"in action {action}, after {' '.join(self._recent) or 'none'}"
+
+    def _check_empty(self) -> None:
+        held = [
+            *self._values, *self._arrivals, *self._outputs, *self._input_forms,
+            *self._output_forms, *self._grads, *self._grad_arrivals, *self._input_grads,
+            *(index for index, stage in self._stages.items() if stage.num_alive),
+        ]
+        assert self._batch is None or not (held and self._batch.training), held
+
+    # Forward ---------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        batch, stage, mb = self._batch, action.stage, action.microbatch
+        assert batch is not None
+        assert mb is not None
+        value = batch.inputs[mb] if stage == 0 else self._take_input((stage, mb))
+        part, kwargs = self._stages[stage], batch.kwargs[mb] if batch.kwargs else {}
+        with torch.set_grad_enabled(batch.training):
+            if stage == self._last:
+                self._end_of_model(part, mb, value, kwargs)
+            else:
+                output = part.forward(mb, value, kwargs)
+                self._hand_on((stage, mb), output)
+        self.most_alive = max(
+            self.most_alive, sum(one.num_alive for one in self._stages.values())
+        )
+
+    def _end_of_model(self, part: Stage, mb: int, value: Any, kwargs: Mapping[str, Any]) -> None:
+        batch = self._batch
+        assert batch is not None
+        if batch.loss_fn is None:
+            output = part.forward(mb, value, kwargs)
+            batch.outputs[mb] = output.form.assemble(output.tensors)
+            return
+        loss_fn, weight = batch.loss_fn, batch.weights[mb]
+        target = batch.targets[mb] if batch.targets else None
+        loss, result = part.loss(mb, value, kwargs, lambda y: loss_fn(y, target) * weight)
+        batch.losses[mb] = loss
+        if batch.keep_outputs:
+            batch.outputs[mb] = result
+
+    def _take_input(self, key: _Key) -> Any:
+        arrival = self._arrivals.pop(key, None)
+        form, tensors = self._values.pop(key) if arrival is None else arrival.take()
+        self._input_forms[key] = tuple(one for one in form.tensors if one.requires_grad)
+        return form.assemble(tensors)
+
+    def _hand_on(self, key: _Key, output: Output) -> None:
+        stage, mb = key
+        self._output_forms[key] = tuple(one for one in output.form.tensors if one.requires_grad)
+        if stage in self._after:
+            self._outputs[key] = output
+            return
+        for one, tensor in zip(output.form.tensors, output.tensors, strict=True):
+            tensor.requires_grad_(one.requires_grad)
+        self._values[stage + 1, mb] = output.form, output.tensors
+
+    def _send(self, action: Action) -> None:
+        assert action.microbatch is not None
+        assert self._batch is not None
+        output = self._outputs.pop((action.stage, action.microbatch))
+        link = self._after[action.stage]
+        self._keep(link.send(action.microbatch, output, training=self._batch.training))
+
+    def _expect(self, action: Action) -> None:
+        assert action.microbatch is not None
+        assert self._batch is not None
+        link = self._before[action.stage]
+        arrival = link.expect(action.microbatch, training=self._batch.training)
+        self._arrivals[action.stage, action.microbatch] = arrival
+
+    def _keep(self, sending: Sending) -> None:
+        self._sending = [one for one in self._sending if not one.done()]
+        self._sending.append(sending)
+
+    # Backward --------------------------------------------------------------------------------
+
+    def _backward(self, action: Action) -> None:
+        self._back(action, self._stages[action.stage].backward)
+
+    def _backward_input(self, action: Action) -> None:
+        self._back(action, self._stages[action.stage].backward_input)
+
+    def _backward_weight(self, action: Action) -> None:
+        assert action.microbatch is not None
+        self._stages[action.stage].backward_weight(action.microbatch)
+
+    def _back(
+        self, action: Action, half: Callable[[int, list[Tensor | None]], list[Tensor | None]]
+    ) -> None:
+        stage, mb = action.stage, action.microbatch
+        assert mb is not None
+        found = half(mb, self._take_gradients((stage, mb)))
+        if stage == 0:
+            return
+        if not found:  # nothing came back to this stage
+            found = [None] * len(self._input_forms[stage, mb])
+        if stage in self._before:
+            self._input_grads[stage, mb] = found
+        else:
+            self._input_forms.pop((stage, mb))
+            self._grads[stage - 1, mb] = found
+
+    def _take_gradients(self, key: _Key) -> list[Tensor | None]:
+        if key[0] == self._last:
+            return [None if self._batch is None else torch.ones_like(self._batch.losses[key[1]])]
+        self._output_forms.pop(key)
+        arrival = self._grad_arrivals.pop(key, None)
+        return self._grads.pop(key) if arrival is None else arrival.take()
+
+    def _send_gradients(self, action: Action) -> None:
+        assert action.microbatch is not None
+        key = action.stage, action.microbatch
+        forms, grads = self._input_forms.pop(key), self._input_grads.pop(key)
+        self._keep(self._before[action.stage].send_gradients(action.microbatch, forms, grads))
+
+    def _expect_gradients(self, action: Action) -> None:
+        assert action.microbatch is not None
+        key = action.stage, action.microbatch
+        arrival = self._after[action.stage].expect_gradients(
+            action.microbatch, self._output_forms[key]
+        )
+        self._grad_arrivals[key] = arrival
+
+    def _reduce_stage(self, action: Action) -> None:
+        self._reduce(action.stage)

@@ -1,0 +1,144 @@
+"""One stage while it runs: what it keeps of each microbatch between forward and backward.
+
+Outputs are not kept: only the edges of the graph at which their gradients come in. So the memory of
+an output is free as soon as the next stage has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from echelon.nested import tensors as tensors_in
+from echelon.pipeline.boundary import Form, take_apart
+from echelon.pipeline.deferred import Deferred, WeightGradients, defer_linears
+
+__all__ = ["Output", "Stage"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a stage gave for one microbatch.
+
+    Attributes:
+        form: of the value.
+        tensors: without graph.
+    """
+
+    form: Form
+    tensors: list[Tensor]
+
+
+@final
+@dataclass(slots=True)
+class _Kept:
+    """What backward needs of one microbatch, besides the graph.
+
+    Attributes:
+        inputs: the leaves whose gradients go to the stage before, in order.
+        edges: where gradients come in, one for each tensor of the output that needs one.
+    """
+
+    inputs: list[Tensor]
+    edges: list[GradientEdge]
+
+
+@final
+class Stage:
+    """A part of the model on this rank.
+
+    Args:
+        module: that part.
+        index: of all stages.
+        splits: whether the schedule splits backwards, so that linear layers must be able to defer.
+    """
+
+    def __init__(self, module: nn.Module, index: int, *, splits: bool) -> None:
+        self.module, self.index = module, index
+        self._weights = WeightGradients()
+        if splits:
+            defer_linears(module, self._weights)
+        self._kept: dict[int, _Kept] = {}
+        self._later: dict[int, Deferred] = {}
+
+    @property
+    def num_alive(self) -> int:
+        """Microbatches whose activations are held."""
+        return len({*self._kept, *self._later})
+
+    def forward(self, microbatch: int, value: Any, kwargs: Mapping[str, Any]) -> Output:
+        """Run the module on what the stage before gave, and keep what backward needs.
+
+        Args:
+            value: a tuple is the positional arguments, anything else the only one.
+        """
+        inputs = [leaf for leaf in tensors_in(value) if leaf.is_leaf and leaf.requires_grad]
+        output = self._call(value, kwargs)
+        form, tensors = take_apart(output, f"stage {self.index}")
+        edges = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+        if edges:
+            self._kept[microbatch] = _Kept(inputs, edges)
+        return Output(form, [tensor.detach() for tensor in tensors])
+
+    def loss(
+        self,
+        microbatch: int,
+        value: Any,
+        kwargs: Mapping[str, Any],
+        loss_fn: Callable[[Any], Tensor],
+    ) -> tuple[Tensor, Any]:
+        """Run the last module and the loss; both without graph."""
+        inputs = [leaf for leaf in tensors_in(value) if leaf.is_leaf and leaf.requires_grad]
+        output = self._call(value, kwargs)
+        loss = loss_fn(output)
+        if loss.requires_grad:
+            self._kept[microbatch] = _Kept(inputs, [get_gradient_edge(loss)])
+        form, tensors = take_apart(output, f"stage {self.index}")
+        return loss.detach(), form.assemble([tensor.detach() for tensor in tensors])
+
+    def _call(self, value: Any, kwargs: Mapping[str, Any]) -> Any:
+        return self.module(*value, **kwargs) if isinstance(value, tuple) else self.module(
+            value, **kwargs
+        )
+
+    def backward(self, microbatch: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the inputs; those of parameters are added to ``.grad``.
+
+        Args:
+            grads: of the tensors of the output that need one.
+        """
+        kept = self._kept.pop(microbatch, None)
+        if kept is None:
+            return []
+        given = [(edge, g) for edge, g in zip(kept.edges, grads, strict=True) if g is not None]
+        if given:
+            torch.autograd.backward([edge for edge, _ in given], [g for _, g in given])
+        found = [leaf.grad for leaf in kept.inputs]
+        for leaf in kept.inputs:
+            leaf.grad = None
+        return found
+
+    def backward_input(
+        self, microbatch: int, grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The first half of ``backward``; ``backward_weight`` is the second."""
+        with self._weights.deferred() as later:
+            found = self.backward(microbatch, grads)
+        self._later[microbatch] = later
+        return found
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The second half: gradients of weights that were put off."""
+        self._later.pop(microbatch).run()
+
+    def forget(self) -> None:
+        """Leave nothing of a step that failed."""
+        self._kept.clear()
+        self._later.clear()
+

@@ -1,0 +1,100 @@
+"""Models in stages, with what makes the cuts between them hard."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 6
+
+
+class Plain(nn.Module):
+    """A block: tensor in, tensor out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH + 1)
+        self.down = nn.Linear(WIDTH + 1, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Nested(Plain):
+    """Between blocks goes a dict: a tensor, one that needs no gradient, a flag, a number, a skip.
+
+    The ``skip`` of the first block is used by every other; ``unused`` has no effect.
+    """
+
+    def forward(self, value: Any) -> dict[str, Any]:
+        if isinstance(value, Tensor):
+            value = {"x": value, "skip": 2 * value, "depth": 0, "pair": (None, "text")}
+        x = super().forward(value["x"]) + 0.1 * value["skip"] * (value["depth"] + 1)
+        return {
+            "x": x,
+            "mask": (x > 0).detach(),
+            "unused": x.sum() * 2,
+            "empty": x[:0],
+            "skip": value["skip"],
+            "depth": value["depth"] + 1,
+            "pair": value["pair"],
+        }
+
+
+class Last(Plain):
+    """Takes either kind, gives a tensor."""
+
+    def forward(self, value: Any) -> Tensor:
+        if isinstance(value, dict):
+            value = value["x"] + value["skip"] * value["mask"]
+        return super().forward(value)
+
+
+class Recomputed(Plain):
+    """A block whose activations are not kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+KINDS: dict[str, type[Plain]] = {"plain": Plain, "nested": Nested, "recomputed": Recomputed}
+
+
+def build(kind: str, num_stages: int, dtype: torch.dtype = torch.float64) -> list[nn.Module]:
+    """Stages with the same weights each time."""
+    torch.manual_seed(num_stages)
+    blocks: list[nn.Module] = [KINDS[kind]() for _ in range(num_stages - 1)]
+    return [block.to(dtype) for block in [*blocks, Last()]]
+
+
+def batch(rows: int, step: int = 0) -> tuple[Tensor, Tensor]:
+    """Inputs and targets."""
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, rows, WIDTH, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def mse(output: Tensor, target: Tensor) -> Tensor:
+    """Mean over rows and columns."""
+    return (output - target).square().mean()
+
+
+def train_plain(stages: list[nn.Module], rows: int, steps: int) -> tuple[list[float], list[Tensor]]:
+    """The losses and parameters of one process; ``stages`` are left as they were."""
+    model = nn.Sequential(*copy.deepcopy(stages))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        x, y = batch(rows, step)
+        loss = mse(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [param.detach() for param in model.parameters()]

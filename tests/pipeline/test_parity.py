@@ -1,0 +1,106 @@
+"""Law *Parity* for pipelines: every schedule trains as one process does, and as it was simulated."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import echelon as ec
+from echelon.world.base import World
+from tests.pipeline.models import batch, build, mse, train_plain
+from tests.worlds import run_world
+
+STEPS = 2
+SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
+    "gpipe": (1, {}),
+    "1f1b": (1, {}),
+    "interleaved": (2, {}),
+    "interleaved, factor 1": (2, {"factor": 1}),
+    "looped-bfs": (2, {}),
+    "zb-h1": (1, {}),
+    "zb-h2": (1, {}),
+    "zb": (2, {"k": 2}),
+    "zb-v": (2, {}),
+    "v-half": (2, {}),
+    "v-min": (2, {}),
+    "dualpipe-v": (2, {}),
+    "dualpipe-v, fused": (2, {"fused": True}),
+}
+
+
+def train(
+    world: World, name: str, kind: str, rows: int, microbatches: int
+) -> tuple[list[float], dict[int, list[torch.Tensor]], int]:
+    chunks, options = SCHEDULES[name]
+    stages = build(kind, world.size * chunks)
+    pipe = ec.Pipeline(
+        stages,
+        world.group,
+        microbatches=microbatches,
+        schedule=name.partition(",")[0],
+        loss_fn=mse,
+        **options,
+    )
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
+    losses, alive = [], 0
+    for step in range(STEPS):
+        x, y = batch(rows, step)
+        is_first, is_last = 0 in pipe.schedule.stages_of(world.rank), pipe.has_loss
+        loss = pipe.step(*([x] if is_first else []), target=y if is_last else None)
+        assert (loss is not None) == is_last
+        optimizer.step()
+        optimizer.zero_grad()
+        alive = max(alive, pipe.most_alive)
+        losses.append(0.0 if loss is None else loss.item())
+    found = {int(index): list(stage.parameters()) for index, stage in pipe.stages.items()}
+    return losses, found, alive
+
+
+def train_all(world: World, cases: list[tuple[str, str, int, int]]) -> list[Any]:
+    return [train(world, *case) for case in cases]
+
+
+def compare(world_size: int, case: tuple[str, str, int, int], found: list[Any]) -> None:
+    name, kind, rows, microbatches = case
+    chunks, options = SCHEDULES[name]
+    stages = build(kind, world_size * chunks)
+    losses, params = train_plain(stages, rows, STEPS)
+    totals = [sum(of_rank[0][step] for of_rank in found) for step in range(STEPS)]
+    torch.testing.assert_close(totals, losses, rtol=1e-12, atol=1e-12)
+    by_stage = {index: own for of_rank in found for index, own in of_rank[1].items()}
+    everything = [param for index in sorted(by_stage) for param in by_stage[index]]
+    assert len(everything) == len(params)
+    for param, expected in zip(everything, params, strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-11, atol=1e-12, msg=str(case))
+    # What was alive is what the simulation says.
+    schedule = ec.pipeline.schedule(
+        name.partition(",")[0], len(stages), microbatches, world_size, **options
+    )
+    peak = [round(one * chunks) for one in ec.pipeline.simulate(schedule).peak]
+    assert [of_rank[2] for of_rank in found] <= peak, case
+
+
+def cases_of(kinds: list[str], microbatches: int, rows: int) -> list[tuple[str, str, int, int]]:
+    return [
+        (name, kinds[i % len(kinds)], rows, microbatches) for i, name in enumerate(SCHEDULES)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world", "ranks", "microbatches", "kinds"),
+    [
+        ("threads", 2, 5, ["nested", "plain"]),
+        ("threads", 3, 7, ["plain", "nested"]),
+        ("threads", 4, 8, ["plain"]),
+        ("threads", 8, 16, ["plain"]),
+        ("processes", 2, 4, ["plain", "nested"]),
+        ("processes", 3, 6, ["nested"]),
+        ("gloo", 2, 4, ["nested", "plain"]),
+        ("gloo", 3, 6, ["plain"]),
+    ],
+)
+def test_every_schedule_trains_as_one_process_does(world, ranks, microbatches, kinds) -> None:
+    cases = cases_of(kinds, microbatches, rows=2 * microbatches + 1)
+    by_rank = run_world(world, train_all, ranks, (cases,))
+    for i, case in enumerate(cases):
+        compare(ranks, case, [results[i] for results in by_rank])
