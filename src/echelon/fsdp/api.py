@@ -123,15 +123,16 @@ class FSDP(ShardedModule):
         _check_arguments(module, group, strategy, replicate)
         if materialize is not None and not callable(materialize):
             raise ArgumentError(f"materialize is {materialize!r:.80}; give a function of a module")
-        ranks = Ranks(group, replicate)
+        ranks = Ranks.of(group, replicate)
         check_model(module, group.device, meta=True)
         skip = ignored_parameters(module, ignored)
         rule = whole() if units is None else units
         choices = {**option_facts(options), "units": repr(rule), "ignored": str(len(skip))}
         choices["materialize"] = "none" if materialize is None else "given"
         on_meta = check_agreement(module, choices, ranks, values=init == "verify")
+        ranks = ranks.separated()
         start = Start(module, ranks, init, on_meta, materialize)
-        built = build_units(module, group, rule, options, skip, start)
+        built = build_units(module, ranks, rule, options, skip, start)
         self._attach(module, ranks, options, built)
 
     # Training --------------------------------------------------------------------------------

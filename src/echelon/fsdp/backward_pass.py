@@ -1,4 +1,4 @@
-"""What one backward of a sharded model knows."""
+"""What one forward and one backward of a sharded model know."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from torch import Tensor
 from echelon.fsdp.gradients import Reduction
 from echelon.graph_task import Token
 
-__all__ = ["Pass"]
+__all__ = ["Pass", "Use"]
+
+
+@final
+class Use:
+    """The units that one forward has used; lives as long as something awaits its backward."""
+
+    __slots__ = ("__weakref__", "units")
+
+    def __init__(self) -> None:
+        self.units = {0}
 
 
 @final

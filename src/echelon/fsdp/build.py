@@ -10,6 +10,7 @@ from torch import nn
 from echelon.errors import ArgumentError
 from echelon.fsdp.gradients import GradientShard, Slots
 from echelon.fsdp.policy import Options, Strategy
+from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.start import Start
 from echelon.fsdp.storage import Storage, copy_storage, make_storage
 from echelon.fsdp.unit import Unit
@@ -21,7 +22,7 @@ __all__ = ["build_units", "copy_units", "ignored_parameters"]
 
 def build_units(
     module: nn.Module,
-    group: Group,
+    ranks: Ranks,
     rule: Rule,
     options: Options,
     ignored: Sequence[nn.Parameter],
@@ -29,14 +30,14 @@ def build_units(
 ) -> tuple[list[Unit], list[Slots]]:
     """The units of ``module``, the root first, and where their gradients travel.
 
-    All ranks of the group call it. Each parameter arrives whole and becomes this rank's part before
+    All ranks call it. Each parameter arrives whole and becomes this rank's part before
     the next one comes, so the start takes the parts, and the memory of one unit.
     """
     plans = plan_units(module, rule, ignored)
     start.begin()
-    storages = [_fill(plan, _storages_of(plan, group, options), start) for plan in plans]
+    storages = [_fill(plan, _storages_of(plan, ranks, options), start) for plan in plans]
     start.finish()
-    built = _units_of([(plan.name, plan.module) for plan in plans], storages, group, options)
+    built = _units_of([(plan.name, plan.module) for plan in plans], storages, ranks.shard, options)
     if (dtype := options.precision.buffers) is not None:
         for buffer in module.buffers():
             if buffer.is_floating_point():
@@ -45,11 +46,11 @@ def build_units(
 
 
 def copy_units(
-    units: Sequence[Unit], module: nn.Module, group: Group, options: Options
+    units: Sequence[Unit], module: nn.Module, ranks: Ranks, options: Options
 ) -> tuple[list[Unit], list[Slots]]:
     """The same units of ``module``, a copy of theirs, in memory of their own.
 
-    All ranks of the group call it. Members are found by name, so a module may copy itself its way.
+    All ranks call it. Members are found by name, so a module may copy itself its way.
     """
 
     def renewed(member: Member) -> Member:
@@ -61,7 +62,7 @@ def copy_units(
         for unit in units
     ]
     named = [(unit.name, module.get_submodule(unit.name)) for unit in units]
-    return _units_of(named, storages, group, options)
+    return _units_of(named, storages, ranks.shard, options)
 
 
 def _units_of(
@@ -96,7 +97,7 @@ def _fill(plan: UnitPlan, storages: list[Storage], start: Start) -> list[Storage
     return storages
 
 
-def _storages_of(plan: UnitPlan, group: Group, options: Options) -> list[Storage]:
+def _storages_of(plan: UnitPlan, ranks: Ranks, options: Options) -> list[Storage]:
     """One storage for each combination of shard dtype, compute dtype and ``requires_grad``."""
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[Member]] = {}
     for member in plan.members:
@@ -109,7 +110,7 @@ def _storages_of(plan: UnitPlan, group: Group, options: Options) -> list[Storage
     return [
         make_storage(
             members,
-            group,
+            ranks,
             options.layout,
             dtype,
             compute,

@@ -6,6 +6,14 @@
 
 A slot is used by one reduction after another; who needs it next waits until the last one is over.
 
+[Note: a reduction that others are late for]
+Where gathers communicate, a rank must not wait for a reduction while others may wait for its next
+gather before they send their part of it: a rank that got no gradient for some parameter of a unit
+learns only at the end of its backward that none will come. There, on the CPU, gradients that find
+their slot in use travel in memory of their own. On an accelerator waiting is for its streams, and
+the program runs far ahead of them, so every reduction would find its slot in use; slots are waited
+for.
+
 [Note: accumulated in the dtype of the reduction]
 The reduced gradients of several backwards are added in the dtype they were reduced in. Where
 ``.grad`` cannot hold every value of that dtype, the sum is kept beside it, and ``.grad`` is the sum
@@ -22,6 +30,7 @@ from torch import Tensor
 
 from echelon.fsdp.policy import Options
 from echelon.fsdp.storage import Storage, shaped_part
+from echelon.streams import is_cpu
 from echelon.world.group import Group
 from echelon.world.work import Work
 
@@ -42,12 +51,18 @@ class Slots:
         """Bytes of all slots."""
         return sum(window.numel * window.dtype.itemsize for window in self._windows)
 
-    def take(self, user: Reduction) -> Tensor:
-        """The memory of the next slot, 1D, when whoever had it has finished."""
-        at, self._next = self._next, (self._next + 1) % len(self._windows)
-        last = self._users[at]
+    def take(self, user: Reduction, *, wait: bool) -> Tensor | None:
+        """The memory of the next slot, 1D, when whoever had it has finished.
+
+        Args:
+            wait: for whoever has it; if not, the answer may be None.
+        """
+        last = self._users[self._next]
         if last is not None:
+            if not wait and not last.is_done():
+                return None
             last.finish()
+        at, self._next = self._next, (self._next + 1) % len(self._windows)
         self._users[at] = user
         return self._windows[at].local
 
@@ -96,10 +111,11 @@ class GradientShard:
             ]
         return self._flat
 
-    def fill(self, memory: Tensor, gradients: Sequence[Tensor | None]) -> None:
+    def fill(self, memory: Tensor, gradients: Sequence[Tensor | None], *, is_slot: bool) -> None:
         """Copy whole gradients to their places, the parts of all ranks end to end; None is 0."""
         targets, sources = [], []
-        for places, gradient in zip(self._places_in(memory), gradients, strict=True):
+        all_places = self._places_in_slot(memory) if is_slot else self._places_in(memory)
+        for places, gradient in zip(all_places, gradients, strict=True):
             if gradient is None:
                 torch._foreach_zero_(places)
             elif len(places) == 1:
@@ -112,16 +128,17 @@ class GradientShard:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _places_in(self, memory: Tensor) -> list[list[Tensor]]:
-        """Where the gradient of each parameter goes: in one place, or in one for each rank."""
+    def _places_in_slot(self, memory: Tensor) -> list[list[Tensor]]:
         places = self._places.get(memory.data_ptr())
         if places is None:
-            if self.storage.rows:
-                places = self._by_rank(memory)
-            else:
-                places = [[view] for view in self.storage.whole_views(memory)]
-            self._places[memory.data_ptr()] = places
+            places = self._places[memory.data_ptr()] = self._places_in(memory)
         return places
+
+    def _places_in(self, memory: Tensor) -> list[list[Tensor]]:
+        """Where the gradient of each parameter goes: in one place, or in one for each rank."""
+        if self.storage.rows:
+            return self._by_rank(memory)
+        return [[view] for view in self.storage.whole_views(memory)]
 
     def _by_rank(self, memory: Tensor) -> list[list[Tensor]]:
         cut = self.storage.cut
@@ -213,8 +230,13 @@ class Reduction:
         """Send whole gradients off."""
         shard, storage = self.shard, self.shard.storage
         self.present = [gradient is not None for gradient in gradients]
-        memory = shard.slots.take(self)[: storage.cut.numel]
-        shard.fill(memory, gradients)
+        slot = shard.slots.take(self, wait=self._may_wait)
+        if slot is None:
+            numel, device = storage.cut.numel, storage.group.device
+            memory = torch.empty(numel, dtype=shard.wire_dtype, device=device)
+        else:
+            memory = slot[: storage.cut.numel]
+        shard.fill(memory, gradients, is_slot=slot is not None)
         group, op, label = storage.group, self._options.op, self._label
         if not storage.sharded:
             self._output = memory
@@ -225,6 +247,18 @@ class Reduction:
         self._work = group.reduce_scatter_single(
             self._output, memory, op, async_op=True, splits=storage.cut.splits, label=label
         )
+
+    @property
+    def _may_wait(self) -> bool:
+        """See the note: a reduction that others are late for."""
+        group = self.shard.storage.group
+        if group.shares_memory or self._replicas is not None or not is_cpu(group.device):
+            return True  # replicas reduce when this is finished, and in one order
+        return not self._options.strategy.regathers
+
+    def is_done(self) -> bool:
+        """Whether ``finish`` would return at once."""
+        return self._is_over or (self._work is not None and self._work.done())
 
     @property
     def _label(self) -> str:

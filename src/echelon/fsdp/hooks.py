@@ -4,8 +4,10 @@
 Before the outermost forward, every rank makes its parts ready and all meet once. A unit is gathered
 before its forward and released after it; a hook on the outputs gathers it again when backward
 reaches it. A hook on each parameter counts gradients; a unit whose count is zero is *complete*: its
-gradients leave, and it is released. Reductions leave in one order on all ranks, that of rank 0's
-first backward, so a unit that one rank skipped waits there, without its parameters, until the end.
+gradients leave, and it is released. Reductions leave in one order on all ranks, that of the
+first backward, so a unit that one rank has used in part waits there, without its parameters, until
+the end. Where gathers communicate, all ranks take part in all of them (see ``lineup``), and a unit
+that this rank has not used leaves when its gather is over.
 The callback at the end of backward sends what is left, waits for all, finds out which parameters
 no rank used, and hands the reduced parts over as ``.grad``.
 
@@ -26,10 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import StateError
-from echelon.fsdp.ahead import Ahead
-from echelon.fsdp.backward_pass import Pass
+from echelon.fsdp.backward_pass import Pass, Use
+from echelon.fsdp.gathers import Gathers
 from echelon.fsdp.gradients import Reduction
-from echelon.fsdp.order import Order
 from echelon.fsdp.policy import Options
 from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.unit import Unit
@@ -56,8 +57,10 @@ class Hooks:
         self.num_reductions = 0
         self._pass: Pass | None = None
         self._local: dict[int, list[Tensor | None]] = {}  # by unit, whole gradients of no_sync
-        self._order = Order(len(units))
-        self._ahead = Ahead(self.units, options)
+        self._gathers = Gathers(self.units, options)
+        self._orders = self._gathers.orders
+        self._use = Use()
+        self._uses: weakref.WeakSet[Use] = weakref.WeakSet()  # of forwards that await a backward
         self._ids: dict[str, list[int]] = {}  # of our hooks on modules, by unit
         for u in range(len(units)):
             self._watch(u)
@@ -100,9 +103,10 @@ class Hooks:
             self._discard_aborted()
             for unit in self.units:
                 unit.release()
-            self._order.agree(self.ranks)
-            self._ahead.begin_forward()
+            self._gathers.begin_forward(self.ranks)
             self.prepare()
+            self._use = Use()
+            self._uses.add(self._use)
         self.depth += 1
         self.units[0].gather()
         try:
@@ -112,6 +116,8 @@ class Hooks:
             raise
         finally:
             self.depth -= 1
+        if not self.depth:
+            self._gathers.end_forward()
         if not self.depth and not torch.is_grad_enabled():
             # No backward follows, whose reductions tell that the others have read the parameters.
             self.ranks.meet("an evaluation is over")
@@ -129,9 +135,12 @@ class Hooks:
                 "call the wrapped model itself, or do it inside `with model.full_parameters():`, "
                 "on all ranks"
             )
-        unit.gather()
-        if self.depth and not in_backward():
-            self._ahead.in_forward(u)
+        if in_backward():
+            self._begin()
+            self._gathers.in_backward(u, self._send_ready)
+        elif self.depth:
+            self._use.units.add(u)
+            self._gathers.in_forward(u)
 
     def prepare(self) -> None:
         """Make the own parts ready, and meet: from now on the parts of all ranks are valid."""
@@ -155,7 +164,7 @@ class Hooks:
         if torch.is_grad_enabled() and output is not None:
             for tensor in tensors(output):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(lambda grad: self._before_backward(u))
+                    tensor.register_hook(lambda grad, use=self._use: self._before_backward(u))
                     watched = True
         if self.pinned or in_backward():
             return  # a recomputed forward's backward comes next
@@ -173,16 +182,17 @@ class Hooks:
         is_new = not current.opened[u]
         if is_new:
             self._open(current, u)
-        self.units[u].gather()
+        self._gathers.in_backward(u, self._send_ready)
         if is_new:
-            self._ahead.in_backward(u)
+            self._gathers.opened(u)
 
     def _begin(self) -> Pass:
         """The pass that runs, begun if none does."""
         current = self._pass
         if current is None or current.token() is None:
             self._discard_aborted()
-            token = queue_end(self._finish)
+            self._gathers.begin_backward()
+            token = queue_end(self._end_backward)
             current = self._pass = Pass(token, self.syncing, len(self.units))
         return current
 
@@ -240,13 +250,13 @@ class Hooks:
         unit = self.units[u]
         gradients = self._take(u)
         unit.release()
-        self._ahead.complete(u)
+        self._gathers.complete(u)
         current.completed.append(u)
         if not current.synced:
             self._keep(u, gradients)
             return
         current.held[u] = gradients
-        self._send_ready(current)
+        self._send_ready()
 
     def _take(self, u: int) -> list[Tensor | None]:
         """The whole gradients of a unit, with those that ``no_sync`` kept; takes them off."""
@@ -270,11 +280,24 @@ class Hooks:
             for gradient, dtype in zip(gradients, dtypes, strict=True)
         ]
 
-    def _send_ready(self, current: Pass) -> None:
-        order = self._order.units
-        while current.sent < len(order) and order[current.sent] in current.held:
+    def _send_ready(self) -> None:
+        """Send the gradients of units whose turn it is."""
+        current = self._pass
+        if current is None or not current.synced:
+            return
+        order = self._orders.reductions
+        while current.sent < len(order):
             u = order[current.sent]
-            self._send(current, u, current.held.pop(u))
+            if u in current.held:
+                self._send(current, u, current.held.pop(u))
+            elif not current.opened[u] and self._is_left_out(u):
+                self._send(current, u, self._take_unopened(u))
+            else:
+                return
+
+    def _is_left_out(self, u: int) -> bool:
+        """Whether no gradient will come to a unit, and others do not wait for our next gather."""
+        return self._gathers.left_out(u) and not any(u in use.units for use in self._uses)
 
     def _send(self, current: Pass, u: int, gradients: Sequence[Tensor | None]) -> None:
         unit = self.units[u]
@@ -291,11 +314,16 @@ class Hooks:
         current.reductions.append(started)
         current.sent += 1
 
+    def _end_backward(self) -> None:
+        """Backward is over. Gathers first: others may need them to reduce what we wait for."""
+        self._gathers.end_backward(self._send_ready)
+        self._orders.note_backward({u for use in self._uses for u in use.units})
+        self._finish()
+
     def _finish(self) -> None:
-        """Backward is over: send what is left, wait for all, hand the reduced parts over."""
+        """Send what is left, wait for all, hand the reduced parts over."""
         current = self._pass
         assert current is not None
-        self._ahead.end_backward()
         if not current.synced:
             for u, opened in enumerate(current.opened):
                 if opened and current.remaining[u] > 0:
@@ -303,7 +331,7 @@ class Hooks:
                 self.units[u].release()
             self._pass = None
             return
-        for u in self._order.units[current.sent :]:
+        for u in self._orders.reductions[current.sent :]:
             gradients = current.held.pop(u, None)
             if gradients is None:
                 gradients = self._take(u) if current.opened[u] else self._take_unopened(u)
@@ -312,7 +340,7 @@ class Hooks:
         for unit in self.units:
             unit.release()
         self._settle(current)
-        self._order.note(current.completed)
+        self._orders.note_reductions(current.completed)
         self._pass = None
 
     def _take_unopened(self, u: int) -> list[Tensor | None]:
@@ -365,7 +393,6 @@ class Hooks:
         """Leave nothing of a backward that was aborted."""
         aborted, self._pass = self._pass, None
         if aborted is not None:
-            self._ahead.end_backward()
             for started in aborted.reductions:
                 for reduction in started:
                     reduction.finish()

@@ -200,7 +200,7 @@ class ShardedModule(Wrapper):
         nn.Module.__init__(clone)
         module = copy.deepcopy(self.module, memo)
         self._hooks.leave(module)
-        built = copy_units(self._units, module, self._group, self._options)
+        built = copy_units(self._units, module, self._ranks, self._options)
         clone._attach(module, self._ranks, self._options, built)
         for mine, theirs in zip(self.module.parameters(), module.parameters(), strict=True):
             theirs.requires_grad_(mine.requires_grad)  # it may have changed since wrapping

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from echelon.fsdp.cuts import Cut, cut_flat, cut_rows, numel_of, place_order
 from echelon.fsdp.policy import Layout
+from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.units import Member
-from echelon.world.group import Group
 from echelon.world.work import Work
 
 __all__ = ["Gathered", "Replicated", "Shared", "Storage", "copy_storage", "make_storage"]
@@ -36,6 +36,7 @@ class Storage(ABC):
         params: the parameter objects.
         cut: who owns what.
         sharded: whether ranks own different parts.
+        moves: whether a gather communicates.
         rows: whether parts are whole rows.
         requires_grad: of all parameters.
         dtype: of the own parts.
@@ -46,12 +47,13 @@ class Storage(ABC):
     """
 
     sharded = True
+    moves = False
 
     def __init__(
         self,
         members: Sequence[Member],
         cut: Cut,
-        group: Group,
+        ranks: Ranks,
         dtype: torch.dtype,
         compute: torch.dtype,
         label: str,
@@ -60,10 +62,11 @@ class Storage(ABC):
     ) -> None:
         self.members = tuple(members)
         self.params: list[nn.Parameter] = [member.param for member in members]
-        self.cut, self.group, self.label, self.rows = cut, group, label, rows
+        self.cut, self.label, self.rows = cut, label, rows
+        self.ranks, self.group = ranks, ranks.shard
         self.dtype, self.compute_dtype = dtype, compute
         self.requires_grad = self.params[0].requires_grad
-        self.own = cut.pieces[group.rank]
+        self.own = cut.pieces[self.group.rank]
         self.own_numel = sum(piece.numel for piece in self.own)
         self.locals: list[Tensor] = []
         self.wholes: list[Tensor] = []
@@ -216,6 +219,8 @@ class Shared(Storage):
 class Gathered(Storage):
     """Own parts in one buffer, and a whole buffer that exists between gather and release."""
 
+    moves = True
+
     def _allocate(self) -> None:
         device = self.group.device
         self.shard = torch.empty(self.own_numel, dtype=self.dtype, device=device)
@@ -236,7 +241,9 @@ class Gathered(Storage):
             storage.resize_(self._nbytes)
         self._by_rank = torch.empty_like(self.full) if self.rows else self.full
         parts, shard = self._by_rank.split(self.cut.splits), self.shard.to(self.compute_dtype)
-        self._work = self.group.all_gather(parts, shard, async_op=ahead, label=self.label)
+        self._work = self.ranks.gathers.all_gather(
+            parts, shard, async_op=ahead, label=self.label
+        )
 
     def arrive(self) -> None:
         work, self._work = self._work, None
@@ -292,7 +299,7 @@ class Replicated(Storage):
 
 def make_storage(
     members: Sequence[Member],
-    group: Group,
+    ranks: Ranks,
     layout: Layout,
     dtype: torch.dtype,
     compute: torch.dtype,
@@ -306,9 +313,9 @@ def make_storage(
     placed = [members[i] for i in order]
     shapes = [tuple(member.param.shape) for member in placed]
     rows = layout == "rows"
-    cut = (cut_rows if rows else cut_flat)(shapes, group.size)
-    kind = Replicated if not sharded else Shared if group.shares_memory else Gathered
-    return kind(placed, cut, group, dtype, compute, label, rows=rows and sharded)
+    cut = (cut_rows if rows else cut_flat)(shapes, ranks.shard.size)
+    kind = Replicated if not sharded else Shared if ranks.shard.shares_memory else Gathered
+    return kind(placed, cut, ranks, dtype, compute, label, rows=rows and sharded)
 
 
 def copy_storage(storage: Storage, members: Sequence[Member]) -> Storage:
@@ -321,7 +328,7 @@ def copy_storage(storage: Storage, members: Sequence[Member]) -> Storage:
     clone = type(storage)(
         members,
         storage.cut,
-        storage.group,
+        storage.ranks,
         storage.dtype,
         storage.compute_dtype,
         storage.label,

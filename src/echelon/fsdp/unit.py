@@ -52,6 +52,7 @@ class Unit:
         self._gathered = False
         self._kept = False  # whole parameters are there, though they are not shown
         self._coming = False  # a gather is under way
+        self._moves = any(one.moves for one in storages)
         self._world_rank = group.ranks[group.rank]
         self._params: list[nn.Parameter] = [p for one in storages for p in one.params]
         self._wholes: list[Tensor] = [whole for one in storages for whole in one.wholes]
@@ -72,14 +73,34 @@ class Unit:
         return self._gathered
 
     @property
+    def held(self) -> bool:
+        """Whether whole parameters are there, shown or not."""
+        return self._gathered or self._kept
+
+    @property
+    def moves(self) -> bool:
+        """Whether a gather communicates."""
+        return self._moves
+
+    @property
     def coming(self) -> bool:
         """Whether a gather is under way that nobody has waited for."""
         return self._coming
 
     def prefetch(self) -> None:
         """Begin a gather that the next ``gather`` ends. All ranks call it."""
-        if not (self._gathered or self._kept or self._coming):
+        if not (self.held or self._coming):
             self._begin(ahead=True)
+
+    def join(self) -> None:
+        """Take part in a gather that other ranks need, and give it back. All ranks call it."""
+        if self._coming:
+            self._arrive()
+        self._begin(ahead=False)
+        if self.held:
+            self._arrive()  # with the values that are there
+        else:
+            self.release()
 
     def gather(self) -> None:
         """Make the parameters whole. All ranks call it where parts are not shared memory."""
@@ -114,7 +135,7 @@ class Unit:
         """Make the parameters this rank's parts again, and give the memory back."""
         if self._coming:
             self._arrive()
-        elif not self._gathered and not self._kept:
+        elif not self.held:
             return
         self._become(self._locals)
         for storage in self.storages:
