@@ -36,6 +36,7 @@ class Pass:
         had: by unit, for each of its storages, which parameters had a gradient before.
         held: by unit, whole gradients that wait for their turn.
         sent: how many units have left.
+        left_out: those that left without gradients, because no forward had used them.
         reductions: what is under way.
     """
 
@@ -47,4 +48,5 @@ class Pass:
         self.had: dict[int, list[list[bool] | None]] = {}
         self.held: dict[int, list[Tensor | None]] = {}
         self.sent = 0
+        self.left_out: set[int] = set()
         self.reductions: list[list[Reduction]] = []

@@ -87,9 +87,7 @@ class Gathers:
 
     def left_out(self, u: int) -> bool:
         """Whether a unit that no forward has used has had its turn in this backward."""
-        return self._units[u].moves and (
-            u in self._passed or not self._options.strategy.regathers
-        )
+        return self._units[u].moves and (u in self._passed or not self._options.strategy.regathers)
 
     def end_backward(self, passed: Callable[[], None]) -> None:
         """Backward is over; ``passed`` as in ``in_backward``."""
@@ -97,9 +95,7 @@ class Gathers:
 
     # Both ------------------------------------------------------------------------------------
 
-    def _gather(
-        self, u: int, lineup: Lineup, passed: Callable[[], None] = _nothing
-    ) -> None:
+    def _gather(self, u: int, lineup: Lineup, passed: Callable[[], None] = _nothing) -> None:
         unit = self._units[u]
         if u and unit.moves and not unit.held:
             if unit.coming:

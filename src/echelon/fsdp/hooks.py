@@ -25,12 +25,12 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from echelon.errors import StateError
 from echelon.fsdp.backward_pass import Pass, Use
+from echelon.fsdp.departures import Departures
 from echelon.fsdp.gathers import Gathers
-from echelon.fsdp.gradients import Reduction
 from echelon.fsdp.policy import Options
 from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.unit import Unit
@@ -54,13 +54,12 @@ class Hooks:
         self.syncing = True
         self.depth = 0  # forwards of the wrapper that are under way
         self.pinned = False  # all units stay whole
-        self.num_reductions = 0
         self._pass: Pass | None = None
-        self._local: dict[int, list[Tensor | None]] = {}  # by unit, whole gradients of no_sync
         self._gathers = Gathers(self.units, options)
         self._orders = self._gathers.orders
         self._use = Use()
         self._uses: weakref.WeakSet[Use] = weakref.WeakSet()  # of forwards that await a backward
+        self._departures = Departures(self.units, ranks, options, self._orders)
         self._ids: dict[str, list[int]] = {}  # of our hooks on modules, by unit
         for u in range(len(units)):
             self._watch(u)
@@ -151,6 +150,11 @@ class Hooks:
         self.ranks.meet("parameters are ready")
 
     @property
+    def num_reductions(self) -> int:
+        """How often the gradients of a unit's storage were reduced."""
+        return self._departures.num_reductions
+
+    @property
     def busy(self) -> bool:
         """Whether a forward, a backward or ``full_parameters`` is under way."""
         if self.pinned:
@@ -197,6 +201,11 @@ class Hooks:
         return current
 
     def _open(self, current: Pass, u: int) -> None:
+        if u in current.left_out:
+            raise StateError(
+                f"unit {self.units[u].label!r} got a gradient in a backward whose forward did not "
+                "call its module: use its parameters inside of its own forward only"
+            )
         current.opened[u] = True
         current.remaining[u] = len(self.units[u].trainable)
         if current.synced:
@@ -248,71 +257,24 @@ class Hooks:
     def _complete(self, current: Pass, u: int) -> None:
         """All gradients of a unit are there: take them off, release it, send what may leave."""
         unit = self.units[u]
-        gradients = self._take(u)
+        gradients = self._departures.take(u)
         unit.release()
         self._gathers.complete(u)
         current.completed.append(u)
         if not current.synced:
-            self._keep(u, gradients)
+            self._departures.keep(u, gradients)
             return
         current.held[u] = gradients
         self._send_ready()
 
-    def _take(self, u: int) -> list[Tensor | None]:
-        """The whole gradients of a unit, with those that ``no_sync`` kept; takes them off."""
-        unit = self.units[u]
-        gradients: list[Tensor | None] = [param.grad for param in unit.trainable]
-        for param in unit.trainable:
-            param.grad = None
-        kept = self._local.pop(u, None)
-        if kept is None:
-            return gradients
-        return [
-            new if old is None else old if new is None else old + new.to(old.dtype)
-            for old, new in zip(kept, gradients, strict=True)
-        ]
-
-    def _keep(self, u: int, gradients: Sequence[Tensor | None]) -> None:
-        """Keep whole gradients of ``no_sync``, for the next ones to be added to."""
-        dtypes = [one.wire_dtype for one in self.units[u].shards for _ in one.storage.params]
-        self._local[u] = [
-            None if gradient is None else gradient.to(dtype)
-            for gradient, dtype in zip(gradients, dtypes, strict=True)
-        ]
-
     def _send_ready(self) -> None:
         """Send the gradients of units whose turn it is."""
-        current = self._pass
-        if current is None or not current.synced:
-            return
-        order = self._orders.reductions
-        while current.sent < len(order):
-            u = order[current.sent]
-            if u in current.held:
-                self._send(current, u, current.held.pop(u))
-            elif not current.opened[u] and self._is_left_out(u):
-                self._send(current, u, self._take_unopened(u))
-            else:
-                return
+        if self._pass is not None and self._pass.synced:
+            self._departures.send_ready(self._pass, self._is_left_out)
 
     def _is_left_out(self, u: int) -> bool:
         """Whether no gradient will come to a unit, and others do not wait for our next gather."""
         return self._gathers.left_out(u) and not any(u in use.units for use in self._uses)
-
-    def _send(self, current: Pass, u: int, gradients: Sequence[Tensor | None]) -> None:
-        unit = self.units[u]
-        had = current.had.get(u) or [shard.set_aside() for shard in unit.shards]
-        started, first = [], 0
-        with torch.no_grad():
-            for shard, old in zip(unit.shards, had, strict=True):
-                last = first + len(shard.storage.params)
-                reduction = Reduction(shard, old, self._options, self.ranks.replicas)
-                reduction.start(gradients[first:last])
-                started.append(reduction)
-                first = last
-                self.num_reductions += 1
-        current.reductions.append(started)
-        current.sent += 1
 
     def _end_backward(self) -> None:
         """Backward is over. Gathers first: others may need them to reduce what we wait for."""
@@ -327,46 +289,16 @@ class Hooks:
         if not current.synced:
             for u, opened in enumerate(current.opened):
                 if opened and current.remaining[u] > 0:
-                    self._keep(u, self._take(u))
+                    self._departures.keep(u, self._departures.take(u))
                 self.units[u].release()
             self._pass = None
             return
-        for u in self._orders.reductions[current.sent :]:
-            gradients = current.held.pop(u, None)
-            if gradients is None:
-                gradients = self._take(u) if current.opened[u] else self._take_unopened(u)
-            self.units[u].release()
-            self._send(current, u, gradients)
+        self._departures.send_rest(current)
         for unit in self.units:
             unit.release()
-        self._settle(current)
+        self._departures.settle(current)
         self._orders.note_reductions(current.completed)
         self._pass = None
-
-    def _take_unopened(self, u: int) -> list[Tensor | None]:
-        """Of a unit that backward did not reach: what ``no_sync`` kept, or nothing."""
-        kept = self._local.pop(u, None)
-        return [None] * len(self.units[u].trainable) if kept is None else kept
-
-    def _settle(self, current: Pass) -> None:
-        """Wait for all reductions; agree on who has a gradient; set ``.grad``."""
-        flat = [reduction for started in current.reductions for reduction in started]
-        with torch.no_grad():
-            for reduction in flat:
-                reduction.finish()
-            present = torch.tensor(
-                [new for reduction in flat for new in reduction.present],
-                dtype=torch.uint8,
-                device=self.ranks.shard.device,
-            )
-            if present.numel():
-                self.ranks.all_reduce(present, "max", "which parameters were used")
-        anywhere = [bool(used) for used in present.tolist()]
-        first = 0
-        for reduction in flat:
-            last = first + len(reduction.present)
-            reduction.hand_over(anywhere[first:last])
-            first = last
 
     # Between passes --------------------------------------------------------------------------
 
@@ -380,7 +312,7 @@ class Hooks:
             raise StateError("sync_gradients() inside no_sync(): leave the block first")
         if self._pass is not None and self._pass.token() is not None:
             raise StateError("sync_gradients() inside backward: call it after loss.backward()")
-        if not self._local:
+        if not self._departures.kept:
             raise StateError(
                 "sync_gradients() found no gradients to reduce: were forward and backward called, "
                 "under no_sync()? Without it, backward reduces them itself"
@@ -393,10 +325,4 @@ class Hooks:
         """Leave nothing of a backward that was aborted."""
         aborted, self._pass = self._pass, None
         if aborted is not None:
-            for started in aborted.reductions:
-                for reduction in started:
-                    reduction.finish()
-            for u, opened in enumerate(aborted.opened):
-                if opened:
-                    for param in self.units[u].trainable:
-                        param.grad = None
+            self._departures.discard(aborted)

@@ -241,9 +241,7 @@ class Gathered(Storage):
             storage.resize_(self._nbytes)
         self._by_rank = torch.empty_like(self.full) if self.rows else self.full
         parts, shard = self._by_rank.split(self.cut.splits), self.shard.to(self.compute_dtype)
-        self._work = self.ranks.gathers.all_gather(
-            parts, shard, async_op=ahead, label=self.label
-        )
+        self._work = self.ranks.gathers.all_gather(parts, shard, async_op=ahead, label=self.label)
 
     def arrive(self) -> None:
         work, self._work = self._work, None
