@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from echelon.agreement import check_agreement, check_model, option_facts
 from echelon.arguments import Reduction
 from echelon.claims import check_unclaimed
-from echelon.errors import ArgumentError, StateError
+from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.fsdp.build import build_units, ignored_parameters
 from echelon.fsdp.grads import norm_over_shards
 from echelon.fsdp.policy import Init, Layout, MixedPrecision, Options, Strategy
@@ -66,6 +66,10 @@ class FSDP(ShardedModule):
         forward_prefetch: how many units of forward are gathered before they are needed.
         limit_all_gathers: at most two units are gathered before they are needed, whatever
             ``forward_prefetch`` is.
+        use_orig_params: whether ``parameters()`` gives the parameters of the model. False: one
+            flat parameter, 1D, for each unit and combination of dtypes and ``requires_grad``, named
+            ``blocks.0.flat_0``, in the root ``flat_0``; it is this rank's part. Fewer tensors for
+            the optimizer, which must then be made after wrapping. States keep the plain names.
         materialize: called with each module that has parameters or buffers of its own which are on
             meta on all ranks, when they have memory; it writes their values and does not
             communicate. None: the module's ``reset_parameters()``. Either is seeded, so that
@@ -76,6 +80,7 @@ class FSDP(ShardedModule):
         ModelMismatch: the modules or options differ between ranks, or a value is needed of a rank
             that has it on meta; names what, and who has what.
         StateError: a parameter on meta cannot be given memory in place.
+        UnsupportedError: ``use_orig_params=False`` with ``layout="rows"`` where ranks share memory.
 
     Example:
         >>> import torch
@@ -106,6 +111,7 @@ class FSDP(ShardedModule):
         backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE,
         forward_prefetch: int = 0,
         limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
         materialize: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__()
@@ -119,8 +125,10 @@ class FSDP(ShardedModule):
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
         )
         _check_arguments(module, group, strategy, replicate)
+        _check_flat(options, group)
         if materialize is not None and not callable(materialize):
             raise ArgumentError(f"materialize is {materialize!r:.80}; give a function of a module")
         ranks = Ranks.of(group, replicate)
@@ -194,6 +202,16 @@ class FSDP(ShardedModule):
             return value(*args, **kwargs)
 
         return method
+
+
+def _check_flat(options: Options, group: Group) -> None:
+    views = options.layout == "rows" and group.shares_memory
+    if views and not options.use_orig_params and options.strategy is not Strategy.NO_SHARD:
+        raise UnsupportedError(
+            "use_orig_params=False with layout='rows' where ranks share memory: the rows of a rank "
+            "do not lie end to end there, so they cannot be one flat parameter. Use layout='flat', "
+            "or use_orig_params=True"
+        )
 
 
 def _check_arguments(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from echelon.errors import ArgumentError
+from echelon.fsdp.flat_parameters import hide
 from echelon.fsdp.gradients import GradientShard, Slots
 from echelon.fsdp.policy import Options, Strategy
 from echelon.fsdp.ranks import Ranks
@@ -71,12 +72,15 @@ def _units_of(
     group: Group,
     options: Options,
 ) -> tuple[list[Unit], list[Slots]]:
-    """Units with what their gradients need."""
+    """Units with what their gradients and optimizers need."""
     slots = _Lots(group, options, storages)
     units, precision = [], options.precision
     for (name, module), own in zip(named, storages, strict=True):
         shards = []
-        for one in own:
+        for i, one in enumerate(own):
+            if not options.use_orig_params:
+                one.flatten()
+                hide(one.params, behind=f"{name}.flat_{i}".lstrip("."))
             if one.requires_grad:
                 wire_dtype = _wire_dtype(one, options)
                 grad_dtype = wire_dtype if precision.keep_low_precision_grads else one.dtype

@@ -76,7 +76,7 @@ class GradientShard:
         wire_dtype: in which gradients are reduced and accumulated.
         grad_dtype: of ``views``.
         slots: where they travel.
-        views: what ``.grad`` is, in the shapes of ``storage.locals``; empty before the first use.
+        views: what ``.grad`` is, for each of ``storage.exposed``; empty before the first use.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class GradientShard:
         self._version = 0  # of ``flat``, when it was the rounded sum
         self._places: dict[int, list[list[Tensor]]] = {}  # by address of a slot
         if grad_dtype != storage.dtype:
-            for param in storage.params:
+            for param in storage.exposed:
                 param.grad_dtype = None  # otherwise torch insists on the parameter's own
 
     @property
@@ -105,11 +105,15 @@ class GradientShard:
         if self._flat is None:
             storage, device = self.storage, self.storage.group.device
             self._flat = torch.zeros(storage.own_numel, dtype=self.grad_dtype, device=device)
-            parts = self._flat.split([piece.numel for piece in storage.own])
-            self.views = [
-                part.view(local.shape) for part, local in zip(parts, storage.locals, strict=True)
-            ]
+            self.views = self._views_of(self._flat)
         return self._flat
+
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        storage = self.storage
+        if storage.is_flat:
+            return [flat]
+        parts = flat.split([piece.numel for piece in storage.own])
+        return [part.view(local.shape) for part, local in zip(parts, storage.locals, strict=True)]
 
     def fill(self, memory: Tensor, gradients: Sequence[Tensor | None], *, is_slot: bool) -> None:
         """Copy whole gradients to their places, the parts of all ranks end to end; None is 0."""
@@ -157,9 +161,9 @@ class GradientShard:
         They stay in ``views``, to be added to.
 
         Returns:
-            Which parameters had one; None if none had.
+            Which of ``storage.exposed`` had one; None if none had.
         """
-        params = self.storage.params
+        params = self.storage.exposed
         had = [param.grad is not None for param in params]
         if not any(had):
             return None
@@ -179,8 +183,7 @@ class GradientShard:
         if self._sum is None:
             _ = self.flat
             return self.views
-        parts = self._sum.split([piece.numel for piece in self.storage.own])
-        return [part.view(view.shape) for part, view in zip(parts, self.views, strict=True)]
+        return self._views_of(self._sum)
 
     def take(self, reduced: Tensor, *, add: bool) -> None:
         """Take new gradients of the own part, in the wire dtype, instead of the old or on top."""
@@ -280,14 +283,14 @@ class Reduction:
         self._output = None
 
     def hand_over(self, anywhere: Sequence[bool]) -> None:
-        """Make the views ``.grad`` of the parameters that some rank has a gradient for.
+        """Make the views ``.grad`` of what some rank has a gradient for.
 
         Args:
             anywhere: by parameter.
         """
-        had = self.had or [False] * len(anywhere)
-        for param, view, new, old in zip(
-            self.shard.storage.params, self.shard.views, anywhere, had, strict=True
-        ):
+        storage = self.shard.storage
+        came = [any(anywhere)] if storage.is_flat else anywhere
+        had = self.had or [False] * len(came)
+        for param, view, new, old in zip(storage.exposed, self.shard.views, came, had, strict=True):
             if new or old:
                 param.grad = view

@@ -44,7 +44,7 @@ def _combined(storages: Sequence[Storage], norm_type: float) -> Tensor:
     grads = [
         param.grad.detach()
         for storage in storages
-        for param in storage.params
+        for param in storage.exposed
         if param.grad is not None and param.grad.numel()
     ]
     if not grads:

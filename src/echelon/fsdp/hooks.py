@@ -212,8 +212,8 @@ class Hooks:
             with torch.no_grad():
                 current.had[u] = [shard.set_aside() for shard in self.units[u].shards]
         else:
-            for param in self.units[u].trainable:
-                if param.grad is not None:
+            for shard in self.units[u].shards:
+                if any(param.grad is not None for param in shard.storage.exposed):
                     raise StateError(
                         f"unit {self.units[u].label!r} has reduced gradients, and a backward under "
                         "no_sync() would add whole ones to them: call zero_grad() first, or leave "

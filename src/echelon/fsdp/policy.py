@@ -109,6 +109,7 @@ class Options:
         backward_prefetch: when the next unit of backward is gathered.
         forward_prefetch: how many units of forward are gathered before they are needed.
         limit_all_gathers: at most two units are gathered before they are needed.
+        use_orig_params: whether optimizers see the parameters of the model, or flat ones.
     """
 
     strategy: Strategy
@@ -119,6 +120,7 @@ class Options:
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE
     forward_prefetch: int = 0
     limit_all_gathers: bool = True
+    use_orig_params: bool = True
     precision: MixedPrecision = field(default_factory=MixedPrecision)
 
     def __post_init__(self) -> None:
@@ -131,6 +133,7 @@ class Options:
         arguments.one_of("backward_prefetch", self.backward_prefetch, tuple(BackwardPrefetch))
         arguments.whole("forward_prefetch", self.forward_prefetch)
         arguments.one_of("limit_all_gathers", self.limit_all_gathers, (True, False))
+        arguments.one_of("use_orig_params", self.use_orig_params, (True, False))
         arguments.reduction(self.reduction)
 
     def divisor(self) -> float:

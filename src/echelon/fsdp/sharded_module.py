@@ -16,6 +16,7 @@ from echelon.errors import ArgumentError, StateError
 from echelon.fsdp import facts
 from echelon.fsdp.build import copy_units
 from echelon.fsdp.cuts import ShardInfo
+from echelon.fsdp.flat_parameters import flat_parameters
 from echelon.fsdp.gradients import Slots
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.optimizer_state import gather_optimizer_state, load_optimizer_state
@@ -55,12 +56,31 @@ class ShardedModule(Wrapper):
         self._units, self._slots = built
         self._hooks = Hooks(self._units, ranks, options)
         self._census = Census(module, "FSDP")
-        params = [param for storage in self._storages() for param in storage.params]
-        claim(params, self, for_good=True)  # a dropped one leaves parts
+        for storage in self._storages():
+            claim([*storage.params, *storage.exposed], self, for_good=True)  # it leaves parts
         loader = part_loader(self._storages(), module)
         self.register_load_state_dict_pre_hook(loader)  # type: ignore[no-untyped-call]
 
     # Parameters ------------------------------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """What an optimizer sees: the parameters under their plain names, or the flat ones.
+
+        Flat ones come first, in the order of ``units``; then what is in no unit.
+        """
+        if self._options.use_orig_params or not recurse:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
+            return
+        dot = f"{prefix}." if prefix else ""
+        units = [(unit.name, unit.storages) for unit in self._units]
+        for name, param in flat_parameters(units):
+            yield dot + name, param
+        inside = {id(param) for storage in self._storages() for param in storage.params}
+        for name, param in self.module.named_parameters(prefix, recurse, remove_duplicate):
+            if id(param) not in inside:
+                yield name, param
 
     @contextmanager
     def full_parameters(self, *, writeback: bool = False) -> Iterator[None]:
@@ -204,6 +224,8 @@ class ShardedModule(Wrapper):
         clone._attach(module, self._ranks, self._options, built)
         for mine, theirs in zip(self.module.parameters(), module.parameters(), strict=True):
             theirs.requires_grad_(mine.requires_grad)  # it may have changed since wrapping
+        for mine, theirs in zip(self.parameters(), clone.parameters(), strict=True):
+            theirs.requires_grad_(mine.requires_grad)
         return clone
 
     # What is where ---------------------------------------------------------------------------

@@ -43,6 +43,8 @@ class Storage(ABC):
         compute_dtype: in forward and backward.
         locals: this rank's part of each parameter: 1D by element, or whole rows.
         wholes: each parameter in its own shape.
+        part: this rank's parts end to end, 1D; None where they do not lie so.
+        exposed: what optimizers see: the parameters, or one that is all of this rank's part.
         label: what errors and events call it.
     """
 
@@ -70,11 +72,13 @@ class Storage(ABC):
         self.own_numel = sum(piece.numel for piece in self.own)
         self.locals: list[Tensor] = []
         self.wholes: list[Tensor] = []
+        self.part: Tensor | None = None
         self._allocate()
+        self.exposed = self.params
 
     @abstractmethod
     def _allocate(self) -> None:
-        """Make ``locals`` and ``wholes``."""
+        """Make ``locals``, ``wholes`` and ``part``."""
 
     @abstractmethod
     def prepare(self) -> None:
@@ -133,6 +137,16 @@ class Storage(ABC):
             self.adopt_one(i, self.params[i])
         self.params[i].data = self.locals[i]
 
+    def flatten(self) -> None:
+        """Expose one parameter, 1D, in the place of all."""
+        assert self.part is not None, "refused before anything was built"
+        self.exposed = [nn.Parameter(self.part, requires_grad=self.requires_grad)]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether optimizers see one flat parameter."""
+        return self.exposed is not self.params
+
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's parts."""
@@ -188,8 +202,11 @@ class Shared(Storage):
         self._targets: list[Tensor] = []
         if self.compute_dtype == self.dtype:
             self.locals = self._cut_out(self.full, offsets=in_full)
+            if not self.rows:
+                first = sum(self.cut.splits[: self.group.rank])
+                self.part = self.full[first : first + self.own_numel]
         else:
-            self.shard = torch.empty(self.own_numel, dtype=self.dtype)
+            self.part = self.shard = torch.empty(self.own_numel, dtype=self.dtype)
             self.locals = self._cut_out(self.shard, offsets=self._packed_offsets())
             self._targets = self._cut_out(self.full, offsets=in_full)
 
@@ -223,7 +240,7 @@ class Gathered(Storage):
 
     def _allocate(self) -> None:
         device = self.group.device
-        self.shard = torch.empty(self.own_numel, dtype=self.dtype, device=device)
+        self.part = self.shard = torch.empty(self.own_numel, dtype=self.dtype, device=device)
         self.locals = self._cut_out(self.shard, offsets=self._packed_offsets())
         self.full = torch.empty(self.cut.numel, dtype=self.compute_dtype, device=device)
         self.wholes = self.whole_views(self.full)
@@ -271,7 +288,7 @@ class Replicated(Storage):
     def _allocate(self) -> None:
         self.own = tuple(cut_flat(self.cut.shapes, 1).pieces[0])
         self.own_numel = self.cut.numel
-        flat = torch.empty(self.cut.numel, dtype=self.dtype, device=self.group.device)
+        self.part = flat = torch.empty(self.cut.numel, dtype=self.dtype, device=self.group.device)
         self.locals = self.whole_views(flat)
         self.wholes = self.locals
         if self.compute_dtype != self.dtype:
