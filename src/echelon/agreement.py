@@ -76,7 +76,12 @@ def option_facts(options: Any) -> dict[str, str]:
 
 
 def check_agreement(
-    module: nn.Module, options: Mapping[str, str], ranks: Ranks, *, values: bool
+    module: nn.Module,
+    options: Mapping[str, str],
+    ranks: Ranks,
+    *,
+    values: bool,
+    more: Mapping[str, Mapping[str, str]] | None = None,
 ) -> list[frozenset[str]]:
     """Compare the model and the options of all ranks, in one exchange of objects.
 
@@ -84,6 +89,7 @@ def check_agreement(
 
     Args:
         values: whether to compare parameters and buffers bit by bit (their hashes), too.
+        more: what else must agree: by kind and name, as text.
 
     Returns:
         By rank, the names of the parameters and buffers that it has on the meta device.
@@ -96,6 +102,7 @@ def check_agreement(
         "parameter": {name: _describe(param) for name, param in module.named_parameters()},
         "buffer": {name: _describe(buffer) for name, buffer in module.named_buffers()},
     }
+    mine.update({kind: dict(facts) for kind, facts in (more or {}).items()})
     if values:
         mine["the values of parameter"] = {n: _digest(p) for n, p in module.named_parameters()}
         mine["the values of buffer"] = {n: _digest(b) for n, b in module.named_buffers()}

@@ -18,9 +18,10 @@ from echelon.fsdp.grads import norm_over_shards
 from echelon.fsdp.policy import Init, Layout, MixedPrecision, Options, Strategy
 from echelon.fsdp.prefetch import BackwardPrefetch
 from echelon.fsdp.ranks import Ranks
+from echelon.fsdp.released import released_parameter
 from echelon.fsdp.sharded_module import ShardedModule
 from echelon.fsdp.start import Start
-from echelon.fsdp.units import Rule, whole
+from echelon.fsdp.units import Rule, plan_units, whole
 from echelon.nested import cast_floats
 from echelon.world.group import Group
 
@@ -135,25 +136,37 @@ class FSDP(ShardedModule):
         check_model(module, group.device, meta=True)
         skip = ignored_parameters(module, ignored)
         rule = whole() if units is None else units
+        plans = plan_units(module, rule, skip)
         choices = {**option_facts(options), "units": repr(rule), "ignored": str(len(skip))}
         choices["materialize"] = "none" if materialize is None else "given"
-        on_meta = check_agreement(module, choices, ranks, values=init == "verify")
+        facts = {"unit": {plan.name or "root": plan.text for plan in plans}}
+        on_meta = check_agreement(module, choices, ranks, values=init == "verify", more=facts)
         ranks = ranks.separated()
         start = Start(module, ranks, init, on_meta, materialize)
-        built = build_units(module, ranks, rule, options, skip, start)
+        built = build_units(module, ranks, plans, options, start)
         self._attach(module, ranks, options, built)
 
     # Training --------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module. Call it on all ranks."""
+        """Run the module. Call it on all ranks.
+
+        Raises:
+            StateError: it used a parameter of a unit that is released; names both.
+        """
         precision = self._options.precision
         if precision.compute is not None:
             args, kwargs = cast_floats((args, kwargs), lambda t: t.to(precision.compute))
         if not self._hooks.depth:
             self._census.check()
         with self._hooks.forward():
-            output = self.module(*args, **kwargs)
+            try:
+                output = self.module(*args, **kwargs)
+            except (RuntimeError, IndexError) as error:
+                better = released_parameter(error, self._units)
+                if better is None:
+                    raise
+                raise better from error
         if not self._hooks.depth:
             self._hooks.after_forward(0, output)
         return output
@@ -232,4 +245,11 @@ def _check_arguments(
             f"group has ranks {list(group.ranks)} and replicate {list(replicate.ranks)}, which "
             "share more than this rank, or not even that: give two axes of one mesh"
         )
+    if replicate is not None:
+        ours, theirs = (one.ranks[one.rank] for one in (group, replicate))
+        if ours != theirs or type(group) is not type(replicate):
+            raise ArgumentError(
+                f"group is {group!r} and replicate is {replicate!r}, of another world: give two "
+                "axes of one mesh"
+            )
     check_unclaimed(module)

@@ -15,7 +15,7 @@ from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.start import Start
 from echelon.fsdp.storage import Storage, copy_storage, make_storage
 from echelon.fsdp.unit import Unit
-from echelon.fsdp.units import Member, Rule, UnitPlan, plan_units
+from echelon.fsdp.units import Member, UnitPlan
 from echelon.world.group import Group
 
 __all__ = ["build_units", "copy_units", "ignored_parameters"]
@@ -24,9 +24,8 @@ __all__ = ["build_units", "copy_units", "ignored_parameters"]
 def build_units(
     module: nn.Module,
     ranks: Ranks,
-    rule: Rule,
+    plans: Sequence[UnitPlan],
     options: Options,
-    ignored: Sequence[nn.Parameter],
     start: Start,
 ) -> tuple[list[Unit], list[Slots]]:
     """The units of ``module``, the root first, and where their gradients travel.
@@ -34,7 +33,6 @@ def build_units(
     All ranks call it. Each parameter arrives whole and becomes this rank's part before
     the next one comes, so the start takes the parts, and the memory of one unit.
     """
-    plans = plan_units(module, rule, ignored)
     start.begin()
     storages = [_fill(plan, _storages_of(plan, ranks, options), start) for plan in plans]
     start.finish()
