@@ -150,9 +150,7 @@ def test_ranks_that_differ_are_told_in_what(words: str, make: Callable[[World], 
 
 def test_a_rule_that_matches_nothing_lists_the_classes_that_there_are() -> None:
     def main(world: World) -> None:
-        with pytest.warns(
-            UserWarning, match=r"by_type\(Block\) matches no mod.*Body, Embedding"
-        ):
+        with pytest.warns(UserWarning, match=r"by_type\(Block\) matches no mod.*Body, Embedding"):
             fsdp(world, Ties(), units=ec.units.by_type("Block"))
 
     ec.run(main, 1)
