@@ -10,12 +10,12 @@ from torch import Tensor
 from echelon.fsdp.gradients import Reduction
 from echelon.graph_task import Token
 
-__all__ = ["Pass", "Use"]
+__all__ = ["Pass", "Run"]
 
 
 @final
-class Use:
-    """The units that one forward has used; lives as long as something awaits its backward."""
+class Run:
+    """The units that one forward of the model has used; gone when no backward of it can come."""
 
     __slots__ = ("__weakref__", "units")
 

@@ -28,12 +28,13 @@ import torch
 from torch import nn
 
 from echelon.errors import StateError
-from echelon.fsdp.backward_pass import Pass, Use
+from echelon.fsdp.backward_pass import Pass, Run
 from echelon.fsdp.departures import Departures
 from echelon.fsdp.gathers import Gathers
 from echelon.fsdp.policy import Options
 from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.unit import Unit
+from echelon.fsdp.uses import Use, Uses
 from echelon.graph_task import Token, in_backward, queue_end
 from echelon.nested import tensors
 
@@ -57,9 +58,10 @@ class Hooks:
         self._pass: Pass | None = None
         self._gathers = Gathers(self.units, options)
         self._orders = self._gathers.orders
-        self._use = Use()
-        self._uses: weakref.WeakSet[Use] = weakref.WeakSet()  # of forwards that await a backward
+        self._run = Run()
+        self._runs: weakref.WeakSet[Run] = weakref.WeakSet()  # forwards that await a backward
         self._departures = Departures(self.units, ranks, options, self._orders)
+        self._uses = [Uses() for _ in units]
         self._ids: dict[str, list[int]] = {}  # of our hooks on modules, by unit
         for u in range(len(units)):
             self._watch(u)
@@ -104,8 +106,8 @@ class Hooks:
                 unit.release()
             self._gathers.begin_forward(self.ranks)
             self.prepare()
-            self._use = Use()
-            self._uses.add(self._use)
+            self._run = Run()
+            self._runs.add(self._run)
         self.depth += 1
         self.units[0].gather()
         try:
@@ -138,7 +140,7 @@ class Hooks:
             self._begin()
             self._gathers.in_backward(u, self._send_ready)
         elif self.depth:
-            self._use.units.add(u)
+            self._run.units.add(u)
             self._gathers.in_forward(u)
 
     def prepare(self) -> None:
@@ -166,9 +168,11 @@ class Hooks:
         unit = self.units[u]
         watched = False
         if torch.is_grad_enabled() and output is not None:
+            use = self._uses[u].add()
             for tensor in tensors(output):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(lambda grad, use=self._use: self._before_backward(u))
+                    # The graph holds the run, and tells so whether its backward may come.
+                    tensor.register_hook(lambda grad, run=self._run: self._before_backward(u, use))
                     watched = True
         if self.pinned or in_backward():
             return  # a recomputed forward's backward comes next
@@ -181,11 +185,14 @@ class Hooks:
 
     # Backward --------------------------------------------------------------------------------
 
-    def _before_backward(self, u: int) -> None:
+    def _before_backward(self, u: int, use: Use) -> None:
         current = self._begin()
         is_new = not current.opened[u]
+        is_another = self._uses[u].reach(use, current)
         if is_new:
             self._open(current, u)
+        elif is_another:
+            current.remaining[u] += self.units[u].num_recast
         self._gathers.in_backward(u, self._send_ready)
         if is_new:
             self._gathers.opened(u)
@@ -240,7 +247,8 @@ class Hooks:
         left = current.remaining[u] - 1
         current.remaining[u] = left
         if left == 0:
-            self._complete(current, u)
+            if not (self.units[u].num_recast and self._uses[u].awaits(current)):
+                self._complete(current, u)
         elif left < 0:
             raise StateError(
                 f"a parameter of unit {self.units[u].label!r} got a second gradient in one "
@@ -274,12 +282,12 @@ class Hooks:
 
     def _is_left_out(self, u: int) -> bool:
         """Whether no gradient will come to a unit, and others do not wait for our next gather."""
-        return self._gathers.left_out(u) and not any(u in use.units for use in self._uses)
+        return self._gathers.left_out(u) and not any(u in run.units for run in self._runs)
 
     def _end_backward(self) -> None:
         """Backward is over. Gathers first: others may need them to reduce what we wait for."""
         self._gathers.end_backward(self._send_ready)
-        self._orders.note_backward({u for use in self._uses for u in use.units})
+        self._orders.note_backward({u for run in self._runs for u in run.units})
         self._finish()
 
     def _finish(self) -> None:
