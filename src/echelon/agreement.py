@@ -83,7 +83,7 @@ def check_agreement(
     values: bool,
     more: Mapping[str, Mapping[str, str]] | None = None,
 ) -> list[frozenset[str]]:
-    """Compare the model and the options of all ranks, in one exchange of objects.
+    """Compare the model and the options of all ranks, in one exchange of objects; in two if ``more`` differs.
 
     Devices are not compared, but a value is never equal to none.
 
@@ -102,17 +102,22 @@ def check_agreement(
         "parameter": {name: _describe(param) for name, param in module.named_parameters()},
         "buffer": {name: _describe(buffer) for name, buffer in module.named_buffers()},
     }
-    mine.update({kind: dict(facts) for kind, facts in (more or {}).items()})
     if values:
         mine["the values of parameter"] = {n: _digest(p) for n, p in module.named_parameters()}
         mine["the values of buffer"] = {n: _digest(b) for n, b in module.named_buffers()}
     tensors = [*module.named_parameters(), *module.named_buffers()]
     on_meta = [name for name, tensor in tensors if tensor.is_meta]
-    everyone: list[tuple[dict[str, dict[str, str]], list[str]]]
-    everyone = ranks.all_gather_object((mine, on_meta))
+    details = {kind: dict(facts) for kind, facts in (more or {}).items()}
+    digest = hashlib.blake2b(repr(details).encode(), digest_size=8).hexdigest()
+    everyone: list[tuple[dict[str, dict[str, str]], list[str], str]]
+    everyone = ranks.all_gather_object((mine, on_meta, digest))
     for kind in mine:
-        _compare(kind, [facts[kind] for facts, _ in everyone])
-    return [frozenset(names) for _, names in everyone]
+        _compare(kind, [facts[kind] for facts, _, _ in everyone])
+    if len({one for _, _, one in everyone}) > 1:  # so only then all of it travels
+        all_details = ranks.all_gather_object(details)
+        for kind in details:
+            _compare(kind, [facts[kind] for facts in all_details])
+    return [frozenset(names) for _, names, _ in everyone]
 
 
 def _compare(kind: str, facts: Sequence[Mapping[str, str]]) -> None:
