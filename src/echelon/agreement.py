@@ -83,9 +83,9 @@ def check_agreement(
     values: bool,
     more: Mapping[str, Mapping[str, str]] | None = None,
 ) -> list[frozenset[str]]:
-    """Compare the model and the options of all ranks, in one exchange of objects; in two if ``more`` differs.
+    """Compare the model and the options of all ranks, in one exchange of objects.
 
-    Devices are not compared, but a value is never equal to none.
+    There is another one only if ``more`` differs. Devices are not compared, but a value is never equal to none.
 
     Args:
         values: whether to compare parameters and buffers bit by bit (their hashes), too.
