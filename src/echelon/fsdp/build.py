@@ -9,9 +9,11 @@ from torch import nn
 
 from echelon.errors import ArgumentError
 from echelon.fsdp.gradients import GradientShard, Slots
+from echelon.fsdp.places import Places
 from echelon.fsdp.policy import Options, Strategy
 from echelon.fsdp.start import Start
-from echelon.fsdp.storage import Storage, copy_storage, make_storage
+from echelon.fsdp.storage import Storage
+from echelon.fsdp.storages import copy_storage, make_storage
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.units import Member, Rule, UnitPlan, plan_units
 from echelon.world.group import Group
@@ -33,8 +35,9 @@ def build_units(
     the next one comes, so the start takes the parts, and the memory of one unit.
     """
     plans = plan_units(module, rule, ignored)
+    places = Places(group, options.offload)
     start.begin()
-    storages = [_fill(plan, _storages_of(plan, group, options), start) for plan in plans]
+    storages = [_fill(plan, _storages_of(plan, places, options), start) for plan in plans]
     start.finish()
     built = _units_of([(plan.name, plan.module) for plan in plans], storages, group, options)
     if (dtype := options.precision.buffers) is not None:
@@ -96,7 +99,7 @@ def _fill(plan: UnitPlan, storages: list[Storage], start: Start) -> list[Storage
     return storages
 
 
-def _storages_of(plan: UnitPlan, group: Group, options: Options) -> list[Storage]:
+def _storages_of(plan: UnitPlan, places: Places, options: Options) -> list[Storage]:
     """One storage for each combination of shard dtype, compute dtype and ``requires_grad``."""
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[Member]] = {}
     for member in plan.members:
@@ -109,7 +112,7 @@ def _storages_of(plan: UnitPlan, group: Group, options: Options) -> list[Storage
     return [
         make_storage(
             members,
-            group,
+            places,
             options.layout,
             dtype,
             compute,

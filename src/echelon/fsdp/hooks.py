@@ -32,6 +32,7 @@ from echelon.fsdp.gradients import Reduction
 from echelon.fsdp.order import Order
 from echelon.fsdp.policy import Options
 from echelon.fsdp.ranks import Ranks
+from echelon.fsdp.storage import await_readers
 from echelon.fsdp.unit import Unit
 from echelon.graph_task import Token, in_backward, queue_end
 from echelon.nested import tensors
@@ -56,6 +57,9 @@ class Hooks:
         self.num_reductions = 0
         self._pass: Pass | None = None
         self._local: dict[int, list[Tensor | None]] = {}  # by unit, whole gradients of no_sync
+        self._storages = [storage for unit in units for storage in unit.storages]
+        self._uses = [0] * len(units)  # forwards of a unit since the last backward
+        self._used_up = False  # a backward came after them
         self._order = Order(len(units))
         self._ahead = Ahead(self.units, options)
         self._ids: dict[str, list[int]] = {}  # of our hooks on modules, by unit
@@ -103,8 +107,10 @@ class Hooks:
             self._order.agree(self.ranks)
             self._ahead.begin_forward()
             self.prepare()
+            if self._used_up:
+                self._uses, self._used_up = [0] * len(self.units), False
         self.depth += 1
-        self.units[0].gather()
+        self._use(0)
         try:
             yield
         except BaseException:
@@ -114,7 +120,7 @@ class Hooks:
             self.depth -= 1
         if not self.depth and not torch.is_grad_enabled():
             # No backward follows, whose reductions tell that the others have read the parameters.
-            self.ranks.meet("an evaluation is over")
+            self.rest("an evaluation is over")
 
     def before_forward(self, u: int) -> None:
         """Gather a unit.
@@ -129,17 +135,30 @@ class Hooks:
                 "call the wrapped model itself, or do it inside `with model.full_parameters():`, "
                 "on all ranks"
             )
-        unit.gather()
-        if self.depth and not in_backward():
+        if in_backward():
+            unit.gather()
+            return
+        self._use(u)
+        if self.depth:
             self._ahead.in_forward(u)
+
+    def _use(self, u: int) -> None:
+        """Gather a unit for its forward."""
+        if not self.units[u].gathered and torch.is_grad_enabled():
+            self._uses[u] += 1
+        self.units[u].gather()
 
     def prepare(self) -> None:
         """Make the own parts ready, and meet: from now on the parts of all ranks are valid."""
         with torch.no_grad():
-            for unit in self.units:
-                for storage in unit.storages:
-                    storage.prepare()
+            for storage in self._storages:
+                storage.prepare()
         self.ranks.meet("parameters are ready")
+
+    def rest(self, what: str) -> None:
+        """Return when nobody reads the parts any more, so that they may be written."""
+        await_readers(self._storages)
+        self.ranks.meet(what)
 
     @property
     def busy(self) -> bool:
@@ -188,7 +207,7 @@ class Hooks:
 
     def _open(self, current: Pass, u: int) -> None:
         current.opened[u] = True
-        current.remaining[u] = len(self.units[u].trainable)
+        current.remaining[u] = self.units[u].num_gradients(self._uses[u])
         if current.synced:
             with torch.no_grad():
                 current.had[u] = [shard.set_aside() for shard in self.units[u].shards]
@@ -295,12 +314,14 @@ class Hooks:
         """Backward is over: send what is left, wait for all, hand the reduced parts over."""
         current = self._pass
         assert current is not None
+        self._used_up = True
         self._ahead.end_backward()
         if not current.synced:
             for u, opened in enumerate(current.opened):
                 if opened and current.remaining[u] > 0:
                     self._keep(u, self._take(u))
                 self.units[u].release()
+            await_readers(self._storages)
             self._pass = None
             return
         for u in self._order.units[current.sent :]:
@@ -326,14 +347,14 @@ class Hooks:
         with torch.no_grad():
             for reduction in flat:
                 reduction.finish()
-            present = torch.tensor(
-                [new for reduction in flat for new in reduction.present],
-                dtype=torch.uint8,
-                device=self.ranks.shard.device,
-            )
-            if present.numel():
-                self.ranks.all_reduce(present, "max", "which parameters were used")
-        anywhere = [bool(used) for used in present.tolist()]
+            here = [new for reduction in flat for new in reduction.present]
+            used = torch.ones(len(here), dtype=torch.uint8, device=self.ranks.shard.device)
+            if not all(here):
+                used.copy_(torch.tensor(here))
+            if here:
+                self.ranks.all_reduce(used, "max", "which parameters were used")
+        # A rank that used them all knows the answer: on CUDA, reading it waits for the device.
+        anywhere = here if all(here) else used.bool().tolist()
         first = 0
         for reduction in flat:
             last = first + len(reduction.present)
