@@ -55,19 +55,23 @@ class Memories(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        where = {self.is_host(one) for one in given if one.numel() > 1}
-        assert len(where) < 2 or func in _COPIES, f"{func} mixes memories"
+        where = [self.is_host(one) for one in given if one.dim()]
+        mixed = {self.is_host(one) for one in given if one.numel() > 1}
+        assert len(mixed) < 2 or func in _COPIES, f"{func} mixes memories"
         output = func(*args, **(kwargs or {}))
         old = {one.untyped_storage()._cdata for one in given}
+        on_host = bool(where) and all(where) and func not in _COPIES
         for one in tree_leaves(output):
             if isinstance(one, Tensor) and one.untyped_storage()._cdata not in old:
-                self.put(one, on_host=where == {True} and func not in _COPIES)
+                self.put(one, on_host=on_host)
         return output
 
 
 def _host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     tensor = torch.empty(numel, dtype=dtype)
-    _here.memories.put(tensor, on_host=True)
+    memories: Memories | None = getattr(_here, "memories", None)
+    if memories is not None:
+        memories.put(tensor, on_host=True)
     return tensor
 
 

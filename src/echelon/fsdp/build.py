@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from echelon import streams
 from echelon.errors import ArgumentError
 from echelon.fsdp.gradients import GradientShard, Slots
 from echelon.fsdp.places import Places
-from echelon.fsdp.policy import Options, Strategy
+from echelon.fsdp.policy import Offload, Options, Strategy
 from echelon.fsdp.start import Start
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.storages import copy_storage, make_storage
@@ -39,6 +40,9 @@ def build_units(
     start.begin()
     storages = [_fill(plan, _storages_of(plan, places, options), start) for plan in plans]
     start.finish()
+    if options.offload is not Offload.NONE:
+        masters = [part for unit in storages for one in unit for part in one.locals]
+        assert all(streams.is_cpu(part.device) for part in masters)
     built = _units_of([(plan.name, plan.module) for plan in plans], storages, group, options)
     if (dtype := options.precision.buffers) is not None:
         for buffer in module.buffers():
