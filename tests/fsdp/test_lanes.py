@@ -72,7 +72,7 @@ def step(world: World, log: list[str], offload: Offload) -> list[str]:
 def record(patch: pytest.MonkeyPatch, offload: Offload) -> tuple[list[str], list[str]]:
     log: list[str] = []
     names = iter("GR")
-    patch.setattr(streams, "lane", lambda device, own: Recording(next(names), log))
+    patch.setattr(places, "lane", lambda device, own: Recording(next(names), log))
     # A rank that is alone shares memory with nobody, so its parts are gathered as over NCCL.
     patch.setattr(places, "has_two_memories", lambda offload, device: offload is not Offload.NONE)
     found: list[Any] = ec.run(step, 1, args=(log, offload))

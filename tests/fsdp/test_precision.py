@@ -169,39 +169,3 @@ def overwrites(world: World) -> None:
 
 def test_what_the_user_writes_into_a_gradient_is_what_counts() -> None:
     ec.run(overwrites, 2)
-
-
-# --- modules that are used again -----------------------------------------------------------------
-
-
-class Twice(nn.Module):
-    """Its gradient is three times the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = Line(torch.float32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.line(x) + self.line(2 * x)
-
-
-def reused(world: World) -> None:
-    precision = ec.MixedPrecision(compute=torch.bfloat16)
-    units = ec.units.by_type(Line)
-    for strategy in (ec.Strategy.FULL_SHARD, ec.Strategy.SHARD_GRAD_OP):
-        model = shard(world, Twice(), units=units, precision=precision, strategy=strategy)
-        x = torch.ones(7)
-        for forwards in (1, 2, 1):
-            sum(model(x) for _ in range(forwards)).backward()
-            grad = model.line.weight.grad
-            assert torch.equal(grad, torch.full_like(grad, 3.0 * forwards))
-            model.zero_grad()
-        model(x)  # nothing comes of it
-        loss = model(x)
-        for _ in range(2):
-            loss.backward(retain_graph=True)
-        assert torch.equal(model.line.weight.grad, torch.full_like(grad, 6.0))
-
-
-def test_a_module_may_be_used_again_where_its_compute_dtype_is_another() -> None:
-    ec.run(reused, 2)

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from echelon import Offload, streams
+from echelon import Offload
 from echelon.fsdp import places
 from echelon.world.backend import Backend
 
@@ -89,7 +89,7 @@ _plain_check = Backend._check
 def separate(patch: Callable[[object, str, object], None] = setattr) -> None:
     """Make offloaded state lie in another memory; for good, or as ``monkeypatch.setattr`` does."""
     patch(places, "has_two_memories", lambda offload, device: offload is not Offload.NONE)
-    patch(streams, "host_memory", _host_memory)
+    patch(places, "host_memory", _host_memory)
     patch(Backend, "_check", _check)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from echelon import streams
 from echelon.errors import ArgumentError
 from echelon.fsdp.gradients import GradientShard, Slots
 from echelon.fsdp.places import Places
@@ -17,6 +16,7 @@ from echelon.fsdp.storage import Storage
 from echelon.fsdp.storages import copy_storage, make_storage
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.units import Member, Rule, UnitPlan, plan_units
+from echelon.streams import is_cpu
 from echelon.world.group import Group
 
 __all__ = ["build_units", "copy_units", "ignored_parameters"]
@@ -42,7 +42,7 @@ def build_units(
     start.finish()
     if options.offload is not Offload.NONE:
         masters = [part for unit in storages for one in unit for part in one.locals]
-        assert all(streams.is_cpu(part.device) for part in masters)
+        assert all(is_cpu(part.device) for part in masters)
     built = _units_of([(plan.name, plan.module) for plan in plans], storages, group, options)
     if (dtype := options.precision.buffers) is not None:
         for buffer in module.buffers():

@@ -59,8 +59,6 @@ class Hooks:
         self._pass: Pass | None = None
         self._local: dict[int, list[Tensor | None]] = {}  # by unit, whole gradients of no_sync
         self._storages = [storage for unit in units for storage in unit.storages]
-        self._uses = [0] * len(units)  # forwards of a unit since the last backward
-        self._used_up = False  # a backward came after them
         self._order = Order(len(units))
         self._ahead = Ahead(self.units, options)
         self._uses = [Uses() for _ in units]
@@ -109,10 +107,8 @@ class Hooks:
             self._order.agree(self.ranks)
             self._ahead.begin_forward()
             self.prepare()
-            if self._used_up:
-                self._uses, self._used_up = [0] * len(self.units), False
         self.depth += 1
-        self._use(0)
+        self.units[0].gather()
         try:
             yield
         except BaseException:
@@ -137,18 +133,9 @@ class Hooks:
                 "call the wrapped model itself, or do it inside `with model.full_parameters():`, "
                 "on all ranks"
             )
-        if in_backward():
-            unit.gather()
-            return
-        self._use(u)
-        if self.depth:
+        unit.gather()
+        if self.depth and not in_backward():
             self._ahead.in_forward(u)
-
-    def _use(self, u: int) -> None:
-        """Gather a unit for its forward."""
-        if not self.units[u].gathered and torch.is_grad_enabled():
-            self._uses[u] += 1
-        self.units[u].gather()
 
     def prepare(self) -> None:
         """Make the own parts ready, and meet: from now on the parts of all ranks are valid."""
@@ -213,7 +200,7 @@ class Hooks:
 
     def _open(self, current: Pass, u: int) -> None:
         current.opened[u] = True
-        current.remaining[u] = self.units[u].num_gradients(self._uses[u])
+        current.remaining[u] = len(self.units[u].trainable)
         if current.synced:
             with torch.no_grad():
                 current.had[u] = [shard.set_aside() for shard in self.units[u].shards]
@@ -321,11 +308,10 @@ class Hooks:
         """Backward is over: send what is left, wait for all, hand the reduced parts over."""
         current = self._pass
         assert current is not None
-        self._used_up = True
         self._ahead.end_backward()
         if not current.synced:
             for u, opened in enumerate(current.opened):
-                if opened and current.remaining[u] > 0:
+                if opened and u not in current.completed:
                     self._keep(u, self._take(u))
                 self.units[u].release()
             await_readers(self._storages)

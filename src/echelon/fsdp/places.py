@@ -15,8 +15,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from echelon import streams
 from echelon.fsdp.policy import Offload
+from echelon.streams import Lane, host_memory, is_cpu, lane
 from echelon.world.group import Group
 
 __all__ = ["Places", "has_two_memories"]
@@ -24,7 +24,7 @@ __all__ = ["Places", "has_two_memories"]
 
 def has_two_memories(offload: Offload, device: torch.device) -> bool:
     """Whether the parts of a model are kept in another memory than that of ``device``."""
-    return offload is not Offload.NONE and not streams.is_cpu(device)
+    return offload is not Offload.NONE and not is_cpu(device)
 
 
 @final
@@ -44,8 +44,8 @@ class Places:
         self.offload = offload if has_two_memories(offload, group.device) else Offload.NONE
         # Simulated ranks do each other's work, so on a device they need one order for all of it.
         own = not group.shares_memory
-        self.gathers = streams.lane(group.device, own=own)
-        self.reductions = streams.lane(group.device, own=own)
+        self.gathers: Lane = lane(group.device, own=own)
+        self.reductions: Lane = lane(group.device, own=own)
 
     @property
     def offloads(self) -> bool:
@@ -60,7 +60,7 @@ class Places:
 
     def on_host(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory of the host that copies can use while it goes on."""
-        return streams.host_memory(numel, dtype, self.device)
+        return host_memory(numel, dtype, self.device)
 
     def on_device(self, kept: Tensor) -> Tensor:
         """What is kept, where it is computed and communicated; a copy if that is another memory."""

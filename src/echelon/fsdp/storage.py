@@ -129,11 +129,8 @@ class Storage(ABC):
         self.params[i].data = self.locals[i]
 
     @property
-    def renews(self) -> bool:
-        """Whether autograd forgets a parameter's node when the parameter becomes whole or a part.
-
-        It does where that changes the dtype or the device.
-        """
+    def recasts(self) -> bool:
+        """Whether whole parameters are never the parts themselves: other dtype, other memory."""
         return self.places.offloads or self.dtype != self.compute_dtype
 
     @property

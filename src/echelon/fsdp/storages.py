@@ -170,7 +170,7 @@ class Replicated(Storage):
         numel, compute = self.cut.numel, self.compute_dtype
         self._part = make_masters(numel, self.dtype, compute, self.places)
         self._whole = self._part.masters
-        if self.renews:
+        if self.recasts:
             self._whole = torch.empty(numel, dtype=compute, device=self.places.device)
         self.locals = self.whole_views(self._part.masters)
         self.wholes = self.whole_views(self._whole)

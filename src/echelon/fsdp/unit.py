@@ -1,11 +1,4 @@
-"""One unit while it runs: its parameters are this rank's parts, or whole; never a mixture.
-
-[Note: nodes that autograd forgets]
-Autograd adds up the gradients of a parameter in one node, which it forgets when the parameter
-changes its dtype or its device. A storage that ``renews`` does that at each gather, so every
-forward of its unit has nodes of its own, and each of them brings a gradient. A unit of which fewer
-gradients come than are expected is complete at the end of backward.
-"""
+"""One unit while it runs: its parameters are this rank's parts, or whole; never a mixture."""
 
 from __future__ import annotations
 
@@ -56,9 +49,6 @@ class Unit:
         self.name, self.module = name, module
         self.storages, self.shards = tuple(storages), tuple(shards)
         self.trainable: list[nn.Parameter] = [p for shard in shards for p in shard.storage.params]
-        self._num_renewed = sum(
-            len(shard.storage.params) for shard in shards if shard.storage.renews
-        )
         self.num_gathers = 0
         self._gathered = False
         self._kept = False  # whole parameters are there, though they are not shown
@@ -81,13 +71,6 @@ class Unit:
     def label(self) -> str:
         """What errors and events call it."""
         return self.name or "root"
-
-    def num_gradients(self, uses: int) -> int:
-        """How many gradients its parameters get after so many forwards, at most.
-
-        See [Note: nodes that autograd forgets].
-        """
-        return len(self.trainable) + max(uses - 1, 0) * self._num_renewed
 
     @property
     def gathered(self) -> bool:
