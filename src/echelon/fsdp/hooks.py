@@ -139,6 +139,7 @@ class Hooks:
 
     def prepare(self) -> None:
         """Make the own parts ready, and meet: from now on the parts of all ranks are valid."""
+        await_readers(self._storages)  # once: each storage writes what gathers read
         with torch.no_grad():
             for storage in self._storages:
                 storage.prepare()

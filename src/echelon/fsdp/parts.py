@@ -27,7 +27,7 @@ class Part(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """The masters may have changed: bring the rest up to date."""
+        """The masters may have changed: bring the rest up to date. No gather reads it now."""
 
     @abstractmethod
     def sent(self) -> Tensor:
@@ -109,7 +109,6 @@ class OnHost(Part):
 
     def prepare(self) -> None:
         if self.staged is not self.masters:
-            self._places.rest()  # nobody reads what is written now
             self.staged.copy_(self.masters)
 
     def sent(self) -> Tensor:
