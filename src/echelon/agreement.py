@@ -85,7 +85,8 @@ def check_agreement(
 ) -> list[frozenset[str]]:
     """Compare the model and the options of all ranks, in one exchange of objects.
 
-    There is another one only if ``more`` differs. Devices are not compared, but a value is never equal to none.
+    There is another one only if ``more`` differs. Devices are not compared, but a value is never
+    equal to none.
 
     Args:
         values: whether to compare parameters and buffers bit by bit (their hashes), too.

@@ -15,7 +15,7 @@ from echelon.claims import check_unclaimed
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.fsdp.build import build_units, ignored_parameters
 from echelon.fsdp.grads import norm_over_shards
-from echelon.fsdp.policy import Init, Layout, MixedPrecision, Options, Strategy
+from echelon.fsdp.policy import Init, Layout, MixedPrecision, Offload, Options, Strategy
 from echelon.fsdp.prefetch import BackwardPrefetch
 from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.released import released_parameter
@@ -71,6 +71,8 @@ class FSDP(ShardedModule):
             flat parameter, 1D, for each unit and combination of dtypes and ``requires_grad``, named
             ``blocks.0.flat_0``, in the root ``flat_0``; it is this rank's part. Fewer tensors for
             the optimizer, which must then be made after wrapping. States keep the plain names.
+        offload: what lies in the memory of the host and not of the device. On the CPU the two are
+            one, and nothing changes.
         materialize: called with each module that has parameters or buffers of its own which are on
             meta on all ranks, when they have memory; it writes their values and does not
             communicate. None: the module's ``reset_parameters()``. Either is seeded, so that
@@ -113,6 +115,7 @@ class FSDP(ShardedModule):
         forward_prefetch: int = 0,
         limit_all_gathers: bool = True,
         use_orig_params: bool = True,
+        offload: Offload = Offload.NONE,
         materialize: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__()
@@ -127,6 +130,7 @@ class FSDP(ShardedModule):
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
+            offload=offload,
         )
         _check_arguments(module, group, strategy, replicate)
         _check_flat(options, group)
@@ -141,7 +145,8 @@ class FSDP(ShardedModule):
         choices["materialize"] = "none" if materialize is None else "given"
         facts = {"unit": {plan.name or "root": plan.text for plan in plans}}
         on_meta = check_agreement(module, choices, ranks, values=init == "verify", more=facts)
-        ranks = ranks.separated()
+        if not group.shares_memory or offload is Offload.ALL:
+            ranks = ranks.separated()
         start = Start(module, ranks, init, on_meta, materialize)
         built = build_units(module, ranks, plans, options, start)
         self._attach(module, ranks, options, built)

@@ -108,14 +108,14 @@ class Departures:
         with torch.no_grad():
             for reduction in flat:
                 reduction.finish()
-            present = torch.tensor(
-                [new for reduction in flat for new in reduction.present],
-                dtype=torch.uint8,
-                device=self._ranks.shard.device,
-            )
-            if present.numel():
-                self._ranks.all_reduce(present, "max", "which parameters were used")
-        anywhere = [bool(used) for used in present.tolist()]
+            here = [new for reduction in flat for new in reduction.present]
+            used = torch.ones(len(here), dtype=torch.uint8, device=self._ranks.shard.device)
+            if not all(here):
+                used.copy_(torch.tensor(here))
+            if here:
+                self._ranks.all_reduce(used, "max", "which parameters were used")
+        # A rank that used them all knows the answer: on CUDA, reading it waits for the device.
+        anywhere = here if all(here) else used.bool().tolist()
         first = 0
         for reduction in flat:
             last = first + len(reduction.present)

@@ -46,12 +46,16 @@ class UnitInfo:
 class MemoryStats:
     """Bytes that this rank holds for the model, and how often units moved.
 
+    All but ``offloaded`` are on the device of the group.
+
     Attributes:
-        shards: parts of parameters, in the model's dtype.
+        shards: parts of parameters: masters, or what is kept of them on the device.
         gathered: whole parameters, now; the share of this rank where ranks share the memory.
         gradients: parts of gradients.
         slots: where whole gradients travel.
         saved: parameters and gradients that DDP would hold more.
+        offloaded: parts of parameters and of gradients, and copies for the device, in the memory
+            of the host; 0 where that is the device's.
         num_all_gathers: how often a unit was made whole.
         num_reduce_scatters: how often the gradients of a unit's storage were reduced.
     """
@@ -61,6 +65,7 @@ class MemoryStats:
     gradients: int
     slots: int
     saved: int
+    offloaded: int
     num_all_gathers: int
     num_reduce_scatters: int
 
@@ -119,6 +124,8 @@ def memory_of(units: Sequence[Unit], slots: Sequence[Slots], num_reductions: int
         gradients=gradients,
         slots=sum(one.nbytes for one in slots),
         saved=everything - shards + trainable - gradients,
+        offloaded=sum(storage.host_nbytes for storage in storages)
+        + sum(shard.host_nbytes for unit in units for shard in unit.shards),
         num_all_gathers=sum(unit.num_gathers for unit in units),
         num_reduce_scatters=num_reductions,
     )

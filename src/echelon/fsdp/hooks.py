@@ -33,6 +33,7 @@ from echelon.fsdp.departures import Departures
 from echelon.fsdp.gathers import Gathers
 from echelon.fsdp.policy import Options
 from echelon.fsdp.ranks import Ranks
+from echelon.fsdp.storage import await_readers
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.uses import Use, Uses
 from echelon.graph_task import Token, in_backward, queue_end
@@ -61,6 +62,7 @@ class Hooks:
         self._run = Run()
         self._runs: weakref.WeakSet[Run] = weakref.WeakSet()  # forwards that await a backward
         self._departures = Departures(self.units, ranks, options, self._orders)
+        self._storages = [storage for unit in units for storage in unit.storages]
         self._uses = [Uses() for _ in units]
         self._ids: dict[str, list[int]] = {}  # of our hooks on modules, by unit
         for u in range(len(units)):
@@ -121,7 +123,7 @@ class Hooks:
             self._gathers.end_forward()
         if not self.depth and not torch.is_grad_enabled():
             # No backward follows, whose reductions tell that the others have read the parameters.
-            self.ranks.meet("an evaluation is over")
+            self.rest("an evaluation is over")
 
     def before_forward(self, u: int) -> None:
         """Gather a unit.
@@ -145,11 +147,16 @@ class Hooks:
 
     def prepare(self) -> None:
         """Make the own parts ready, and meet: from now on the parts of all ranks are valid."""
+        await_readers(self._storages)  # once: each storage writes what gathers read
         with torch.no_grad():
-            for unit in self.units:
-                for storage in unit.storages:
-                    storage.prepare()
+            for storage in self._storages:
+                storage.prepare()
         self.ranks.meet("parameters are ready")
+
+    def rest(self, what: str) -> None:
+        """Return when nobody reads the parts any more, so that they may be written."""
+        await_readers(self._storages)
+        self.ranks.meet(what)
 
     @property
     def num_reductions(self) -> int:
@@ -296,9 +303,10 @@ class Hooks:
         assert current is not None
         if not current.synced:
             for u, opened in enumerate(current.opened):
-                if opened and current.remaining[u] > 0:
+                if opened and u not in current.completed:
                     self._departures.keep(u, self._departures.take(u))
                 self.units[u].release()
+            await_readers(self._storages)
             self._pass = None
             return
         self._departures.send_rest(current)

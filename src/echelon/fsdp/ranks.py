@@ -41,8 +41,8 @@ class Ranks:
         return cls(shard, replicas, shard)
 
     def separated(self) -> Ranks:
-        """The same, with a communicator for gathers where they communicate. All ranks call it."""
-        if self.shard.shares_memory or self.shard.size == 1:
+        """The same, with a communicator for gathers. All ranks call it."""
+        if self.shard.size == 1:
             return self
         gathers = self.shard.subgroup(range(self.shard.size))
         assert gathers is not None, "this rank is in its own group"
