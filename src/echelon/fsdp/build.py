@@ -139,8 +139,10 @@ def _wire_dtype(storage: Storage, options: Options) -> torch.dtype:
 
 
 class _Lots:
-    """Who travels in which slots: two for all units in turn, and one for each root storage.
+    """Who travels in which slots: one or two for all units in turn, one for each root storage.
 
+    Where memory is not shared, two units are whole in backward, one of which has its gradients
+    beside it: a second slot would exceed two units with their gradients.
     The root's gradients begin to come first and are complete last. With ``SHARD_OPTIMIZER`` every
     storage has a slot of its own, so no reduction waits for another.
     """
@@ -162,7 +164,8 @@ class _Lots:
                 else:
                     largest[dtype] = max(largest.get(dtype, 0), one.cut.numel)
         for dtype, numel in largest.items():
-            self._shared[dtype] = self._make(group, numel, dtype, 2)
+            count = 2 if group.shares_memory else 1
+            self._shared[dtype] = self._make(group, numel, dtype, count)
 
     def _make(self, group: Group, numel: int, dtype: torch.dtype, count: int) -> Slots:
         self.all.append(Slots(group, numel, dtype, count))

@@ -209,12 +209,13 @@ class Reduction:
         self._output: Tensor | None = None
         self._is_over = False
 
-    def start(self, gradients: Sequence[Tensor | None]) -> None:
-        """Send whole gradients off."""
+    def start(self, gradients: list[Tensor | None]) -> None:
+        """Send whole gradients off; empties the list when they are copied, before they travel."""
         shard, storage = self.shard, self.shard.storage
         self.present = [gradient is not None for gradient in gradients]
         memory = shard.slots.take(self)[: storage.cut.numel]
         shard.fill(memory, gradients)
+        gradients.clear()
         group, op, label = storage.group, self._options.op, self._label
         if not storage.sharded:
             self._output = memory

@@ -276,17 +276,19 @@ class Hooks:
             u = order[current.sent]
             self._send(current, u, current.held.pop(u))
 
-    def _send(self, current: Pass, u: int, gradients: Sequence[Tensor | None]) -> None:
+    def _send(self, current: Pass, u: int, gradients: list[Tensor | None]) -> None:
+        """Reduce the whole gradients of a unit; empties the list, so that they are free early."""
         unit = self.units[u]
         had = current.had.get(u) or [shard.set_aside() for shard in unit.shards]
-        started, first = [], 0
+        started = []
         with torch.no_grad():
             for shard, old in zip(unit.shards, had, strict=True):
-                last = first + len(shard.storage.params)
+                num_params = len(shard.storage.params)
+                own = gradients[:num_params]
+                del gradients[:num_params]
                 reduction = Reduction(shard, old, self._options, self.ranks.replicas)
-                reduction.start(gradients[first:last])
+                reduction.start(own)
                 started.append(reduction)
-                first = last
                 self.num_reductions += 1
         current.reductions.append(started)
         current.sent += 1
