@@ -39,3 +39,38 @@ def test_a_step_takes_the_parts_and_two_units_with_their_gradients(kind) -> None
     peaks = run_world(kind, weigh, RANKS)
     # What threads share was made by one of them.
     assert parts < sum(peaks) / RANKS <= allowed
+
+
+# --- padding -------------------------------------------------------------------------------------
+
+SHAPES = [(1, 1025, 8), (1025, 1, 3), (63,), (65, 7), (1,), (), (4097, 3)]
+
+
+class Weights(nn.Module):
+    """Parameters of shapes that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in SHAPES)
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([one.sum() for one in self.weights]).sum()
+
+
+def hold(world: World) -> list[tuple[int, int]]:
+    """Bytes of this rank's parts and of their gradients, in each layout."""
+    held = []
+    for layout in ("flat", "rows"):
+        model = ec.FSDP(Weights(), world.group, layout=layout)
+        model().backward()
+        stats = model.memory_stats()
+        held.append((stats.shards, stats.gradients))
+    return held
+
+
+def test_64_ranks_pad_nothing_whatever_the_shapes() -> None:
+    whole = sum(torch.Size(shape).numel() for shape in SHAPES) * 4
+    flat, rows = zip(*ec.run(hold, 64), strict=True)
+    for layout in (flat, rows):
+        assert [sum(category) for category in zip(*layout, strict=True)] == [whole, whole]
+    assert max(flat)[0] - min(flat)[0] <= 4
