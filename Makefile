@@ -9,8 +9,8 @@ READY := $(VENV)/.ready
 READY_BENCH := $(VENV)/.ready-bench
 
 DEMO_ARGS ?= --verify
-# Many tests wait for ranks more than they compute, so two groups at once take half the time.
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+# Many tests wait for ranks more than they compute, so two files at once take half the time.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
 BENCHMARKS ?= collectives ddp fsdp
 

@@ -119,14 +119,12 @@ def nothing_is_left() -> Iterator[None]:
         pytest.fail("the tests left behind:\n  " + "\n  ".join(left), pytrace=False)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers: a file is one group, tests that share ranks too, long groups first."""
-    for item in items:
-        shares_ranks = item.path.parent.name == "c10d"
-        item.add_marker(pytest.mark.xdist_group("c10d" if shares_ranks else str(item.path)))
-    long = ("test_examples.py", "test_benchmarks.py")
-    items.sort(key=lambda item: item.path.parent.name != "world" and item.path.name not in long)
+    """Long files first: two workers take a file each until none is left."""
+    folders, files = ("world", "cli", "c10d"), ("test_examples.py", "test_benchmarks.py")
+    items.sort(
+        key=lambda item: item.path.parent.name not in folders and item.path.name not in files
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,7 @@
 """The numbers that a right implementation shows, each from a real backward on different data."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ def shard(model: nn.Module, world: World, **options: object) -> ec.FSDP:
     return ec.FSDP(model, world.group, min_num_params=0, **options)
 
 
-def checks_of_two_ranks(world: World) -> None:
+def halves(world: World) -> None:
     rank = world.rank
     # At rest each rank has its half, as a parameter that needs a gradient.
     model = shard(Weights([10.0, 20.0, 30.0, 40.0]), world)
@@ -73,12 +75,7 @@ class Sometimes(nn.Module):
         return y + self.sometimes(2 * x) if used else y
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_numbers_of_two_ranks(kind) -> None:
-    run_world(kind, checks_of_two_ranks, 2)
-
-
-def checks_of_four_ranks(world: World) -> None:
+def unequal_rows(world: World) -> None:
     for layout, rows in (("rows", [1, 1, 0, 0]), ("rows", [2, 1, 1, 1])):
         torch.manual_seed(0)
         plain = nn.Linear(3, sum(rows))
@@ -104,14 +101,31 @@ def checks_of_four_ranks(world: World) -> None:
             torch.testing.assert_close(state[name], value)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_without_rows_train_too(kind) -> None:
-    run_world(kind, checks_of_four_ranks, 4)
+def few_elements(world: World) -> None:
+    """Fewer elements than ranks in a step, a checkpoint and another step."""
+    plain = Weights([1.0, 2.0])
+    model = shard(Weights([1.0, 2.0]), world)
+    assert [info.size for info in model.shard_info("w")] == [1, 1, 0]
+    for module in (model, plain):
+        optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.5)
+        for step in range(2):
+            ranks = [world.rank] if module is model else range(world.size)
+            for rank in ranks:
+                loss = module(torch.tensor([1.0 + rank, 3.0 * step])).square().sum()
+                (loss / len(ranks)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            module.load_state_dict(module.state_dict())
+    torch.testing.assert_close(model.state_dict()["w"], plain.w.detach())
 
 
 def counts(world: World) -> None:
-    model = ec.FSDP(nn.Linear(128, 64), world.group)
+    linear = nn.Linear(128, 64)
+    assert ec.FSDP(nn.Linear(2, 2), world.group).local_sharding_ratio() == 1.0
+    model = ec.FSDP(linear, world.group, ignored=[linear.bias])
     assert model.num_parameters() == 8256
+    assert model.local_sharding_ratio() == (8192 // world.size + 64) / 8256  # 0.5039 on two
+    assert sum(p.numel() for p in model.parameters()) == 8192 // world.size + 64
     if world.size == 1:
         assert model.local_sharding_ratio() == 1.0
         assert ec.FSDP(nn.Linear(100, 50), world.group).local_sharding_ratio() == 1.0
@@ -130,11 +144,6 @@ def counts(world: World) -> None:
     assert next(info.size for info in large.shard_info("weight")) == 500
     with pytest.raises(ArgumentError, match="Parameter 'nothing' is in no unit"):
         large.shard_info("nothing")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_counts_of_parameters(ranks) -> None:
-    ec.run(counts, ranks)
 
 
 def statistics(world: World) -> None:
@@ -156,11 +165,6 @@ def statistics(world: World) -> None:
     assert not any(unit.gathered for unit in model.units)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_statistics_count_what_happened(kind) -> None:
-    run_world(kind, statistics, 4)
-
-
 def updates(world: World) -> None:
     model = shard(Weights([1.0, 2.0, 3.0, 4.0]), world)
     param, place = model.w, model.w.data_ptr()
@@ -174,6 +178,102 @@ def updates(world: World) -> None:
         model.sync_gradients()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_shards_are_updated_in_place(ranks) -> None:
-    ec.run(updates, ranks)
+def gradient_of_the_input(world: World) -> None:
+    for values, gradient, expected in (
+        ([[1.0, 2.0], [3.0, 4.0]], [1.0, 0.0], [1.0, 2.0]),
+        ([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], [1.0, 0.0, 2.0], [11.0, 14.0]),
+    ):
+        linear = nn.Linear(2, len(values), bias=False)
+        with torch.no_grad():
+            linear.weight.copy_(torch.tensor(values))
+        x = torch.ones(2, requires_grad=True)
+        for layout in ("flat", "rows"):
+            model = shard(copy.deepcopy(linear), world, layout=layout)
+            x.grad = None
+            model(x).backward(torch.tensor(gradient))
+            assert x.grad.tolist() == expected
+
+
+def modes(world: World) -> None:
+    """Training or not is the inner module's, too; without gradients nothing is reduced."""
+    model = shard(nn.Sequential(nn.Linear(3, 50), nn.Dropout(0.5), nn.BatchNorm1d(50)), world)
+    statistics = model.module[2].running_mean
+    x = torch.ones(2, 3)
+    model.eval()
+    with torch.no_grad():
+        output = model(x)
+    assert torch.equal(output[0], output[1])  # nothing was dropped
+    assert output.grad_fn is None
+    assert not model.module[1].training
+    assert statistics.eq(0).all()
+    model.train()
+    model(x + world.rank)
+    assert model.module[2].running_mean is statistics  # a buffer, not a parameter
+    assert statistics.ne(0).any()
+    assert not any("running" in name for name, _ in model.named_parameters())
+    assert model.memory_stats().num_reduce_scatters == 0
+
+
+def saved_tensors(world: World) -> None:
+    """What autograd saves of a released unit holds no memory of this rank's own."""
+    layers = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+    model = shard(layers, world, units=ec.units.by_type(nn.Linear))
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(torch.ones(1, 40, requires_grad=True))
+    weights = [tensor for tensor in saved if tensor.numel() == 40 * 40]
+    assert len(weights) == 2
+    assert model.memory_stats().gathered == 0
+    if not world.group.shares_memory:
+        assert [weight.untyped_storage().nbytes() for weight in weights] == [0, 0]
+    output.sum().backward()
+
+
+def orders(world: World) -> list[tuple[str, ...]]:
+    """The collectives of two steps."""
+    model = ec.FSDP(
+        nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]),
+        world.group,
+        units=ec.units.by_type(nn.Linear),
+        min_num_params=0,
+    )
+    calls: list[tuple[str, ...]] = []
+
+    def listener(event: ec.events.Event) -> None:
+        if event.name == "collective.issue" and event.facts["rank"] == world.rank:
+            calls.append((event.facts["op"], event.facts["label"]))
+
+    with ec.events.listen(listener):
+        for step in range(2):
+            model(torch.full((1, 8), float(step + world.rank))).sum().backward()
+    assert [name for name, _ in model.named_parameters()] == [
+        f"{i}.{name}" for i in range(4) for name in ("weight", "bias")
+    ]
+    return calls
+
+
+CHECKS = {
+    1: (counts, updates),
+    2: (halves, counts, updates, gradient_of_the_input, modes, saved_tensors),
+    3: (gradient_of_the_input, few_elements),
+    4: (unequal_rows, statistics),
+}
+
+
+def every_check(world: World) -> list[tuple[str, ...]]:
+    for check in CHECKS[world.size]:
+        check(world)
+    return orders(world)
+
+
+@pytest.mark.parametrize("ranks", sorted(CHECKS))
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_and_an_equal_order_of_collectives(kind: str, ranks: int) -> None:
+    first, *others = run_world(kind, every_check, ranks)
+    assert first
+    assert others == [first] * (ranks - 1)

@@ -33,6 +33,7 @@ from echelon.fsdp.order import Order
 from echelon.fsdp.policy import Options
 from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.unit import Unit
+from echelon.fsdp.uses import Use, Uses
 from echelon.graph_task import Token, in_backward, queue_end
 from echelon.nested import tensors
 
@@ -58,6 +59,7 @@ class Hooks:
         self._local: dict[int, list[Tensor | None]] = {}  # by unit, whole gradients of no_sync
         self._order = Order(len(units))
         self._ahead = Ahead(self.units, options)
+        self._uses = [Uses() for _ in units]
         self._ids: dict[str, list[int]] = {}  # of our hooks on modules, by unit
         for u in range(len(units)):
             self._watch(u)
@@ -153,9 +155,10 @@ class Hooks:
         unit = self.units[u]
         watched = False
         if torch.is_grad_enabled() and output is not None:
+            use = self._uses[u].add()
             for tensor in tensors(output):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(lambda grad: self._before_backward(u))
+                    tensor.register_hook(lambda grad: self._before_backward(u, use))
                     watched = True
         if self.pinned or in_backward():
             return  # a recomputed forward's backward comes next
@@ -168,11 +171,14 @@ class Hooks:
 
     # Backward --------------------------------------------------------------------------------
 
-    def _before_backward(self, u: int) -> None:
+    def _before_backward(self, u: int, use: Use) -> None:
         current = self._begin()
         is_new = not current.opened[u]
+        is_another = self._uses[u].reach(use, current)
         if is_new:
             self._open(current, u)
+        elif is_another:
+            current.remaining[u] += self.units[u].num_recast
         self.units[u].gather()
         if is_new:
             self._ahead.in_backward(u)
@@ -221,7 +227,8 @@ class Hooks:
         left = current.remaining[u] - 1
         current.remaining[u] = left
         if left == 0:
-            self._complete(current, u)
+            if not (self.units[u].num_recast and self._uses[u].awaits(current)):
+                self._complete(current, u)
         elif left < 0:
             raise StateError(
                 f"a parameter of unit {self.units[u].label!r} got a second gradient in one "

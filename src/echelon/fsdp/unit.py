@@ -35,6 +35,7 @@ class Unit:
         shards: the gradients of those that need one.
         trainable: its parameters that need a gradient, in the order of ``shards``.
         num_gathers: how often it was made whole.
+        num_recast: trainable parameters whose parts have another dtype or device than the whole.
     """
 
     def __init__(
@@ -56,6 +57,11 @@ class Unit:
         self._params: list[nn.Parameter] = [p for one in storages for p in one.params]
         self._wholes: list[Tensor] = [whole for one in storages for whole in one.wholes]
         self._locals: list[Tensor] = [part for one in storages for part in one.locals]
+        self.num_recast = sum(
+            (whole.dtype, whole.device) != (part.dtype, part.device)
+            for shard in shards
+            for whole, part in zip(shard.storage.wholes, shard.storage.locals, strict=True)
+        )
 
     def __repr__(self) -> str:
         state = "gathered" if self._gathered else "released"
