@@ -39,7 +39,9 @@ CASES = {
     ),
     LARGE_BATCH: Case(
         variants=(ECHELON, TORCH, ALONE),
-        bars=(Bar(task="GPT step, batch 8", name=ECHELON, kind=Kind.FASTER, bound=1.2, peer=TORCH),),
+        bars=(
+            Bar(task="GPT step, batch 8", name=ECHELON, kind=Kind.FASTER, bound=1.2, peer=TORCH),
+        ),
     ),
     TINY: Case(
         variants=(*SHARDED, ALONE, APART),

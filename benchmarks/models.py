@@ -139,9 +139,7 @@ def many_small_task(rank: int, layers: int = 200, width: int = 64, batch: int = 
         parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh())]
         return nn.Sequential(*parts)
 
-    return Task(
-        name="many small", build=build, batches=_noise(rank, batch, width), loss=F.mse_loss
-    )
+    return Task(name="many small", build=build, batches=_noise(rank, batch, width), loss=F.mse_loss)
 
 
 def tiny_task(rank: int, blocks: int = 16) -> Task:

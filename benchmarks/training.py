@@ -23,7 +23,7 @@ from ranks import on_ranks
 from report import console_for_tables, machine, versions, write_json
 from rich import box
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 from traffic import Traffic
 from variants import ALONE, APART, WRAPPERS
 
@@ -221,7 +221,9 @@ def per_unit(result: dict[str, Any]) -> Samples:
     cpu = Samples.of(result).quiet().cpu_seconds
     return Samples(
         {
-            name: [(s - p) / result["num_units"] for s, p in zip(cpu[name], cpu[ALONE], strict=True)]
+            name: [
+                (s - p) / result["num_units"] for s, p in zip(cpu[name], cpu[ALONE], strict=True)
+            ]
             for name in cpu
             if name not in (ALONE, APART)
         }

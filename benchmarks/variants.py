@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-import echelon.c10d  # registers the backend "echelon"
 import torch
 import torch.distributed as dist
 from models import UNITS
@@ -17,6 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import echelon as ec
+import echelon.c10d  # registers the backend "echelon"
 
 __all__ = ["ALONE", "APART", "WRAPPERS"]
 

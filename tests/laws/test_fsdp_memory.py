@@ -9,7 +9,7 @@ from echelon.world.base import World
 from tests.fsdp.live import Live
 from tests.worlds import run_world
 
-LAYERS, WIDTH = 10, 128
+LAYERS, WIDTH = 6, 128
 UNIT = (WIDTH * WIDTH + WIDTH) * 4
 RANKS = 2
 
@@ -25,10 +25,20 @@ def weigh(world: World) -> int:
         # One parameter after another: foreach takes as much again for what is in between.
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         live.peak = 0
-        for _ in range(3):
+        for _ in range(2):
             optimizer.zero_grad()
             model(torch.randn(1, WIDTH)).sum().backward()
             optimizer.step()
+        now = live.now()
+    stats = model.memory_stats(optimizer)
+    part = LAYERS * UNIT // RANKS
+    assert (stats.shards, stats.gradients) == (part, part)
+    assert stats.optimizer == 2 * part + 4 * 2 * LAYERS  # moments, and the number of steps
+    assert stats.gathered == 0
+    if not world.group.shares_memory:
+        assert stats.peak_gathered == 2 * UNIT
+        assert stats.peak_gradients == part + UNIT
+        assert abs(now - sum(stats.by_category().values())) < 2048  # outputs, numbers of steps
     return live.peak
 
 

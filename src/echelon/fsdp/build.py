@@ -9,6 +9,7 @@ from torch import nn
 
 from echelon.errors import ArgumentError
 from echelon.fsdp.gradients import GradientShard, Slots
+from echelon.fsdp.level import Level
 from echelon.fsdp.policy import Options, Strategy
 from echelon.fsdp.start import Start
 from echelon.fsdp.storage import Storage, copy_storage, make_storage
@@ -72,7 +73,7 @@ def _units_of(
 ) -> tuple[list[Unit], list[Slots]]:
     """Units with what their gradients need."""
     slots = _Lots(group, options, storages)
-    units, precision = [], options.precision
+    units, precision, level = [], options.precision, Level()
     for (name, module), own in zip(named, storages, strict=True):
         shards = []
         for one in own:
@@ -81,7 +82,7 @@ def _units_of(
                 grad_dtype = wire_dtype if precision.keep_low_precision_grads else one.dtype
                 lot = slots.of(one, wire_dtype)
                 shards.append(GradientShard(one, wire_dtype, grad_dtype, lot))
-        units.append(Unit(name, module, own, shards, group))
+        units.append(Unit(name, module, own, shards, group, level))
     return units, slots.all
 
 

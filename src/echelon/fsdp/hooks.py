@@ -55,6 +55,7 @@ class Hooks:
         self.depth = 0  # forwards of the wrapper that are under way
         self.pinned = False  # all units stay whole
         self.num_reductions = 0
+        self.peak_whole_gradients = 0  # bytes, of units that backward is through with
         self._pass: Pass | None = None
         self._local: dict[int, list[Tensor | None]] = {}  # by unit, whole gradients of no_sync
         self._order = Order(len(units))
@@ -246,6 +247,9 @@ class Hooks:
         """All gradients of a unit are there: take them off, release it, send what may leave."""
         unit = self.units[u]
         gradients = self._take(u)
+        waiting = (gradients, *current.held.values(), *self._local.values())
+        nbytes = sum(one.nbytes for some in waiting for one in some if one is not None)
+        self.peak_whole_gradients = max(self.peak_whole_gradients, nbytes)
         unit.release()
         self._ahead.complete(u)
         current.completed.append(u)
