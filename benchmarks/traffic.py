@@ -29,10 +29,10 @@ class Traffic(TorchDispatchMode):
         nbytes: of the tensors that they were about.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         super().__init__()
         self.calls = self.nbytes = 0
-        self._rank = rank
+        self._rank, self._size = rank, size
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -46,7 +46,9 @@ class Traffic(TorchDispatchMode):
 
     def _hear(self, event: ec.events.Event) -> None:
         if event.name == "collective.issue" and event.facts["rank"] == self._rank:
-            self._count(event.facts["nbytes"])
+            # This event alone tells the size of a part.
+            parts = self._size if event.facts["op"] == "all_gather_single" else 1
+            self._count(parts * event.facts["nbytes"])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

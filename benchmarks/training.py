@@ -83,11 +83,11 @@ class Trainee:
         """What is timed: a step, or without the optimizer where it is about the wrapper alone."""
         return self.step if self._task.num_units is None else self.gradients
 
-    def traffic(self, rank: int) -> tuple[int, int]:
+    def traffic(self, peers: Peers) -> tuple[int, int]:
         """Collectives and bytes of the third step; the first two set up what stays."""
         self.step()
         self.step()
-        with Traffic(rank) as traffic:
+        with Traffic(peers.rank, peers.size) as traffic:
             self.step()
         return traffic.calls, traffic.nbytes
 
@@ -110,7 +110,7 @@ def measure_rank(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
     # Without communication it is the same thing, with the other ranks idle.
     trainees[ALONE] = trainees.get(APART) or Trainee(ALONE, task, peers)
     # The first steps make optimizer states and rebuild buckets.
-    traffic = {name: trainee.traffic(peers.rank) for name, trainee in trainees.items()}
+    traffic = {name: trainee.traffic(peers) for name, trainee in trainees.items()}
     variants = [
         Variant(name, trainees[name].sample, frozenset({0}) if name == ALONE else None)
         for name in names
