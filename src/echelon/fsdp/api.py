@@ -15,7 +15,7 @@ from echelon.claims import check_unclaimed
 from echelon.errors import ArgumentError, StateError
 from echelon.fsdp.build import build_units, ignored_parameters
 from echelon.fsdp.grads import norm_over_shards
-from echelon.fsdp.policy import Init, Layout, MixedPrecision, Options, Strategy
+from echelon.fsdp.policy import Init, Layout, MixedPrecision, Offload, Options, Strategy
 from echelon.fsdp.prefetch import BackwardPrefetch
 from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.sharded_module import ShardedModule
@@ -66,6 +66,8 @@ class FSDP(ShardedModule):
         forward_prefetch: how many units of forward are gathered before they are needed.
         limit_all_gathers: at most two units are gathered before they are needed, whatever
             ``forward_prefetch`` is.
+        offload: what lies in the memory of the host and not of the device. On the CPU the two are
+            one, and nothing changes.
         materialize: called with each module that has parameters or buffers of its own which are on
             meta on all ranks, when they have memory; it writes their values and does not
             communicate. None: the module's ``reset_parameters()``. Either is seeded, so that
@@ -106,6 +108,7 @@ class FSDP(ShardedModule):
         backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE,
         forward_prefetch: int = 0,
         limit_all_gathers: bool = True,
+        offload: Offload = Offload.NONE,
         materialize: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__()
@@ -119,6 +122,7 @@ class FSDP(ShardedModule):
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
+            offload=offload,
         )
         _check_arguments(module, group, strategy, replicate)
         if materialize is not None and not callable(materialize):

@@ -10,11 +10,14 @@ from torch import nn
 from echelon.errors import ArgumentError
 from echelon.fsdp.gradients import GradientShard, Slots
 from echelon.fsdp.level import Level
-from echelon.fsdp.policy import Options, Strategy
+from echelon.fsdp.places import Places
+from echelon.fsdp.policy import Offload, Options, Strategy
 from echelon.fsdp.start import Start
-from echelon.fsdp.storage import Storage, copy_storage, make_storage
+from echelon.fsdp.storage import Storage
+from echelon.fsdp.storages import copy_storage, make_storage
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.units import Member, Rule, UnitPlan, plan_units
+from echelon.streams import is_cpu
 from echelon.world.group import Group
 
 __all__ = ["build_units", "copy_units", "ignored_parameters"]
@@ -34,9 +37,13 @@ def build_units(
     the next one comes, so the start takes the parts, and the memory of one unit.
     """
     plans = plan_units(module, rule, ignored)
+    places = Places(group, options.offload)
     start.begin()
-    storages = [_fill(plan, _storages_of(plan, group, options), start) for plan in plans]
+    storages = [_fill(plan, _storages_of(plan, places, options), start) for plan in plans]
     start.finish()
+    if options.offload is not Offload.NONE:
+        masters = [part for unit in storages for one in unit for part in one.locals]
+        assert all(is_cpu(part.device) for part in masters)
     built = _units_of([(plan.name, plan.module) for plan in plans], storages, group, options)
     if (dtype := options.precision.buffers) is not None:
         for buffer in module.buffers():
@@ -97,7 +104,7 @@ def _fill(plan: UnitPlan, storages: list[Storage], start: Start) -> list[Storage
     return storages
 
 
-def _storages_of(plan: UnitPlan, group: Group, options: Options) -> list[Storage]:
+def _storages_of(plan: UnitPlan, places: Places, options: Options) -> list[Storage]:
     """One storage for each combination of shard dtype, compute dtype and ``requires_grad``."""
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[Member]] = {}
     for member in plan.members:
@@ -110,7 +117,7 @@ def _storages_of(plan: UnitPlan, group: Group, options: Options) -> list[Storage
     return [
         make_storage(
             members,
-            group,
+            places,
             options.layout,
             dtype,
             compute,

@@ -48,8 +48,10 @@ class UnitInfo:
 class MemoryStats:
     """Bytes that this rank holds for the model, and how often units moved.
 
+    All but ``offloaded`` are on the device of the group.
+
     Attributes:
-        shards: parts of parameters, in the model's dtype.
+        shards: parts of parameters: masters, or what is kept of them on the device.
         gathered: whole parameters, now; the share of this rank where ranks share the memory.
         gradients: parts of gradients.
         slots: where whole gradients travel.
@@ -58,6 +60,8 @@ class MemoryStats:
         peak_gradients: ``gradients``, and the most of whole ones that were complete and had not
             left for a slot, or were kept under ``no_sync``.
         saved: parameters and gradients that DDP would hold more.
+        offloaded: parts of parameters and of gradients, and copies for the device, in the memory
+            of the host; 0 where that is the device's.
         num_all_gathers: how often a unit was made whole.
         num_reduce_scatters: how often the gradients of a unit's storage were reduced.
     """
@@ -70,6 +74,7 @@ class MemoryStats:
     peak_gathered: int
     peak_gradients: int
     saved: int
+    offloaded: int
     num_all_gathers: int
     num_reduce_scatters: int
 
@@ -150,6 +155,8 @@ def memory_of(
         peak_gathered=max([gathered, *(unit.level.peak for unit in units)]),
         peak_gradients=gradients + hooks.peak_whole_gradients,
         saved=everything - shards + trainable - gradients,
+        offloaded=sum(storage.host_nbytes for storage in storages)
+        + sum(shard.host_nbytes for unit in units for shard in unit.shards),
         num_all_gathers=sum(unit.num_gathers for unit in units),
         num_reduce_scatters=hooks.num_reductions,
     )

@@ -6,6 +6,10 @@
 
 A slot is used by one reduction after another; who needs it next waits until the last one is over.
 
+Gradients are copied into a slot in the current order of execution, so their memory may be freed at
+once; what follows is on the lane of reductions. Where gradients are kept on the host, the reduced
+ones are copied there on that lane, and the host waits for them when it hands them over.
+
 [Note: accumulated in the dtype of the reduction]
 The reduced gradients of several backwards are added in the dtype they were reduced in. Where
 ``.grad`` cannot hold every value of that dtype, the sum is kept beside it, and ``.grad`` is the sum
@@ -22,6 +26,7 @@ from torch import Tensor
 
 from echelon.fsdp.policy import Options
 from echelon.fsdp.storage import Storage, shaped_part
+from echelon.streams import Mark
 from echelon.world.group import Group
 from echelon.world.work import Work
 
@@ -47,7 +52,7 @@ class Slots:
         at, self._next = self._next, (self._next + 1) % len(self._windows)
         last = self._users[at]
         if last is not None:
-            last.finish()
+            last.vacate()
         self._users[at] = user
         return self._windows[at].local
 
@@ -81,15 +86,24 @@ class GradientShard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of ``views``, and of the sum that they are rounded from."""
+        """Bytes of ``views``, and of the sum that they are rounded from, on the device."""
+        return 0 if self.storage.places.offloads else self._all_nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """The same on the host, where that is another memory."""
+        return self._all_nbytes if self.storage.places.offloads else 0
+
+    @property
+    def _all_nbytes(self) -> int:
         return sum(memory.nbytes for memory in (self._flat, self._sum) if memory is not None)
 
     @property
     def flat(self) -> Tensor:
         """The memory of ``views``, made when it is first used."""
         if self._flat is None:
-            storage, device = self.storage, self.storage.group.device
-            self._flat = torch.zeros(storage.own_numel, dtype=self.grad_dtype, device=device)
+            storage = self.storage
+            self._flat = storage.places.kept(storage.own_numel, self.grad_dtype).zero_()
             parts = self._flat.split([piece.numel for piece in storage.own])
             self.views = [
                 part.view(local.shape) for part, local in zip(parts, storage.locals, strict=True)
@@ -205,46 +219,87 @@ class Reduction:
         self.shard, self.had = shard, had
         self.present: list[bool] = []  # parameters that have a gradient here
         self._options, self._replicas = options, replicas
+        self._places = shard.storage.places
         self._work: Work | None = None
         self._output: Tensor | None = None
+        self._mark: Mark | None = None  # when the result is where it is kept
         self._is_over = False
 
     def start(self, gradients: list[Tensor | None]) -> None:
         """Send whole gradients off; empties the list when they are copied, before they travel."""
-        shard, storage = self.shard, self.shard.storage
+        shard, lane = self.shard, self._places.reductions
         self.present = [gradient is not None for gradient in gradients]
-        memory = shard.slots.take(self)[: storage.cut.numel]
+        memory = shard.slots.take(self)[: shard.storage.cut.numel]
         shard.fill(memory, gradients)
         gradients.clear()
-        group, op, label = storage.group, self._options.op, self._label
+        lane.follow()
+        with lane.beside():
+            self._work = self._send(memory, async_op=not lane.queued)
+        if self._work is None:
+            self._land()
+
+    def _send(self, memory: Tensor, *, async_op: bool) -> Work | None:
+        shard, storage, op = self.shard, self.shard.storage, self._options.op
+        group, label = storage.group, self._label
         if not storage.sharded:
             self._output = memory
-            self._work = group.all_reduce(memory, op, async_op=True, label=label)
-            return
-        direct = self.had is None and shard.wire_dtype == shard.grad_dtype
+            return group.all_reduce(memory, op, async_op, label=label)
+        direct = self._is_direct and not self._places.offloads
         self._output = shard.flat if direct else memory.new_empty(storage.own_numel)
-        self._work = group.reduce_scatter_single(
-            self._output, memory, op, async_op=True, splits=storage.cut.splits, label=label
+        splits = storage.cut.splits
+        return group.reduce_scatter_single(
+            self._output, memory, op, async_op, splits=splits, label=label
         )
+
+    @property
+    def _is_direct(self) -> bool:
+        """Whether the result is ``.grad`` as it comes."""
+        return self.had is None and self.shard.wire_dtype == self.shard.grad_dtype
 
     @property
     def _label(self) -> str:
         return f"gradients of {self.shard.storage.label}"
+
+    def _land(self) -> None:
+        """The reduction is over, in the order of its lane: bring the result to where it is kept."""
+        output = self._output
+        assert output is not None
+        with self._places.reductions.beside():
+            if self._replicas is not None:
+                self._replicas.all_reduce(output, self._options.op, label=self._label)
+            if (divisor := self._options.divisor()) != 1:
+                output.div_(divisor)
+            if self._places.offloads:
+                landed = self.shard.flat
+                if not self._is_direct:
+                    landed = self._places.on_host(output.numel(), output.dtype)
+                self._output = landed.copy_(output, non_blocking=True)
+            else:
+                self.shard.take(output, add=self.had is not None)
+                self._output = None
+        self._mark = self._places.reductions.mark()
+
+    def vacate(self) -> None:
+        """From now on the slot may be used again; on CUDA the host goes on."""
+        work, self._work = self._work, None
+        if work is not None:
+            with self._places.reductions.beside():
+                work.wait()
+            self._land()
+        if self._mark is not None:  # it left
+            self._mark.join()
 
     def finish(self) -> None:
         """Wait, and leave the result in the views."""
         if self._is_over:
             return
         self._is_over = True
-        assert self._work is not None
-        assert self._output is not None
-        self._work.wait()
-        if self._replicas is not None:
-            self._replicas.all_reduce(self._output, self._options.op, label=self._label)
-        if (divisor := self._options.divisor()) != 1:
-            self._output.div_(divisor)
-        self.shard.take(self._output, add=self.had is not None)
-        self._output = None
+        self.vacate()
+        if self._output is not None:  # on the host, which does not add before it has come
+            assert self._mark is not None
+            self._mark.settle()
+            self.shard.take(self._output, add=self.had is not None)
+            self._output = None
 
     def hand_over(self, anywhere: Sequence[bool]) -> None:
         """Make the views ``.grad`` of the parameters that some rank has a gradient for.

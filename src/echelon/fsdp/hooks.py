@@ -32,6 +32,7 @@ from echelon.fsdp.gradients import Reduction
 from echelon.fsdp.order import Order
 from echelon.fsdp.policy import Options
 from echelon.fsdp.ranks import Ranks
+from echelon.fsdp.storage import await_readers
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.uses import Use, Uses
 from echelon.graph_task import Token, in_backward, queue_end
@@ -58,6 +59,7 @@ class Hooks:
         self.peak_whole_gradients = 0  # bytes, of units that backward is through with
         self._pass: Pass | None = None
         self._local: dict[int, list[Tensor | None]] = {}  # by unit, whole gradients of no_sync
+        self._storages = [storage for unit in units for storage in unit.storages]
         self._order = Order(len(units))
         self._ahead = Ahead(self.units, options)
         self._uses = [Uses() for _ in units]
@@ -117,7 +119,7 @@ class Hooks:
             self.depth -= 1
         if not self.depth and not torch.is_grad_enabled():
             # No backward follows, whose reductions tell that the others have read the parameters.
-            self.ranks.meet("an evaluation is over")
+            self.rest("an evaluation is over")
 
     def before_forward(self, u: int) -> None:
         """Gather a unit.
@@ -138,11 +140,16 @@ class Hooks:
 
     def prepare(self) -> None:
         """Make the own parts ready, and meet: from now on the parts of all ranks are valid."""
+        await_readers(self._storages)  # once: each storage writes what gathers read
         with torch.no_grad():
-            for unit in self.units:
-                for storage in unit.storages:
-                    storage.prepare()
+            for storage in self._storages:
+                storage.prepare()
         self.ranks.meet("parameters are ready")
+
+    def rest(self, what: str) -> None:
+        """Return when nobody reads the parts any more, so that they may be written."""
+        await_readers(self._storages)
+        self.ranks.meet(what)
 
     @property
     def busy(self) -> bool:
@@ -311,9 +318,10 @@ class Hooks:
         self._ahead.end_backward()
         if not current.synced:
             for u, opened in enumerate(current.opened):
-                if opened and current.remaining[u] > 0:
+                if opened and u not in current.completed:
                     self._keep(u, self._take(u))
                 self.units[u].release()
+            await_readers(self._storages)
             self._pass = None
             return
         for u in self._order.units[current.sent :]:
@@ -339,14 +347,14 @@ class Hooks:
         with torch.no_grad():
             for reduction in flat:
                 reduction.finish()
-            present = torch.tensor(
-                [new for reduction in flat for new in reduction.present],
-                dtype=torch.uint8,
-                device=self.ranks.shard.device,
-            )
-            if present.numel():
-                self.ranks.all_reduce(present, "max", "which parameters were used")
-        anywhere = [bool(used) for used in present.tolist()]
+            here = [new for reduction in flat for new in reduction.present]
+            used = torch.ones(len(here), dtype=torch.uint8, device=self.ranks.shard.device)
+            if not all(here):
+                used.copy_(torch.tensor(here))
+            if here:
+                self.ranks.all_reduce(used, "max", "which parameters were used")
+        # A rank that used them all knows the answer: on CUDA, reading it waits for the device.
+        anywhere = here if all(here) else used.bool().tolist()
         first = 0
         for reduction in flat:
             last = first + len(reduction.present)

@@ -29,7 +29,7 @@ from echelon.fsdp.state import (
     part_loader,
     state_of_copies,
 )
-from echelon.fsdp.storage import Storage
+from echelon.fsdp.storage import Storage, await_readers
 from echelon.fsdp.unit import Unit
 from echelon.world.group import Group
 from echelon.wrapper import Wrapper
@@ -91,7 +91,7 @@ class ShardedModule(Wrapper):
             self._hooks.pinned = False
             for unit in self._units:
                 unit.release()
-            self._ranks.meet("whole parameters are released")
+            self._hooks.rest("whole parameters are released")
 
     def update_shards(self, flat: Tensor) -> None:
         """Write this rank's parts from one tensor, in the order of ``parameters()``, in place.
@@ -103,6 +103,7 @@ class ShardedModule(Wrapper):
         numel = sum(part.numel() for part in parts)
         if flat.numel() != numel:
             raise ArgumentError(f"update_shards: expected {numel} elements but got {flat.numel()}")
+        await_readers(self._storages())
         with torch.no_grad():
             for part, value in zip(
                 parts, flat.reshape(-1).split([part.numel() for part in parts]), strict=True
