@@ -10,6 +10,7 @@ from torch import nn
 from echelon.errors import ArgumentError
 from echelon.fsdp.flat_parameters import hide
 from echelon.fsdp.gradients import GradientShard, Slots
+from echelon.fsdp.level import Level
 from echelon.fsdp.places import Places
 from echelon.fsdp.policy import Offload, Options, Strategy
 from echelon.fsdp.ranks import Ranks
@@ -79,7 +80,7 @@ def _units_of(
 ) -> tuple[list[Unit], list[Slots]]:
     """Units with what their gradients and optimizers need."""
     slots = _Lots(group, options, storages)
-    units, precision = [], options.precision
+    units, precision, level = [], options.precision, Level()
     for (name, module), own in zip(named, storages, strict=True):
         shards = []
         for i, one in enumerate(own):
@@ -91,7 +92,7 @@ def _units_of(
                 grad_dtype = wire_dtype if precision.keep_low_precision_grads else one.dtype
                 lot = slots.of(one, wire_dtype)
                 shards.append(GradientShard(one, wire_dtype, grad_dtype, lot))
-        units.append(Unit(name, module, own, shards, group))
+        units.append(Unit(name, module, own, shards, group, level))
     return units, slots.all
 
 
@@ -149,8 +150,10 @@ def _wire_dtype(storage: Storage, options: Options) -> torch.dtype:
 
 
 class _Lots:
-    """Who travels in which slots: two for all units in turn, and one for each root storage.
+    """Who travels in which slots: one or two for all units in turn, one for each root storage.
 
+    Where memory is not shared, two units are whole in backward, one of which has its gradients
+    beside it: a second slot would exceed two units with their gradients.
     The root's gradients begin to come first and are complete last. With ``SHARD_OPTIMIZER`` every
     storage has a slot of its own, so no reduction waits for another.
     """
@@ -172,7 +175,8 @@ class _Lots:
                 else:
                     largest[dtype] = max(largest.get(dtype, 0), one.cut.numel)
         for dtype, numel in largest.items():
-            self._shared[dtype] = self._make(group, numel, dtype, 2)
+            count = 2 if group.shares_memory else 1
+            self._shared[dtype] = self._make(group, numel, dtype, count)
 
     def _make(self, group: Group, numel: int, dtype: torch.dtype, count: int) -> Slots:
         self.all.append(Slots(group, numel, dtype, count))

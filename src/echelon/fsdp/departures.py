@@ -25,6 +25,7 @@ class Departures:
     Attributes:
         kept: by unit, whole gradients of ``no_sync``.
         num_reductions: how many were sent.
+        peak_nbytes: of whole gradients, at most, of units that backward is through with.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Departures:
     ) -> None:
         self._units, self._ranks, self._options, self._orders = units, ranks, options, orders
         self.kept: dict[int, list[Tensor | None]] = {}
-        self.num_reductions = 0
+        self.num_reductions = self.peak_nbytes = 0
 
     def take(self, u: int) -> list[Tensor | None]:
         """The whole gradients of a unit, with those that ``no_sync`` kept; takes them off."""
@@ -47,6 +48,12 @@ class Departures:
             new if old is None else old if new is None else old + new.to(old.dtype)
             for old, new in zip(kept, gradients, strict=True)
         ]
+
+    def weigh(self, current: Pass, gradients: Sequence[Tensor | None]) -> None:
+        """Note how many bytes of whole gradients there are, with those of a unit."""
+        waiting = (gradients, *current.held.values(), *self.kept.values())
+        nbytes = sum(one.nbytes for some in waiting for one in some if one is not None)
+        self.peak_nbytes = max(self.peak_nbytes, nbytes)
 
     def keep(self, u: int, gradients: Sequence[Tensor | None]) -> None:
         """Keep whole gradients of ``no_sync``, for the next ones to be added to."""
@@ -82,17 +89,19 @@ class Departures:
             self._units[u].release()
             self._send(current, u, gradients)
 
-    def _send(self, current: Pass, u: int, gradients: Sequence[Tensor | None]) -> None:
+    def _send(self, current: Pass, u: int, gradients: list[Tensor | None]) -> None:
+        """Reduce the whole gradients of a unit; empties the list, so that they are free early."""
         unit = self._units[u]
         had = current.had.get(u) or [shard.set_aside() for shard in unit.shards]
-        started, first = [], 0
+        started = []
         with torch.no_grad():
             for shard, old in zip(unit.shards, had, strict=True):
-                last = first + len(shard.storage.params)
+                num_params = len(shard.storage.params)
+                own = gradients[:num_params]
+                del gradients[:num_params]
                 reduction = Reduction(shard, old, self._options, self._ranks.replicas)
-                reduction.start(gradients[first:last])
+                reduction.start(own)
                 started.append(reduction)
-                first = last
                 self.num_reductions += 1
         current.reductions.append(started)
         current.sent += 1

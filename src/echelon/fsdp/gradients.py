@@ -244,8 +244,8 @@ class Reduction:
         self._mark: Mark | None = None  # when the result is where it is kept
         self._is_over = False
 
-    def start(self, gradients: Sequence[Tensor | None]) -> None:
-        """Send whole gradients off."""
+    def start(self, gradients: list[Tensor | None]) -> None:
+        """Send whole gradients off; empties the list when they are copied, before they travel."""
         shard, lane = self.shard, self._places.reductions
         self.present = [gradient is not None for gradient in gradients]
         numel = shard.storage.cut.numel
@@ -255,6 +255,7 @@ class Reduction:
         else:
             memory = slot[:numel]
         shard.fill(memory, gradients, is_slot=slot is not None)
+        gradients.clear()
         lane.follow()
         with lane.beside():
             self._work = self._send(memory, async_op=not lane.queued)

@@ -164,6 +164,11 @@ class Hooks:
         return self._departures.num_reductions
 
     @property
+    def peak_whole_gradients(self) -> int:
+        """Bytes of whole gradients, at most, of units that backward is through with."""
+        return self._departures.peak_nbytes
+
+    @property
     def busy(self) -> bool:
         """Whether a forward, a backward or ``full_parameters`` is under way."""
         if self.pinned:
@@ -273,6 +278,7 @@ class Hooks:
         """All gradients of a unit are there: take them off, release it, send what may leave."""
         unit = self.units[u]
         gradients = self._departures.take(u)
+        self._departures.weigh(current, gradients)
         unit.release()
         self._gathers.complete(u)
         current.completed.append(u)

@@ -259,9 +259,13 @@ class ShardedModule(Wrapper):
         total = self.num_parameters()
         return kept / total if total else 1.0
 
-    def memory_stats(self) -> facts.MemoryStats:
-        """Bytes by category, and counts."""
-        return facts.memory_of(self._units, self._slots, self._hooks.num_reductions)
+    def memory_stats(self, optimizer: torch.optim.Optimizer | None = None) -> facts.MemoryStats:
+        """Bytes by category, live and at most, and counts.
+
+        Args:
+            optimizer: to weigh its state too.
+        """
+        return facts.memory_of(self._units, self._slots, self._hooks, optimizer)
 
     def _storages(self) -> list[Storage]:
         return [storage for unit in self._units for storage in unit.storages]

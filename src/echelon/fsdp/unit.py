@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from echelon import events
 from echelon.fsdp.gradients import GradientShard
+from echelon.fsdp.level import Level
 from echelon.fsdp.storage import Storage
 from echelon.world.group import Group
 
@@ -35,6 +36,7 @@ class Unit:
         shards: the gradients of those that need one.
         trainable: its parameters that need a gradient, in the order of ``shards``.
         num_gathers: how often it was made whole.
+        level: the bytes of whole parameters of all units together.
         num_recast: trainable parameters whose parts have another dtype or device than the whole.
     """
 
@@ -45,11 +47,14 @@ class Unit:
         storages: Sequence[Storage],
         shards: Sequence[GradientShard],
         group: Group,
+        level: Level,
     ) -> None:
         self.name, self.module = name, module
         self.storages, self.shards = tuple(storages), tuple(shards)
         self.trainable: list[nn.Parameter] = [p for shard in shards for p in shard.storage.params]
         self.num_gathers = 0
+        self.level = level
+        self._whole_nbytes = 0
         self._gathered = False
         self._kept = False  # whole parameters are there, though they are not shown
         self._coming = False  # a gather is under way
@@ -122,6 +127,7 @@ class Unit:
     def _begin(self, *, ahead: bool) -> None:
         for storage in self.storages:
             storage.gather(ahead)
+        self._weigh()
         self._coming = True
         self.num_gathers += 1
         self._emit("fsdp.prefetch" if ahead else "fsdp.gather")
@@ -146,8 +152,15 @@ class Unit:
         self._become(self._locals)
         for storage in self.storages:
             storage.release()
+        self._weigh()
         self._gathered = self._kept = False
         self._emit("fsdp.release")
+
+    def _weigh(self) -> None:
+        before, self._whole_nbytes = self._whole_nbytes, 0
+        for storage in self.storages:
+            self._whole_nbytes += storage.whole_nbytes
+        self.level.grow(self._whole_nbytes - before)
 
     def _become(self, values: Sequence[Tensor]) -> None:
         # Runs four times a step: a loop that stays in C.
