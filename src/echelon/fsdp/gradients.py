@@ -13,10 +13,10 @@ ones are copied there on that lane, and the host waits for them when it hands th
 [Note: a reduction that others are late for]
 Where gathers communicate, a rank must not wait for a reduction while others may wait for its next
 gather before they send their part of it: a rank that got no gradient for some parameter of a unit
-learns only at the end of its backward that none will come. There, on the CPU, gradients that find
-their slot in use travel in memory of their own. On an accelerator waiting is for its streams, and
-the program runs far ahead of them, so every reduction would find its slot in use; slots are waited
-for.
+learns only at the end of its backward that none will come. There, on the CPU, a slot is waited for
+with patience once. From then on gradients that find their slot in use travel in memory of their
+own. On an accelerator waiting is for its streams, and the program runs far ahead of them, so every
+reduction would find its slot in use; slots are waited for.
 
 [Note: accumulated in the dtype of the reduction]
 The reduced gradients of several backwards are added in the dtype they were reduced in. Where
@@ -32,6 +32,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from echelon.errors import CommTimeout
 from echelon.fsdp.policy import Options
 from echelon.fsdp.storage import Storage, shaped_part
 from echelon.streams import Mark, is_cpu
@@ -39,6 +40,8 @@ from echelon.world.group import Group
 from echelon.world.work import Work
 
 __all__ = ["GradientShard", "Reduction", "Slots"]
+
+PATIENCE_S = 1.0  # far more than a reduction takes once all ranks have sent it
 
 
 @final
@@ -49,6 +52,7 @@ class Slots:
         self._windows = [group.window(numel, dtype) for _ in range(count)]
         self._users: list[Reduction | None] = [None] * count
         self._next = 0
+        self._patience_s = PATIENCE_S  # see the note: a reduction that others are late for
 
     @property
     def nbytes(self) -> int:
@@ -59,11 +63,12 @@ class Slots:
         """The memory of the next slot, 1D, when whoever had it has finished.
 
         Args:
-            wait: for whoever has it; if not, the answer may be None.
+            wait: however long that takes. If not, and others are late, the answer is None.
         """
         last = self._users[self._next]
         if last is not None:
-            if not wait and not last.is_done():
+            if not wait and not last.comes_within(self._patience_s):
+                self._patience_s = 0.0
                 return None
             last.vacate()
         at, self._next = self._next, (self._next + 1) % len(self._windows)
@@ -283,9 +288,20 @@ class Reduction:
             return True  # replicas reduce when this has landed, and in one order
         return not self._options.strategy.regathers
 
-    def is_done(self) -> bool:
-        """Whether ``vacate`` would return at once."""
-        return self._work is None or self._work.done()
+    def comes_within(self, seconds: float) -> bool:
+        """Whether the reduction is over by then, so that ``vacate`` returns at once."""
+        work = self._work
+        if work is None or work.done():
+            return True
+        if not seconds:
+            return False
+        try:
+            work.wait(seconds)
+        except CommTimeout:
+            if work.done():
+                raise  # it has failed by itself
+            return False
+        return True
 
     @property
     def _is_direct(self) -> bool:
