@@ -33,6 +33,7 @@ class Departures:
     ) -> None:
         self._units, self._ranks, self._options, self._orders = units, ranks, options, orders
         self.kept: dict[int, list[Tensor | None]] = {}
+        self._kept_nbytes = 0
         self.num_reductions = self.peak_nbytes = 0
 
     def take(self, u: int) -> list[Tensor | None]:
@@ -41,7 +42,7 @@ class Departures:
         gradients: list[Tensor | None] = [param.grad for param in unit.trainable]
         for param in unit.trainable:
             param.grad = None
-        kept = self.kept.pop(u, None)
+        kept = self._take_kept(u)
         if kept is None:
             return gradients
         return [
@@ -51,9 +52,8 @@ class Departures:
 
     def weigh(self, current: Pass, gradients: Sequence[Tensor | None]) -> None:
         """Note how many bytes of whole gradients there are, with those of a unit."""
-        waiting = (gradients, *current.held.values(), *self.kept.values())
-        nbytes = sum(one.nbytes for some in waiting for one in some if one is not None)
-        self.peak_nbytes = max(self.peak_nbytes, nbytes)
+        waiting = sum(map(_nbytes, (gradients, *current.held.values())))
+        self.peak_nbytes = max(self.peak_nbytes, waiting + self._kept_nbytes)
 
     def keep(self, u: int, gradients: Sequence[Tensor | None]) -> None:
         """Keep whole gradients of ``no_sync``, for the next ones to be added to."""
@@ -62,6 +62,13 @@ class Departures:
             None if gradient is None else gradient.to(dtype)
             for gradient, dtype in zip(gradients, dtypes, strict=True)
         ]
+        self._kept_nbytes += _nbytes(self.kept[u])
+
+    def _take_kept(self, u: int) -> list[Tensor | None] | None:
+        kept = self.kept.pop(u, None)
+        if kept is not None:
+            self._kept_nbytes -= _nbytes(kept)
+        return kept
 
     def send_ready(self, current: Pass, is_left_out: Callable[[int], bool]) -> None:
         """Send the gradients of units whose turn it is.
@@ -108,7 +115,7 @@ class Departures:
 
     def _take_unopened(self, u: int) -> list[Tensor | None]:
         """Of a unit that backward did not reach: what ``no_sync`` kept, or nothing."""
-        kept = self.kept.pop(u, None)
+        kept = self._take_kept(u)
         return [None] * len(self._units[u].trainable) if kept is None else kept
 
     def settle(self, current: Pass) -> None:
@@ -140,3 +147,7 @@ class Departures:
             if opened:
                 for param in self._units[u].trainable:
                     param.grad = None
+
+
+def _nbytes(gradients: Sequence[Tensor | None]) -> int:
+    return sum(one.nbytes for one in gradients if one is not None)
