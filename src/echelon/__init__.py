@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon import errors, events, observe, testing
+    from echelon import errors, events, observe, pipeline, testing
     from echelon.ddp import DDP
     from echelon.errors import (
         ArgumentError,
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ModelMismatch,
         RankError,
         RankFailed,
+        ScheduleError,
         SharedMemoryError,
         StateError,
         UnsupportedError,
@@ -52,6 +53,7 @@ __all__ = [
     "ModelMismatch",
     "RankError",
     "RankFailed",
+    "ScheduleError",
     "SharedMemoryError",
     "StateError",
     "Strategy",
@@ -65,6 +67,7 @@ __all__ = [
     "events",
     "init",
     "observe",
+    "pipeline",
     "run",
     "testing",
     "units",
@@ -91,6 +94,7 @@ _MODULES = {
     "errors": "echelon.errors",
     "events": "echelon.events",
     "observe": "echelon.observe",
+    "pipeline": "echelon.pipeline",
     "testing": "echelon.testing",
     "units": "echelon.fsdp.units",
 }
