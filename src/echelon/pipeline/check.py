@@ -128,25 +128,24 @@ def local_order(schedule: Schedule) -> None:
     Raises:
         ScheduleError: an action stands before one that it needs.
     """
-    values = Values(schedule)
-    for rank, order in enumerate(schedule.orders):
-        done = bytearray(values.count)
+    m = schedule.num_microbatches
+    places = {kind: [-1] * (schedule.num_stages * m) for kind in _COMPUTE}
+    for order in schedule.orders:
         for index, item in enumerate(order):
-            for part in item.parts:
-                kind = part.kind
-                if kind is not FORWARD and kind in _COMPUTE and not done[values.needed(part)[-1]]:
-                    first = INPUT if kind is WEIGHT else FORWARD
-                    needed = part._replace(kind=first)
-                    there = next(n for n, other in enumerate(order) if needed in other.parts)
-                    raise ScheduleError(
-                        f"it stands before {needed}, which is at index {there}",
-                        rank=rank,
-                        index=index,
-                        action=item,
-                    )
-                given = values.given(part)
-                if given is not None:
-                    done[given] = 1
+            for kind, i, stage in item.parts:
+                if i is not None and kind in places:
+                    places[kind][stage * m + i] = index
+    for first, second in ((FORWARD, BACKWARD), (FORWARD, INPUT), (INPUT, WEIGHT)):
+        pairs = zip(places[first], places[second], strict=True)
+        for n, (before, after) in enumerate(pairs):
+            if after < before and after >= 0:
+                stage, i = divmod(n, m)
+                raise ScheduleError(
+                    f"it stands before {Action(first, i, stage)}, which is at index {before}",
+                    rank=schedule.placement[stage],
+                    index=after,
+                    action=Action(second, i, stage),
+                )
 
 
 def transfers(schedule: Schedule) -> None:

@@ -23,12 +23,12 @@ from enum import Enum
 from typing import NamedTuple
 
 from echelon.errors import ScheduleError
-from echelon.pipeline.ir import FORWARD, WEIGHT, Action, Item, Kind, Schedule
+from echelon.pipeline.ir import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Item, Kind, Schedule
 
 __all__ = ["Channel", "Moment", "Transfer", "Values", "transfer_of", "walk"]
 
-_SENDS = (Kind.SEND_F, Kind.SEND_B)
-_ENDS = (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B)
+_SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+_ENDS = frozenset({Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B})
 
 
 class Channel(Enum):
@@ -76,24 +76,28 @@ class Values:
     def needed(self, part: Action) -> tuple[int, ...]:
         """What a computation needs, its own values last; nothing for other actions."""
         kind, i, stage = part
+        if i is None:
+            return ()
+        own = stage * self._num_microbatches + i
         if kind is FORWARD:
-            return (self.output(stage - 1, i or 0),) if stage else ()
+            return (own - self._num_microbatches,) if stage else ()
         if kind is WEIGHT:
-            return (self.gradient(stage, i or 0),)
-        if kind is Kind.B or kind is Kind.I:
-            own = self.output(stage, i or 0)
+            return (self._gradients + own,)
+        if kind is BACKWARD or kind is INPUT:
             if stage + 1 < self._num_stages:
-                return (self.gradient(stage + 1, i or 0), own)
+                return (self._gradients + own + self._num_microbatches, own)
             return (own,)
         return ()
 
     def given(self, part: Action) -> int | None:
         """What a computation gives; a whole backward gives what its first half gives."""
         kind, i, stage = part
+        if i is None:
+            return None
         if kind is FORWARD:
-            return self.output(stage, i or 0)
-        if kind is Kind.B or kind is Kind.I:
-            return self.gradient(stage, i or 0)
+            return stage * self._num_microbatches + i
+        if kind is BACKWARD or kind is INPUT:
+            return self._gradients + stage * self._num_microbatches + i
         return None
 
 
@@ -115,20 +119,10 @@ class Transfer(NamedTuple):
         return min(self.src, self.dst), max(self.src, self.dst)
 
 
-class Moment(NamedTuple):
-    """One step of a walk: an item that runs, a receive that is posted, or a transfer.
-
-    Attributes:
-        rank: whose item it is.
-        position: where it stands in the list of that rank.
-        item: the item; of a transfer, the send.
-        transfer: what is posted (with a receive) or transferred (with a send); else None.
-    """
-
-    rank: int
-    position: int
-    item: Item
-    transfer: Transfer | None
+# One step of a walk: the rank, the position in its list, the item there, and None where it runs.
+# With a receive comes the transfer that is posted, with a send the transfer that is made.
+# A plain tuple, because a walk makes hundreds of thousands of them.
+Moment = tuple[int, int, Item, Transfer | None]
 
 
 def transfer_of(
@@ -174,7 +168,7 @@ class _Walk:
     """Ranks that go on until they need something, and are woken when it is there."""
 
     def __init__(self, schedule: Schedule, channel: Channel) -> None:
-        self._schedule, self._channel = schedule, channel
+        self._schedule, self._channel, self._lowered = schedule, channel, schedule.is_lowered
         self._values = Values(schedule)
         self._heads = [0] * schedule.num_ranks
         self._computed = bytearray(self._values.count)
@@ -195,40 +189,38 @@ class _Walk:
             for index in range(heads[rank], len(order)):
                 heads[rank] = index
                 item = order[index]
-                if item.kind in _ENDS:
+                is_end = self._lowered and item.kind in _ENDS
+                if is_end:
                     assert isinstance(item, Action)  # a pair has the kind OVERLAP
                     yield from self._exchange(rank, index, item)
                 missing = self._missing(rank, item)
                 if missing is not None:
                     self._sleepers.setdefault(missing, []).append(rank)
                     break
-                if item.kind in _ENDS:
+                if is_end:
                     continue
-                yield Moment(rank, index, item, None)
+                yield rank, index, item, None
                 for part in item.parts:
                     value = given(part)
                     if value is not None:
                         self._computed[value] = 1
-                        self._wake(value)
+                        if value in self._sleepers:
+                            self._awake.extend(self._sleepers.pop(value))
             else:
                 heads[rank] = len(order)
         if any(head < len(order) for head, order in zip(heads, orders, strict=True)):
             raise ScheduleError(self._circle())
 
-    def _wake(self, key: int) -> None:
-        if key in self._sleepers:
-            self._awake.extend(self._sleepers.pop(key))
-
     def _missing(self, rank: int, item: Item) -> int | None:
         """What ``item`` waits for: a value, or ``count`` more than a value that must arrive."""
         values = self._values
-        if item.kind in _SENDS:
+        if self._lowered and item.kind in _SENDS:
             assert isinstance(item, Action)  # a pair has the kind OVERLAP
             value = transfer_of(item, self._schedule, values).value
             if not self._computed[value]:
                 return value
             return None if self._arrived[value] else values.count + value
-        lowered, placement = self._schedule.is_lowered, self._schedule.placement
+        lowered, placement = self._lowered, self._schedule.placement
         for part in item.parts:
             for value in values.needed(part):
                 if lowered and placement[values.stage(value)] != rank:
@@ -246,7 +238,7 @@ class _Walk:
                 return
             self._sends[transfer] = index, action
         else:
-            yield Moment(rank, index, action, transfer)
+            yield rank, index, action, transfer
         self._queue(rank, transfer).append(transfer)
         fronts = [transfer]
         while fronts:
@@ -258,9 +250,9 @@ class _Walk:
                 queue.popleft()
                 fronts.extend(list(queue)[:1])
             position, send = self._sends[front]
-            yield Moment(front.src, position, send, front)
+            yield front.src, position, send, front
             self._arrived[front.value] = 1
-            self._wake(self._values.count + front.value)
+            self._awake.extend(self._sleepers.pop(self._values.count + front.value, ()))
 
     def _queue(self, rank: int, transfer: Transfer) -> deque[Transfer]:
         """What ``rank`` asked for on the channel of ``transfer``."""
