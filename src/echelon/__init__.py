@@ -23,12 +23,14 @@ if TYPE_CHECKING:
         RankFailed,
         ScheduleError,
         SharedMemoryError,
+        StageError,
         StateError,
         UnsupportedError,
         WorldError,
     )
     from echelon.fsdp import FSDP, BackwardPrefetch, MixedPrecision, Offload, Strategy, units
     from echelon.gradients import clip_grad_norm_
+    from echelon.pipeline.api import Pipeline
     from echelon.scaling import GradScaler
     from echelon.world.base import World
     from echelon.world.group import Group
@@ -52,10 +54,12 @@ __all__ = [
     "MixedPrecision",
     "ModelMismatch",
     "Offload",
+    "Pipeline",
     "RankError",
     "RankFailed",
     "ScheduleError",
     "SharedMemoryError",
+    "StageError",
     "StateError",
     "Strategy",
     "UnsupportedError",
@@ -82,6 +86,7 @@ _HOMES = {
     "MixedPrecision": "echelon.fsdp",
     "Offload": "echelon.fsdp",
     "Strategy": "echelon.fsdp",
+    "Pipeline": "echelon.pipeline.api",
     "GradScaler": "echelon.scaling",
     "clip_grad_norm_": "echelon.gradients",
     "World": "echelon.world.base",

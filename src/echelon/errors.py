@@ -9,6 +9,7 @@
     │   └── UnsupportedError            a combination that this backend or technique does not have
     ├── StateError (RuntimeError)       the right call at the wrong time
     ├── ModelMismatch                   the ranks hold different models
+    ├── StageError                      a stage of a pipeline raised
     ├── WorldError                      a world that could not be started
     │   └── SharedMemoryError           not enough shared memory
     └── CommError                       ranks that fail to communicate
@@ -36,6 +37,7 @@ __all__ = [
     "RankFailed",
     "ScheduleError",
     "SharedMemoryError",
+    "StageError",
     "StateError",
     "UnsupportedError",
     "WorldError",
@@ -115,6 +117,30 @@ class ModelMismatch(EchelonError):
             f"the models of the ranks differ in {what}:\n{_rows(self.found)}\n"
             "Build the same model on every rank."
         )
+
+
+class StageError(EchelonError):
+    """A stage of a pipeline, or the loss, raised.
+
+    Attributes:
+        stage: which.
+        microbatch: of which part of the batch; None for what is done for the whole stage.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        microbatch: int | None,
+        action: str,
+        recent: Sequence[str],
+        cause: BaseException,
+    ) -> None:
+        of = "" if microbatch is None else f" for microbatch {microbatch}"
+        super().__init__(
+            f"stage {stage} raised {type(cause).__name__}{of}, in action {action}: {cause}. "
+            f"Its last actions: {' '.join(recent) or 'none'}"
+        )
+        self.stage, self.microbatch = stage, microbatch
 
 
 class WorldError(EchelonError):

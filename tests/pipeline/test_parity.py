@@ -1,4 +1,4 @@
-"""Law *Parity* for pipelines: every schedule trains as one process does, and as it was simulated."""
+"""Law *Parity* for pipelines: every schedule trains as one process does, as it was simulated."""
 
 from typing import Any
 
@@ -81,9 +81,7 @@ def compare(world_size: int, case: tuple[str, str, int, int], found: list[Any]) 
 
 
 def cases_of(kinds: list[str], microbatches: int, rows: int) -> list[tuple[str, str, int, int]]:
-    return [
-        (name, kinds[i % len(kinds)], rows, microbatches) for i, name in enumerate(SCHEDULES)
-    ]
+    return [(name, kinds[i % len(kinds)], rows, microbatches) for i, name in enumerate(SCHEDULES)]
 
 
 @pytest.mark.parametrize(

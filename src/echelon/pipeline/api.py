@@ -1,51 +1,70 @@
-"""``Pipeline``: a model in stages, some on each rank, that a schedule moves microbatches through."""
+"""``Pipeline``: a model in stages, which a schedule moves microbatches through."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, final
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Literal, cast, final
 
 import torch
 from torch import Tensor, nn
 
+from echelon.arguments import number, one_of, whole
 from echelon.errors import ArgumentError, ModelMismatch
-from echelon.layout import shard_range
-from echelon.pipeline.check import check
-from echelon.pipeline.execute import Batch, Executor
+from echelon.gradients import grad_norm
+from echelon.pipeline.execute import Batch, Executor, Loss
+from echelon.pipeline.feed import Feed
 from echelon.pipeline.ir import Action, Item, Kind, Schedule
 from echelon.pipeline.link import Link
-from echelon.pipeline.microbatch import join_batches, split_batch
+from echelon.pipeline.microbatch import join_batches
 from echelon.pipeline.passes import lower
 from echelon.pipeline.schedules import schedule as make_schedule
 from echelon.pipeline.stage import Stage
+from echelon.pipeline.ties import find_ties
 from echelon.world.group import Group
 
 __all__ = ["Pipeline"]
-
-_NO_INPUT, _BAD_INPUT = -1, -2
 
 
 @final
 class Pipeline(nn.Module):
     """Trains a model whose stages lie on the ranks of ``group``.
 
-    Law: gradients are those of the whole model on the whole batch.
+    Law: losses and gradients are those of the whole model on the whole batch.
+
+    A stage takes what the one before gave: a tuple is its positional arguments, anything else the
+    only one. That may be any nesting of tensors and plain values. A parameter that stages on
+    several ranks share is one: its gradients are added up.
 
     Args:
         stages: the parts of the model, in order, on every rank. Those of other ranks are dropped,
-            and may be None.
+            and may be None if no parameter is shared.
         group: the ranks that share the stages.
         microbatches: into how many parts ``step`` cuts a batch.
         schedule: a name for ``ec.pipeline.schedule``, or a schedule.
         loss_fn: called with the output of the last stage and the target of a microbatch.
         loss_reduction: ``"mean"`` if ``loss_fn`` gives a mean over rows, so that each microbatch
             counts by its share of them, or ``"sum"``.
+        recompute: whether stages keep their inputs only, and run again in backward.
         schedule_options: for ``ec.pipeline.schedule``.
 
     Raises:
         ArgumentError: the stages do not fit the group or the schedule.
         ScheduleError: the schedule cannot run.
         ModelMismatch: the ranks were given different schedules.
+
+    Example:
+        >>> def main(world):
+        ...     torch.manual_seed(0)
+        ...     stages = [nn.Linear(4, 4), nn.Linear(4, 1)]
+        ...     pipe = Pipeline(stages, world.group, microbatches=2, loss_fn=nn.MSELoss())
+        ...     loss = pipe.step(torch.ones(8, 4), target=torch.zeros(8, 1), loss_everywhere=True)
+        ...     return round(loss.item(), 4)
+        >>> from echelon.world.run import run
+        >>> run(main, ranks=2)
+        [0.2139, 0.2139]
     """
 
     def __init__(
@@ -55,45 +74,44 @@ class Pipeline(nn.Module):
         *,
         microbatches: int,
         schedule: str | Schedule = "1f1b",
-        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        loss_fn: Loss | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
+        recompute: bool = False,
         **schedule_options: Any,
     ) -> None:
         super().__init__()
+        _check_arguments(stages, group, microbatches, loss_fn, loss_reduction, recompute)
         if isinstance(schedule, str):
             schedule = make_schedule(
                 schedule, len(stages), microbatches, group.size, **schedule_options
             )
         elif schedule_options:
             raise ArgumentError(f"options {sorted(schedule_options)} belong to a schedule's name")
-        _check_fit(schedule, stages, group, microbatches)
-        check(schedule)
-        self._group, self._schedule = group, schedule
-        self._loss_fn, self._reduction = loss_fn, loss_reduction
-        self._num_microbatches = microbatches
-        mine = schedule.stages_of(group.rank)
-        self.stages = nn.ModuleDict({str(index): stages[index] for index in mine})
-        splits = any(
-            part.kind is Kind.W for order in schedule.orders for item in order for part in item.parts
-        )
-        self._parts = {
-            index: Stage(self.stages[str(index)], index, splits=splits) for index in mine
-        }
-        self._before, self._after = self._links()
+        own = _own_stages(schedule, stages, group, microbatches)
         lowered = lower(schedule)
         _check_agreement(lowered, group)
+        self._group, self._schedule, self._loss_fn = group, schedule, loss_fn
+        self._feed = Feed(group, schedule, loss_reduction)
+        self.stages = nn.ModuleDict({str(index): stage for index, stage in own.items()})
+        splits = any(item.kind is Kind.W for order in schedule.orders for item in order)
+        self._parts = {
+            index: Stage(stage, index, splits=splits, recomputes=recompute)
+            for index, stage in own.items()
+        }
+        self._ties = find_ties(stages, schedule.placement, group)
+        self._before, self._after = self._links(microbatches)
         self._training = self._executor(lowered)
         self._evaluating: dict[int, Executor] = {}
 
-    def _links(self) -> tuple[dict[int, Link], dict[int, Link]]:
-        placement, rank = self._schedule.placement, self._group.rank
+    def _links(self, microbatches: int) -> tuple[dict[int, Link], dict[int, Link]]:
+        """The ways to stages of other ranks: to the one before, and to the one after."""
+        rank = self._group.rank
         before: dict[int, Link] = {}
         after: dict[int, Link] = {}
-        for cut, (left, right) in enumerate(zip(placement, placement[1:], strict=False)):
+        for cut, (left, right) in enumerate(pairwise(self._schedule.placement)):
             if left == right or rank not in (left, right):
                 continue
-            peer = right if rank == left else left
-            link = Link(self._group, peer, cut, self._num_microbatches)
+            link = Link(self._group, left + right - rank, cut, microbatches)
             if rank == left:
                 after[cut] = link
             else:
@@ -134,42 +152,56 @@ class Pipeline(nn.Module):
                 on the rank of the last stage.
             finalize: whether gradients are complete after this.
             loss_everywhere: whether every rank gets the loss.
-            kwargs: for every stage of this rank.
+            kwargs: for every stage of this rank; tensors are cut like the batch.
 
         Returns:
             The loss of the batch on the rank of the last stage, or on all; None elsewhere.
+
+        Raises:
+            ArgumentError: on every rank, if what a rank was given cannot be used.
+            StageError: a stage or the loss raised.
         """
-        if self._loss_fn is None:
-            raise ArgumentError("step() needs a loss_fn: give one to Pipeline(...)")
-        batch = self._cut(
-            args, kwargs, target, weights, self._num_microbatches, training=True
-        )
-        self._training.run(batch, finalize=finalize)
+        loss_fn = self._needs_loss("step")
+        batch = self._feed.batch(args, kwargs, target, weights, loss_fn, training=True)
+        for tie in self._ties:
+            tie.begin()
+        try:
+            self._training.run(batch, finalize=finalize)
+        except BaseException:
+            for tie in self._ties:
+                tie.forget()
+            raise
+        for tie in self._ties if finalize else ():
+            tie.reduce()
         return self._loss_of(batch, loss_everywhere)
 
     def eval_step(
         self, *args: Any, target: Any = None, loss_everywhere: bool = False, **kwargs: Any
     ) -> Tensor | None:
         """The loss of one batch, of any size, without gradients. All ranks call it."""
-        if self._loss_fn is None:
-            raise ArgumentError("eval_step() needs a loss_fn: give one to Pipeline(...)")
-        batch = self._evaluate(args, kwargs, target, self._loss_fn)
-        return self._loss_of(batch, loss_everywhere)
+        loss_fn = self._needs_loss("eval_step")
+        return self._loss_of(self._evaluate(args, kwargs, target, loss_fn), loss_everywhere)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the model, without gradients, on the rank of the last stage; else None."""
-        batch = self._evaluate(args, kwargs, None, None)
-        if not batch.outputs:
-            return None
-        return join_batches([batch.outputs[i] for i in sorted(batch.outputs)])
+        """The output of the model, without gradients, on the rank of the last stage; else None.
 
-    def _evaluate(self, args: Any, kwargs: Any, target: Any, loss_fn: Any) -> Batch:
-        rows = self._rows(args, kwargs, target)
-        count = min(self._num_microbatches, rows)
-        batch = self._cut(args, kwargs, target, None, count, training=False)
-        batch.loss_fn = loss_fn
+        All ranks call it; the batch may have any size.
+        """
+        outputs = self._evaluate(args, kwargs, None, None).outputs
+        return join_batches([outputs[i] for i in sorted(outputs)]) if outputs else None
+
+    def _needs_loss(self, call: str) -> Loss:
+        if self._loss_fn is None:
+            raise ArgumentError(f"{call}() needs a loss_fn: give one to Pipeline(...)")
+        return self._loss_fn
+
+    def _evaluate(
+        self, args: Any, kwargs: Mapping[str, Any], target: Any, loss_fn: Loss | None
+    ) -> Batch:
+        batch = self._feed.batch(args, kwargs, target, None, loss_fn, training=False)
+        count = len(batch.weights)
         if count not in self._evaluating:
-            self._evaluating[count] = self._executor(lower(_forward_of(self._schedule, count)))
+            self._evaluating[count] = self._executor(lower(_forwards(self._schedule, count)))
         self._evaluating[count].run(batch)
         return batch
 
@@ -179,53 +211,108 @@ class Pipeline(nn.Module):
             loss = torch.stack([batch.losses[i] for i in sorted(batch.losses)]).sum()
         if not everywhere:
             return loss
-        if loss is None:
-            loss = torch.zeros((), device=self._group.device)
-        return loss
-
-    # The batch -------------------------------------------------------------------------------
-
-    def _rows(self, args: Any, kwargs: Any, target: Any) -> int:
-        """Rows of the batch, told by the rank of the first stage."""
-        mine = split_batch(args, 1).rows[0] if self._schedule.placement[0] == self._group.rank else 0
-        rows = torch.tensor([mine], device=self._group.device)
-        self._group.broadcast(rows, self._schedule.placement[0], label="rows of the batch")
-        return int(rows.item())
-
-    def _cut(
-        self,
-        args: Any,
-        kwargs: Mapping[str, Any],
-        target: Any,
-        weights: Sequence[float] | None,
-        count: int,
-        *,
-        training: bool,
-    ) -> Batch:
-        rows = self._rows(args, kwargs, target)
-        is_first = self._schedule.placement[0] == self._group.rank
-        if weights is None and self._reduction == "mean":
-            bounds = [shard_range(rows, count, i) for i in range(count)]
-            weights = [(last - first) / rows for first, last in bounds]
-        elif weights is None:
-            weights = [1.0] * count
-        else:
-            total = sum(weights)
-            weights = [one / total for one in weights]
-        return Batch(
-            inputs=split_batch(args, count).parts if is_first else (),
-            kwargs=split_batch(kwargs, count, "kwargs").parts if kwargs else (),
-            targets=() if target is None else split_batch(target, count, "target").parts,
-            weights=weights,
-            loss_fn=self._loss_fn,
-            training=training,
-            keep_outputs=False,
+        found = self._group.broadcast_object(
+            None if loss is None else loss.cpu(), self._schedule.placement[-1]
         )
+        return cast(Tensor, found).to(self._group.device)
+
+    # The model -------------------------------------------------------------------------------
+
+    @property
+    def schedule(self) -> Schedule:
+        """The computations of every rank."""
+        return self._schedule
+
+    @property
+    def has_input(self) -> bool:
+        """Whether the first stage is on this rank, which needs the input."""
+        return self._schedule.placement[0] == self._group.rank
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the last stage is on this rank, which needs the target and has the loss."""
+        return self._schedule.placement[-1] == self._group.rank
+
+    @property
+    def most_alive(self) -> int:
+        """Microbatches of stages whose activations this rank held at once in the last step."""
+        return self._training.most_alive
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients of all stages; the same plain scalar on all ranks.
+
+        All ranks call it. ``ec.clip_grad_norm_`` does.
+        """
+        number("norm_type", norm_type, 1.0, math.inf)
+        own = _Gradients(self._counted())
+        norm = grad_norm(own, norm_type).double().to(self._group.device)
+        if math.isinf(norm_type):
+            self._group.all_reduce(norm, "max", label="norm of the gradients")
+            return norm
+        total = norm**norm_type
+        self._group.all_reduce(total, "sum", label="norm of the gradients")
+        return total ** (1 / norm_type)
+
+    def _counted(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank, without those that another rank counts."""
+        others = {id(tie.param) for tie in self._ties if tie.owners.rank}
+        return (param for param in self.parameters() if id(param) not in others)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of this rank's stages, with the keys of ``nn.Sequential(*stages)``."""
+        state = super().state_dict(*args, **kwargs)
+        for key in list(state):
+            state[key.removeprefix("stages.")] = state.pop(key)
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load this rank's stages from a state of them, or of the whole model."""
+        own = {
+            f"stages.{key}": value
+            for key, value in state_dict.items()
+            if key.partition(".")[0] in self.stages
+        }
+        return super().load_state_dict(own, strict, assign)
 
 
-def _check_fit(
-    schedule: Schedule, stages: Sequence[nn.Module | None], group: Group, microbatches: int
+class _Gradients(nn.Module):
+    """Some parameters as a module, to take the norm of their gradients."""
+
+    def __init__(self, params: Iterator[nn.Parameter]) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(params)
+
+
+def _check_arguments(
+    stages: Sequence[nn.Module | None],
+    group: Group,
+    microbatches: int,
+    loss_fn: Callable[..., Any] | None,
+    loss_reduction: str,
+    recompute: bool,
 ) -> None:
+    if not isinstance(group, Group):
+        raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
+    if isinstance(stages, nn.Module) and not isinstance(stages, nn.Sequential | nn.ModuleList):
+        raise ArgumentError(
+            f"stages is a {type(stages).__name__}; give a list of modules, such as "
+            "ec.pipeline.split(model, num_stages)"
+        )
+    whole("microbatches", microbatches)
+    if microbatches == 0:
+        raise ArgumentError("microbatches must be > 0")
+    if loss_fn is not None and not callable(loss_fn):
+        raise ArgumentError(f"loss_fn is {loss_fn!r:.80}; give a function of output and target")
+    one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+    one_of("recompute", recompute, (True, False))
+
+
+def _own_stages(
+    schedule: Schedule, stages: Sequence[nn.Module | None], group: Group, microbatches: int
+) -> dict[int, nn.Module]:
+    """The stages of this rank, by number."""
     found = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
     given = (group.size, len(stages), microbatches)
     if found != given:
@@ -233,34 +320,35 @@ def _check_fit(
             f"the schedule is for {found[0]} ranks, {found[1]} stages and {found[2]} microbatches; "
             f"the pipeline has {given[0]}, {given[1]} and {given[2]}"
         )
+    own: dict[int, nn.Module] = {}
     for index in schedule.stages_of(group.rank):
-        if not isinstance(stages[index], nn.Module):
+        stage = stages[index]
+        if not isinstance(stage, nn.Module):
             raise ArgumentError(
-                f"stage {index} is {stages[index]!r:.60} on rank {group.rank}, where it runs: give "
-                "a torch.nn.Module"
+                f"stage {index} is {stage!r:.60} on rank {group.rank}, where it runs: give a "
+                "torch.nn.Module"
             )
+        own[index] = stage
+    return own
 
 
 def _check_agreement(lowered: Schedule, group: Group) -> None:
     texts = group.all_gather_object(lowered.to_csv())
     if len(set(texts)) > 1:
-        raise ModelMismatch(
-            "the schedule", {rank: text[:80] for rank, text in enumerate(texts)}
-        )
+        raise ModelMismatch("the schedule", {rank: text[:80] for rank, text in enumerate(texts)})
 
 
-def _forward_of(schedule: Schedule, microbatches: int) -> Schedule:
-    """Forwards only, on the placement of ``schedule``, in the order of waves."""
+def _forwards(schedule: Schedule, microbatches: int) -> Schedule:
+    """Forwards only, on the placement of ``schedule``: a wave through all stages after another."""
     orders: list[list[Item]] = [[] for _ in range(schedule.num_ranks)]
-    wave = sorted(
-        ((mb + stage, stage, mb) for stage in range(schedule.num_stages) for mb in range(microbatches))
+    waves = sorted(
+        (i + stage, stage, i) for stage in range(schedule.num_stages) for i in range(microbatches)
     )
-    for _, stage, mb in wave:
-        orders[schedule.placement[stage]].append(Action(Kind.F, mb, stage))
-    return Schedule(
+    for _, stage, i in waves:
+        orders[schedule.placement[stage]].append(Action(Kind.F, i, stage))
+    return replace(
+        schedule,
         name="forward-only",
-        num_stages=schedule.num_stages,
         num_microbatches=microbatches,
-        placement=schedule.placement,
         orders=tuple(map(tuple, orders)),
     )

@@ -85,7 +85,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
@@ -120,7 +120,7 @@ def _forward_of(layer: nn.Linear, home: WeightGradients) -> Callable[[Tensor], T
         simple = weight.is_leaf and not torch.is_autocast_enabled(x.device.type)
         if not (simple and torch.is_grad_enabled() and x.dim()):
             return F.linear(x, weight, layer.bias)
-        output: Tensor = _Linear.apply(x, weight, layer.bias, home)
+        output: Tensor = _Linear.apply(x, weight, layer.bias, home)  # type: ignore[no-untyped-call]
         return output
 
     return forward

@@ -18,7 +18,7 @@ from torch import Tensor
 from echelon import events
 from echelon.errors import EchelonError, StageError
 from echelon.pipeline.boundary import Form, TensorForm
-from echelon.pipeline.ir import Action, Item, Kind, Schedule
+from echelon.pipeline.ir import Action, Kind, Schedule
 from echelon.pipeline.link import Arrival, GradientArrival, Link, Sending
 from echelon.pipeline.stage import Output, Stage
 
@@ -42,8 +42,7 @@ class Batch:
         loss_fn: None where there is no loss.
         training: whether backwards follow.
         losses: by microbatch, weighted; filled where the last stage is.
-        outputs: by microbatch, what the last stage gave, if ``keep_outputs``.
-        keep_outputs: whether they are asked for.
+        outputs: by microbatch, what the last stage gave where there is no loss.
     """
 
     inputs: Sequence[Any]
@@ -52,7 +51,6 @@ class Batch:
     weights: Sequence[float]
     loss_fn: Loss | None
     training: bool
-    keep_outputs: bool
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -113,6 +111,7 @@ class Executor:
         self._output_forms: dict[_Key, tuple[TensorForm, ...]] = {}
         self._grads: dict[_Key, list[Tensor | None]] = {}  # of the outputs, from a stage of ours
         self._grad_arrivals: dict[_Key, GradientArrival] = {}
+        self._early: set[_Key] = set()  # gradients to be received for outputs that are not there
         self._input_grads: dict[_Key, list[Tensor | None]] = {}
 
     def run(self, batch: Batch, *, finalize: bool = True) -> None:
@@ -158,8 +157,14 @@ class Executor:
 
     def _check_empty(self) -> None:
         held = [
-            *self._values, *self._arrivals, *self._outputs, *self._input_forms,
-            *self._output_forms, *self._grads, *self._grad_arrivals, *self._input_grads,
+            *self._values,
+            *self._arrivals,
+            *self._outputs,
+            *self._input_forms,
+            *self._output_forms,
+            *self._grads,
+            *self._grad_arrivals,
+            *self._input_grads,
             *(index for index, stage in self._stages.items() if stage.num_alive),
         ]
         assert self._batch is None or not (held and self._batch.training), held
@@ -178,9 +183,7 @@ class Executor:
             else:
                 output = part.forward(mb, value, kwargs)
                 self._hand_on((stage, mb), output)
-        self.most_alive = max(
-            self.most_alive, sum(one.num_alive for one in self._stages.values())
-        )
+        self.most_alive = max(self.most_alive, sum(one.num_alive for one in self._stages.values()))
 
     def _end_of_model(self, part: Stage, mb: int, value: Any, kwargs: Mapping[str, Any]) -> None:
         batch = self._batch
@@ -191,10 +194,7 @@ class Executor:
             return
         loss_fn, weight = batch.loss_fn, batch.weights[mb]
         target = batch.targets[mb] if batch.targets else None
-        loss, result = part.loss(mb, value, kwargs, lambda y: loss_fn(y, target) * weight)
-        batch.losses[mb] = loss
-        if batch.keep_outputs:
-            batch.outputs[mb] = result
+        batch.losses[mb] = part.loss(mb, value, kwargs, lambda y: loss_fn(y, target) * weight)
 
     def _take_input(self, key: _Key) -> Any:
         arrival = self._arrivals.pop(key, None)
@@ -207,6 +207,9 @@ class Executor:
         self._output_forms[key] = tuple(one for one in output.form.tensors if one.requires_grad)
         if stage in self._after:
             self._outputs[key] = output
+            if key in self._early:
+                self._early.remove(key)
+                self._post_gradients(key)
             return
         for one, tensor in zip(output.form.tensors, output.tensors, strict=True):
             tensor.requires_grad_(one.requires_grad)
@@ -274,10 +277,15 @@ class Executor:
     def _expect_gradients(self, action: Action) -> None:
         assert action.microbatch is not None
         key = action.stage, action.microbatch
-        arrival = self._after[action.stage].expect_gradients(
-            action.microbatch, self._output_forms[key]
-        )
-        self._grad_arrivals[key] = arrival
+        if key in self._output_forms:
+            self._post_gradients(key)
+        else:
+            self._early.add(key)
+
+    def _post_gradients(self, key: _Key) -> None:
+        stage, mb = key
+        link = self._after[stage]
+        self._grad_arrivals[key] = link.expect_gradients(mb, self._output_forms[key])
 
     def _reduce_stage(self, action: Action) -> None:
         self._reduce(action.stage)

@@ -24,7 +24,7 @@ from echelon.pipeline.stage import Output
 from echelon.world.group import Group
 from echelon.world.work import Work
 
-__all__ = ["Arrival", "Link", "GradientArrival", "Sending"]
+__all__ = ["Arrival", "GradientArrival", "Link", "Sending"]
 
 _HEADER, _FORM, _TENSOR, _MASK, _GRADIENT, _KINDS = range(6)
 

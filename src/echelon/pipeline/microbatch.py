@@ -111,4 +111,4 @@ def join_batches(parts: Sequence[Any]) -> Any:
 def _joined(column: Sequence[Any]) -> Any:
     if not isinstance(column[0], Tensor):
         return column[0]
-    return torch.cat(column) if column[0].dim() else torch.stack(tuple(column))
+    return torch.cat(tuple(column)) if column[0].dim() else torch.stack(tuple(column))

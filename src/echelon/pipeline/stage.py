@@ -13,7 +13,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
+from echelon.errors import ArgumentError
 from echelon.nested import tensors as tensors_in
 from echelon.pipeline.boundary import Form, take_apart
 from echelon.pipeline.deferred import Deferred, WeightGradients, defer_linears
@@ -57,10 +59,13 @@ class Stage:
         module: that part.
         index: of all stages.
         splits: whether the schedule splits backwards, so that linear layers must be able to defer.
+        recomputes: whether only inputs are kept, and backward runs the module again.
     """
 
-    def __init__(self, module: nn.Module, index: int, *, splits: bool) -> None:
-        self.module, self.index = module, index
+    def __init__(
+        self, module: nn.Module, index: int, *, splits: bool = False, recomputes: bool = False
+    ) -> None:
+        self.module, self.index, self._recomputes = module, index, recomputes
         self._weights = WeightGradients()
         if splits:
             defer_linears(module, self._weights)
@@ -92,20 +97,21 @@ class Stage:
         value: Any,
         kwargs: Mapping[str, Any],
         loss_fn: Callable[[Any], Tensor],
-    ) -> tuple[Tensor, Any]:
-        """Run the last module and the loss; both without graph."""
+    ) -> Tensor:
+        """Run the last module and the loss, which comes back without graph."""
         inputs = [leaf for leaf in tensors_in(value) if leaf.is_leaf and leaf.requires_grad]
-        output = self._call(value, kwargs)
-        loss = loss_fn(output)
+        loss = loss_fn(self._call(value, kwargs))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ArgumentError(f"loss_fn gave {loss!r:.80}; it must give a tensor with one number")
         if loss.requires_grad:
             self._kept[microbatch] = _Kept(inputs, [get_gradient_edge(loss)])
-        form, tensors = take_apart(output, f"stage {self.index}")
-        return loss.detach(), form.assemble([tensor.detach() for tensor in tensors])
+        return loss.detach()
 
     def _call(self, value: Any, kwargs: Mapping[str, Any]) -> Any:
-        return self.module(*value, **kwargs) if isinstance(value, tuple) else self.module(
-            value, **kwargs
-        )
+        args = value if isinstance(value, tuple) else (value,)
+        if self._recomputes and torch.is_grad_enabled():
+            return checkpoint(self.module, *args, use_reentrant=False, **kwargs)
+        return self.module(*args, **kwargs)
 
     def backward(self, microbatch: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs; those of parameters are added to ``.grad``.
@@ -141,4 +147,3 @@ class Stage:
         """Leave nothing of a step that failed."""
         self._kept.clear()
         self._later.clear()
-

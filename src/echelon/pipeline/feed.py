@@ -1,0 +1,160 @@
+"""What goes into one step: input on the rank of the first stage, targets on that of the last.
+
+Every rank hears what the others were given before any of them begins, so that a batch that cannot
+be used is an error everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from echelon.errors import ArgumentError
+from echelon.layout import shard_range
+from echelon.pipeline.execute import Batch, Loss
+from echelon.pipeline.ir import Schedule
+from echelon.pipeline.microbatch import split_batch
+from echelon.world.group import Group
+
+__all__ = ["Feed"]
+
+_WRONG = -1
+
+
+@final
+class Feed:
+    """Makes batches for one pipeline.
+
+    Args:
+        loss_reduction: ``"mean"`` where a microbatch counts by its share of the rows; ``"sum"``.
+    """
+
+    def __init__(
+        self, group: Group, schedule: Schedule, loss_reduction: Literal["mean", "sum"]
+    ) -> None:
+        self._group, self._reduction = group, loss_reduction
+        self._first, self._last = schedule.placement[0], schedule.placement[-1]
+        self._most = schedule.num_microbatches
+
+    def batch(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        weights: Sequence[float] | None,
+        loss_fn: Loss | None,
+        *,
+        training: bool,
+    ) -> Batch:
+        """Cut what this rank was given. All ranks call it.
+
+        Args:
+            training: then there are as many microbatches as the schedule has; else at most.
+
+        Raises:
+            ArgumentError: on every rank, what a rank was given cannot be used.
+        """
+        problem, rows = None, 0
+        try:
+            rows = self._rows(args, kwargs, target, loss_fn is not None)
+            self._check_rows(rows, training)
+            _check_weights(weights, self._most)
+        except ArgumentError as error:
+            problem = str(error)
+        mine = torch.tensor([_WRONG if problem else rows], device=self._group.device)
+        told = mine.new_empty(self._group.size)
+        self._group.all_gather_single(told, mine, label="rows of the batch")
+        found = told.tolist()
+        if _WRONG in found:
+            self._refuse(problem)
+        self._check_equal(found)
+        total = found[self._first]
+        count = self._most if training else min(self._most, total)
+        return Batch(
+            inputs=split_batch(args, count).parts if args else (),
+            kwargs=self._kwargs(kwargs, count),
+            targets=() if target is None else split_batch(target, count, "target").parts,
+            weights=self._weights(weights, total, count),
+            loss_fn=loss_fn,
+            training=training,
+        )
+
+    def _rows(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, needs_target: bool
+    ) -> int:
+        """How many rows this rank was given; 0 if it was not given any and needs none."""
+        rank = self._group.rank
+        if rank == self._first and not args:
+            raise ArgumentError(
+                f"Pipeline: rank {rank} must provide input, because it has the first stage"
+            )
+        if rank == self._last and target is None and needs_target:
+            raise ArgumentError(
+                f"Pipeline: rank {rank} must provide a target, because it has the last stage"
+            )
+        found = {}
+        if args and rank == self._first:
+            found["input"] = split_batch(args, 1).rows[0]
+        if target is not None and rank == self._last:
+            found["target"] = split_batch(target, 1, "target").rows[0]
+        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(dict(kwargs))):
+            found["kwargs"] = split_batch(dict(kwargs), 1, "kwargs").rows[0]
+        if len(set(found.values())) > 1:
+            raise ArgumentError(f"dim 0 differs on rank {rank}: {found}")
+        return max(found.values(), default=0)
+
+    def _check_rows(self, rows: int, training: bool) -> None:
+        if rows == 0 and self._group.rank == self._first:
+            raise ArgumentError("input has no rows")
+        if training and 0 < rows < self._most:
+            raise ArgumentError(
+                f"the batch has {rows} rows for {self._most} microbatches: give a larger batch or "
+                "fewer microbatches"
+            )
+
+    def _refuse(self, problem: str | None) -> None:
+        problems = {
+            rank: text
+            for rank, text in enumerate(self._group.all_gather_object(problem))
+            if text is not None
+        }
+        if problem is not None:
+            raise ArgumentError(problem)
+        raise ArgumentError(
+            "; ".join(
+                f"rank {rank} cannot use its batch: {text}" for rank, text in problems.items()
+            )
+        )
+
+    def _check_equal(self, found: Sequence[int]) -> None:
+        given = {rank: rows for rank, rows in enumerate(found) if rows}
+        if len(set(given.values())) > 1:
+            raise ArgumentError(f"ranks were given batches of different length, by rank: {given}")
+
+    def _kwargs(self, kwargs: Mapping[str, Any], count: int) -> tuple[dict[str, Any], ...]:
+        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(dict(kwargs))):
+            return split_batch(dict(kwargs), count, "kwargs").parts
+        return (dict(kwargs),) * count
+
+    def _weights(self, given: Sequence[float] | None, rows: int, count: int) -> list[float]:
+        if given is not None:
+            total = float(sum(given))
+            return [float(one) / total for one in given]
+        if self._reduction == "sum":
+            return [1.0] * count
+        bounds = [shard_range(rows, count, i) for i in range(count)]
+        return [(last - first) / rows for first, last in bounds]
+
+
+def _check_weights(given: Sequence[float] | None, count: int) -> None:
+    if given is None:
+        return
+    if len(given) != count or min(given) < 0 or not 0 < sum(given) < math.inf:
+        raise ArgumentError(
+            f"weights are {list(given)!r:.80}; give one number >= 0 for each of the {count} "
+            "microbatches, not all of them 0"
+        )
