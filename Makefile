@@ -12,7 +12,7 @@ DEMO_ARGS ?= --verify
 # Many tests wait for ranks more than they compute, so two files at once take half the time.
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
-BENCHMARKS ?= collectives ddp fsdp
+BENCHMARKS ?= collectives ddp fsdp many_ranks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

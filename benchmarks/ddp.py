@@ -14,24 +14,32 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import typer
 from bars import Bar, Kind
-from training import ALONE, APART, GPT, MANY_SMALL, Comparison, command
+from training import GPT, MANY_SMALL, Case, Comparison, command
+from variants import ALONE, APART
 
 ECHELON, TORCH, STATIC = "echelon DDP", "PyTorch DDP", "PyTorch DDP, static graph"
 VARIANTS = (ECHELON, TORCH, STATIC, ALONE, APART)
 
-BARS = {
-    GPT: (
-        Bar(task="GPT step", name=ECHELON, kind=Kind.WITHIN, bound=1.06, peer=ALONE),
-        Bar(task="GPT step", name=ECHELON, kind=Kind.FASTER, bound=1.08, peer=TORCH),
+WEIGHED = (ECHELON, TORCH, ALONE)
+
+CASES = {
+    GPT: Case(
+        variants=VARIANTS,
+        weighed=WEIGHED,
+        bars=(
+            Bar(task="GPT step", name=ECHELON, kind=Kind.WITHIN, bound=1.06, peer=ALONE),
+            Bar(task="GPT step", name=ECHELON, kind=Kind.FASTER, bound=1.08, peer=TORCH),
+        ),
     ),
-    MANY_SMALL: (
-        Bar(task="many small step", name=ECHELON, kind=Kind.FASTER, bound=1.5, peer=TORCH),
+    MANY_SMALL: Case(
+        variants=VARIANTS,
+        weighed=WEIGHED,
+        bars=(Bar(task="many small step", name=ECHELON, kind=Kind.FASTER, bound=1.5, peer=TORCH),),
     ),
 }
 
 
-names = (ECHELON, TORCH, ALONE)
-main = command(Comparison("ddp", VARIANTS, names, weighed=names, bars=BARS))
+main = command(Comparison("ddp", CASES, quick=(ECHELON, TORCH, ALONE)))
 
 
 if __name__ == "__main__":

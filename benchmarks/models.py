@@ -12,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "GPTConfig", "Task", "gpt_task", "many_small_task"]
+__all__ = [
+    "GPT",
+    "UNITS",
+    "GPTConfig",
+    "Task",
+    "gpt_task",
+    "many_small_task",
+    "tiny_task",
+]
 
 NUM_BATCHES = 4
 
@@ -26,12 +34,14 @@ class Task:
         build: makes the model; the same weights each time.
         batches: of this rank, used in turn: inputs and targets.
         loss: of outputs and targets.
+        num_units: of a model that is there to measure what a unit takes; else None.
     """
 
     name: str
     build: Callable[[], nn.Module]
     batches: list[tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
+    num_units: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +102,16 @@ class GPT(nn.Module):
         return self.head(self.norm(x_BLD))
 
 
+class TinyBlock(nn.Sequential):
+    """Six parameters with next to no work."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(*(nn.Linear(width, width) for _ in range(3)))
+
+
+UNITS: tuple[type[nn.Module], ...] = (Block, TinyBlock)
+
+
 def gpt_task(rank: int, config: GPTConfig, batch: int = 2) -> Task:
     """The GPT on random tokens, to be predicted from themselves."""
     generator = torch.Generator().manual_seed(1000 + rank)
@@ -113,18 +133,31 @@ def gpt_task(rank: int, config: GPTConfig, batch: int = 2) -> Task:
 
 def many_small_task(rank: int, layers: int = 200, width: int = 64, batch: int = 8) -> Task:
     """Many layers with little work in each, so that what counts is the cost of a parameter."""
-    generator = torch.Generator().manual_seed(2000 + rank)
-    batches = [
-        (
-            torch.randn(batch, width, generator=generator),
-            torch.randn(batch, width, generator=generator),
-        )
-        for _ in range(NUM_BATCHES)
-    ]
 
     def build() -> nn.Module:
         torch.manual_seed(0)
         parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh())]
         return nn.Sequential(*parts)
 
-    return Task(name="many small", build=build, batches=batches, loss=F.mse_loss)
+    return Task(name="many small", build=build, batches=_noise(rank, batch, width), loss=F.mse_loss)
+
+
+def tiny_task(rank: int, blocks: int = 16) -> Task:
+    """Blocks with so little work in them that what counts is the cost of a unit."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(TinyBlock() for _ in range(blocks)))
+
+    batches = _noise(rank, batch=4, width=8)
+    return Task(name="tiny", build=build, batches=batches, loss=F.mse_loss, num_units=blocks)
+
+
+def _noise(rank: int, batch: int, width: int) -> list[tuple[Tensor, Tensor]]:
+    """Random inputs and targets of one rank."""
+    generator = torch.Generator().manual_seed(2000 + rank)
+    shape = (batch, width)
+    return [
+        (torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+        for _ in range(NUM_BATCHES)
+    ]

@@ -1,4 +1,4 @@
-"""Training steps of several variants in the same ranks: what each takes, adds and weighs.
+"""Training steps of several variants in the same ranks: what each takes, adds, sends and weighs.
 
 A variant is a name in ``WRAPPERS``, which says what is put around the model.
 """
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from bars import Bar, Outcome, bar_table, judge
-from models import Block, GPTConfig, Task, gpt_task, many_small_task
+from models import GPTConfig, Task, gpt_task, many_small_task, tiny_task
 from pairs import Samples, Variant, alternate, num_rounds_within
 from peak import PeakMemory
 from peers import Peers
@@ -23,59 +23,25 @@ from ranks import on_ranks
 from report import console_for_tables, machine, versions, write_json
 from rich import box
 from rich.table import Table
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
+from traffic import Traffic
+from variants import ALONE, APART, WRAPPERS
 
 import echelon as ec
 
 __all__ = [
-    "ALONE",
-    "APART",
     "GPT",
     "LARGE_BATCH",
     "MANY_SMALL",
-    "WRAPPERS",
+    "TINY",
+    "Case",
     "Comparison",
     "command",
     "measure_rank",
     "memory_rank",
 ]
 
-ALONE, APART = "one process alone", "all ranks, no communication"
-GPT, LARGE_BATCH, MANY_SMALL = "gpt", "gpt, batch 8", "many-small"
-
-
-def sharded(model: nn.Module, peers: Peers, strategy: ec.Strategy) -> nn.Module:
-    """echelon's FSDP with one unit for each block."""
-    return ec.FSDP(model, peers.group, units=ec.units.by_type(Block), strategy=strategy)
-
-
-def fully_sharded(model: nn.Module, *, reshard: bool) -> nn.Module:
-    """PyTorch's FSDP2 with one unit for each block."""
-    for module in model.modules():
-        if isinstance(module, Block):
-            fully_shard(module, reshard_after_forward=reshard)
-    fully_shard(model, reshard_after_forward=reshard)
-    return model
-
-
-# With the settings that make each fastest.
-WRAPPERS: dict[str, Callable[[nn.Module, Peers], nn.Module]] = {
-    "echelon DDP": lambda model, peers: ec.DDP(model, peers.group),
-    "PyTorch DDP": lambda model, peers: DistributedDataParallel(
-        model, gradient_as_bucket_view=True
-    ),
-    "PyTorch DDP, static graph": lambda model, peers: DistributedDataParallel(
-        model, gradient_as_bucket_view=True, static_graph=True
-    ),
-    "echelon FSDP": lambda model, peers: sharded(model, peers, ec.Strategy.FULL_SHARD),
-    "echelon FSDP, ZeRO-2": lambda model, peers: sharded(model, peers, ec.Strategy.SHARD_GRAD_OP),
-    "FSDP2": lambda model, peers: fully_sharded(model, reshard=True),
-    "FSDP2, no reshard": lambda model, peers: fully_sharded(model, reshard=False),
-    ALONE: lambda model, peers: model,
-    APART: lambda model, peers: model,
-}
+GPT, LARGE_BATCH, MANY_SMALL, TINY = "gpt", "gpt, batch 8", "many-small", "tiny"
 
 
 # --- on a rank ---------------------------------------------------------------------------------
@@ -99,20 +65,39 @@ class Trainee:
 
     def step(self) -> None:
         """One step of a usual training loop."""
+        self.losses.append(self.gradients())
+        self.optimizer.step()
+        self.num_steps += 1
+
+    def gradients(self) -> float:
+        """What of a step the wrapper takes part in; the loss."""
         batches = self._task.batches
         inputs, targets = batches[self.num_steps % len(batches)]
         self.optimizer.zero_grad()
         loss = self._task.loss(self.model(inputs), targets)
         loss.backward()
-        self.optimizer.step()
-        self.losses.append(loss.item())
-        self.num_steps += 1
+        return loss.item()
+
+    @property
+    def sample(self) -> Callable[[], object]:
+        """What is timed: a step, or without the optimizer where it is about the wrapper alone."""
+        return self.step if self._task.num_units is None else self.gradients
+
+    def traffic(self, peers: Peers) -> tuple[int, int]:
+        """Collectives and bytes of the third step; the first two set up what stays."""
+        self.step()
+        self.step()
+        with Traffic(peers.rank, peers.size) as traffic:
+            self.step()
+        return traffic.calls, traffic.nbytes
 
 
 def task_of(settings: dict[str, Any], rank: int) -> Task:
     """What is trained, with the batches of ``rank``."""
     if settings["task"] == MANY_SMALL:
         return many_small_task(rank, layers=settings["layers"] or 200)
+    if settings["task"] == TINY:
+        return tiny_task(rank, blocks=settings["layers"] or 16)
     config = GPTConfig(**{"layers": settings["layers"]} if settings["layers"] else {})
     return gpt_task(rank, config, 8 if settings["task"] == LARGE_BATCH else 2)
 
@@ -124,12 +109,13 @@ def measure_rank(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
     trainees = {n: Trainee(n, task, peers) for n in names if n != ALONE}
     # Without communication it is the same thing, with the other ranks idle.
     trainees[ALONE] = trainees.get(APART) or Trainee(ALONE, task, peers)
+    # The first steps make optimizer states and rebuild buckets.
+    traffic = {name: trainee.traffic(peers) for name, trainee in trainees.items()}
     variants = [
-        Variant(name, trainees[name].step, frozenset({0}) if name == ALONE else None)
+        Variant(name, trainees[name].sample, frozenset({0}) if name == ALONE else None)
         for name in names
     ]
-    # The first steps make optimizer states and rebuild buckets; the last of them is the pilot.
-    pilot = alternate(peers.group, variants, 3)
+    pilot = alternate(peers.group, variants, 1)
     lasts = [seconds[-1] for seconds in pilot.seconds.values()]
     num_calls = math.ceil(0.4 / max(lasts))
     num_rounds = num_rounds_within(settings["seconds"], num_calls * sum(lasts), at_least=3)
@@ -141,7 +127,9 @@ def measure_rank(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
         "ranks": peers.size,
         "num_parameters": sum(p.numel() for p in plain.parameters()),
         "num_tensors": len(list(plain.parameters())),
+        "num_units": task.num_units,
         "num_calls": num_calls,
+        "traffic": traffic,
         **samples.record(),
         "ours": settings["compared"][0],
         "same_weights": compare(ours, theirs),
@@ -192,7 +180,7 @@ def memory_rank(peers: Peers, settings: dict[str, Any]) -> list[float]:
 
 
 def table_of(result: dict[str, Any], memory: dict[str, list[float]]) -> Table:
-    """A row for each variant: time of a step, what communication adds, ratios, memory."""
+    """A row for each variant: time of a step, what communication adds, ratios, bytes, memory."""
     everything, ours = Samples.of(result), result["ours"]
     samples = everything.quiet()
     title = (
@@ -203,36 +191,70 @@ def table_of(result: dict[str, Any], memory: dict[str, list[float]]) -> Table:
     table = Table(title=title, box=box.MARKDOWN, title_justify="left")
     base = APART if APART in samples.seconds else ALONE
     table.add_column("variant", no_wrap=True)
-    for column in (
-        "ms a step",
-        "added ms",
-        "CPU ms a step",
-        f"/ {ALONE}",
-        f"/ {ours}",
-        "peak MiB a rank",
-    ):
+    columns = ("ms a step", "added ms", "CPU ms", f"/ {ALONE}", f"/ {ours}", "calls", "MiB sent")
+    last = "peak MiB a rank" if result["num_units"] is None else "CPU ms a unit"
+    for column in (*columns, last):
         table.add_column(column, justify="right", no_wrap=True)
+    units = per_unit(result)
     for name in samples.seconds:
-        peak = f"{max(memory[name]):.0f}" if name in memory else ""
+        calls, nbytes = result["traffic"][name]
         row = (
             f"{samples.median_s(name) * 1e3:.1f}",
             f"{samples.difference_s(name, base) * 1e3:+.1f}",
             f"{statistics.median(samples.cpu_seconds[name]) * 1e3:.1f}",
             f"{samples.ratio(name, ALONE):.3f}",
             f"{samples.ratio(name, ours):.3f}",
+            f"{calls}",
+            f"{nbytes / 2**20:.1f}",
         )
+        peak = f"{max(memory[name]):.0f}" if name in memory else ""
+        if name in units.seconds:
+            peak = f"{units.median_s(name) * 1e3:.3f}"
         table.add_row(name, *row, peak)
     return table
 
 
-def judged(results: Sequence[dict[str, Any]], bars: Mapping[str, Sequence[Bar]]) -> list[Outcome]:
+def per_unit(result: dict[str, Any]) -> Samples:
+    """Processor time of a step beyond that of the plain model, for each unit, as seconds."""
+    if result["num_units"] is None:
+        return Samples({})
+    cpu = Samples.of(result).quiet().cpu_seconds
+    return Samples(
+        {
+            name: [
+                (s - p) / result["num_units"] for s, p in zip(cpu[name], cpu[ALONE], strict=True)
+            ]
+            for name in cpu
+            if name not in (ALONE, APART)
+        }
+    )
+
+
+def judged(results: Sequence[dict[str, Any]], cases: Mapping[str, Case]) -> list[Outcome]:
     """What was asked of each task, and what came out."""
     return [
         outcome
         for result in results
-        for bar in bars[result["task"]]
-        for outcome in judge(bar, Samples.of(result).quiet())
+        for bar in cases[result["task"]].bars
+        for outcome in judge(
+            bar, Samples.of(result).quiet() if result["num_units"] is None else per_unit(result)
+        )
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is compared on one task.
+
+    Attributes:
+        variants: all of them; the first is what the others are compared with.
+        weighed: those whose peak memory is measured.
+        bars: what must be reached.
+    """
+
+    variants: Sequence[str]
+    weighed: Sequence[str] = ()
+    bars: Sequence[Bar]
 
 
 @dataclass(frozen=True)
@@ -241,17 +263,13 @@ class Comparison:
 
     Attributes:
         name: of the JSON file.
-        variants: all of them; the first is what the others are compared with.
-        quick: those of a quick run; the weights of its first two must agree.
-        weighed: those whose peak memory is measured.
-        bars: of each task.
+        cases: by task.
+        quick: the variants of a quick run; the weights of its first two must agree.
     """
 
     name: str
-    variants: Sequence[str]
+    cases: Mapping[str, Case]
     quick: Sequence[str]
-    weighed: Sequence[str]
-    bars: Mapping[str, Sequence[Bar]]
 
 
 def run(
@@ -266,8 +284,8 @@ def run(
     output: Path | None,
 ) -> None:
     """Measure every task, print tables, write the JSON file."""
-    if unknown := set(tasks) - set(comparison.bars):
-        raise typer.BadParameter(f"{sorted(unknown)}: choose from {', '.join(comparison.bars)}")
+    if unknown := set(tasks) - set(comparison.cases):
+        raise typer.BadParameter(f"{sorted(unknown)}: choose from {', '.join(comparison.cases)}")
     console = console_for_tables()
     if quick:
         seconds, memory = min(seconds, 8.0), False
@@ -276,35 +294,36 @@ def run(
         "ranks": ranks,
         "seconds": seconds,
         "layers": layers,
-        "variants": list(comparison.quick if quick else comparison.variants),
         "compared": list(comparison.quick[:2]),
     }
     results = []
     for task in tasks:
-        given = {**settings, "task": task}
+        case = comparison.cases[task]
+        variants = comparison.quick if quick else case.variants
+        given = {**settings, "task": task, "variants": list(variants)}
         result = on_ranks("training:measure_rank", ranks, given)
         peaks = {
             name: on_ranks("training:memory_rank", ranks, {**given, "variant": name})
-            for name in (comparison.weighed if memory else ())
+            for name in (case.weighed if memory else ())
         }
         results.append({**result, "peak_mib": peaks})
         console.print(table_of(result, peaks))
-    outcomes = judged(results, comparison.bars)
+    outcomes = judged(results, comparison.cases)
     console.print(bar_table(outcomes))
     content: dict[str, Any] = {**facts, "settings": settings, "tasks": results}
     content["bars"] = [asdict(outcome) for outcome in outcomes]
     console.print(f"All samples are in {write_json(comparison.name, content, output)}")
 
 
-def command(comparison: Comparison) -> Callable[..., None]:
+def command(comparison: Comparison, default_seconds: float = 75.0) -> Callable[..., None]:
     """The command line of a comparison."""
-    tasks = list(comparison.bars)
+    tasks = list(comparison.cases)
 
     def main(
         task: Annotated[list[str], typer.Option(help="What to train.")] = tasks,
         ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
-        layers: Annotated[int | None, typer.Option(help="Other than 8 (gpt) or 200.")] = None,
-        seconds: Annotated[float, typer.Option(help="For each task.")] = 75.0,
+        layers: Annotated[int | None, typer.Option(help="Other than the task has.")] = None,
+        seconds: Annotated[float, typer.Option(help="For each task.")] = default_seconds,
         memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
         quick: Annotated[bool, typer.Option(help="Fewer variants and rounds, no memory.")] = False,
         output: Annotated[Path | None, typer.Option(help="The JSON file.")] = None,

@@ -27,6 +27,7 @@ import echelon as ec
 
 EVALUATION_BATCHES = 8
 VERIFIED_STEPS = 4
+WATCHED_STEP = 3  # whose memory is drawn: the first ones make the optimizer's state
 # In float64 the ranks and one process differ in the order of sums only; Adam, which divides by
 # the size of a gradient, makes more of that where gradients are tiny.
 VERIFIED_DIFFERENCE = 1e-9
@@ -179,6 +180,8 @@ def main(world: ec.World, args: argparse.Namespace) -> None:
             )
             if step % args.eval_every == 0 or step == args.steps:
                 recorder.evaluation(step, evaluate(model, text.held_out, args, world))
+            if step == WATCHED_STEP - 1 and args.technique == "fsdp":
+                recorder.watch(lambda: model.memory_stats(optimizer).by_category())
         with model.full_parameters() if args.technique == "fsdp" else nullcontext():
             if world.rank == 0:
                 sample = model.generate(b"def ", length=240, seed=args.seed)

@@ -173,6 +173,31 @@ def test_ddp_measures_all_variants_and_compares_their_weights(
     assert "≥ 1.5× faster than PyTorch DDP" in capsys.readouterr().out
 
 
+def test_fsdp_weighs_a_tiny_unit_and_counts_what_is_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import fsdp
+
+    options = {"task": ["tiny"], "layers": 3, "seconds": 0.01, "quick": True}
+    result = written(fsdp.main, tmp_path, **options)
+    [task] = result["tasks"]
+    assert task["num_units"] == 3
+    unit = 3 * (8 * 8 + 8) * 4
+    assert task["traffic"]["echelon FSDP"] == [3 + 2, 3 * unit + 18]  # a barrier, and flags
+    assert task["traffic"]["FSDP2"] == [3 * 3, 3 * 3 * unit]  # two gathers and a reduction
+    assert task["traffic"]["one process alone"] == [0, 0]
+    assert [bar["unit"] for bar in result["bars"]] == ["ms", "×"]
+    assert "CPU ms a unit" in capsys.readouterr().out
+
+
+def test_many_simulated_ranks_take_a_step_of_one_process(tmp_path: Path) -> None:
+    import many_ranks
+
+    result = written(many_ranks.main, tmp_path, ranks=3, layers=1, width=32)
+    assert result["largest_difference"] < 1e-5
+    assert result["bars"][0]["reached"]
+
+
 def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     from ranks import run_to_end
 

@@ -48,3 +48,81 @@ def test_the_resident_set_is_counted_in_the_unit_of_the_system(
     monkeypatch.setattr(streams.resource, "getrusage", lambda who: usage)
     monkeypatch.setattr(streams.sys, "platform", platform)
     assert streams.memory_peak(CPU) == 5000 * factor
+
+
+# --- lanes ---------------------------------------------------------------------------------------
+
+CUDA = torch.device("cuda", 0)
+
+
+class FakeStream:
+    """Notes what it waits for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.device = name, log, CUDA
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.log.append(f"{self.name} waits for stream {other.name}")
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        self.log.append(f"{self.name} waits for {event.name}")
+
+    def record_event(self) -> "FakeEvent":
+        self.log.append(f"event on {self.name}")
+        return FakeEvent(f"event of {self.name}", self.log)
+
+
+class FakeEvent:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def synchronize(self) -> None:
+        self.log.append(f"host waits for {self.name}")
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (
+            True,
+            [
+                "own waits for stream current",
+                "event on own",
+                "current waits for event of own",
+                "host waits for event of own",
+            ],
+        ),
+        (
+            False,
+            [
+                "event on current",
+                "current waits for event of current",
+                "host waits for event of current",
+            ],
+        ),
+    ],
+)
+def test_a_lane_orders_streams_by_events_and_blocks_the_host_only_to_settle(
+    monkeypatch, own, expected
+) -> None:
+    log: list[str] = []
+    current = FakeStream("current", log)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("own", log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    lane = streams.lane(CUDA, own=own)
+    lane.follow()
+    mark = lane.mark()
+    mark.join()
+    mark.settle()
+    assert log == expected
+    assert lane.queued == own
+
+
+def test_on_the_cpu_a_lane_is_the_current_order() -> None:
+    lane = streams.lane(CPU, own=True)
+    lane.follow()
+    with lane.beside():
+        lane.mark().join()
+    lane.mark().settle()
+    assert not lane.queued
+    assert not streams.host_memory(3, torch.float32, CPU).is_pinned()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         WorldError,
     )
-    from echelon.fsdp import FSDP, BackwardPrefetch, MixedPrecision, Strategy, units
+    from echelon.fsdp import FSDP, BackwardPrefetch, MixedPrecision, Offload, Strategy, units
     from echelon.gradients import clip_grad_norm_
     from echelon.scaling import GradScaler
     from echelon.world.base import World
@@ -51,6 +51,7 @@ __all__ = [
     "Mesh",
     "MixedPrecision",
     "ModelMismatch",
+    "Offload",
     "RankError",
     "RankFailed",
     "ScheduleError",
@@ -79,6 +80,7 @@ _HOMES = {
     "FSDP": "echelon.fsdp",
     "BackwardPrefetch": "echelon.fsdp",
     "MixedPrecision": "echelon.fsdp",
+    "Offload": "echelon.fsdp",
     "Strategy": "echelon.fsdp",
     "GradScaler": "echelon.scaling",
     "clip_grad_norm_": "echelon.gradients",

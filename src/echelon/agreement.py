@@ -76,14 +76,21 @@ def option_facts(options: Any) -> dict[str, str]:
 
 
 def check_agreement(
-    module: nn.Module, options: Mapping[str, str], ranks: Ranks, *, values: bool
+    module: nn.Module,
+    options: Mapping[str, str],
+    ranks: Ranks,
+    *,
+    values: bool,
+    more: Mapping[str, Mapping[str, str]] | None = None,
 ) -> list[frozenset[str]]:
     """Compare the model and the options of all ranks, in one exchange of objects.
 
-    Devices are not compared, but a value is never equal to none.
+    There is another one only if ``more`` differs. Devices are not compared, but a value is never
+    equal to none.
 
     Args:
         values: whether to compare parameters and buffers bit by bit (their hashes), too.
+        more: what else must agree: by kind and name, as text.
 
     Returns:
         By rank, the names of the parameters and buffers that it has on the meta device.
@@ -101,11 +108,17 @@ def check_agreement(
         mine["the values of buffer"] = {n: _digest(b) for n, b in module.named_buffers()}
     tensors = [*module.named_parameters(), *module.named_buffers()]
     on_meta = [name for name, tensor in tensors if tensor.is_meta]
-    everyone: list[tuple[dict[str, dict[str, str]], list[str]]]
-    everyone = ranks.all_gather_object((mine, on_meta))
+    details = {kind: dict(facts) for kind, facts in (more or {}).items()}
+    digest = hashlib.blake2b(repr(details).encode(), digest_size=8).hexdigest()
+    everyone: list[tuple[dict[str, dict[str, str]], list[str], str]]
+    everyone = ranks.all_gather_object((mine, on_meta, digest))
     for kind in mine:
-        _compare(kind, [facts[kind] for facts, _ in everyone])
-    return [frozenset(names) for _, names in everyone]
+        _compare(kind, [facts[kind] for facts, _, _ in everyone])
+    if len({one for _, _, one in everyone}) > 1:  # so only then all of it travels
+        all_details = ranks.all_gather_object(details)
+        for kind in details:
+            _compare(kind, [facts[kind] for facts in all_details])
+    return [frozenset(names) for _, names, _ in everyone]
 
 
 def _compare(kind: str, facts: Sequence[Mapping[str, str]]) -> None:

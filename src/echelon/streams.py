@@ -2,6 +2,12 @@
 
 On the CPU there is one order of execution and every question about streams has an easy answer;
 on CUDA work is queued, so a clock must wait for the device and memory is the allocator's.
+
+[Note: lanes]
+A *lane* is an order of execution beside the current one. ``follow`` lets it wait for what is
+current, ``join`` the other way round; neither blocks the host, and neither does a collective that
+is waited for on the lane. Memory that was made on a lane goes back to the lane's pool when it is
+freed, so whoever used it elsewhere calls ``follow`` before that. On the CPU all of this is nothing.
 """
 
 from __future__ import annotations
@@ -9,12 +15,25 @@ from __future__ import annotations
 import resource
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import final
 
 import torch
+from torch import Tensor
 
-__all__ = ["is_cpu", "local_device", "memory_peak", "seeded", "synchronize"]
+__all__ = [
+    "Lane",
+    "Mark",
+    "host_memory",
+    "is_cpu",
+    "lane",
+    "local_device",
+    "memory_peak",
+    "seeded",
+    "synchronize",
+]
 
 _seeding = threading.Lock()
 
@@ -45,6 +64,136 @@ def memory_peak(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of the host that ``device`` can copy from and to while the host goes on. 1D.
+
+    On CUDA it is pinned; it comes from torch's pool, which gives memory out again only when the
+    copies that used it are over.
+    """
+    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+
+
+class Mark(ABC):
+    """A point in the order of execution of a lane."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Let what is issued from now on come after it; the host goes on."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Block the host until everything before it is done."""
+
+
+class Lane(ABC):
+    """An order of execution. See [Note: lanes].
+
+    Attributes:
+        queued: collectives issued on it may be waited for at once, and the host goes on.
+    """
+
+    queued: bool
+
+    @abstractmethod
+    def beside(self) -> AbstractContextManager[object]:
+        """What is issued in the body runs in the order of the lane."""
+
+    @abstractmethod
+    def follow(self) -> None:
+        """Let what is issued on the lane from now on come after what is current."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """The point after everything that was issued on the lane."""
+
+
+def lane(device: torch.device, *, own: bool) -> Lane:
+    """An order of execution on ``device``.
+
+    Args:
+        own: beside the current one; if not, or on the CPU, it is the current one.
+    """
+    if device.type != "cuda":
+        return _NoLane()
+    return _CudaLane(torch.cuda.Stream(device)) if own else _CurrentLane(device)
+
+
+@final
+class _NoMark(Mark):
+    def join(self) -> None:
+        pass  # it has happened
+
+    def settle(self) -> None:
+        pass  # it has happened
+
+
+@final
+class _NoLane(Lane):
+    """On the CPU things have happened when a call returns."""
+
+    queued = False
+
+    def beside(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def follow(self) -> None:
+        pass
+
+    def mark(self) -> Mark:
+        return _NoMark()
+
+
+@final
+class _CudaMark(Mark):
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = stream.record_event()
+        self._device = stream.device
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def settle(self) -> None:
+        self._event.synchronize()
+
+
+@final
+class _CudaLane(Lane):
+    """A stream beside the current one."""
+
+    queued = True
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def beside(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def follow(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def mark(self) -> Mark:
+        return _CudaMark(self._stream)
+
+
+@final
+class _CurrentLane(Lane):
+    """The current stream: simulated ranks share it, and wait for each other on the host."""
+
+    queued = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def beside(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def follow(self) -> None:
+        pass  # it is current
+
+    def mark(self) -> Mark:
+        return _CudaMark(torch.cuda.current_stream(self._device))
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Where parameters lie in a unit and who owns what; pure arithmetic."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echelon.errors import ArgumentError
@@ -45,6 +45,7 @@ def test_rows_are_never_torn_and_some_ranks_may_own_none(rows, ranks, counts) ->
     assert all(one.shape == (rows, 3) for one in info)
 
 
+@example(shapes=[(1, 1025, 3), (65, 7), ()], ranks=64, rows=True)
 @given(shapes=SHAPES, ranks=st.integers(1, 7), rows=st.booleans())
 def test_every_element_has_one_owner(shapes, ranks, rows) -> None:
     cut = (cut_rows if rows else cut_flat)(shapes, ranks)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.fsdp.prefetch import Track
 from tests.worlds import run_world
 
 PRE, POST, NONE = ec.BackwardPrefetch
@@ -158,20 +157,6 @@ def test_where_memory_is_shared_the_options_change_nothing() -> None:
         for _, state in ec.run(train, 2, args=(options,)):
             for name, value in expected.items():
                 torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-13, msg=name)
-
-
-def test_a_track_that_lost_its_way_predicts_nothing_until_the_next_pass() -> None:
-    track = Track(2)
-    for order, predictions in (
-        ([1, 2, 3], [[], [], []]),
-        ([1, 2, 3], [[2, 3], [3], []]),
-        ([1, 3, 2], [[2, 3], [], []]),
-        ([1, 3, 2, 1], [[3, 2], [2], [], []]),
-        ([], []),
-        ([1], [[]]),
-    ):
-        assert [track.reached(u) for u in order] == predictions
-        track.end()
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,13 @@ def counts(world: World) -> None:
     assert sum(p.numel() for p in model.parameters()) == 8192 // world.size + 64
     if world.size == 1:
         assert model.local_sharding_ratio() == 1.0
+        assert ec.FSDP(nn.Linear(100, 50), world.group).local_sharding_ratio() == 1.0
         return
+    # Half of the weight and the whole bias.
+    linear = nn.Linear(128, 64)
+    partly = ec.FSDP(linear, world.group, ignored=[linear.bias])
+    assert partly.local_sharding_ratio() == 4160 / 8256
+    assert round(partly.local_sharding_ratio(), 4) == 0.5039
     # 1001 elements are sharded, 999 are not.
     small = ec.FSDP(nn.Linear(998, 1), world.group)
     assert small.local_sharding_ratio() == 1.0

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from echelon.agreement import check_agreement, check_model, option_facts
 from echelon.arguments import Reduction
 from echelon.claims import check_unclaimed
-from echelon.errors import ArgumentError, StateError
+from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.fsdp.build import build_units, ignored_parameters
 from echelon.fsdp.grads import norm_over_shards
-from echelon.fsdp.policy import Init, Layout, MixedPrecision, Options, Strategy
+from echelon.fsdp.policy import Init, Layout, MixedPrecision, Offload, Options, Strategy
 from echelon.fsdp.prefetch import BackwardPrefetch
 from echelon.fsdp.ranks import Ranks
+from echelon.fsdp.released import released_parameter
 from echelon.fsdp.sharded_module import ShardedModule
 from echelon.fsdp.start import Start
-from echelon.fsdp.units import Rule, whole
+from echelon.fsdp.units import Rule, plan_units, whole
 from echelon.nested import cast_floats
 from echelon.world.group import Group
 
@@ -66,6 +67,12 @@ class FSDP(ShardedModule):
         forward_prefetch: how many units of forward are gathered before they are needed.
         limit_all_gathers: at most two units are gathered before they are needed, whatever
             ``forward_prefetch`` is.
+        use_orig_params: whether ``parameters()`` gives the parameters of the model. False: one
+            flat parameter, 1D, for each unit and combination of dtypes and ``requires_grad``, named
+            ``blocks.0.flat_0``, in the root ``flat_0``; it is this rank's part. Fewer tensors for
+            the optimizer, which must then be made after wrapping. States keep the plain names.
+        offload: what lies in the memory of the host and not of the device. On the CPU the two are
+            one, and nothing changes.
         materialize: called with each module that has parameters or buffers of its own which are on
             meta on all ranks, when they have memory; it writes their values and does not
             communicate. None: the module's ``reset_parameters()``. Either is seeded, so that
@@ -76,6 +83,7 @@ class FSDP(ShardedModule):
         ModelMismatch: the modules or options differ between ranks, or a value is needed of a rank
             that has it on meta; names what, and who has what.
         StateError: a parameter on meta cannot be given memory in place.
+        UnsupportedError: ``use_orig_params=False`` with ``layout="rows"`` where ranks share memory.
 
     Example:
         >>> import torch
@@ -106,6 +114,8 @@ class FSDP(ShardedModule):
         backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE,
         forward_prefetch: int = 0,
         limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
+        offload: Offload = Offload.NONE,
         materialize: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__()
@@ -119,32 +129,49 @@ class FSDP(ShardedModule):
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            offload=offload,
         )
         _check_arguments(module, group, strategy, replicate)
+        _check_flat(options, group)
         if materialize is not None and not callable(materialize):
             raise ArgumentError(f"materialize is {materialize!r:.80}; give a function of a module")
-        ranks = Ranks(group, replicate)
+        ranks = Ranks.of(group, replicate)
         check_model(module, group.device, meta=True)
         skip = ignored_parameters(module, ignored)
         rule = whole() if units is None else units
+        plans = plan_units(module, rule, skip)
         choices = {**option_facts(options), "units": repr(rule), "ignored": str(len(skip))}
         choices["materialize"] = "none" if materialize is None else "given"
-        on_meta = check_agreement(module, choices, ranks, values=init == "verify")
+        facts = {"unit": {plan.name or "root": plan.text for plan in plans}}
+        on_meta = check_agreement(module, choices, ranks, values=init == "verify", more=facts)
+        if not group.shares_memory or offload is Offload.ALL:
+            ranks = ranks.separated()
         start = Start(module, ranks, init, on_meta, materialize)
-        built = build_units(module, group, rule, options, skip, start)
+        built = build_units(module, ranks, plans, options, start)
         self._attach(module, ranks, options, built)
 
     # Training --------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module. Call it on all ranks."""
+        """Run the module. Call it on all ranks.
+
+        Raises:
+            StateError: it used a parameter of a unit that is released; names both.
+        """
         precision = self._options.precision
         if precision.compute is not None:
             args, kwargs = cast_floats((args, kwargs), lambda t: t.to(precision.compute))
         if not self._hooks.depth:
             self._census.check()
         with self._hooks.forward():
-            output = self.module(*args, **kwargs)
+            try:
+                output = self.module(*args, **kwargs)
+            except (RuntimeError, IndexError) as error:
+                better = released_parameter(error, self._units)
+                if better is None:
+                    raise
+                raise better from error
         if not self._hooks.depth:
             self._hooks.after_forward(0, output)
         return output
@@ -195,6 +222,16 @@ class FSDP(ShardedModule):
         return method
 
 
+def _check_flat(options: Options, group: Group) -> None:
+    views = options.layout == "rows" and group.shares_memory
+    if views and not options.use_orig_params and options.strategy is not Strategy.NO_SHARD:
+        raise UnsupportedError(
+            "use_orig_params=False with layout='rows' where ranks share memory: the rows of a rank "
+            "do not lie end to end there, so they cannot be one flat parameter. Use layout='flat', "
+            "or use_orig_params=True"
+        )
+
+
 def _check_arguments(
     module: nn.Module, group: Group, strategy: Strategy, replicate: Group | None
 ) -> None:
@@ -213,4 +250,11 @@ def _check_arguments(
             f"group has ranks {list(group.ranks)} and replicate {list(replicate.ranks)}, which "
             "share more than this rank, or not even that: give two axes of one mesh"
         )
+    if replicate is not None:
+        ours, theirs = (one.ranks[one.rank] for one in (group, replicate))
+        if ours != theirs or type(group) is not type(replicate):
+            raise ArgumentError(
+                f"group is {group!r} and replicate is {replicate!r}, of another world: give two "
+                "axes of one mesh"
+            )
     check_unclaimed(module)

@@ -1,4 +1,4 @@
-"""What one backward of a sharded model knows."""
+"""What one forward and one backward of a sharded model know."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from torch import Tensor
 from echelon.fsdp.gradients import Reduction
 from echelon.graph_task import Token
 
-__all__ = ["Pass"]
+__all__ = ["Pass", "Run"]
+
+
+@final
+class Run:
+    """The units that one forward of the model has used; gone when no backward of it can come."""
+
+    __slots__ = ("__weakref__", "units")
+
+    def __init__(self) -> None:
+        self.units = {0}
 
 
 @final
@@ -26,6 +36,7 @@ class Pass:
         had: by unit, for each of its storages, which parameters had a gradient before.
         held: by unit, whole gradients that wait for their turn.
         sent: how many units have left.
+        left_out: those that left without gradients, because no forward had used them.
         reductions: what is under way.
     """
 
@@ -37,4 +48,5 @@ class Pass:
         self.had: dict[int, list[list[bool] | None]] = {}
         self.held: dict[int, list[Tensor | None]] = {}
         self.sent = 0
+        self.left_out: set[int] = set()
         self.reductions: list[list[Reduction]] = []

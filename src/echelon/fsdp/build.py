@@ -8,12 +8,18 @@ import torch
 from torch import nn
 
 from echelon.errors import ArgumentError
+from echelon.fsdp.flat_parameters import hide
 from echelon.fsdp.gradients import GradientShard, Slots
-from echelon.fsdp.policy import Options, Strategy
+from echelon.fsdp.level import Level
+from echelon.fsdp.places import Places
+from echelon.fsdp.policy import Offload, Options, Strategy
+from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.start import Start
-from echelon.fsdp.storage import Storage, copy_storage, make_storage
+from echelon.fsdp.storage import Storage
+from echelon.fsdp.storages import copy_storage, make_storage
 from echelon.fsdp.unit import Unit
-from echelon.fsdp.units import Member, Rule, UnitPlan, plan_units
+from echelon.fsdp.units import Member, UnitPlan
+from echelon.streams import is_cpu
 from echelon.world.group import Group
 
 __all__ = ["build_units", "copy_units", "ignored_parameters"]
@@ -21,22 +27,24 @@ __all__ = ["build_units", "copy_units", "ignored_parameters"]
 
 def build_units(
     module: nn.Module,
-    group: Group,
-    rule: Rule,
+    ranks: Ranks,
+    plans: Sequence[UnitPlan],
     options: Options,
-    ignored: Sequence[nn.Parameter],
     start: Start,
 ) -> tuple[list[Unit], list[Slots]]:
     """The units of ``module``, the root first, and where their gradients travel.
 
-    All ranks of the group call it. Each parameter arrives whole and becomes this rank's part before
+    All ranks call it. Each parameter arrives whole and becomes this rank's part before
     the next one comes, so the start takes the parts, and the memory of one unit.
     """
-    plans = plan_units(module, rule, ignored)
+    places = Places(ranks, options.offload)
     start.begin()
-    storages = [_fill(plan, _storages_of(plan, group, options), start) for plan in plans]
+    storages = [_fill(plan, _storages_of(plan, places, options), start) for plan in plans]
     start.finish()
-    built = _units_of([(plan.name, plan.module) for plan in plans], storages, group, options)
+    if options.offload is not Offload.NONE:
+        masters = [part for unit in storages for one in unit for part in one.locals]
+        assert all(is_cpu(part.device) for part in masters)
+    built = _units_of([(plan.name, plan.module) for plan in plans], storages, ranks.shard, options)
     if (dtype := options.precision.buffers) is not None:
         for buffer in module.buffers():
             if buffer.is_floating_point():
@@ -45,11 +53,11 @@ def build_units(
 
 
 def copy_units(
-    units: Sequence[Unit], module: nn.Module, group: Group, options: Options
+    units: Sequence[Unit], module: nn.Module, ranks: Ranks, options: Options
 ) -> tuple[list[Unit], list[Slots]]:
     """The same units of ``module``, a copy of theirs, in memory of their own.
 
-    All ranks of the group call it. Members are found by name, so a module may copy itself its way.
+    All ranks call it. Members are found by name, so a module may copy itself its way.
     """
 
     def renewed(member: Member) -> Member:
@@ -61,7 +69,7 @@ def copy_units(
         for unit in units
     ]
     named = [(unit.name, module.get_submodule(unit.name)) for unit in units]
-    return _units_of(named, storages, group, options)
+    return _units_of(named, storages, ranks.shard, options)
 
 
 def _units_of(
@@ -70,18 +78,21 @@ def _units_of(
     group: Group,
     options: Options,
 ) -> tuple[list[Unit], list[Slots]]:
-    """Units with what their gradients need."""
+    """Units with what their gradients and optimizers need."""
     slots = _Lots(group, options, storages)
-    units, precision = [], options.precision
+    units, precision, level = [], options.precision, Level()
     for (name, module), own in zip(named, storages, strict=True):
         shards = []
-        for one in own:
+        for i, one in enumerate(own):
+            if not options.use_orig_params:
+                one.flatten()
+                hide(one.params, behind=f"{name}.flat_{i}".lstrip("."))
             if one.requires_grad:
                 wire_dtype = _wire_dtype(one, options)
                 grad_dtype = wire_dtype if precision.keep_low_precision_grads else one.dtype
                 lot = slots.of(one, wire_dtype)
                 shards.append(GradientShard(one, wire_dtype, grad_dtype, lot))
-        units.append(Unit(name, module, own, shards, group))
+        units.append(Unit(name, module, own, shards, group, level))
     return units, slots.all
 
 
@@ -96,7 +107,7 @@ def _fill(plan: UnitPlan, storages: list[Storage], start: Start) -> list[Storage
     return storages
 
 
-def _storages_of(plan: UnitPlan, group: Group, options: Options) -> list[Storage]:
+def _storages_of(plan: UnitPlan, places: Places, options: Options) -> list[Storage]:
     """One storage for each combination of shard dtype, compute dtype and ``requires_grad``."""
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[Member]] = {}
     for member in plan.members:
@@ -109,7 +120,7 @@ def _storages_of(plan: UnitPlan, group: Group, options: Options) -> list[Storage
     return [
         make_storage(
             members,
-            group,
+            places,
             options.layout,
             dtype,
             compute,
@@ -139,8 +150,10 @@ def _wire_dtype(storage: Storage, options: Options) -> torch.dtype:
 
 
 class _Lots:
-    """Who travels in which slots: two for all units in turn, and one for each root storage.
+    """Who travels in which slots: one or two for all units in turn, one for each root storage.
 
+    Where memory is not shared, two units are whole in backward, one of which has its gradients
+    beside it: a second slot would exceed two units with their gradients.
     The root's gradients begin to come first and are complete last. With ``SHARD_OPTIMIZER`` every
     storage has a slot of its own, so no reduction waits for another.
     """
@@ -162,7 +175,8 @@ class _Lots:
                 else:
                     largest[dtype] = max(largest.get(dtype, 0), one.cut.numel)
         for dtype, numel in largest.items():
-            self._shared[dtype] = self._make(group, numel, dtype, 2)
+            count = 2 if group.shares_memory else 1
+            self._shared[dtype] = self._make(group, numel, dtype, count)
 
     def _make(self, group: Group, numel: int, dtype: torch.dtype, count: int) -> Slots:
         self.all.append(Slots(group, numel, dtype, count))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from echelon.errors import ArgumentError
 from echelon.fsdp.cuts import ShardInfo
 from echelon.fsdp.gradients import Slots
+from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.unit import Unit
 
@@ -46,12 +48,20 @@ class UnitInfo:
 class MemoryStats:
     """Bytes that this rank holds for the model, and how often units moved.
 
+    All but ``offloaded`` are on the device of the group.
+
     Attributes:
-        shards: parts of parameters, in the model's dtype.
+        shards: parts of parameters: masters, or what is kept of them on the device.
         gathered: whole parameters, now; the share of this rank where ranks share the memory.
         gradients: parts of gradients.
         slots: where whole gradients travel.
+        optimizer: state of the optimizer that was given, or None.
+        peak_gathered: the most of ``gathered`` so far.
+        peak_gradients: ``gradients``, and the most of whole ones that were complete and had not
+            left for a slot, or were kept under ``no_sync``.
         saved: parameters and gradients that DDP would hold more.
+        offloaded: parts of parameters and of gradients, and copies for the device, in the memory
+            of the host; 0 where that is the device's.
         num_all_gathers: how often a unit was made whole.
         num_reduce_scatters: how often the gradients of a unit's storage were reduced.
     """
@@ -60,9 +70,23 @@ class MemoryStats:
     gathered: int
     gradients: int
     slots: int
+    optimizer: int | None
+    peak_gathered: int
+    peak_gradients: int
     saved: int
+    offloaded: int
     num_all_gathers: int
     num_reduce_scatters: int
+
+    def by_category(self) -> dict[str, int]:
+        """Live bytes, for a drawing; only what is known."""
+        found = {
+            "shards": self.shards,
+            "gathered": self.gathered,
+            "gradients": self.gradients,
+            "slots": self.slots,
+        }
+        return found if self.optimizer is None else {**found, "optimizer": self.optimizer}
 
 
 def unit_facts(units: Sequence[Unit]) -> tuple[UnitInfo, ...]:
@@ -102,7 +126,15 @@ def count_parameters(module: nn.Module, storages: Sequence[Storage]) -> int:
     return others + sum(storage.cut.numel for storage in storages)
 
 
-def memory_of(units: Sequence[Unit], slots: Sequence[Slots], num_reductions: int) -> MemoryStats:
+def state_nbytes(optimizer: Optimizer) -> int:
+    """Bytes of all tensors of an optimizer's state."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def memory_of(
+    units: Sequence[Unit], slots: Sequence[Slots], hooks: Hooks, optimizer: Optimizer | None
+) -> MemoryStats:
     """Bytes by category, and counts."""
     storages = [storage for unit in units for storage in unit.storages]
     shards = sum(storage.nbytes for storage in storages)
@@ -113,12 +145,18 @@ def memory_of(units: Sequence[Unit], slots: Sequence[Slots], num_reductions: int
         for unit in units
         for shard in unit.shards
     )
+    gathered = sum(storage.whole_nbytes for storage in storages)
     return MemoryStats(
         shards=shards,
-        gathered=sum(storage.whole_nbytes for storage in storages),
+        gathered=gathered,
         gradients=gradients,
         slots=sum(one.nbytes for one in slots),
+        optimizer=None if optimizer is None else state_nbytes(optimizer),
+        peak_gathered=max([gathered, *(unit.level.peak for unit in units)]),
+        peak_gradients=gradients + hooks.peak_whole_gradients,
         saved=everything - shards + trainable - gradients,
+        offloaded=sum(storage.host_nbytes for storage in storages)
+        + sum(shard.host_nbytes for unit in units for shard in unit.shards),
         num_all_gathers=sum(unit.num_gathers for unit in units),
-        num_reduce_scatters=num_reductions,
+        num_reduce_scatters=hooks.num_reductions,
     )

@@ -6,6 +6,18 @@
 
 A slot is used by one reduction after another; who needs it next waits until the last one is over.
 
+Gradients are copied into a slot in the current order of execution, so their memory may be freed at
+once; what follows is on the lane of reductions. Where gradients are kept on the host, the reduced
+ones are copied there on that lane, and the host waits for them when it hands them over.
+
+[Note: a reduction that others are late for]
+Where gathers communicate, a rank must not wait for a reduction while others may wait for its next
+gather before they send their part of it: a rank that got no gradient for some parameter of a unit
+learns only at the end of its backward that none will come. There, on the CPU, a slot is waited for
+with patience once. From then on gradients that find their slot in use travel in memory of their
+own. On an accelerator waiting is for its streams, and the program runs far ahead of them, so every
+reduction would find its slot in use; slots are waited for.
+
 [Note: accumulated in the dtype of the reduction]
 The reduced gradients of several backwards are added in the dtype they were reduced in. Where
 ``.grad`` cannot hold every value of that dtype, the sum is kept beside it, and ``.grad`` is the sum
@@ -20,12 +32,16 @@ from typing import final
 import torch
 from torch import Tensor
 
+from echelon.errors import CommTimeout
 from echelon.fsdp.policy import Options
 from echelon.fsdp.storage import Storage, shaped_part
+from echelon.streams import Mark, is_cpu
 from echelon.world.group import Group
 from echelon.world.work import Work
 
 __all__ = ["GradientShard", "Reduction", "Slots"]
+
+PATIENCE_S = 1.0  # far more than a reduction takes once all ranks have sent it
 
 
 @final
@@ -36,18 +52,26 @@ class Slots:
         self._windows = [group.window(numel, dtype) for _ in range(count)]
         self._users: list[Reduction | None] = [None] * count
         self._next = 0
+        self._patience_s = PATIENCE_S  # see the note: a reduction that others are late for
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
         return sum(window.numel * window.dtype.itemsize for window in self._windows)
 
-    def take(self, user: Reduction) -> Tensor:
-        """The memory of the next slot, 1D, when whoever had it has finished."""
-        at, self._next = self._next, (self._next + 1) % len(self._windows)
-        last = self._users[at]
+    def take(self, user: Reduction, *, wait: bool) -> Tensor | None:
+        """The memory of the next slot, 1D, when whoever had it has finished.
+
+        Args:
+            wait: however long that takes. If not, and others are late, the answer is None.
+        """
+        last = self._users[self._next]
         if last is not None:
-            last.finish()
+            if not wait and not last.comes_within(self._patience_s):
+                self._patience_s = 0.0
+                return None
+            last.vacate()
+        at, self._next = self._next, (self._next + 1) % len(self._windows)
         self._users[at] = user
         return self._windows[at].local
 
@@ -61,7 +85,7 @@ class GradientShard:
         wire_dtype: in which gradients are reduced and accumulated.
         grad_dtype: of ``views``.
         slots: where they travel.
-        views: what ``.grad`` is, in the shapes of ``storage.locals``; empty before the first use.
+        views: what ``.grad`` is, for each of ``storage.exposed``; empty before the first use.
     """
 
     def __init__(
@@ -76,30 +100,44 @@ class GradientShard:
         self._version = 0  # of ``flat``, when it was the rounded sum
         self._places: dict[int, list[list[Tensor]]] = {}  # by address of a slot
         if grad_dtype != storage.dtype:
-            for param in storage.params:
+            for param in storage.exposed:
                 param.grad_dtype = None  # otherwise torch insists on the parameter's own
 
     @property
     def nbytes(self) -> int:
-        """Bytes of ``views``, and of the sum that they are rounded from."""
+        """Bytes of ``views``, and of the sum that they are rounded from, on the device."""
+        return 0 if self.storage.places.offloads else self._all_nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """The same on the host, where that is another memory."""
+        return self._all_nbytes if self.storage.places.offloads else 0
+
+    @property
+    def _all_nbytes(self) -> int:
         return sum(memory.nbytes for memory in (self._flat, self._sum) if memory is not None)
 
     @property
     def flat(self) -> Tensor:
         """The memory of ``views``, made when it is first used."""
         if self._flat is None:
-            storage, device = self.storage, self.storage.group.device
-            self._flat = torch.zeros(storage.own_numel, dtype=self.grad_dtype, device=device)
-            parts = self._flat.split([piece.numel for piece in storage.own])
-            self.views = [
-                part.view(local.shape) for part, local in zip(parts, storage.locals, strict=True)
-            ]
+            storage = self.storage
+            self._flat = storage.places.kept(storage.own_numel, self.grad_dtype).zero_()
+            self.views = self._views_of(self._flat)
         return self._flat
 
-    def fill(self, memory: Tensor, gradients: Sequence[Tensor | None]) -> None:
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        storage = self.storage
+        if storage.is_flat:
+            return [flat]
+        parts = flat.split([piece.numel for piece in storage.own])
+        return [part.view(local.shape) for part, local in zip(parts, storage.locals, strict=True)]
+
+    def fill(self, memory: Tensor, gradients: Sequence[Tensor | None], *, is_slot: bool) -> None:
         """Copy whole gradients to their places, the parts of all ranks end to end; None is 0."""
         targets, sources = [], []
-        for places, gradient in zip(self._places_in(memory), gradients, strict=True):
+        all_places = self._places_in_slot(memory) if is_slot else self._places_in(memory)
+        for places, gradient in zip(all_places, gradients, strict=True):
             if gradient is None:
                 torch._foreach_zero_(places)
             elif len(places) == 1:
@@ -112,16 +150,17 @@ class GradientShard:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _places_in(self, memory: Tensor) -> list[list[Tensor]]:
-        """Where the gradient of each parameter goes: in one place, or in one for each rank."""
+    def _places_in_slot(self, memory: Tensor) -> list[list[Tensor]]:
         places = self._places.get(memory.data_ptr())
         if places is None:
-            if self.storage.rows:
-                places = self._by_rank(memory)
-            else:
-                places = [[view] for view in self.storage.whole_views(memory)]
-            self._places[memory.data_ptr()] = places
+            places = self._places[memory.data_ptr()] = self._places_in(memory)
         return places
+
+    def _places_in(self, memory: Tensor) -> list[list[Tensor]]:
+        """Where the gradient of each parameter goes: in one place, or in one for each rank."""
+        if self.storage.rows:
+            return self._by_rank(memory)
+        return [[view] for view in self.storage.whole_views(memory)]
 
     def _by_rank(self, memory: Tensor) -> list[list[Tensor]]:
         cut = self.storage.cut
@@ -140,9 +179,9 @@ class GradientShard:
         They stay in ``views``, to be added to.
 
         Returns:
-            Which parameters had one; None if none had.
+            Which of ``storage.exposed`` had one; None if none had.
         """
-        params = self.storage.params
+        params = self.storage.exposed
         had = [param.grad is not None for param in params]
         if not any(had):
             return None
@@ -162,8 +201,7 @@ class GradientShard:
         if self._sum is None:
             _ = self.flat
             return self.views
-        parts = self._sum.split([piece.numel for piece in self.storage.own])
-        return [part.view(view.shape) for part, view in zip(parts, self.views, strict=True)]
+        return self._views_of(self._sum)
 
     def take(self, reduced: Tensor, *, add: bool) -> None:
         """Take new gradients of the own part, in the wire dtype, instead of the old or on top."""
@@ -205,55 +243,125 @@ class Reduction:
         self.shard, self.had = shard, had
         self.present: list[bool] = []  # parameters that have a gradient here
         self._options, self._replicas = options, replicas
+        self._places = shard.storage.places
         self._work: Work | None = None
         self._output: Tensor | None = None
+        self._mark: Mark | None = None  # when the result is where it is kept
         self._is_over = False
 
-    def start(self, gradients: Sequence[Tensor | None]) -> None:
-        """Send whole gradients off."""
-        shard, storage = self.shard, self.shard.storage
+    def start(self, gradients: list[Tensor | None]) -> None:
+        """Send whole gradients off; empties the list when they are copied, before they travel."""
+        shard, lane = self.shard, self._places.reductions
         self.present = [gradient is not None for gradient in gradients]
-        memory = shard.slots.take(self)[: storage.cut.numel]
-        shard.fill(memory, gradients)
-        group, op, label = storage.group, self._options.op, self._label
+        numel = shard.storage.cut.numel
+        slot = shard.slots.take(self, wait=self._may_wait)
+        if slot is None:
+            memory = torch.empty(numel, dtype=shard.wire_dtype, device=self._places.device)
+        else:
+            memory = slot[:numel]
+        shard.fill(memory, gradients, is_slot=slot is not None)
+        gradients.clear()
+        lane.follow()
+        with lane.beside():
+            self._work = self._send(memory, async_op=not lane.queued)
+        if self._work is None:
+            self._land()
+
+    def _send(self, memory: Tensor, *, async_op: bool) -> Work | None:
+        shard, storage, op = self.shard, self.shard.storage, self._options.op
+        group, label = storage.group, self._label
         if not storage.sharded:
             self._output = memory
-            self._work = group.all_reduce(memory, op, async_op=True, label=label)
-            return
-        direct = self.had is None and shard.wire_dtype == shard.grad_dtype
+            return group.all_reduce(memory, op, async_op, label=label)
+        direct = self._is_direct and not self._places.offloads
         self._output = shard.flat if direct else memory.new_empty(storage.own_numel)
-        self._work = group.reduce_scatter_single(
-            self._output, memory, op, async_op=True, splits=storage.cut.splits, label=label
+        splits = storage.cut.splits
+        return group.reduce_scatter_single(
+            self._output, memory, op, async_op, splits=splits, label=label
         )
+
+    @property
+    def _may_wait(self) -> bool:
+        """See the note: a reduction that others are late for."""
+        group = self.shard.storage.group
+        if group.shares_memory or self._replicas is not None or not is_cpu(group.device):
+            return True  # replicas reduce when this has landed, and in one order
+        return not self._options.strategy.regathers
+
+    def comes_within(self, seconds: float) -> bool:
+        """Whether the reduction is over by then, so that ``vacate`` returns at once."""
+        work = self._work
+        if work is None or work.done():
+            return True
+        if not seconds:
+            return False
+        try:
+            work.wait(seconds)
+        except CommTimeout:
+            if work.done():
+                raise  # it has failed by itself
+            return False
+        return True
+
+    @property
+    def _is_direct(self) -> bool:
+        """Whether the result is ``.grad`` as it comes."""
+        return self.had is None and self.shard.wire_dtype == self.shard.grad_dtype
 
     @property
     def _label(self) -> str:
         return f"gradients of {self.shard.storage.label}"
+
+    def _land(self) -> None:
+        """The reduction is over, in the order of its lane: bring the result to where it is kept."""
+        output = self._output
+        assert output is not None
+        with self._places.reductions.beside():
+            if self._replicas is not None:
+                self._replicas.all_reduce(output, self._options.op, label=self._label)
+            if (divisor := self._options.divisor()) != 1:
+                output.div_(divisor)
+            if self._places.offloads:
+                landed = self.shard.flat
+                if not self._is_direct:
+                    landed = self._places.on_host(output.numel(), output.dtype)
+                self._output = landed.copy_(output, non_blocking=True)
+            else:
+                self.shard.take(output, add=self.had is not None)
+                self._output = None
+        self._mark = self._places.reductions.mark()
+
+    def vacate(self) -> None:
+        """From now on the slot may be used again; on CUDA the host goes on."""
+        work, self._work = self._work, None
+        if work is not None:
+            with self._places.reductions.beside():
+                work.wait()
+            self._land()
+        if self._mark is not None:  # it left
+            self._mark.join()
 
     def finish(self) -> None:
         """Wait, and leave the result in the views."""
         if self._is_over:
             return
         self._is_over = True
-        assert self._work is not None
-        assert self._output is not None
-        self._work.wait()
-        if self._replicas is not None:
-            self._replicas.all_reduce(self._output, self._options.op, label=self._label)
-        if (divisor := self._options.divisor()) != 1:
-            self._output.div_(divisor)
-        self.shard.take(self._output, add=self.had is not None)
-        self._output = None
+        self.vacate()
+        if self._output is not None:  # on the host, which does not add before it has come
+            assert self._mark is not None
+            self._mark.settle()
+            self.shard.take(self._output, add=self.had is not None)
+            self._output = None
 
     def hand_over(self, anywhere: Sequence[bool]) -> None:
-        """Make the views ``.grad`` of the parameters that some rank has a gradient for.
+        """Make the views ``.grad`` of what some rank has a gradient for.
 
         Args:
             anywhere: by parameter.
         """
-        had = self.had or [False] * len(anywhere)
-        for param, view, new, old in zip(
-            self.shard.storage.params, self.shard.views, anywhere, had, strict=True
-        ):
+        storage = self.shard.storage
+        came = [any(anywhere)] if storage.is_flat else anywhere
+        had = self.had or [False] * len(came)
+        for param, view, new, old in zip(storage.exposed, self.shard.views, came, had, strict=True):
             if new or old:
                 param.grad = view

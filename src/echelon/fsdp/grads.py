@@ -28,8 +28,8 @@ def norm_over_shards(storages: Sequence[Storage], group: Group, norm_type: float
     """
     number("norm_type", norm_type, 1.0, math.inf)
     dtype = reduce(torch.promote_types, [storage.dtype for storage in storages])
-    parts = _combined([one for one in storages if one.sharded], norm_type)
-    wholes = _combined([one for one in storages if not one.sharded], norm_type)
+    parts = _combined([one for one in storages if one.sharded], group, norm_type)
+    wholes = _combined([one for one in storages if not one.sharded], group, norm_type)
     if math.isinf(norm_type):
         total = parts
         group.all_reduce(total, "max", label="norm of the gradients")
@@ -39,16 +39,19 @@ def norm_over_shards(storages: Sequence[Storage], group: Group, norm_type: float
     return ((total + wholes**norm_type) ** (1 / norm_type)).to(dtype)
 
 
-def _combined(storages: Sequence[Storage], norm_type: float) -> Tensor:
+def _combined(storages: Sequence[Storage], group: Group, norm_type: float) -> Tensor:
     """The norm of this rank's gradients, in float64."""
     grads = [
         param.grad.detach()
         for storage in storages
-        for param in storage.params
+        for param in storage.exposed
         if param.grad is not None and param.grad.numel()
     ]
+    device = group.device
     if not grads:
-        device = storages[0].group.device if storages else None
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(grads, norm_type)])
+    # Where the gradients are on the host, only their norms go to the device that communicates.
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(grads, norm_type)]).to(
+        device
+    )
     return cast(Tensor, torch.linalg.vector_norm(norms, norm_type))

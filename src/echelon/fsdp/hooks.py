@@ -4,8 +4,10 @@
 Before the outermost forward, every rank makes its parts ready and all meet once. A unit is gathered
 before its forward and released after it; a hook on the outputs gathers it again when backward
 reaches it. A hook on each parameter counts gradients; a unit whose count is zero is *complete*: its
-gradients leave, and it is released. Reductions leave in one order on all ranks, that of rank 0's
-first backward, so a unit that one rank skipped waits there, without its parameters, until the end.
+gradients leave, and it is released. Reductions leave in one order on all ranks, that of the
+first backward, so a unit that one rank has used in part waits there, without its parameters, until
+the end. Where gathers communicate, all ranks take part in all of them (see ``lineup``), and a unit
+that this rank has not used leaves when its gather is over.
 The callback at the end of backward sends what is left, waits for all, finds out which parameters
 no rank used, and hands the reduced parts over as ``.grad``.
 
@@ -23,15 +25,15 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from echelon.errors import StateError
-from echelon.fsdp.ahead import Ahead
-from echelon.fsdp.backward_pass import Pass
-from echelon.fsdp.gradients import Reduction
-from echelon.fsdp.order import Order
+from echelon.fsdp.backward_pass import Pass, Run
+from echelon.fsdp.departures import Departures
+from echelon.fsdp.gathers import Gathers
 from echelon.fsdp.policy import Options
 from echelon.fsdp.ranks import Ranks
+from echelon.fsdp.storage import await_readers
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.uses import Use, Uses
 from echelon.graph_task import Token, in_backward, queue_end
@@ -54,11 +56,13 @@ class Hooks:
         self.syncing = True
         self.depth = 0  # forwards of the wrapper that are under way
         self.pinned = False  # all units stay whole
-        self.num_reductions = 0
         self._pass: Pass | None = None
-        self._local: dict[int, list[Tensor | None]] = {}  # by unit, whole gradients of no_sync
-        self._order = Order(len(units))
-        self._ahead = Ahead(self.units, options)
+        self._gathers = Gathers(self.units, options)
+        self._orders = self._gathers.orders
+        self._run = Run()
+        self._runs: weakref.WeakSet[Run] = weakref.WeakSet()  # forwards that await a backward
+        self._departures = Departures(self.units, ranks, options, self._orders)
+        self._storages = [storage for unit in units for storage in unit.storages]
         self._uses = [Uses() for _ in units]
         self._ids: dict[str, list[int]] = {}  # of our hooks on modules, by unit
         for u in range(len(units)):
@@ -102,9 +106,10 @@ class Hooks:
             self._discard_aborted()
             for unit in self.units:
                 unit.release()
-            self._order.agree(self.ranks)
-            self._ahead.begin_forward()
+            self._gathers.begin_forward(self.ranks)
             self.prepare()
+            self._run = Run()
+            self._runs.add(self._run)
         self.depth += 1
         self.units[0].gather()
         try:
@@ -114,9 +119,11 @@ class Hooks:
             raise
         finally:
             self.depth -= 1
+        if not self.depth:
+            self._gathers.end_forward()
         if not self.depth and not torch.is_grad_enabled():
             # No backward follows, whose reductions tell that the others have read the parameters.
-            self.ranks.meet("an evaluation is over")
+            self.rest("an evaluation is over")
 
     def before_forward(self, u: int) -> None:
         """Gather a unit.
@@ -131,17 +138,35 @@ class Hooks:
                 "call the wrapped model itself, or do it inside `with model.full_parameters():`, "
                 "on all ranks"
             )
-        unit.gather()
-        if self.depth and not in_backward():
-            self._ahead.in_forward(u)
+        if in_backward():
+            self._begin()
+            self._gathers.in_backward(u, self._send_ready)
+        elif self.depth:
+            self._run.units.add(u)
+            self._gathers.in_forward(u)
 
     def prepare(self) -> None:
         """Make the own parts ready, and meet: from now on the parts of all ranks are valid."""
+        await_readers(self._storages)  # once: each storage writes what gathers read
         with torch.no_grad():
-            for unit in self.units:
-                for storage in unit.storages:
-                    storage.prepare()
+            for storage in self._storages:
+                storage.prepare()
         self.ranks.meet("parameters are ready")
+
+    def rest(self, what: str) -> None:
+        """Return when nobody reads the parts any more, so that they may be written."""
+        await_readers(self._storages)
+        self.ranks.meet(what)
+
+    @property
+    def num_reductions(self) -> int:
+        """How often the gradients of a unit's storage were reduced."""
+        return self._departures.num_reductions
+
+    @property
+    def peak_whole_gradients(self) -> int:
+        """Bytes of whole gradients, at most, of units that backward is through with."""
+        return self._departures.peak_nbytes
 
     @property
     def busy(self) -> bool:
@@ -158,7 +183,8 @@ class Hooks:
             use = self._uses[u].add()
             for tensor in tensors(output):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(lambda grad: self._before_backward(u, use))
+                    # The graph holds the run, and tells so whether its backward may come.
+                    tensor.register_hook(lambda grad, run=self._run: self._before_backward(u, use))
                     watched = True
         if self.pinned or in_backward():
             return  # a recomputed forward's backward comes next
@@ -179,28 +205,34 @@ class Hooks:
             self._open(current, u)
         elif is_another:
             current.remaining[u] += self.units[u].num_recast
-        self.units[u].gather()
+        self._gathers.in_backward(u, self._send_ready)
         if is_new:
-            self._ahead.in_backward(u)
+            self._gathers.opened(u)
 
     def _begin(self) -> Pass:
         """The pass that runs, begun if none does."""
         current = self._pass
         if current is None or current.token() is None:
             self._discard_aborted()
-            token = queue_end(self._finish)
+            self._gathers.begin_backward()
+            token = queue_end(self._end_backward)
             current = self._pass = Pass(token, self.syncing, len(self.units))
         return current
 
     def _open(self, current: Pass, u: int) -> None:
+        if u in current.left_out:
+            raise StateError(
+                f"unit {self.units[u].label!r} got a gradient in a backward whose forward did not "
+                "call its module: use its parameters inside of its own forward only"
+            )
         current.opened[u] = True
         current.remaining[u] = len(self.units[u].trainable)
         if current.synced:
             with torch.no_grad():
                 current.had[u] = [shard.set_aside() for shard in self.units[u].shards]
         else:
-            for param in self.units[u].trainable:
-                if param.grad is not None:
+            for shard in self.units[u].shards:
+                if any(param.grad is not None for param in shard.storage.exposed):
                     raise StateError(
                         f"unit {self.units[u].label!r} has reduced gradients, and a backward under "
                         "no_sync() would add whole ones to them: call zero_grad() first, or leave "
@@ -245,107 +277,50 @@ class Hooks:
     def _complete(self, current: Pass, u: int) -> None:
         """All gradients of a unit are there: take them off, release it, send what may leave."""
         unit = self.units[u]
-        gradients = self._take(u)
+        gradients = self._departures.take(u)
+        self._departures.weigh(current, gradients)
         unit.release()
-        self._ahead.complete(u)
+        self._gathers.complete(u)
         current.completed.append(u)
         if not current.synced:
-            self._keep(u, gradients)
+            self._departures.keep(u, gradients)
             return
         current.held[u] = gradients
-        self._send_ready(current)
+        self._send_ready()
 
-    def _take(self, u: int) -> list[Tensor | None]:
-        """The whole gradients of a unit, with those that ``no_sync`` kept; takes them off."""
-        unit = self.units[u]
-        gradients: list[Tensor | None] = [param.grad for param in unit.trainable]
-        for param in unit.trainable:
-            param.grad = None
-        kept = self._local.pop(u, None)
-        if kept is None:
-            return gradients
-        return [
-            new if old is None else old if new is None else old + new.to(old.dtype)
-            for old, new in zip(kept, gradients, strict=True)
-        ]
+    def _send_ready(self) -> None:
+        """Send the gradients of units whose turn it is."""
+        if self._pass is not None and self._pass.synced:
+            self._departures.send_ready(self._pass, self._is_left_out)
 
-    def _keep(self, u: int, gradients: Sequence[Tensor | None]) -> None:
-        """Keep whole gradients of ``no_sync``, for the next ones to be added to."""
-        dtypes = [one.wire_dtype for one in self.units[u].shards for _ in one.storage.params]
-        self._local[u] = [
-            None if gradient is None else gradient.to(dtype)
-            for gradient, dtype in zip(gradients, dtypes, strict=True)
-        ]
+    def _is_left_out(self, u: int) -> bool:
+        """Whether no gradient will come to a unit, and others do not wait for our next gather."""
+        return self._gathers.left_out(u) and not any(u in run.units for run in self._runs)
 
-    def _send_ready(self, current: Pass) -> None:
-        order = self._order.units
-        while current.sent < len(order) and order[current.sent] in current.held:
-            u = order[current.sent]
-            self._send(current, u, current.held.pop(u))
-
-    def _send(self, current: Pass, u: int, gradients: Sequence[Tensor | None]) -> None:
-        unit = self.units[u]
-        had = current.had.get(u) or [shard.set_aside() for shard in unit.shards]
-        started, first = [], 0
-        with torch.no_grad():
-            for shard, old in zip(unit.shards, had, strict=True):
-                last = first + len(shard.storage.params)
-                reduction = Reduction(shard, old, self._options, self.ranks.replicas)
-                reduction.start(gradients[first:last])
-                started.append(reduction)
-                first = last
-                self.num_reductions += 1
-        current.reductions.append(started)
-        current.sent += 1
+    def _end_backward(self) -> None:
+        """Backward is over. Gathers first: others may need them to reduce what we wait for."""
+        self._gathers.end_backward(self._send_ready)
+        self._orders.note_backward({u for run in self._runs for u in run.units})
+        self._finish()
 
     def _finish(self) -> None:
-        """Backward is over: send what is left, wait for all, hand the reduced parts over."""
+        """Send what is left, wait for all, hand the reduced parts over."""
         current = self._pass
         assert current is not None
-        self._ahead.end_backward()
         if not current.synced:
             for u, opened in enumerate(current.opened):
-                if opened and current.remaining[u] > 0:
-                    self._keep(u, self._take(u))
+                if opened and u not in current.completed:
+                    self._departures.keep(u, self._departures.take(u))
                 self.units[u].release()
+            await_readers(self._storages)
             self._pass = None
             return
-        for u in self._order.units[current.sent :]:
-            gradients = current.held.pop(u, None)
-            if gradients is None:
-                gradients = self._take(u) if current.opened[u] else self._take_unopened(u)
-            self.units[u].release()
-            self._send(current, u, gradients)
+        self._departures.send_rest(current)
         for unit in self.units:
             unit.release()
-        self._settle(current)
-        self._order.note(current.completed)
+        self._departures.settle(current)
+        self._orders.note_reductions(current.completed)
         self._pass = None
-
-    def _take_unopened(self, u: int) -> list[Tensor | None]:
-        """Of a unit that backward did not reach: what ``no_sync`` kept, or nothing."""
-        kept = self._local.pop(u, None)
-        return [None] * len(self.units[u].trainable) if kept is None else kept
-
-    def _settle(self, current: Pass) -> None:
-        """Wait for all reductions; agree on who has a gradient; set ``.grad``."""
-        flat = [reduction for started in current.reductions for reduction in started]
-        with torch.no_grad():
-            for reduction in flat:
-                reduction.finish()
-            present = torch.tensor(
-                [new for reduction in flat for new in reduction.present],
-                dtype=torch.uint8,
-                device=self.ranks.shard.device,
-            )
-            if present.numel():
-                self.ranks.all_reduce(present, "max", "which parameters were used")
-        anywhere = [bool(used) for used in present.tolist()]
-        first = 0
-        for reduction in flat:
-            last = first + len(reduction.present)
-            reduction.hand_over(anywhere[first:last])
-            first = last
 
     # Between passes --------------------------------------------------------------------------
 
@@ -359,7 +334,7 @@ class Hooks:
             raise StateError("sync_gradients() inside no_sync(): leave the block first")
         if self._pass is not None and self._pass.token() is not None:
             raise StateError("sync_gradients() inside backward: call it after loss.backward()")
-        if not self._local:
+        if not self._departures.kept:
             raise StateError(
                 "sync_gradients() found no gradients to reduce: were forward and backward called, "
                 "under no_sync()? Without it, backward reduces them itself"
@@ -372,11 +347,4 @@ class Hooks:
         """Leave nothing of a backward that was aborted."""
         aborted, self._pass = self._pass, None
         if aborted is not None:
-            self._ahead.end_backward()
-            for started in aborted.reductions:
-                for reduction in started:
-                    reduction.finish()
-            for u, opened in enumerate(aborted.opened):
-                if opened:
-                    for param in self.units[u].trainable:
-                        param.grad = None
+            self._departures.discard(aborted)

@@ -13,7 +13,7 @@ every other tensor has one number for each element of its parameter, and is cut 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,13 +35,18 @@ class _Param(NamedTuple):
 
     Attributes:
         name: in the model.
-        param: the object.
+        param: the object that the optimizer has; a flat one stands for several of these.
         home: where its parts are; None if it is in no unit.
     """
 
     name: str
     param: nn.Parameter
     home: Home | None
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the optimizer has a flat parameter in its place."""
+        return self.home is not None and self.home.storage.is_flat
 
     @property
     def shape(self) -> Shape:
@@ -79,7 +84,7 @@ def gather_optimizer_state(
         (one, key, value)
         for params in groups
         for one in params
-        for key, value in optimizer.state.get(one.param, {}).items()
+        for key, value in _cut(one, optimizer.state.get(one.param, {}))
     ]
     _agree(found, group)
     state: dict[str, dict[str, Any]] = {}
@@ -92,6 +97,17 @@ def gather_optimizer_state(
             for own, params in zip(optimizer.param_groups, groups, strict=True)
         ],
     }
+
+
+def _cut(one: _Param, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The state of a parameter; of a flat one, what belongs to this piece of it."""
+    for key, value in state.items():
+        if one.is_flat and isinstance(value, Tensor) and value.shape == one.param.shape:
+            assert one.home is not None
+            pieces = value.split([piece.numel for piece in one.home.storage.own])
+            yield key, pieces[one.home.i].view(one.part_shape)
+        else:
+            yield key, value
 
 
 def _agree(found: Sequence[tuple[_Param, str, Any]], group: Group) -> None:
@@ -168,23 +184,75 @@ def load_optimizer_state(
     ]
     if wrong:
         raise ArgumentError(f"the optimizer state does not fit: {'; '.join(wrong)}")
-    numbers = {one.name: i for i, one in enumerate(flat)}
+    holders = [_by_holder(params) for params in groups]
+    parts = [_joined(own, state, per_element) for group in holders for own in group]
+    numbers = iter(range(len(parts)))
     # In the form of torch, which converts the tensors and runs the optimizer's own hooks.
     optimizer.load_state_dict(
         {
-            "state": {
-                numbers[one.name]: {
-                    key: _part(one, value, per_element(one.shape, key))
-                    for key, value in state[one.name].items()
-                }
-                for one in flat
-                if one.name in state
-            },
+            "state": {i: part for i, part in enumerate(parts) if part is not None},
             "param_groups": [
-                {**_options(theirs), "params": [numbers[one.name] for one in params]}
-                for theirs, params in zip(chosen, groups, strict=True)
+                {**_options(theirs), "params": [next(numbers) for _ in group]}
+                for theirs, group in zip(chosen, holders, strict=True)
             ],
         }
+    )
+
+
+def _by_holder(params: Sequence[_Param]) -> list[list[_Param]]:
+    """Parameters of a model by the one of the optimizer that stands for them."""
+    found: dict[int, list[_Param]] = {}
+    for one in params:
+        found.setdefault(id(one.param), []).append(one)
+    return list(found.values())
+
+
+def _joined(
+    own: Sequence[_Param],
+    state: Mapping[str, Mapping[str, Any]],
+    per_element: Callable[[Shape, str], bool],
+) -> dict[str, Any] | None:
+    """This rank's part of the state of what an optimizer has; None if it has none.
+
+    Args:
+        own: the parameters that it stands for.
+
+    Raises:
+        ArgumentError: a flat parameter would need two different values of a state.
+    """
+    first = own[0]
+    keys = state.get(first.name, {}).keys()
+    for one in own:
+        if state.get(one.name, {}).keys() != keys or (one.name in state) != (first.name in state):
+            raise _not_one(first, one, "different states")
+    if first.name not in state:
+        return None
+    joined = {}
+    for key in keys:
+        values = [state[one.name][key] for one in own]
+        are_cut = [
+            _is_cut(one, value, per_element(one.shape, key))
+            for one, value in zip(own, values, strict=True)
+        ]
+        parts = [
+            _part(one, value) if is_cut else _copied(value)
+            for one, value, is_cut in zip(own, values, are_cut, strict=True)
+        ]
+        joined[key] = parts[0]
+        if first.is_flat and all(are_cut):
+            joined[key] = torch.cat([part.reshape(-1) for part in parts])
+        elif first.is_flat:
+            for one, value in zip(own, values, strict=True):
+                if (isinstance(value, Tensor) and value.dim()) or value != values[0]:
+                    raise _not_one(first, one, f"{key} {values[0]} and {value}")
+    return joined
+
+
+def _not_one(first: _Param, other: _Param, what: str) -> ArgumentError:
+    return ArgumentError(
+        f"the optimizer state does not fit: {first.name!r} and {other.name!r} have {what}, and "
+        "with use_orig_params=False they are one flat parameter, which has one state: wrap with "
+        "use_orig_params=True"
     )
 
 
@@ -233,13 +301,24 @@ def _per_element(
     return lambda shape, key: bool(shape) or key in many or key not in numbers
 
 
-def _part(one: _Param, value: Any, per_element: bool) -> Any:
+def _is_cut(one: _Param, value: Any, per_element: bool) -> bool:
+    """Whether a rank holds a part of this state."""
+    return (
+        isinstance(value, Tensor)
+        and one.home is not None
+        and per_element
+        and tuple(value.shape) == one.shape
+    )
+
+
+def _part(one: _Param, value: Tensor) -> Tensor:
     """A copy of this rank's part."""
-    if not isinstance(value, Tensor):
-        return value
-    if one.home is None or not per_element or tuple(value.shape) != one.shape:
-        return value.detach().clone()
+    assert one.home is not None
     return one.home.storage.part_of(one.home.i, value).clone()
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 # Both ----------------------------------------------------------------------------------------
@@ -255,16 +334,24 @@ def _params(
     """
     names = {id(param): name for name, param in module.named_parameters()}
     homes = homes_of(storages)
+    known = {id(p): [_Param(name, p, homes.get(id(p)))] for name, p in module.named_parameters()}
+    for storage in storages:
+        if storage.is_flat:
+            known[id(storage.exposed[0])] = [
+                _Param(names[id(param)], storage.exposed[0], homes[id(param)])
+                for param in storage.params
+            ]
+            for param in storage.params:
+                del known[id(param)]
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
-            if id(param) not in names:
+            if id(param) not in known:
                 raise ArgumentError(
                     f"group {i} of the optimizer has a parameter of shape {tuple(param.shape)} "
-                    "that is not in this model: give the optimizer of this model"
+                    "that is not among model.parameters(): give the optimizer of this model"
                 )
     return [
-        [_Param(names[id(p)], p, homes.get(id(p))) for p in group["params"]]
-        for group in optimizer.param_groups
+        [one for p in group["params"] for one in known[id(p)]] for group in optimizer.param_groups
     ]
 
 

@@ -14,7 +14,7 @@ from echelon.arguments import Reduction
 from echelon.errors import ArgumentError
 from echelon.fsdp.prefetch import BackwardPrefetch
 
-__all__ = ["Init", "Layout", "MixedPrecision", "Options", "Strategy"]
+__all__ = ["Init", "Layout", "MixedPrecision", "Offload", "Options", "Strategy"]
 
 Layout = Literal["flat", "rows"]
 Init = Literal["broadcast", "verify", "trust"]
@@ -45,6 +45,19 @@ class Strategy(Enum):
     def regathers(self) -> bool:
         """Whether a unit is released between its forward and its backward."""
         return self in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
+
+
+class Offload(Enum):
+    """What lies in the memory of the host instead of the device.
+
+    Where the group is on the CPU the two are one, and every choice means the first.
+
+    Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", 2021, section 4.
+    """
+
+    NONE = "nothing"
+    OPTIMIZER = "parts, gradients and optimizer state; the device keeps parts in the compute dtype"
+    ALL = "the same, and between gathers the device keeps nothing of a part"
 
 
 @final
@@ -109,6 +122,8 @@ class Options:
         backward_prefetch: when the next unit of backward is gathered.
         forward_prefetch: how many units of forward are gathered before they are needed.
         limit_all_gathers: at most two units are gathered before they are needed.
+        use_orig_params: whether optimizers see the parameters of the model, or flat ones.
+        offload: what lies in the memory of the host.
     """
 
     strategy: Strategy
@@ -119,7 +134,9 @@ class Options:
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE
     forward_prefetch: int = 0
     limit_all_gathers: bool = True
+    use_orig_params: bool = True
     precision: MixedPrecision = field(default_factory=MixedPrecision)
+    offload: Offload = Offload.NONE
 
     def __post_init__(self) -> None:
         arguments.one_of("strategy", self.strategy, tuple(Strategy))
@@ -131,7 +148,14 @@ class Options:
         arguments.one_of("backward_prefetch", self.backward_prefetch, tuple(BackwardPrefetch))
         arguments.whole("forward_prefetch", self.forward_prefetch)
         arguments.one_of("limit_all_gathers", self.limit_all_gathers, (True, False))
+        arguments.one_of("use_orig_params", self.use_orig_params, (True, False))
         arguments.reduction(self.reduction)
+        arguments.one_of("offload", self.offload, tuple(Offload))
+        if self.strategy is Strategy.NO_SHARD and self.offload is Offload.ALL:
+            raise ArgumentError(
+                f"{self.strategy} keeps all parameters whole on the device, and {self.offload} "
+                "keeps none there between gathers: use Offload.OPTIMIZER, or another strategy"
+            )
 
     def divisor(self) -> float:
         """What the sums of gradients still have to be divided by after the reduction."""

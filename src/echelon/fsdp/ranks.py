@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from torch import Tensor
@@ -27,10 +27,26 @@ class Ranks:
     Attributes:
         shard: those that share the parameters; gathers and reduce-scatters stay inside.
         replicas: those that hold the same part as this one; None where there is one of each.
+        gathers: the ranks of ``shard``, for gathers. Ranks that skip units gather and reduce in
+            different turns, so where either communicates each needs an order of its own.
     """
 
     shard: Group
     replicas: Group | None
+    gathers: Group
+
+    @classmethod
+    def of(cls, shard: Group, replicas: Group | None) -> Ranks:
+        """All of them; gathers are not separate yet."""
+        return cls(shard, replicas, shard)
+
+    def separated(self) -> Ranks:
+        """The same, with a communicator for gathers. All ranks call it."""
+        if self.shard.size == 1:
+            return self
+        gathers = self.shard.subgroup(range(self.shard.size))
+        assert gathers is not None, "this rank is in its own group"
+        return replace(self, gathers=gathers)
 
     @property
     def groups(self) -> tuple[Group, ...]:

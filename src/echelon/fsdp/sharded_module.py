@@ -16,6 +16,7 @@ from echelon.errors import ArgumentError, StateError
 from echelon.fsdp import facts
 from echelon.fsdp.build import copy_units
 from echelon.fsdp.cuts import ShardInfo
+from echelon.fsdp.flat_parameters import flat_parameters
 from echelon.fsdp.gradients import Slots
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.optimizer_state import gather_optimizer_state, load_optimizer_state
@@ -29,7 +30,7 @@ from echelon.fsdp.state import (
     part_loader,
     state_of_copies,
 )
-from echelon.fsdp.storage import Storage
+from echelon.fsdp.storage import Storage, await_readers
 from echelon.fsdp.unit import Unit
 from echelon.world.group import Group
 from echelon.wrapper import Wrapper
@@ -55,12 +56,31 @@ class ShardedModule(Wrapper):
         self._units, self._slots = built
         self._hooks = Hooks(self._units, ranks, options)
         self._census = Census(module, "FSDP")
-        params = [param for storage in self._storages() for param in storage.params]
-        claim(params, self, for_good=True)  # a dropped one leaves parts
+        for storage in self._storages():
+            claim([*storage.params, *storage.exposed], self, for_good=True)  # it leaves parts
         loader = part_loader(self._storages(), module)
         self.register_load_state_dict_pre_hook(loader)  # type: ignore[no-untyped-call]
 
     # Parameters ------------------------------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """What an optimizer sees: the parameters under their plain names, or the flat ones.
+
+        Flat ones come first, in the order of ``units``; then what is in no unit.
+        """
+        if self._options.use_orig_params or not recurse:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
+            return
+        dot = f"{prefix}." if prefix else ""
+        units = [(unit.name, unit.storages) for unit in self._units]
+        for name, param in flat_parameters(units):
+            yield dot + name, param
+        inside = {id(param) for storage in self._storages() for param in storage.params}
+        for name, param in self.module.named_parameters(prefix, recurse, remove_duplicate):
+            if id(param) not in inside:
+                yield name, param
 
     @contextmanager
     def full_parameters(self, *, writeback: bool = False) -> Iterator[None]:
@@ -91,7 +111,7 @@ class ShardedModule(Wrapper):
             self._hooks.pinned = False
             for unit in self._units:
                 unit.release()
-            self._ranks.meet("whole parameters are released")
+            self._hooks.rest("whole parameters are released")
 
     def update_shards(self, flat: Tensor) -> None:
         """Write this rank's parts from one tensor, in the order of ``parameters()``, in place.
@@ -103,6 +123,7 @@ class ShardedModule(Wrapper):
         numel = sum(part.numel() for part in parts)
         if flat.numel() != numel:
             raise ArgumentError(f"update_shards: expected {numel} elements but got {flat.numel()}")
+        await_readers(self._storages())
         with torch.no_grad():
             for part, value in zip(
                 parts, flat.reshape(-1).split([part.numel() for part in parts]), strict=True
@@ -200,10 +221,12 @@ class ShardedModule(Wrapper):
         nn.Module.__init__(clone)
         module = copy.deepcopy(self.module, memo)
         self._hooks.leave(module)
-        built = copy_units(self._units, module, self._group, self._options)
+        built = copy_units(self._units, module, self._ranks, self._options)
         clone._attach(module, self._ranks, self._options, built)
         for mine, theirs in zip(self.module.parameters(), module.parameters(), strict=True):
             theirs.requires_grad_(mine.requires_grad)  # it may have changed since wrapping
+        for mine, theirs in zip(self.parameters(), clone.parameters(), strict=True):
+            theirs.requires_grad_(mine.requires_grad)
         return clone
 
     # What is where ---------------------------------------------------------------------------
@@ -236,9 +259,13 @@ class ShardedModule(Wrapper):
         total = self.num_parameters()
         return kept / total if total else 1.0
 
-    def memory_stats(self) -> facts.MemoryStats:
-        """Bytes by category, and counts."""
-        return facts.memory_of(self._units, self._slots, self._hooks.num_reductions)
+    def memory_stats(self, optimizer: torch.optim.Optimizer | None = None) -> facts.MemoryStats:
+        """Bytes by category, live and at most, and counts.
+
+        Args:
+            optimizer: to weigh its state too.
+        """
+        return facts.memory_of(self._units, self._slots, self._hooks, optimizer)
 
     def _storages(self) -> list[Storage]:
         return [storage for unit in self._units for storage in unit.storages]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from echelon.errors import ArgumentError, StateError
 from echelon.fsdp.hooks import Hooks
-from echelon.fsdp.storage import Storage
+from echelon.fsdp.storage import Storage, await_readers
 
 __all__ = [
     "LoadReport",
@@ -79,10 +79,10 @@ def copy_parameters(
             for i, param in enumerate(storage.params):
                 value = _whole_value(storage, i)
                 if keep:
-                    copies[id(param)] = _copied(value, device)
+                    copies[id(param)] = _copied(value, device or storage.locals[i].device)
         if not was_gathered:
             unit.release()
-    hooks.ranks.meet("the state was copied")
+    hooks.rest("the state was copied")
     return copies
 
 
@@ -174,6 +174,7 @@ def load_state(
             "sharded state does not fit this rank's parts" if parts else "state dict does not fit"
         )
         raise ArgumentError(f"the {what}: {'; '.join(sorted(wrong))}")
+    await_readers(storages)
     with torch.no_grad():
         for key in shared:
             home = homes.get(id(own[key]))
@@ -218,6 +219,7 @@ def part_loader(storages: Sequence[Storage], module: nn.Module) -> Callable[...,
     ) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise no_assign()
+        await_readers(storages)
         homes = homes_of(storages)
         own = module.state_dict(keep_vars=True)
         for key in [key for key in state if key.startswith(prefix)]:

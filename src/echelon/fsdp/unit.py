@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from echelon import events
 from echelon.fsdp.gradients import GradientShard
+from echelon.fsdp.level import Level
 from echelon.fsdp.storage import Storage
 from echelon.world.group import Group
 
@@ -35,6 +36,7 @@ class Unit:
         shards: the gradients of those that need one.
         trainable: its parameters that need a gradient, in the order of ``shards``.
         num_gathers: how often it was made whole.
+        level: the bytes of whole parameters of all units together.
         num_recast: trainable parameters whose parts have another dtype or device than the whole.
     """
 
@@ -45,14 +47,18 @@ class Unit:
         storages: Sequence[Storage],
         shards: Sequence[GradientShard],
         group: Group,
+        level: Level,
     ) -> None:
         self.name, self.module = name, module
         self.storages, self.shards = tuple(storages), tuple(shards)
         self.trainable: list[nn.Parameter] = [p for shard in shards for p in shard.storage.params]
         self.num_gathers = 0
+        self.level = level
+        self._whole_nbytes = 0
         self._gathered = False
         self._kept = False  # whole parameters are there, though they are not shown
         self._coming = False  # a gather is under way
+        self._moves = any(one.moves for one in storages)
         self._world_rank = group.ranks[group.rank]
         self._params: list[nn.Parameter] = [p for one in storages for p in one.params]
         self._wholes: list[Tensor] = [whole for one in storages for whole in one.wholes]
@@ -78,14 +84,34 @@ class Unit:
         return self._gathered
 
     @property
+    def held(self) -> bool:
+        """Whether whole parameters are there, shown or not."""
+        return self._gathered or self._kept
+
+    @property
+    def moves(self) -> bool:
+        """Whether a gather communicates."""
+        return self._moves
+
+    @property
     def coming(self) -> bool:
         """Whether a gather is under way that nobody has waited for."""
         return self._coming
 
     def prefetch(self) -> None:
         """Begin a gather that the next ``gather`` ends. All ranks call it."""
-        if not (self._gathered or self._kept or self._coming):
+        if not (self.held or self._coming):
             self._begin(ahead=True)
+
+    def join(self) -> None:
+        """Take part in a gather that other ranks need, and give it back. All ranks call it."""
+        if self._coming:
+            self._arrive()
+        self._begin(ahead=False)
+        if self.held:
+            self._arrive()  # with the values that are there
+        else:
+            self.release()
 
     def gather(self) -> None:
         """Make the parameters whole. All ranks call it where parts are not shared memory."""
@@ -101,6 +127,7 @@ class Unit:
     def _begin(self, *, ahead: bool) -> None:
         for storage in self.storages:
             storage.gather(ahead)
+        self._weigh()
         self._coming = True
         self.num_gathers += 1
         self._emit("fsdp.prefetch" if ahead else "fsdp.gather")
@@ -120,13 +147,20 @@ class Unit:
         """Make the parameters this rank's parts again, and give the memory back."""
         if self._coming:
             self._arrive()
-        elif not self._gathered and not self._kept:
+        elif not self.held:
             return
         self._become(self._locals)
         for storage in self.storages:
             storage.release()
+        self._weigh()
         self._gathered = self._kept = False
         self._emit("fsdp.release")
+
+    def _weigh(self) -> None:
+        before, self._whole_nbytes = self._whole_nbytes, 0
+        for storage in self.storages:
+            self._whole_nbytes += storage.whole_nbytes
+        self.level.grow(self._whole_nbytes - before)
 
     def _become(self, values: Sequence[Tensor]) -> None:
         # Runs four times a step: a loop that stays in C.

@@ -116,6 +116,12 @@ class UnitPlan:
         """Elements of all members."""
         return sum(member.param.numel() for member in self.members)
 
+    @property
+    def text(self) -> str:
+        """What it consists of, for ranks to compare."""
+        names = ", ".join(member.name for member in self.members)
+        return f"{self.num_parameters} elements of {names or 'no parameters'}"
+
 
 def plan_units(
     model: nn.Module, rule: Rule, ignored: Collection[nn.Parameter] = ()

@@ -9,7 +9,13 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-__all__ = ["comm_figure", "loss_figure", "memory_figure", "speed_figure"]
+__all__ = [
+    "comm_figure",
+    "loss_figure",
+    "memory_figure",
+    "memory_over_time_figure",
+    "speed_figure",
+]
 
 Line = dict[str, Any]
 
@@ -124,6 +130,29 @@ def memory_figure(ranks: Sequence[Line]) -> go.Figure:
     figure.update_yaxes(title=f"peak memory ({unit})", rangemode="tozero")
     figure.update_layout(barmode="group", bargap=0.4, bargroupgap=0.06)
     return _styled(figure, height=320)
+
+
+def memory_over_time_figure(line: Line) -> go.Figure:
+    """Bytes per category during one step, one on top of the other."""
+    series = line["nbytes"]
+    sums = [sum(column) for column in zip(*series.values(), strict=True)]
+    divisor, unit = _binary_unit(max(sums, default=0))
+    figure = go.Figure()
+    for i, (name, nbytes) in enumerate(series.items()):
+        colour = RANKS[i % len(RANKS)]
+        figure.add_scatter(
+            x=[1e3 * seconds for seconds in line["time_s"]],
+            y=[one / divisor for one in nbytes],
+            name=name,
+            mode="lines",
+            line={"color": colour, "width": 1, "shape": "hv"},
+            stackgroup="memory",
+            hovertemplate=f"%{{y:,.2f}} {unit}<extra>%{{fullData.name}}</extra>",
+        )
+    figure.update_xaxes(title="time since the step began (ms)", rangemode="tozero")
+    figure.update_yaxes(title=f"memory ({unit})", rangemode="tozero")
+    figure.update_layout(hovermode="x unified")
+    return _styled(figure, height=340)
 
 
 def comm_figure(ranks: Sequence[Line]) -> go.Figure:

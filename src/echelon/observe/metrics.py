@@ -7,6 +7,7 @@
 ``step``         ``step time_s loss tokens_per_s`` and whatever the script adds
 ``evaluation``   ``step time_s loss``
 ``note``         ``title text``
+``memory``       ``step rank``, and lists: ``time_s`` since that step began, ``nbytes`` by category
 ``ranks``        ``ranks``: for each, ``rank pid process_peak memory comm``
 ``end``          ``time_s steps``
 ===============  =============================================================================
@@ -41,6 +42,7 @@ _FIELDS: dict[str, _Fields] = {
     "step": {"step": int, "time_s": _NUMBER, "loss": _LOSS, "tokens_per_s": _NUMBER},
     "evaluation": {"step": int, "time_s": _NUMBER, "loss": _LOSS},
     "note": {"title": str, "text": str},
+    "memory": {"step": int, "rank": int, "time_s": list, "nbytes": dict},
     "ranks": {"ranks": list},
     "end": {"time_s": _NUMBER, "steps": int},
 }

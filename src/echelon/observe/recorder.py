@@ -24,6 +24,7 @@ from echelon.observe.memory import MemoryMeter, tensor_bytes
 from echelon.observe.metrics import MetricsWriter
 from echelon.observe.progress import Progress
 from echelon.observe.report import write_report
+from echelon.observe.timeline import Look, Timeline
 from echelon.observe.trace import Trace, write_trace
 from echelon.world.base import World
 
@@ -96,6 +97,7 @@ class Recorder:
         self._writer: MetricsWriter | None = None
         self._progress: Progress | None = None
         self._steps = 0
+        self._timeline: tuple[Timeline, ExitStack] | None = None  # of the step under way
         self._recent_s: deque[float] = deque(maxlen=_SHOWN_STEPS)
         self._start_s = self._mark_s = time.perf_counter()
 
@@ -133,6 +135,7 @@ class Recorder:
             values: more numbers to write, such as the learning rate.
         """
         seconds, self._steps = self._lap(), step
+        self._end_timeline(step)
         if len(self._recent_s) == 1 and step == 2:
             self._recent_s.clear()  # the first step also allocates and warms up
         self._recent_s.append(seconds)
@@ -173,6 +176,31 @@ class Recorder:
     def measure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Enter the memory that parameters, gradients and optimizer state take on this rank now."""
         self.memory.measure(tensor_bytes(model, optimizer))
+
+    def watch(self, look: Look) -> None:
+        """Draw what rank 0 holds from now until the next ``step``.
+
+        Args:
+            look: finds the bytes that are held now, by category. It is called at every event, on
+                the thread that emits, and must not communicate. Others than rank 0 do not call it.
+
+        Example:
+            >>> # recorder.watch(lambda: model.memory_stats(optimizer).by_category())
+        """
+        if self.folder is not None and self._timeline is None:
+            timeline, listening = Timeline(self._world.rank, look), ExitStack()
+            listening.enter_context(events.listen(timeline))
+            self._stack.callback(listening.close)
+            self._timeline = timeline, listening
+
+    def _end_timeline(self, step: int) -> None:
+        if self._timeline is None:
+            return
+        timeline, listening = self._timeline
+        self._timeline = None
+        listening.close()
+        if self._writer is not None:
+            self._writer.write("memory", step=step, rank=timeline.rank, **timeline.record())
 
     def note(self, title: str, text: str) -> None:
         """Show a text and keep it for the page."""

@@ -147,6 +147,13 @@ def _sections(start: Line, lines: Sequence[Line]) -> list[str]:
         )
         drawing = _drawing(figures.memory_figure(ranks))
         parts.append(_section("Memory per category", about, drawing))
+    for line in _of(lines, "memory"):
+        about = (
+            f"Of rank {line['rank']}, looked at whenever a unit was gathered or released, or "
+            "something was communicated. Activations are not counted."
+        )
+        drawing = _drawing(figures.memory_over_time_figure(line))
+        parts.append(_section(f"Memory over step {line['step']}", about, drawing))
     if any(rank["comm"] for rank in ranks):
         about = (
             "Volume is the size of the tensors that calls were about; "

@@ -8,6 +8,7 @@ next one is on its way, and scratch memory does not grow with the tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import final
 
 import torch
@@ -43,7 +44,7 @@ class Algorithms:
     def __init__(self, peers: Peers, device: torch.device) -> None:
         self._peers = peers
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
-        self._token = torch.zeros(1, dtype=torch.uint8, device=device)
+        self._device = device
 
     def all_reduce(self, tag: int, tensor: Tensor, op: str) -> None:
         """Reduce ``tensor`` over ranks, in place."""
@@ -178,6 +179,11 @@ class Algorithms:
         """Return when all ranks have come."""
         places = self._room(self._peers.size, 1, torch.uint8)
         self.exchange(tag, places, [self._token] * self._peers.size)
+
+    @cached_property
+    def _token(self) -> Tensor:
+        """One byte for what has none; made when it is needed, as not every group needs it."""
+        return torch.zeros(1, dtype=torch.uint8, device=self._device)
 
     # Parts of the above ----------------------------------------------------------------------
 

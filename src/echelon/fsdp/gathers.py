@@ -1,0 +1,143 @@
+"""Gathers of the units of a model, in one order on all ranks, and early where that is known."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import final
+
+from echelon.fsdp.lineup import Lineup
+from echelon.fsdp.order import Orders
+from echelon.fsdp.policy import Options
+from echelon.fsdp.prefetch import BackwardPrefetch
+from echelon.fsdp.ranks import Ranks
+from echelon.fsdp.unit import Unit
+
+__all__ = ["Gathers"]
+
+MOST = 2  # units ahead of need, where gathers are limited
+
+
+def _nothing() -> None:
+    """Forward has no gradients to send."""
+
+
+@final
+class Gathers:
+    """Makes units whole when passes reach them, and takes part in what other ranks need.
+
+    Args:
+        units: the root first. It is gathered when a pass begins, on all ranks alike.
+        options: how many units may be whole before they are needed.
+
+    Attributes:
+        orders: what all ranks expect.
+    """
+
+    def __init__(self, units: Sequence[Unit], options: Options) -> None:
+        self._units, self._options = units, options
+        moving = [u for u, unit in enumerate(units) if u and unit.moves]
+        self.orders = Orders(len(units), moving, regathers=options.strategy.regathers)
+        self._early: deque[int] = deque()  # gathers that have begun ahead, in order
+        self._passed: set[int] = set()  # units whose gathers in this backward are behind us
+
+    # Forward ---------------------------------------------------------------------------------
+
+    def begin_forward(self, ranks: Ranks) -> None:
+        """An outermost forward begins."""
+        self._drop_early()
+        self.orders.agree(ranks)
+        self.orders.forward.begin()
+
+    def in_forward(self, u: int) -> None:
+        """Forward has reached a unit: make it whole."""
+        self._gather(u, self.orders.forward)
+        self._begin(self.orders.forward, self._options.forward_prefetch)
+
+    def end_forward(self) -> None:
+        """An outermost forward is over."""
+        self._join_rest(self.orders.forward)
+        self.orders.note_forward()
+
+    # Backward --------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+        self._drop_early()
+        self._passed.clear()
+        self.orders.backward.begin()
+
+    def in_backward(self, u: int, passed: Callable[[], None]) -> None:
+        """Backward needs a unit: make it whole.
+
+        Args:
+            passed: called when this rank has taken part in the gather of a unit it does not use.
+        """
+        self._gather(u, self.orders.backward, passed)
+
+    def opened(self, u: int) -> None:
+        """Backward begins with a unit, which is whole."""
+        if self._options.backward_prefetch is BackwardPrefetch.PRE:
+            self._begin(self.orders.backward, 1)
+
+    def complete(self, u: int) -> None:
+        """All gradients of a unit are there, and it was released."""
+        if self._options.backward_prefetch is BackwardPrefetch.POST:
+            self._begin(self.orders.backward, 1)
+
+    def left_out(self, u: int) -> bool:
+        """Whether a unit that no forward has used has had its turn in this backward."""
+        return self._units[u].moves and (u in self._passed or not self._options.strategy.regathers)
+
+    def end_backward(self, passed: Callable[[], None]) -> None:
+        """Backward is over; ``passed`` as in ``in_backward``."""
+        self._join_rest(self.orders.backward, passed)
+
+    # Both ------------------------------------------------------------------------------------
+
+    def _gather(self, u: int, lineup: Lineup, passed: Callable[[], None] = _nothing) -> None:
+        unit = self._units[u]
+        if u and unit.moves and not unit.held:
+            if unit.coming:
+                lineup.arrived(u)
+                while (v := self._early.popleft()) != u:
+                    self._leave(v)
+                    passed()
+            else:
+                before = lineup.reached(u)
+                if not lineup.strayed:
+                    self._drop_early()
+                for v in before:
+                    self._join(v)
+                    passed()
+        unit.gather()
+
+    def _begin(self, lineup: Lineup, depth: int) -> None:
+        """Begin gathers of the units that come next."""
+        most = min(depth, MOST) if self._options.limit_all_gathers else depth
+        while len(self._early) < most:
+            u = lineup.next()
+            if u is None or self._units[u].held or self._units[u].coming:
+                return
+            lineup.advance()
+            self._units[u].prefetch()
+            self._early.append(u)
+
+    def _leave(self, u: int) -> None:
+        """Give a unit back that was gathered ahead, and that this rank does not use."""
+        self._units[u].release()
+        self._passed.add(u)
+
+    def _drop_early(self) -> None:
+        while self._early:
+            self._leave(self._early.popleft())
+
+    def _join(self, u: int) -> None:
+        self._units[u].join()
+        self._passed.add(u)
+
+    def _join_rest(self, lineup: Lineup, passed: Callable[[], None] = _nothing) -> None:
+        self._drop_early()
+        for u in lineup.rest():
+            self._join(u)
+            passed()

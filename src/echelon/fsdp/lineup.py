@@ -1,0 +1,124 @@
+"""In which order one pass gathers units, where all ranks must gather the same. Pure.
+
+Ranks need not use the same units: a rank that reaches a unit first takes part in all gathers that
+are expected before it, because others may need them, and at the end of the pass in the rest.
+::
+
+    expected     1 2 3 4 5
+    reached        2   4        on this rank
+    gathers     (1)2(3)4(5)     the same on every rank; in brackets: given back at once
+
+A unit that is not expected any more is gathered when it is reached. That is right if all ranks do
+so, and then all of them know that the order has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import final
+
+__all__ = ["Lineup", "common_order"]
+
+
+@final
+class Lineup:
+    """The expected gathers of a pass, and how far this rank has come.
+
+    Law: after ``rest()`` was joined, this rank has gathered all expected units in their order, and
+    besides them those that ``reached`` did not expect.
+
+    Args:
+        expected: the order.
+        guess: whether no pass has shown it: then nothing is gathered before it is needed.
+
+    Attributes:
+        real: what was reached in this pass.
+        strayed: whether a unit was reached that was not expected any more.
+
+    Example:
+        >>> lineup = Lineup([1, 2, 3, 4, 5])
+        >>> lineup.reached(2), lineup.reached(4), lineup.rest()
+        ([1], [3], [5])
+        >>> lineup.begin()
+        >>> lineup.reached(3), lineup.reached(1), lineup.strayed
+        ([1, 2], [], True)
+    """
+
+    def __init__(self, expected: Sequence[int], *, guess: bool = False) -> None:
+        self._expected, self._is_guess = list(expected), guess
+        self.begin()
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._at = 0
+        self.real: list[int] = []
+        self.strayed = False
+
+    def reached(self, u: int) -> list[int]:
+        """Unit ``u`` is gathered next: the units whose gathers come before, in order."""
+        self.real.append(u)
+        if u not in self._expected[self._at :]:
+            self.strayed = True
+            return []
+        at = self._expected.index(u, self._at)
+        before, self._at = self._expected[self._at : at], at + 1
+        return before
+
+    def arrived(self, u: int) -> None:
+        """Note that unit ``u`` was reached, whose gather had begun ahead."""
+        self.real.append(u)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether passes have shown this order, and this one did, too."""
+        return not self._is_guess and not self.strayed
+
+    def next(self) -> int | None:
+        """The unit that is expected next; None if there is none, or nobody knows."""
+        if not self.is_right or self._at == len(self._expected):
+            return None
+        return self._expected[self._at]
+
+    def advance(self) -> None:
+        """The gather of the next unit has begun ahead."""
+        self._at += 1
+
+    def rest(self) -> list[int]:
+        """The pass is over: the units whose gathers are left."""
+        left, self._at = self._expected[self._at :], len(self._expected)
+        return left
+
+
+def common_order(
+    orders: Sequence[Sequence[int]], usual: Sequence[int], without: Collection[int] = ()
+) -> list[int]:
+    """One order that contains the order of every rank: that of the first, with what others add.
+
+    Args:
+        orders: of each rank; a unit may come several times.
+        usual: what no rank has reached comes where it is in this one.
+        without: units to leave out if no rank has reached them.
+
+    Example:
+        >>> common_order([[1, 4], [1, 2, 4]], usual=[1, 2, 3, 4, 5])
+        [1, 2, 3, 4, 5]
+        >>> common_order([[3, 1, 3]], usual=[1, 2, 3])
+        [3, 1, 2, 3]
+    """
+    found = list(orders[0])
+    for order in orders[1:]:
+        at = 0
+        for u in order:
+            if u in found[at:]:
+                at = found.index(u, at) + 1
+            else:
+                found.insert(at, u)
+                at += 1
+    at = 0
+    for u in usual:
+        if u in found:
+            at = found.index(u) + 1
+        elif u not in without:
+            found.insert(at, u)
+            at += 1
+    return found

@@ -1,0 +1,182 @@
+"""What FSDP refuses to do, and that it says where, with which values and what to do instead."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import echelon as ec
+from echelon.errors import ArgumentError, CommError, ModelMismatch, StateError
+from echelon.world.base import World
+from tests.fsdp.checking import same_grads, whole_grads
+from tests.worlds import run_world
+
+UNITS = ec.units.by_type(nn.Linear, nn.Embedding)
+
+
+class Body(nn.Linear):
+    """Fails with an input of another width, where its weight is in a variable."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        return x @ weight.T
+
+
+class Ties(nn.Module):
+    """Uses the weight of a unit outside of its forward, in a way that is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(5, 4)
+        self.bodies = nn.ModuleList([Body(4, 4, bias=False)])
+        self.way = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bodies[0](self.tokens(x))
+        if self.way == "function":
+            return F.linear(y, self.tokens.weight)
+        if self.way == "variable":
+            weight = self.bodies[0].weight
+            y = y @ weight
+        if self.way == "own mistake":
+            return self.bodies[0](y[..., :3])
+        return y
+
+
+def fsdp(world: World, model: nn.Module, **options: Any) -> ec.FSDP:
+    options = {"units": UNITS, "min_num_params": 0, **options}
+    return ec.FSDP(model, world.group, **options)
+
+
+def uses_released_parameters(world: World) -> None:
+    torch.manual_seed(0)
+    plain = Ties().double()
+    model = fsdp(world, copy.deepcopy(plain))
+    x = torch.tensor([[0, 3, 1]])
+    for way, words in (
+        (
+            "function",
+            r"parameter 'tokens\.weight' was used at test_refusals\.py:\d+ while its unit",
+        ),
+        ("variable", r"'bodies\.0\.weight' .* \[\d+\] of \[4, 4\]: .*full_parameters\(\)"),
+    ):
+        model.module.way = way
+        with pytest.raises(StateError, match=words) as caught:
+            model(x)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+    model.module.way = "own mistake"
+    with pytest.raises(RuntimeError, match=r"size mismatch|shapes cannot|inconsistent") as own:
+        model(x)
+    assert not isinstance(own.value, StateError)
+    model.module.way = ""
+    model(x).sum().backward()
+    plain(x).sum().backward()
+    same_grads(whole_grads(model, world), {name: p.grad for name, p in plain.named_parameters()})
+    with pytest.raises(StateError, match=r"unit 'tokens' is sharded, and was called outside"):
+        model.module.forward(x)
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_a_released_parameter_that_a_forward_uses_is_named(kind: str) -> None:
+    run_world(kind, uses_released_parameters, 2)
+
+
+def raises(error: type[Exception], words: str, make: Callable[[World], object]) -> None:
+    def main(world: World) -> None:
+        with pytest.raises(error, match=words):
+            make(world)
+
+    ec.run(main, 2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda world: fsdp(world, fsdp(world, Ties()).module.bodies[0]),
+        lambda world: fsdp(world, nn.Sequential(fsdp(world, Ties()))),
+        lambda world: ec.DDP(fsdp(world, Ties()), world.group),
+        lambda world: ec.DDP(fsdp(world, Ties()).module, world.group),
+        lambda world: fsdp(world, ec.DDP(Ties(), world.group)),
+        lambda world: fsdp(world, nn.Sequential(ec.DDP(Ties(), world.group))),
+    ],
+)
+def test_a_second_wrapper_around_a_parameter_is_refused(make: Callable[[World], object]) -> None:
+    raises(
+        ArgumentError, r"weight' belongs to (FSDP|DDP) already: wrap the plain module once", make
+    )
+
+
+def by_rank(model: nn.Module, rank: int) -> nn.Module:
+    return model.requires_grad_(False) if rank else model
+
+
+@pytest.mark.parametrize(
+    ("words", "make"),
+    [
+        ("option 'units'", lambda w: fsdp(w, Ties(), units=ec.units.by_size(2 + w.rank))),
+        (
+            r"unit 'root':\n  rank 0: 16 elements of bodies\.0\.w.*\n  rank 1: 20 elements of tok",
+            lambda w: fsdp(
+                w, Ties(), units=ec.units.by_function(lambda m, n: n == 20 - 4 * w.rank)
+            ),
+        ),
+        (
+            r"unit 'root':\n  rank 0: 16 elements of bodies\.0\.weight\n.*tokens\.weight",
+            lambda w: fsdp(
+                w, model := Ties(), units=ec.units.whole(), ignored=[[*model.parameters()][w.rank]]
+            ),
+        ),
+        (
+            r"parameter 'tokens\.weight':\n  rank 0: float32.*\n  rank 1: float64",
+            lambda w: fsdp(w, Ties().double() if w.rank else Ties()),
+        ),
+        (
+            r"parameter '0\.weight':\n  rank 0: float32\[2, 2\]\n  rank 1: float32\[2, 2\] frozen",
+            lambda w: fsdp(w, nn.Sequential(by_rank(nn.Linear(2, 2), w.rank), nn.Linear(2, 2))),
+        ),
+        ("option 'use_orig_params'", lambda w: fsdp(w, Ties(), use_orig_params=bool(w.rank))),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:units=by_function.* matches no module:UserWarning")
+def test_ranks_that_differ_are_told_in_what(words: str, make: Callable[[World], object]) -> None:
+    raises(ModelMismatch, words, make)
+
+
+def test_a_rule_that_matches_nothing_lists_the_classes_that_there_are() -> None:
+    def main(world: World) -> None:
+        with pytest.warns(UserWarning, match=r"by_type\(Block\) matches no mod.*Body, Embedding"):
+            fsdp(world, Ties(), units=ec.units.by_type("Block"))
+
+    ec.run(main, 1)
+
+
+def test_a_group_of_a_world_that_has_ended_is_an_error_on_every_rank() -> None:
+    groups = dict(ec.run(lambda world: (world.rank, world.group), 2))
+    raises(CommError, "returned already", lambda w: ec.FSDP(Ties(), groups[w.rank]))
+
+
+def test_replicas_of_another_world_are_refused() -> None:
+    others: dict[int, ec.Mesh] = dict(
+        ec.run(lambda world: (world.rank, world.mesh(replicate=1, shard=2)), 2)
+    )
+
+    def make(world: World) -> object:
+        replicate = others[1 - world.rank]["replicate"]
+        hybrid = ec.Strategy.HYBRID_SHARD
+        return fsdp(world, Ties(), strategy=hybrid, replicate=replicate)
+
+    raises(ArgumentError, "of another world: give two axes of one mesh", make)
+
+
+def test_reducing_before_a_forward_is_refused() -> None:
+    raises(
+        StateError,
+        "were forward and backward called, under no_sync",
+        lambda world: fsdp(world, Ties()).sync_gradients(),
+    )

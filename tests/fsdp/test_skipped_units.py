@@ -1,0 +1,129 @@
+"""Ranks that skip different units in different steps, as with LayerDrop or a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon as ec
+from echelon.errors import CollectiveMismatch, CommError
+from tests.fsdp.models import Block
+from tests.world.gloo_ranks import gloo_outcomes
+from tests.worlds import run_world
+
+WIDTH, BLOCKS = 6, 6
+
+
+class Mixture(Block):
+    """Two experts, of which a rank may use one: half of the unit gets no gradient there."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 7)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        return x + self.other(x) if not both else super().forward(x) + self.other(x)
+
+
+class Skipping(nn.Module):
+    """Uses the blocks that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Mixture() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor, used: list[int], both: bool) -> Tensor:
+        x = self.first(x)
+        for i in used:
+            x = self.blocks[i](x, both)
+        return x
+
+
+# By step and rank: which blocks it uses. Everyone skips block 3 at first.
+USED = [
+    [[0, 2, 4, 5], [1, 2, 5], [0, 1]],
+    [[0, 1, 2, 3, 4, 5], [0, 5], [2, 3, 4]],
+    [[5], [0, 1, 2, 3], []],
+    [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]],
+]
+
+
+def inputs(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(2, WIDTH, dtype=torch.float64, generator=generator)
+
+
+def build() -> Skipping:
+    torch.manual_seed(0)
+    return Skipping().double()
+
+
+def train(world: ec.World, **options: Any) -> dict[str, Tensor]:
+    rule = ec.units.by_type(Mixture)
+    model = ec.FSDP(build(), world.group, units=rule, min_num_params=0, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step, used in enumerate(USED):
+        both = (step + world.rank) % 2 == 0
+        x = inputs(step, world.rank)
+        with torch.no_grad():
+            model(x, USED[step - 1][world.rank], both)
+        model(x, used[world.rank], both).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not any(unit.gathered for unit in model.units)
+    return model.state_dict()
+
+
+def plain(size: int) -> dict[str, Tensor]:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step, used in enumerate(USED):
+        for rank in range(size):
+            both = (step + rank) % 2 == 0
+            (model(inputs(step, rank), used[rank], both).square().mean() / size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"backward_prefetch": ec.BackwardPrefetch.NONE},
+    {"forward_prefetch": 3, "layout": "rows"},
+    {"backward_prefetch": ec.BackwardPrefetch.POST, "strategy": ec.Strategy.SHARD_GRAD_OP},
+]
+
+
+def train_all(world: ec.World) -> list[dict[str, Tensor]]:
+    # Where memory is shared, nothing is gathered, and nothing is gathered early.
+    options = OPTIONS[:1] if world.group.shares_memory else OPTIONS
+    return [train(world, **one) for one in options]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("threads", 3), ("processes", 2), ("gloo", 2), ("gloo", 3)]
+)
+def test_ranks_may_skip_different_units(kind: str, ranks: int) -> None:
+    expected = plain(ranks)
+    for states in run_world(kind, train_all, ranks, timeout=20):
+        for state in states:
+            for name, value in expected.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+def train_in_other_orders(world: ec.World) -> None:
+    rule = ec.units.by_type(Mixture)
+    model = ec.FSDP(build(), world.group, units=rule, min_num_params=0)
+    order = [0, 1, 2] if world.rank == 0 else [2, 1, 0]
+    for step in range(2):
+        model(inputs(step, world.rank), order, True).sum().backward()
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_ranks_that_run_units_in_other_orders_end_with_an_error_that_names_one(check: bool) -> None:
+    for error, _ in gloo_outcomes(train_in_other_orders, 2, check=check, timeout=2.0):
+        assert isinstance(error, CollectiveMismatch if check else CommError)
+        assert "unit blocks." in str(error)

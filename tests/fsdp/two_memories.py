@@ -1,0 +1,104 @@
+"""Host and device as two memories on a machine that has one: the rules of two, kept by a test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from echelon import Offload
+from echelon.fsdp import places
+from echelon.world.backend import Backend
+
+_COPIES = {
+    torch.ops.aten.copy_.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten._foreach_copy_.default,
+}
+_here = threading.local()
+
+
+class Memories(TorchDispatchMode):
+    """Knows which tensors are on the host, and refuses what CUDA would.
+
+    One operation takes tensors of one memory, unless it copies; single numbers may be anywhere.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._host: dict[int, StorageWeakRef] = {}
+        self._device: dict[int, StorageWeakRef] = {}  # what was made inside
+
+    def is_host(self, tensor: Tensor) -> bool:
+        one = self._host.get(tensor.untyped_storage()._cdata)
+        return one is not None and not one.expired()
+
+    def put(self, tensor: Tensor, *, on_host: bool) -> None:
+        one = StorageWeakRef(tensor.untyped_storage())
+        self._device.pop(one.cdata, None)
+        (self._host if on_host else self._device)[one.cdata] = one
+
+    def device_nbytes(self) -> int:
+        """Bytes of tensors that were made inside on the device, and are alive."""
+        alive = [one for one in self._device.values() if not one.expired()]
+        storages = [torch.UntypedStorage._new_with_weak_ptr(one.cdata) for one in alive]
+        return sum(one.nbytes() for one in storages if one is not None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        where = [self.is_host(one) for one in given if one.dim()]
+        mixed = {self.is_host(one) for one in given if one.numel() > 1}
+        assert len(mixed) < 2 or func in _COPIES, f"{func} mixes memories"
+        output = func(*args, **(kwargs or {}))
+        old = {one.untyped_storage()._cdata for one in given}
+        on_host = bool(where) and all(where) and func not in _COPIES
+        for one in tree_leaves(output):
+            if isinstance(one, Tensor) and one.untyped_storage()._cdata not in old:
+                self.put(one, on_host=on_host)
+        return output
+
+
+def _host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    tensor = torch.empty(numel, dtype=dtype)
+    memories: Memories | None = getattr(_here, "memories", None)
+    if memories is not None:
+        memories.put(tensor, on_host=True)
+    return tensor
+
+
+def _check(self: Backend, op: str, read: Any = (), written: Any = ()) -> torch.dtype:
+    memories: Memories | None = getattr(_here, "memories", None)
+    for tensor in (*read, *written):
+        host = memories is not None and tensor.numel() > 1 and memories.is_host(tensor)
+        assert not host, f"{op} of a tensor on the host"
+    return _plain_check(self, op, read, written)
+
+
+_plain_check = Backend._check
+
+
+def separate(patch: Callable[[object, str, object], None] = setattr) -> None:
+    """Make offloaded state lie in another memory; for good, or as ``monkeypatch.setattr`` does."""
+    patch(places, "has_two_memories", lambda offload, device: offload is not Offload.NONE)
+    patch(places, "host_memory", _host_memory)
+    patch(Backend, "_check", _check)
+
+
+@contextmanager
+def watched() -> Iterator[Memories]:
+    """Inside, the tensors of this rank keep the rules of two memories, and are counted."""
+    with Memories() as memories:
+        _here.memories = memories
+        try:
+            yield memories
+        finally:
+            del _here.memories
