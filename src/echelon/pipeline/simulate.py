@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from echelon.errors import ArgumentError
 from echelon.pipeline.check import placed_and_complete
@@ -117,7 +118,8 @@ def simulate(
         >>> round(simulation.span_bubble, 3)  # (p-1)/(m+p-1)
         0.273
     """
-    if channel is not Channel.IDEAL and not schedule.is_lowered and schedule.num_ranks > 1:
+    crosses = any(one != other for one, other in pairwise(schedule.placement))
+    if channel is not Channel.IDEAL and crosses and not schedule.is_lowered:
         raise ArgumentError(
             f"{channel.name} orders transfers and this schedule has none; lower it first "
             "(echelon.pipeline.lower)"
