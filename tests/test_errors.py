@@ -26,6 +26,7 @@ EXAMPLES = [
     ArgumentError("no"),
     RankError("dst", 7, 4),
     errors.UnsupportedError("no"),
+    errors.ScheduleError("it is there twice", rank=1, index=3, action="1F0"),
     StateError("no"),
     ModelMismatch("the shape of 'w'", {0: "[2]", 1: "[3]"}),
     WorldError("no"),

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon import errors, events, observe, testing
+    from echelon import errors, events, observe, pipeline, testing
     from echelon.ddp import DDP
     from echelon.errors import (
         ArgumentError,
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ModelMismatch,
         RankError,
         RankFailed,
+        ScheduleError,
         SharedMemoryError,
         StateError,
         UnsupportedError,
@@ -53,6 +54,7 @@ __all__ = [
     "Offload",
     "RankError",
     "RankFailed",
+    "ScheduleError",
     "SharedMemoryError",
     "StateError",
     "Strategy",
@@ -66,6 +68,7 @@ __all__ = [
     "events",
     "init",
     "observe",
+    "pipeline",
     "run",
     "testing",
     "units",
@@ -93,6 +96,7 @@ _MODULES = {
     "errors": "echelon.errors",
     "events": "echelon.events",
     "observe": "echelon.observe",
+    "pipeline": "echelon.pipeline",
     "testing": "echelon.testing",
     "units": "echelon.fsdp.units",
 }

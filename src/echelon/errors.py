@@ -5,6 +5,7 @@
     EchelonError
     ├── ArgumentError (ValueError)      a call or an option that cannot be carried out
     │   ├── RankError                   a rank that is not in the group
+    │   ├── ScheduleError               a pipeline schedule that cannot run
     │   └── UnsupportedError            a combination that this backend or technique does not have
     ├── StateError (RuntimeError)       the right call at the wrong time
     ├── ModelMismatch                   the ranks hold different models
@@ -33,6 +34,7 @@ __all__ = [
     "ModelMismatch",
     "RankError",
     "RankFailed",
+    "ScheduleError",
     "SharedMemoryError",
     "StateError",
     "UnsupportedError",
@@ -62,6 +64,34 @@ class RankError(ArgumentError):
         super().__init__(
             f"{what} is {rank!r}, which is not in a group of {size} (need 0 <= rank < {size})"
         )
+
+
+class ScheduleError(ArgumentError):
+    """A pipeline schedule that cannot run, found before anything runs.
+
+    Attributes:
+        rank: whose list of actions it is; None where no single rank is at fault.
+        index: the position in that list; None where something is missing from it.
+        action: the action, in text form.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        rank: int | None = None,
+        index: int | None = None,
+        action: object = None,
+    ) -> None:
+        self.rank, self.index = rank, index
+        self.action = None if action is None else str(action)
+        place = [] if rank is None else [f"rank {rank}"]
+        if index is not None:
+            place.append(f"index {index}")
+        where = ", ".join(place)
+        if self.action is not None:
+            where += f" ({self.action})" if where else self.action
+        super().__init__(f"the schedule cannot run: {where}{': ' if where else ''}{problem}")
 
 
 class UnsupportedError(ArgumentError):

@@ -95,6 +95,55 @@ def _report(
     typer.echo(page)
 
 
+@app.command("schedule")
+def _schedule(
+    name: Annotated[
+        str | None, typer.Argument(help="Draw this one; without it, the table of all.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="How many ranks.")] = ...,  # type: ignore[assignment]
+    microbatches: Annotated[int, typer.Option(help="How many parts of the batch.")] = ...,  # type: ignore[assignment]
+    chunks: Annotated[
+        str | None, typer.Option(help="Stages per rank: a number, or for the table several: 1,2,4.")
+    ] = None,
+    costs: Annotated[
+        str, typer.Option(help="Times of one microbatch on a rank's whole share of the model.")
+    ] = "F=1,B=2",
+    hop: Annotated[float, typer.Option(help="Time of a message, in the unit of the costs.")] = 0.0,
+    memory_cap: Annotated[
+        float | None, typer.Option(help="Most microbatches alive on a rank; 1F1B keeps --ranks.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="Of the schedule: factor=1, k=2, fused=1.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the actions of each rank here.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the simulated timeline here.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with both and numbers.")] = None,
+) -> None:
+    """Compare pipeline schedules for a size, or draw one.
+
+    Without NAME all schedules are simulated and one is recommended; --csv, --svg and --html then
+    write the recommended one. PyTorch reads the same CSV.
+    """
+    from echelon.cli import schedules
+    from echelon.errors import ArgumentError
+
+    request = schedules.Request(
+        name=name,
+        ranks=ranks,
+        microbatches=microbatches,
+        chunks=chunks,
+        costs=costs,
+        hop=hop,
+        memory_cap=memory_cap,
+        options=tuple(option or ()),
+        files={"csv": csv, "svg": svg, "html": html},
+    )
+    try:
+        raise typer.Exit(schedules.show(request))
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 # The names of functions must not be those of the modules beside this file.
 @app.command("doctor")
 def _doctor() -> None:

@@ -1,0 +1,79 @@
+"""Schedules are data: the files that know only them do without torch. As in test_architecture."""
+
+import subprocess
+import sys
+
+from tests.test_architecture import (
+    Modules,
+    imported_modules,
+    imported_names,
+    package_of,
+    read_modules,
+)
+
+# These, and whatever they import.
+WITHOUT_TORCH = {
+    "pipeline.check",
+    "pipeline.choose",
+    "pipeline.controllable",
+    "pipeline.costs",
+    "pipeline.ir",
+    "pipeline.looped",
+    "pipeline.page",
+    "pipeline.partition",
+    "pipeline.passes",
+    "pipeline.placement",
+    "pipeline.readiness",
+    "pipeline.render",
+    "pipeline.schedules",
+    "pipeline.simulate",
+    "pipeline.timeline",
+    "pipeline.vshaped",
+}
+
+
+def needs_torch(modules: Modules) -> list[str]:
+    """Modules of WITHOUT_TORCH that import torch, or a module of this package that does."""
+    sentences = []
+    for name in sorted(WITHOUT_TORCH & set(modules)):
+        reached, waiting = {name}, [name]
+        while waiting:
+            found = imported_modules(modules, waiting.pop(), types=False) - reached
+            reached |= found
+            waiting += found
+        for other in sorted(reached):
+            written = imported_names(modules[other], types=False)
+            if any(dotted.split(".")[0] == "torch" for dotted in written):
+                way = "" if other == name else f" by way of {other}"
+                sentences.append(f"{name} imports torch{way}; a schedule is data and needs none")
+    return sentences
+
+
+def test_schedules_need_no_torch() -> None:
+    modules = read_modules()
+    assert needs_torch(modules) == []
+    assert set(modules) >= WITHOUT_TORCH
+
+
+def test_torch_behind_a_schedule_is_named_with_the_way_to_it() -> None:
+    modules = package_of(
+        pipeline__ir="import torch.nn",
+        pipeline__check="from echelon.pipeline import ir\nfrom echelon import layout",
+        layout="def late():\n    from torch import Tensor",
+        pipeline__execute="import torch",
+    )
+    assert needs_torch(modules) == [
+        "pipeline.check imports torch by way of layout; a schedule is data and needs none",
+        "pipeline.check imports torch by way of pipeline.ir; a schedule is data and needs none",
+        "pipeline.ir imports torch; a schedule is data and needs none",
+    ]
+
+
+def test_a_schedule_is_made_and_simulated_without_torch() -> None:
+    code = (
+        "import sys, echelon as ec; "
+        "print(ec.pipeline.simulate(ec.pipeline.schedule('1f1b', 2, 4, 2)).makespan, "
+        "'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["15.0", "False"]
