@@ -107,9 +107,8 @@ def nothing_is_left() -> Iterator[None]:
         return
     mark, before = uuid.uuid4().hex, shared_memory_files()
     os.environ[MARK] = mark
-    # Ranks that are processes fork from this server, so what it has imported they need not: an
-    # optimizer imports torch._dynamo, which takes longer than most tests.
-    multiprocessing.set_forkserver_preload(["tests.worlds", "torch._dynamo"])
+    # Ranks that are processes fork from this server, so what it has imported they need not.
+    multiprocessing.set_forkserver_preload(["tests.preload"])
     forkserver.ensure_running()
     yield
     end = time.monotonic() + GRACE_S

@@ -23,10 +23,10 @@ def test_every_golden_text_belongs_to_a_schedule_and_every_name_has_one() -> Non
 
 def test_every_schedule_of_every_size_passes_every_rule() -> None:
     count = 0
-    for found in [*every(range(1, 7), range(1, 8)), *every(range(3, 6), range(13, 30, 8))]:
+    for found in [*every(range(1, 6), range(1, 8)), *every(range(3, 5), range(13, 22, 8))]:
         check(found)
         count += 1
-    assert count > 800
+    assert count > 600
 
 
 # --- formulas: p ranks, m microbatches, v chunks; equal stages with F = I = W ------------------

@@ -101,6 +101,7 @@ def test_bytes_follow_the_stages_that_are_alive() -> None:
     assert found.peak_nbytes == (400, 30, 14, 5)
     assert simulate(schedule("zb-v", 8, 8, 4), stage_nbytes=3).peak_nbytes == (24,) * 4
     assert simulate(schedule("1f1b", 4, 8, 4)).peak_nbytes is None
+    assert simulate(schedule("forward-only", 2, 8, 2), stage_nbytes=3).peak_nbytes == (0, 0)
 
 
 def test_a_fused_pair_may_cost_less_than_its_parts() -> None:

@@ -50,8 +50,9 @@ def needs_torch(modules: Modules) -> list[str]:
 
 
 def test_schedules_need_no_torch() -> None:
-    assert needs_torch(read_modules()) == []
-    assert set(read_modules()) >= WITHOUT_TORCH
+    modules = read_modules()
+    assert needs_torch(modules) == []
+    assert set(modules) >= WITHOUT_TORCH
 
 
 def test_torch_behind_a_schedule_is_named_with_the_way_to_it() -> None:

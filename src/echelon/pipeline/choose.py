@@ -95,7 +95,7 @@ def choose(
         microbatches: number of microbatches.
         chunks: how many stages a rank may hold; the model must be cut into so many times ``ranks``.
         costs: as ``simulate``, but numbers for a rank's whole share of the model, of which a stage
-            has its part.
+            has its part. ``dualpipe-v`` is fused only where ``F&B`` is given.
         memory_cap: most activations alive on a rank, in those of one microbatch over the rank's
             whole share (1F1B keeps as many as there are ranks); None for no cap.
 
@@ -107,7 +107,9 @@ def choose(
         'zb(v=2, k=1) is recommended'
     """
     rows = []
-    for name, v, options in _candidates(sorted(set(chunks)), ranks, microbatches):
+    for name, v, options in _candidates(
+        sorted(set(chunks)), ranks, microbatches, fused=costs is not None and "F&B" in costs
+    ):
         found = schedule(name, ranks * v, microbatches, ranks, **options)
         simulation = simulate(found, _share(costs, v))
         peak = max(simulation.peak)
@@ -127,7 +129,7 @@ def choose(
 
 
 def _candidates(
-    chunks: list[int], ranks: int, microbatches: int
+    chunks: list[int], ranks: int, microbatches: int, *, fused: bool
 ) -> Iterator[tuple[str, int, dict[str, int | bool]]]:
     """Every training schedule once: zb of one chunk goes by its own names."""
     if not chunks or chunks[0] < 1:
@@ -146,6 +148,8 @@ def _candidates(
                 yield from ((name, v, {"k": k}) for k in (1, 2))
             else:
                 yield name, v, {}
+                if name == "dualpipe-v" and fused:
+                    yield name, v, {"fused": True}
 
 
 def _share(costs: Mapping[str, float] | None, v: int) -> dict[str, float]:
@@ -159,6 +163,7 @@ def _share(costs: Mapping[str, float] | None, v: int) -> dict[str, float]:
             )
     whole = read_costs(given, 1)
     parts = {"F": whole.forward, "B": whole.backward, "I": whole.inputs, "W": whole.weights}
+    parts |= {} if whole.pair is None else {"F&B": whole.pair}
     return {name: by_stage[0] / v for name, by_stage in parts.items()} | {"hop": whole.hop}
 
 

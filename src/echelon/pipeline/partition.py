@@ -63,46 +63,81 @@ def partition(
         raise ArgumentError(
             f"{n} blocks cannot be cut into {stages} stages: use at least 1 and at most {n} stages"
         )
-    lists = {"costs": costs, "nbytes": nbytes, "activations": activations, "cuts": cuts}
-    for name, numbers in (*lists.items(), ("alive", alive)):
-        if numbers is not None:
-            _numbers(name, numbers, stages if name == "alive" else n)
-    times, kept = _sums(costs), _sums(nbytes or [0] * n)
-    held, copies = _sums(activations or [0] * n), alive or [1] * stages
-    most = math.inf if cap is None else cap
+    measures = _Measures(
+        costs=costs,
+        nbytes=nbytes if nbytes is not None else [0] * n,
+        activations=activations if activations is not None else [0] * n,
+        alive=alive if alive is not None else [1] * stages,
+        cuts=cuts if cuts is not None else [0] * n,
+        stages=stages,
+    )
+    return _decide(measures, n, stages, math.inf if cap is None else cap)
 
-    def time(j: int, start: int, stop: int) -> Pair:
-        return times[stop] - times[start], 0.0
 
-    def memory(j: int, start: int, stop: int) -> Pair:
-        return kept[stop] - kept[start] + copies[j] * (held[stop] - held[start]), 0.0
+def _decide(measures: _Measures, n: int, stages: int, cap: float) -> tuple[range, ...]:
+    """One criterion after the other, each with those before it as limits.
 
-    def crossing(j: int, start: int, stop: int) -> Pair:
-        behind = cuts[stop - 1] if cuts is not None and stop < n else 0.0
-        return behind, (times[stop] - times[start]) ** 2
-
-    def within(cost: Cost, limits: list[tuple[Cost, float]]) -> Cost:
-        def limited(j: int, start: int, stop: int) -> Pair:
-            allowed = all(other(j, start, stop)[0] <= limit for other, limit in limits)
-            return cost(j, start, stop) if allowed else NEVER
-
-        return limited
-
-    # One criterion after the other, each with those before it as limits. Deciding them together
-    # would not be exact: a prefix with a better second criterion may have been thrown away for a
-    # first one that a later stage exceeds anyway.
-    fastest, _ = _best(n, stages, within(time, [(memory, most)]), max)
+    Deciding them together would not be exact: a prefix with a better second criterion may have been
+    thrown away for a first one that a later stage exceeds anyway.
+    """
+    time, memory = measures.time, measures.memory
+    fastest, _ = _best(n, stages, _within(time, [(memory, cap)]), max)
     if fastest == NEVER:
         (least, _), _ = _best(n, stages, memory, max)
         raise ArgumentError(
-            f"no cut of {n} blocks into {stages} stages keeps every stage within {most:g} bytes; "
+            f"no cut of {n} blocks into {stages} stages keeps every stage within {cap:g} bytes; "
             f"the least cap that works is {least:g}: raise it, or use more stages"
         )
-    limits: list[tuple[Cost, float]] = [(memory, most), (time, fastest[0])]
-    smallest, _ = _best(n, stages, within(memory, limits), max)
+    smallest, _ = _best(n, stages, _within(memory, [(memory, cap), (time, fastest[0])]), max)
     limits = [(time, fastest[0]), (memory, smallest[0])]
-    _, starts = _best(n, stages, within(crossing, limits), _add)
+    _, starts = _best(n, stages, _within(measures.crossing, limits), _add)
     return tuple(range(*pair) for pair in zip(starts, [*starts[1:], n], strict=True))
+
+
+class _Measures:
+    """What a stage made of the blocks start..stop-1 takes, keeps and sends."""
+
+    def __init__(
+        self,
+        *,
+        costs: Sequence[float],
+        nbytes: Sequence[float],
+        activations: Sequence[float],
+        alive: Sequence[float],
+        cuts: Sequence[float],
+        stages: int,
+    ) -> None:
+        n = len(costs)
+        by_block = {"costs": costs, "nbytes": nbytes, "activations": activations, "cuts": cuts}
+        for name, numbers in by_block.items():
+            _numbers(name, numbers, n)
+        _numbers("alive", alive, stages)
+        self._times, self._kept, self._held = map(_sums, (costs, nbytes, activations))
+        self._alive, self._cuts = alive, cuts
+
+    def time(self, j: int, start: int, stop: int) -> Pair:
+        """How long it takes."""
+        return self._times[stop] - self._times[start], 0.0
+
+    def memory(self, j: int, start: int, stop: int) -> Pair:
+        """What it keeps as stage j."""
+        held = self._alive[j] * (self._held[stop] - self._held[start])
+        return self._kept[stop] - self._kept[start] + held, 0.0
+
+    def crossing(self, j: int, start: int, stop: int) -> Pair:
+        """What it sends to the next stage; then its time squared, whose sum is least when even."""
+        sent = self._cuts[stop - 1] if stop < len(self._cuts) else 0.0
+        return sent, (self._times[stop] - self._times[start]) ** 2
+
+
+def _within(cost: Cost, limits: Sequence[tuple[Cost, float]]) -> Cost:
+    """``cost`` where no limit is exceeded."""
+
+    def limited(j: int, start: int, stop: int) -> Pair:
+        allowed = all(other(j, start, stop)[0] <= limit for other, limit in limits)
+        return cost(j, start, stop) if allowed else NEVER
+
+    return limited
 
 
 def _add(a: Pair, b: Pair) -> Pair:

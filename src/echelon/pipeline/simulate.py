@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from echelon.errors import ArgumentError
 from echelon.pipeline.check import placed_and_complete
@@ -117,7 +118,8 @@ def simulate(
         >>> round(simulation.span_bubble, 3)  # (p-1)/(m+p-1)
         0.273
     """
-    if channel is not Channel.IDEAL and not schedule.is_lowered and schedule.num_ranks > 1:
+    crosses = any(one != other for one, other in pairwise(schedule.placement))
+    if channel is not Channel.IDEAL and crosses and not schedule.is_lowered:
         raise ArgumentError(
             f"{channel.name} orders transfers and this schedule has none; lower it first "
             "(echelon.pipeline.lower)"
@@ -130,12 +132,14 @@ def simulate(
         timeline=clock.timeline(),
         busy=tuple(clock.busy),
         idle=tuple(clock.idle),
-        peak=tuple(_peak(schedule, rank) for rank in range(schedule.num_ranks)),
+        peak=tuple(
+            _most_alive(schedule, rank, [1] * schedule.num_stages)
+            / max(1, len(schedule.stages_of(rank)))
+            for rank in range(schedule.num_ranks)
+        ),
         peak_nbytes=None
         if nbytes is None
-        else tuple(
-            round(_most_alive(schedule.orders[rank], nbytes)) for rank in range(schedule.num_ranks)
-        ),
+        else tuple(_most_alive(schedule, rank, nbytes) for rank in range(schedule.num_ranks)),
     )
 
 
@@ -233,17 +237,12 @@ class _Clock:
 _PASSIVE = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE)
 
 
-def _peak(schedule: Schedule, rank: int) -> float:
-    """Most activations alive on a rank, where one stage counts as its part of the rank's share."""
-    if not schedule.has_backward:  # an output is dropped as soon as it is sent
-        return 0.0
-    share = max(1, len(schedule.stages_of(rank)))
-    return _most_alive(schedule.orders[rank], [1] * schedule.num_stages) / share
-
-
-def _most_alive(order: Iterable[Item], sizes: Sequence[int]) -> int:
+def _most_alive(schedule: Schedule, rank: int, sizes: Sequence[int]) -> int:
+    """Most activations alive on a rank, each counted by the size of its stage."""
+    if not schedule.has_backward:  # nothing is kept for a backward that does not come
+        return 0
     alive = most = 0
-    for item in order:
+    for item in schedule.orders[rank]:
         for part in item.parts:
             if part.kind is FORWARD:
                 alive += sizes[part.stage]

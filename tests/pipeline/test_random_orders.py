@@ -1,0 +1,94 @@
+"""Orders that nobody designed: those that can run are lowered and timed, the others are named."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.errors import ScheduleError
+from echelon.pipeline import Action, Channel, Kind, Schedule, check, lower, simulate
+from echelon.pipeline.readiness import Values
+
+
+def random_schedule(seed: int) -> Schedule:
+    """Stages on any ranks, backwards whole or split, and of all that can run any one next."""
+    draw = random.Random(seed)
+    ranks, stages, m = draw.randint(1, 4), draw.randint(1, 6), draw.randint(1, 5)
+    placement = [draw.randrange(ranks) for _ in range(stages)]
+    todo = []
+    for stage in range(stages):
+        for i in range(m):
+            kinds = draw.choice([(Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)])
+            todo += [Action(kind, i, stage) for kind in kinds]
+    empty = Schedule(name="random", num_stages=stages, num_microbatches=m, placement=(), orders=())
+    values, there = Values(empty), set()
+    orders: list[list[Action]] = [[] for _ in range(ranks)]
+    while todo:
+        ready = [action for action in todo if there.issuperset(values.needed(action))]
+        action = draw.choice(ready)
+        todo.remove(action)
+        orders[placement[action.stage]].append(action)
+        given = values.given(action)
+        there |= set() if given is None else {given}
+    return Schedule.from_orders(orders, "random")
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**9))
+def test_any_order_that_can_run_is_checked_lowered_and_timed(seed) -> None:
+    found = random_schedule(seed)
+    check(found)
+    costs = {"F": 1, "B": 2, "hop": 0.25}
+    lowered = lower(found, costs)
+    least = simulate(found, costs).makespan
+    for channel in Channel:
+        if channel is not Channel.RANK:  # a queue per rank is stricter than what lowering promises
+            assert simulate(lowered, costs, channel=channel).makespan >= least - 1e-9
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**9))
+def test_two_actions_that_change_places_either_run_or_are_named(seed) -> None:
+    found, draw = random_schedule(seed), random.Random(seed + 1)
+    orders = [list(order) for order in found.orders]
+    order = draw.choice([order for order in orders if order])
+    a, b = draw.randrange(len(order)), draw.randrange(len(order))
+    order[a], order[b] = order[b], order[a]
+    swapped = Schedule.from_orders(orders, "swapped")
+    # What the dependencies alone say, by brute force.
+    values, there, heads = Values(swapped), set(), [0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(orders):
+            while heads[rank] < len(order) and there.issuperset(values.needed(order[heads[rank]])):
+                there.add(values.given(order[heads[rank]]))
+                heads[rank] += 1
+                moved = True
+    if heads == [len(order) for order in orders]:
+        check(swapped)
+    else:
+        with pytest.raises(ScheduleError, match=r"it stands before|no rank can go on"):
+            check(swapped)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**9))
+def test_an_action_that_is_left_out_is_named(seed) -> None:
+    found, draw = random_schedule(seed), random.Random(seed + 1)
+    orders = [list(order) for order in found.orders]
+    gone = draw.choice([action for order in orders for action in order])
+    left = tuple(tuple(a for a in order if a != gone) for order in orders)
+    rest = Schedule(
+        name="left out",
+        num_stages=found.num_stages,
+        num_microbatches=found.num_microbatches,
+        placement=found.placement,
+        orders=left,
+    )
+    if any(a.kind in (Kind.B, Kind.I, Kind.W) for order in left for a in order):
+        with pytest.raises(ScheduleError, match="it is missing") as info:
+            check(rest)
+        assert info.value.action == str(gone)
+        assert info.value.rank == found.placement[gone.stage]
