@@ -81,7 +81,8 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, home: WeightGradients
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.home = home
+        # Recomputation gives back another tensor than the parameter that was saved.
+        ctx.weight, ctx.home = weight, home
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -94,7 +95,7 @@ class _Linear(torch.autograd.Function):
             if ctx.home.now is None:
                 grad_weight = _weight_gradient(x, grad)
             else:
-                ctx.home.now.add(weight, x, grad)
+                ctx.home.now.add(ctx.weight, x, grad)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         return grad_x, grad_weight, grad_bias, None
