@@ -26,6 +26,7 @@ from torch import Tensor
 __all__ = [
     "Lane",
     "Mark",
+    "autocasts",
     "host_memory",
     "is_cpu",
     "lane",
@@ -50,6 +51,11 @@ def local_device(local_rank: int) -> torch.device:
 def is_cpu(device: torch.device) -> bool:
     """Whether tensors of ``device`` lie in memory that processes of one host can share."""
     return device.type == "cpu"
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether operations on ``device`` choose their dtype themselves now."""
+    return torch.is_autocast_enabled(device.type)
 
 
 def synchronize(device: torch.device) -> None:

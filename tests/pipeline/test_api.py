@@ -293,7 +293,7 @@ def refuses(world: World) -> None:
     ):
         with pytest.raises(error, match=words):
             pipeline(world, stages, **options)
-    with pytest.raises(ArgumentError, match="world size must be >= 2|stages"):
+    with pytest.raises(ArgumentError, match="stages"):
         pipeline(world, [*stages, *build("plain", 2)[:1]])
     missing = [None] * world.size
     with pytest.raises(ArgumentError, match=r"stage \d is None on rank"):

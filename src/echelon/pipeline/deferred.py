@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from echelon.streams import autocasts
+
 __all__ = ["Deferred", "WeightGradients", "defer_linears"]
 
 _Half = tuple[Tensor, Tensor, Tensor]  # weight, input, gradient of the output
@@ -118,7 +120,7 @@ def defer_linears(module: nn.Module, home: WeightGradients) -> int:
 def _forward_of(layer: nn.Linear, home: WeightGradients) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         weight = layer.weight
-        simple = weight.is_leaf and not torch.is_autocast_enabled(x.device.type)
+        simple = weight.is_leaf and not autocasts(x.device)
         if not (simple and torch.is_grad_enabled() and x.dim()):
             return F.linear(x, weight, layer.bias)
         output: Tensor = _Linear.apply(x, weight, layer.bias, home)  # type: ignore[no-untyped-call]
