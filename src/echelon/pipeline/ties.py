@@ -35,7 +35,9 @@ class Tie:
     def begin(self) -> None:
         """A step begins: gradients that were reduced already are not reduced again."""
         if not self._is_open:
-            self._before, self.param.grad = self.param.grad, None
+            # Memory of its own: ``.grad`` of a replicated parameter is where the next one travels.
+            before = self.param.grad
+            self._before, self.param.grad = None if before is None else before.clone(), None
             self._is_open = True
 
     def reduce(self) -> None:
