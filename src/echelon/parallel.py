@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from echelon.arguments import one_of, whole
 from echelon.ddp import DDP
-from echelon.errors import ArgumentError
+from echelon.errors import ArgumentError, UnsupportedError
 from echelon.fsdp import FSDP, Strategy
 from echelon.fsdp.units import Rule
 from echelon.pipeline.api import Pipeline
@@ -62,12 +62,9 @@ class Plan:
         ArgumentError: a number is below 1, or an option belongs to an axis of length 1.
 
     Example:
-        >>> Plan(pp=2, shard=4, microbatches=8).num_ranks
-        8
-        >>> Plan(shard=4, microbatches=8)
-        Traceback (most recent call last):
-        echelon.errors.ArgumentError: microbatches is 8, which is for pipelines, and pp is 1: leave \
-it out, or use pp > 1
+        >>> plan = Plan(pp=2, shard=4, microbatches=8)
+        >>> plan.num_ranks, str(plan)
+        (8, 'pp=2,shard=4')
     """
 
     pp: int = 1
@@ -148,6 +145,7 @@ def parallelize(
 
     Raises:
         ArgumentError: the plan is for another number of ranks, or does not fit the model.
+        UnsupportedError: stages share a parameter, and are sharded, or replicated on one rank.
 
     Example:
         >>> import torch
@@ -197,6 +195,8 @@ def _check(
 
 def _share(module: nn.Module, *, plan: Plan, mesh: Mesh, units: Rule | None) -> nn.Module:
     """The module, or a stage of it, as the ranks of one stage have it."""
+    if plan.pp > 1 and not any(param.requires_grad for param in module.parameters()):
+        return module  # such a stage stays as it is on every rank
     if plan.shard > 1:
         strategy = plan.strategy or Strategy.FULL_SHARD
         if plan.dp == 1:
@@ -217,8 +217,8 @@ def _stages_of(model: nn.Module | Sequence[nn.Module], plan: Plan) -> list[nn.Mo
         return [model[blocks.start : blocks.stop] for blocks in partition(numels, count)]
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
         raise ArgumentError(
-            f"model is a {type(model).__name__}, and pp is {plan.pp}: give a list of its stages, or "
-            "an nn.Sequential, which is cut"
+            f"model is a {type(model).__name__}, and pp is {plan.pp}: give a list of its stages, "
+            "or an nn.Sequential, which is cut"
         )
     stages = list(model)
     if len(stages) != count or not all(isinstance(stage, nn.Module) for stage in stages):
@@ -240,6 +240,8 @@ def _pipeline(
     schedule = plan.schedule or "1f1b"
     if isinstance(schedule, str):
         schedule = make_schedule(schedule, len(stages), plan.microbatches, plan.pp)
+    if plan.dp * plan.shard > 1:
+        _check_ties(stages, schedule, is_sharded=plan.shard > 1)
     own = schedule.stages_of(mesh.coordinates["pp"])
     shared = [share(stage) if index in own else stage for index, stage in enumerate(stages)]
     return Pipeline(
@@ -251,3 +253,24 @@ def _pipeline(
         reduce_every=plan.reduce_every,
         window_nbytes=plan.window_nbytes,
     )
+
+
+def _check_ties(stages: Sequence[nn.Module], schedule: Schedule, *, is_sharded: bool) -> None:
+    """Refuse what no wrapper can do; every rank has all stages, so all ranks refuse."""
+    first: dict[nn.Parameter, tuple[int, str]] = {}
+    for index, stage in enumerate(stages):
+        for name, param in stage.named_parameters():
+            other, other_name = first.setdefault(param, (index, name))
+            if other == index:
+                continue
+            names = f"stage {other} ({other_name!r}) and stage {index} ({name!r})"
+            if is_sharded:
+                raise UnsupportedError(
+                    f"{names} share a parameter, and shard is > 1: each stage would cut it in its "
+                    "own way. Use dp instead of shard, or give each stage a parameter of its own"
+                )
+            if schedule.placement[other] == schedule.placement[index]:
+                raise UnsupportedError(
+                    f"{names} share a parameter and are on one rank, where two replicas would "
+                    "reduce it: use a schedule that puts them on different ranks, such as 1f1b"
+                )

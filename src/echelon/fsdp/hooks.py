@@ -154,6 +154,8 @@ class Hooks:
 
     def prepare(self) -> None:
         """Make the own parts ready, and meet: from now on the parts of all ranks are valid."""
+        if self._gathers.holds:
+            self._gathers.let_go()  # a schedule ended early, and left what is old now
         await_readers(self._storages)  # once: each storage writes what gathers read
         with torch.no_grad():
             for storage in self._storages:

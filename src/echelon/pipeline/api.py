@@ -279,6 +279,18 @@ class Pipeline(nn.Module):
         together = torch.stack([norm.double().to(device) for norm in norms])
         return cast(Tensor, torch.linalg.vector_norm(together, norm_type))
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the stages of this rank show to an optimizer, such as flat parameters."""
+        seen: set[nn.Parameter] = set()
+        for index, stage in self.stages.items() if recurse else ():
+            name = f"{prefix}{'.' if prefix else ''}stages.{index}"
+            for name_of_one, param in stage.named_parameters(name, True, remove_duplicate):
+                if not (remove_duplicate and param in seen):
+                    seen.add(param)
+                    yield name_of_one, param
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of this rank's stages, with the keys of ``nn.Sequential(*stages)``."""
         state = super().state_dict(*args, **kwargs)

@@ -93,9 +93,9 @@ class Executor:
             Kind.RECV_F: self._expect,
             Kind.SEND_B: self._send_gradients,
             Kind.RECV_B: self._expect_gradients,
-            Kind.REDUCE: lambda action: self._stages[action.stage].sharing.reduce(),
-            Kind.UNSHARD: lambda action: self._stages[action.stage].sharing.gather(),
-            Kind.RESHARD: lambda action: self._stages[action.stage].sharing.release(),
+            Kind.REDUCE: self._reduce_stage,
+            Kind.UNSHARD: self._gather_stage,
+            Kind.RESHARD: self._release_stage,
         }
         self.most_alive = 0  # microbatches of stages whose activations were held at once
         self._begin()
@@ -289,3 +289,14 @@ class Executor:
         stage, mb = key
         link = self._after[stage]
         self._grad_arrivals[key] = link.expect_gradients(mb, self._output_forms[key])
+
+    # Whole stages ----------------------------------------------------------------------------
+
+    def _reduce_stage(self, action: Action) -> None:
+        self._stages[action.stage].sharing.reduce()
+
+    def _gather_stage(self, action: Action) -> None:
+        self._stages[action.stage].sharing.gather()
+
+    def _release_stage(self, action: Action) -> None:
+        self._stages[action.stage].sharing.release()

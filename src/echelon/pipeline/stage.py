@@ -161,7 +161,10 @@ class Stage:
         self.sharing.end_second_half()
 
     def forget(self) -> None:
-        """Leave nothing of a step that failed."""
-        self.sharing.release()
+        """Leave nothing of a step that failed.
+
+        Parameters that are whole stay so until the next step gathers them anew: to release them
+        might wait for a rank that is gone.
+        """
         self._kept.clear()
         self._later.clear()
