@@ -78,13 +78,13 @@ def trains_all(world: World, plans: list[ec.Plan], steps: int = 2) -> None:
 
 PLANS: dict[str, list[ec.Plan]] = {
     "threads": [
-        plan("1f1b", dp=2),
-        plan("zb-v", dp=2, reduce_every="microbatch"),
+        plan("zb-v", dp=2),
+        plan("zb-h1", dp=2, reduce_every="microbatch"),
         plan("1f1b", shard=2, reduce_every="microbatch"),
     ],
     "processes": [plan("interleaved", dp=2), plan("zb-h1", shard=2, strategy=KEPT)],
     "gloo": [  # where a gather moves bytes
-        plan("zb-h1", dp=2),
+        plan("1f1b", dp=2),
         plan("1f1b", shard=2),
         plan("interleaved", shard=2, strategy=KEPT, window_nbytes=0),
         plan("zb-v", shard=2, window_nbytes=1000),
@@ -225,7 +225,7 @@ def keeps_the_window(world: World) -> None:
 
 
 def all_checks(world: World) -> None:
-    for check in (recomputes, ties, frozen_and_empty, reduces_where_the_schedule_says):
+    for check in (recomputes, ties, frozen_and_empty):
         check(world)
 
 
