@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from echelon.arguments import number, one_of, whole
 from echelon.errors import ArgumentError, ModelMismatch
-from echelon.gradients import grad_norm
+from echelon.gradients import Sharded, grad_norm
 from echelon.pipeline.execute import Batch, Executor, Loss
 from echelon.pipeline.feed import Feed
 from echelon.pipeline.ir import Action, Item, Kind, Schedule
@@ -21,6 +21,7 @@ from echelon.pipeline.link import Link
 from echelon.pipeline.microbatch import join_batches
 from echelon.pipeline.passes import lower
 from echelon.pipeline.schedules import schedule as make_schedule
+from echelon.pipeline.shardable import Gathering, ReduceEvery
 from echelon.pipeline.stage import Stage
 from echelon.pipeline.ties import find_ties
 from echelon.world.group import Group
@@ -48,6 +49,11 @@ class Pipeline(nn.Module):
         loss_reduction: ``"mean"`` if ``loss_fn`` gives a mean over rows, so that each microbatch
             counts by its share of them, or ``"sum"``.
         recompute: whether stages keep their inputs only, and run again in backward.
+        reduce_every: of stages in ``DDP`` or ``FSDP``: ``"step"`` reduces gradients once, by the
+            REDUCE of the schedule; ``"microbatch"`` in each backward, which takes more traffic and,
+            with ``FSDP``, less memory: only parts of gradients are kept.
+        window_nbytes: of stages in ``FSDP``: how many bytes of whole parameters a rank may hold at
+            once, besides those of the stage that computes; all of its stages if None.
         schedule_options: for ``ec.pipeline.schedule``.
 
     Raises:
@@ -77,6 +83,8 @@ class Pipeline(nn.Module):
         loss_fn: Loss | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
         recompute: bool = False,
+        reduce_every: ReduceEvery = "step",
+        window_nbytes: int | None = None,
         **schedule_options: Any,
     ) -> None:
         super().__init__()
@@ -88,16 +96,21 @@ class Pipeline(nn.Module):
         elif schedule_options:
             raise ArgumentError(f"options {sorted(schedule_options)} belong to a schedule's name")
         own = _own_stages(schedule, stages, group, microbatches)
-        lowered = lower(schedule)
+        splits = any(item.kind is Kind.W for order in schedule.orders for item in order)
+        self._parts = {
+            index: Stage(
+                stage, index, splits=splits, recomputes=recompute, reduce_every=reduce_every
+            )
+            for index, stage in own.items()
+        }
+        sharing = {index: part.sharing for index, part in self._parts.items()}
+        self._gathering = Gathering.agree(sharing, group, reduce_every, window_nbytes)
+        self._window_nbytes = window_nbytes
+        lowered = self._lower(schedule)
         _check_agreement(lowered, group)
         self._group, self._schedule, self._loss_fn = group, schedule, loss_fn
         self._feed = Feed(group, schedule, loss_reduction)
         self.stages = nn.ModuleDict({str(index): stage for index, stage in own.items()})
-        splits = any(item.kind is Kind.W for order in schedule.orders for item in order)
-        self._parts = {
-            index: Stage(stage, index, splits=splits, recomputes=recompute)
-            for index, stage in own.items()
-        }
         self._ties = find_ties(stages, schedule.placement, group)
         self._before, self._after = self._links(microbatches)
         self._training = self._executor(lowered)
@@ -125,12 +138,14 @@ class Pipeline(nn.Module):
             self._parts,
             self._before,
             self._after,
-            self._reduce,
             self._group.ranks[self._group.rank],
         )
 
-    def _reduce(self, stage: int) -> None:
-        """Nobody else has this stage."""
+    def _lower(self, schedule: Schedule) -> Schedule:
+        found = self._gathering
+        return lower(
+            schedule, gather=found.nbytes, window_nbytes=self._window_nbytes, reduce=found.reduces
+        )
 
     # Training --------------------------------------------------------------------------------
 
@@ -201,7 +216,7 @@ class Pipeline(nn.Module):
         batch = self._feed.batch(args, kwargs, target, None, loss_fn, training=False)
         count = len(batch.weights)
         if count not in self._evaluating:
-            self._evaluating[count] = self._executor(lower(_forwards(self._schedule, count)))
+            self._evaluating[count] = self._executor(self._lower(_forwards(self._schedule, count)))
         self._evaluating[count].run(batch)
         return batch
 
@@ -244,8 +259,7 @@ class Pipeline(nn.Module):
         All ranks call it. ``ec.clip_grad_norm_`` does.
         """
         number("norm_type", norm_type, 1.0, math.inf)
-        own = _Gradients(self._counted())
-        norm = grad_norm(own, norm_type).double().to(self._group.device)
+        norm = self._own_norm(norm_type)
         if math.isinf(norm_type):
             self._group.all_reduce(norm, "max", label="norm of the gradients")
             return norm
@@ -253,10 +267,29 @@ class Pipeline(nn.Module):
         self._group.all_reduce(total, "sum", label="norm of the gradients")
         return total ** (1 / norm_type)
 
-    def _counted(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank, without those that another rank counts."""
+    def _own_norm(self, norm_type: float) -> Tensor:
+        """That of the stages of this rank, without parameters that another rank counts."""
         others = {id(tie.param) for tie in self._ties if tie.owners.rank}
-        return (param for param in self.parameters() if id(param) not in others)
+        sharded = [stage for stage in self.stages.values() if isinstance(stage, Sharded)]
+        inside = {id(param) for stage in sharded for param in stage.parameters()}
+        plain = (param for param in self.parameters() if id(param) not in others | inside)
+        norms = [stage.grad_norm(norm_type) for stage in sharded]
+        norms.append(grad_norm(_Gradients(plain), norm_type))
+        device = self._group.device
+        together = torch.stack([norm.double().to(device) for norm in norms])
+        return cast(Tensor, torch.linalg.vector_norm(together, norm_type))
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the stages of this rank show to an optimizer, such as flat parameters."""
+        seen: set[nn.Parameter] = set()
+        for index, stage in self.stages.items() if recurse else ():
+            name = f"{prefix}{'.' if prefix else ''}stages.{index}"
+            for name_of_one, param in stage.named_parameters(name, True, remove_duplicate):
+                if not (remove_duplicate and param in seen):
+                    seen.add(param)
+                    yield name_of_one, param
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of this rank's stages, with the keys of ``nn.Sequential(*stages)``."""
