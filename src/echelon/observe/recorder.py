@@ -31,6 +31,7 @@ from echelon.world.base import World
 __all__ = ["Recorder", "RunInfo"]
 
 FORMAT_VERSION = 1
+Span = tuple[int, object, float, float]  # rank, what ran, start, end
 _SHOWN_STEPS = 20  # the shown speed is a mean over so many; the first step of all is left out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import threading
+from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
 from types import TracebackType
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from echelon.world.group import Group
 
 __all__ = ["Measurement", "measured_costs"]
+
+_KEPT = 50  # steps; a block may go around a whole training
 
 
 class _Ran(NamedTuple):
@@ -50,7 +53,8 @@ class Measurement:
     def __init__(self, schedule: Schedule, group: Group) -> None:
         self._schedule, self._group = schedule, group
         self._rank = group.ranks[group.rank]
-        self._own: list[_Ran] = []
+        length = sum(len(item.parts) for item in schedule.orders[group.rank])
+        self._own: deque[_Ran] = deque(maxlen=_KEPT * length)
         self._by_rank: list[list[_Ran]] | None = None
         self._lock = threading.Lock()
         self._stack = ExitStack()
@@ -67,7 +71,7 @@ class Measurement:
     ) -> None:
         self._stack.close()
         if error is None:
-            self._by_rank = self._group.all_gather_object(self._own)
+            self._by_rank = self._group.all_gather_object(list(self._own))
 
     def _hear(self, event: events.Event) -> None:
         facts = event.facts
@@ -108,7 +112,7 @@ class Measurement:
 
     @property
     def costs(self) -> dict[str, float | list[float]]:
-        """What the computations took, for ``simulate``: medians over the steps in the block."""
+        """What the computations took, for ``simulate``: medians over its last 50 steps."""
         self._found()
         steps = [
             Step(rank, parse_item(ran.text), ran.start_s, ran.end_s)
