@@ -104,8 +104,8 @@ class Executor:
     def _begin(self) -> None:
         self._batch: Batch | None = None
         self._waited_s = 0.0  # for what the action under way needs
-        self._recent: deque[str] = deque(maxlen=_LAST)
-        self._sending: list[Sending] = []
+        self._recent: deque[Action] = deque(maxlen=_LAST)
+        self._sending: deque[Sending] = deque()  # the oldest first
         self._values: dict[_Key, tuple[Form, list[Tensor]]] = {}  # inputs from a stage of ours
         self._arrivals: dict[_Key, Arrival] = {}
         self._outputs: dict[_Key, Output] = {}
@@ -169,12 +169,12 @@ class Executor:
             raise
         except Exception as error:
             raise StageError(
-                action.stage, action.microbatch, str(action), list(self._recent), error
+                action.stage, action.microbatch, str(action), list(map(str, self._recent)), error
             ) from error
-        self._recent.append(str(action))
+        self._recent.append(action)
 
     def _where(self, action: Action) -> str:
-        return f"in action {action}, after {' '.join(self._recent) or 'none'}"
+        return f"in action {action}, after {' '.join(map(str, self._recent)) or 'none'}"
 
     def _check_empty(self) -> None:
         held = [
@@ -256,7 +256,8 @@ class Executor:
         self._arrivals[action.stage, action.microbatch] = arrival
 
     def _keep(self, sending: Sending) -> None:
-        self._sending = [one for one in self._sending if not one.done()]
+        while self._sending and self._sending[0].done():
+            self._sending.popleft()
         self._sending.append(sending)
 
     # Backward --------------------------------------------------------------------------------
