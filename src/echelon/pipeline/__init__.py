@@ -7,6 +7,7 @@ Nothing here needs torch.
 from echelon.pipeline.check import check
 from echelon.pipeline.choose import Choice, choose
 from echelon.pipeline.ir import Action, Item, Kind, Pair, Schedule
+from echelon.pipeline.measure import Measurement, measured_costs
 from echelon.pipeline.page import to_page
 from echelon.pipeline.partition import partition
 from echelon.pipeline.passes import lower
@@ -23,6 +24,7 @@ __all__ = [
     "Idle",
     "Item",
     "Kind",
+    "Measurement",
     "Pair",
     "Schedule",
     "Simulation",
@@ -31,6 +33,7 @@ __all__ = [
     "check",
     "choose",
     "lower",
+    "measured_costs",
     "partition",
     "schedule",
     "simulate",

@@ -18,6 +18,7 @@ from echelon.pipeline.execute import Batch, Executor, Loss
 from echelon.pipeline.feed import Feed
 from echelon.pipeline.ir import Action, Item, Kind, Schedule
 from echelon.pipeline.link import Link
+from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import join_batches
 from echelon.pipeline.passes import lower
 from echelon.pipeline.schedules import schedule as make_schedule
@@ -252,6 +253,18 @@ class Pipeline(nn.Module):
     def most_alive(self) -> int:
         """Microbatches of stages whose activations this rank held at once in the last step."""
         return self._training.most_alive
+
+    def measure(self) -> Measurement:
+        """A block that times the steps in it: what was measured, and what was to be expected.
+
+        All ranks enter and leave it.
+
+        Example:
+            >>> # with pipe.measure() as measured:
+            >>> #     pipe.step(x, target=y)
+            >>> # print(measured.simulation.makespan, measured.timeline.makespan)
+        """
+        return Measurement(self._schedule, self._group)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of all stages; the same plain scalar on all ranks.
