@@ -18,7 +18,9 @@ from echelon.pipeline.execute import Batch, Executor, Loss
 from echelon.pipeline.feed import Feed
 from echelon.pipeline.ir import Action, Item, Kind, Schedule
 from echelon.pipeline.link import Link
+from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import join_batches
+from echelon.pipeline.parts import Part
 from echelon.pipeline.passes import lower
 from echelon.pipeline.schedules import schedule as make_schedule
 from echelon.pipeline.shardable import Gathering, ReduceEvery
@@ -253,6 +255,18 @@ class Pipeline(nn.Module):
         """Microbatches of stages whose activations this rank held at once in the last step."""
         return self._training.most_alive
 
+    def measure(self) -> Measurement:
+        """A block that times the steps in it: what was measured, and what was to be expected.
+
+        All ranks enter and leave it.
+
+        Example:
+            >>> # with pipe.measure() as measured:
+            >>> #     pipe.step(x, target=y)
+            >>> # print(measured.simulation.makespan, measured.timeline.makespan)
+        """
+        return Measurement(self._schedule, self._group)
+
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of all stages; the same plain scalar on all ranks.
 
@@ -292,22 +306,28 @@ class Pipeline(nn.Module):
                     yield name_of_one, param
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of this rank's stages, with the keys of ``nn.Sequential(*stages)``."""
+        """The state of this rank's stages, with the names of the whole model.
+
+        Those are the model's own if ``ec.pipeline.split`` made the stages, and otherwise those of
+        ``nn.Sequential(*stages)``.
+        """
         state = super().state_dict(*args, **kwargs)
         for key in list(state):
-            state[key.removeprefix("stages.")] = state.pop(key)
+            state[self._name_of(key)] = state.pop(key)
         return state
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load this rank's stages from a state of them, or of the whole model."""
-        own = {
-            f"stages.{key}": value
-            for key, value in state_dict.items()
-            if key.partition(".")[0] in self.stages
-        }
+        names = {key: self._name_of(key) for key in super().state_dict()}
+        own = {key: state_dict[name] for key, name in names.items() if name in state_dict}
         return super().load_state_dict(own, strict, assign)
+
+    def _name_of(self, key: str) -> str:
+        """The name in the whole model of what is called ``key`` here: ``stages.INDEX.REST``."""
+        _, index, rest = key.split(".", 2)
+        return rest if isinstance(self.stages[index], Part) else f"{index}.{rest}"
 
 
 class _Gradients(nn.Module):

@@ -7,6 +7,7 @@ stage has it.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,8 +103,9 @@ class Executor:
 
     def _begin(self) -> None:
         self._batch: Batch | None = None
-        self._recent: deque[str] = deque(maxlen=_LAST)
-        self._sending: list[Sending] = []
+        self._waited_s = 0.0  # for what the action under way needs
+        self._recent: deque[Action] = deque(maxlen=_LAST)
+        self._sending: deque[Sending] = deque()  # the oldest first
         self._values: dict[_Key, tuple[Form, list[Tensor]]] = {}  # inputs from a stage of ours
         self._arrivals: dict[_Key, Arrival] = {}
         self._outputs: dict[_Key, Output] = {}
@@ -128,7 +130,9 @@ class Executor:
                 for action in item.parts:
                     if action.kind is Kind.REDUCE and not finalize:
                         continue
-                    with events.span("pipeline.action", rank=self._world_rank, action=str(action)):
+                    if events.listening():
+                        self._tell(action, training=batch.training)
+                    else:
                         self._do(action)
             for sending in self._sending:
                 sending.wait()
@@ -143,6 +147,23 @@ class Executor:
         self._check_empty()
         self._begin()
 
+    def _tell(self, action: Action, *, training: bool) -> None:
+        """Do it, and tell listeners how long it took and how much of that was waiting."""
+        self._waited_s, start_s = 0.0, time.perf_counter()
+        try:
+            self._do(action)
+        finally:
+            events.emit(
+                "pipeline.action",
+                start_s,
+                time.perf_counter() - start_s,
+                rank=self._world_rank,
+                action=str(action),
+                kind=action.kind,
+                training=training,
+                waited_s=self._waited_s,
+            )
+
     def _do(self, action: Action) -> None:
         try:
             self._run[action.kind](action)
@@ -151,12 +172,12 @@ class Executor:
             raise
         except Exception as error:
             raise StageError(
-                action.stage, action.microbatch, str(action), list(self._recent), error
+                action.stage, action.microbatch, str(action), list(map(str, self._recent)), error
             ) from error
-        self._recent.append(str(action))
+        self._recent.append(action)
 
     def _where(self, action: Action) -> str:
-        return f"in action {action}, after {' '.join(self._recent) or 'none'}"
+        return f"in action {action}, after {' '.join(map(str, self._recent)) or 'none'}"
 
     def _check_empty(self) -> None:
         held = [
@@ -201,7 +222,12 @@ class Executor:
 
     def _take_input(self, key: _Key) -> Any:
         arrival = self._arrivals.pop(key, None)
-        form, tensors = self._values.pop(key) if arrival is None else arrival.take()
+        if arrival is None:
+            form, tensors = self._values.pop(key)
+        else:
+            start_s = time.perf_counter()
+            form, tensors = arrival.take()
+            self._waited_s = time.perf_counter() - start_s
         self._input_forms[key] = tuple(one for one in form.tensors if one.requires_grad)
         return form.assemble(tensors)
 
@@ -233,7 +259,8 @@ class Executor:
         self._arrivals[action.stage, action.microbatch] = arrival
 
     def _keep(self, sending: Sending) -> None:
-        self._sending = [one for one in self._sending if not one.done()]
+        while self._sending and self._sending[0].done():
+            self._sending.popleft()
         self._sending.append(sending)
 
     # Backward --------------------------------------------------------------------------------
@@ -269,7 +296,12 @@ class Executor:
             return [None if self._batch is None else torch.ones_like(self._batch.losses[key[1]])]
         self._output_forms.pop(key)
         arrival = self._grad_arrivals.pop(key, None)
-        return self._grads.pop(key) if arrival is None else arrival.take()
+        if arrival is None:
+            return self._grads.pop(key)
+        start_s = time.perf_counter()
+        grads = arrival.take()
+        self._waited_s = time.perf_counter() - start_s
+        return grads
 
     def _send_gradients(self, action: Action) -> None:
         assert action.microbatch is not None
