@@ -28,9 +28,9 @@ from echelon.fsdp import FSDP, Strategy
 from echelon.fsdp.units import Rule
 from echelon.pipeline.api import Pipeline
 from echelon.pipeline.ir import Schedule
-from echelon.pipeline.partition import partition
 from echelon.pipeline.schedules import schedule as make_schedule
 from echelon.pipeline.shardable import ReduceEvery
+from echelon.pipeline.split import split
 from echelon.world.base import World
 from echelon.world.mesh import Mesh
 
@@ -132,9 +132,9 @@ def parallelize(
     weights are those of one process on all these batches together.
 
     Args:
-        model: the same on all ranks. With ``plan.pp`` > 1: a list of stages, or an
-            ``nn.Sequential``, which is cut into ``pp * chunks`` stages of similar numbers of
-            parameters.
+        model: the same on all ranks. With ``plan.pp`` > 1: a list of stages, or what
+            ``ec.pipeline.split`` cuts, here into ``pp * chunks`` stages of similar numbers of
+            parameters. To cut it in another way, call that and give the list.
         plan: of ``world.size`` ranks.
         world: whose mesh it becomes.
         loss_fn: for a pipeline, called with output and target of a microbatch.
@@ -158,7 +158,7 @@ def parallelize(
         ...     return round(loss.item(), 4)
         >>> from echelon.world.run import run
         >>> run(main, ranks=4)
-        [0.2139, 0.2139, 0.2139, 0.2139]
+        [0.0785, 0.0785, 0.0785, 0.0785]
     """
     _check(model, plan, world, loss_fn, units)
     mesh = world.mesh(pp=plan.pp, dp=plan.dp, shard=plan.shard)
@@ -212,14 +212,8 @@ def _share(module: nn.Module, *, plan: Plan, mesh: Mesh, units: Rule | None) -> 
 def _stages_of(model: nn.Module | Sequence[nn.Module], plan: Plan) -> list[nn.Module]:
     """The stages that the user has made, or those that the model is cut into."""
     count = plan.pp * plan.chunks
-    if isinstance(model, nn.Sequential):
-        numels = [sum(param.numel() for param in block.parameters()) for block in model]
-        return [model[blocks.start : blocks.stop] for blocks in partition(numels, count)]
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
-        raise ArgumentError(
-            f"model is a {type(model).__name__}, and pp is {plan.pp}: give a list of its stages, "
-            "or an nn.Sequential, which is cut"
-        )
+        return split(model, count)
     stages = list(model)
     if len(stages) != count or not all(isinstance(stage, nn.Module) for stage in stages):
         raise ArgumentError(

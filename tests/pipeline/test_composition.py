@@ -254,14 +254,24 @@ def without_stages(world: World) -> None:
         torch.testing.assert_close(ec.clip_grad_norm_(model, 1e9), expected, **CLOSE)
 
 
-def cuts_a_sequential(world: World) -> None:
-    blocks = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
-    pipe = ec.parallelize(blocks, ec.Plan(pp=4, microbatches=4), world)
-    (stage,) = pipe.stages.values()
-    assert len(stage) == 1
-    output = pipe(torch.ones(3, 2))
-    if pipe.has_loss:
-        torch.testing.assert_close(output, blocks(torch.ones(3, 2)).detach())
+def cuts_a_model(world: World) -> None:
+    """States keep the names of the model that was cut."""
+    blocks = nn.Sequential(*build("plain", 4))
+    before = copy.deepcopy(blocks)
+    for options in ({"dp": 2}, {"shard": 2}):
+        one = ec.Plan(pp=2, microbatches=3, **options)
+        pipe = ec.parallelize(copy.deepcopy(blocks), one, world)
+        x, _ = batch(4)
+        output = pipe(x)
+        if pipe.has_loss:
+            torch.testing.assert_close(output, before(x).detach(), **CLOSE)
+        first = 0 if pipe.has_input else 2
+        keys = [key for key in before.state_dict() if int(key[0]) in (first, first + 1)]
+        assert list(pipe.state_dict()) == keys
+        doubled = {key: 2 * value for key, value in before.state_dict().items()}
+        pipe.load_state_dict(doubled)
+        for key, value in pipe.state_dict().items():
+            assert torch.equal(value, doubled[key])
 
 
 def refuses(world: World) -> None:
@@ -276,7 +286,7 @@ def refuses(world: World) -> None:
         (stages, four, {"units": ec.units.whole()}, ArgumentError, "shard is 1"),
         (stages, ec.Plan(dp=4), {}, ArgumentError, "give a torch.nn.Module"),
         (stages[0], ec.Plan(dp=4), {"loss_fn": mse}, ArgumentError, "loss_fn is for pipelines"),
-        (stages[0], four, {}, ArgumentError, "Plain, and pp is 2"),
+        (nn.Linear(2, 2), four, {}, ArgumentError, "Linear"),
         (stages[:1], four, {}, ArgumentError, "list of 1; the plan needs"),
         (stages, "dp=4", {}, ArgumentError, "plan is 'dp=4'"),
         (tied, sharded, {}, UnsupportedError, r"stage 0 \('weight'\) and stage 1 \('0.weight'\)"),
@@ -297,7 +307,7 @@ def refuses(world: World) -> None:
 
 def every_plan(world: World) -> None:
     without_stages(world)
-    cuts_a_sequential(world)
+    cuts_a_model(world)
     refuses(world)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -11,19 +10,19 @@ from typing import Any, Literal, cast, final
 import torch
 from torch import Tensor, nn
 
-from echelon.arguments import number, one_of, whole
+from echelon.arguments import one_of, whole
 from echelon.errors import ArgumentError, ModelMismatch
-from echelon.gradients import Sharded, grad_norm
 from echelon.pipeline.execute import Batch, Executor, Loss
 from echelon.pipeline.feed import Feed
 from echelon.pipeline.ir import Action, Item, Kind, Schedule
 from echelon.pipeline.link import Link
 from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import join_batches
+from echelon.pipeline.norm import norm_over_stages
 from echelon.pipeline.parts import Part
 from echelon.pipeline.passes import lower
 from echelon.pipeline.schedules import schedule as make_schedule
-from echelon.pipeline.shardable import Gathering, ReduceEvery
+from echelon.pipeline.shardable import Gathering, ReduceEvery, unwrapped
 from echelon.pipeline.stage import Stage
 from echelon.pipeline.ties import find_ties
 from echelon.world.group import Group
@@ -272,26 +271,8 @@ class Pipeline(nn.Module):
 
         All ranks call it. ``ec.clip_grad_norm_`` does.
         """
-        number("norm_type", norm_type, 1.0, math.inf)
-        norm = self._own_norm(norm_type)
-        if math.isinf(norm_type):
-            self._group.all_reduce(norm, "max", label="norm of the gradients")
-            return norm
-        total = norm**norm_type
-        self._group.all_reduce(total, "sum", label="norm of the gradients")
-        return total ** (1 / norm_type)
-
-    def _own_norm(self, norm_type: float) -> Tensor:
-        """That of the stages of this rank, without parameters that another rank counts."""
-        others = {id(tie.param) for tie in self._ties if tie.owners.rank}
-        sharded = [stage for stage in self.stages.values() if isinstance(stage, Sharded)]
-        inside = {id(param) for stage in sharded for param in stage.parameters()}
-        plain = (param for param in self.parameters() if id(param) not in others | inside)
-        norms = [stage.grad_norm(norm_type) for stage in sharded]
-        norms.append(grad_norm(_Gradients(plain), norm_type))
-        device = self._group.device
-        together = torch.stack([norm.double().to(device) for norm in norms])
-        return cast(Tensor, torch.linalg.vector_norm(together, norm_type))
+        elsewhere = [tie.param for tie in self._ties if tie.owners.rank]
+        return norm_over_stages(self.stages.values(), elsewhere, self._group, norm_type)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -327,15 +308,7 @@ class Pipeline(nn.Module):
     def _name_of(self, key: str) -> str:
         """The name in the whole model of what is called ``key`` here: ``stages.INDEX.REST``."""
         _, index, rest = key.split(".", 2)
-        return rest if isinstance(self.stages[index], Part) else f"{index}.{rest}"
-
-
-class _Gradients(nn.Module):
-    """Some parameters as a module, to take the norm of their gradients."""
-
-    def __init__(self, params: Iterator[nn.Parameter]) -> None:
-        super().__init__()
-        self.params = nn.ParameterList(params)
+        return rest if isinstance(unwrapped(self.stages[index]), Part) else f"{index}.{rest}"
 
 
 def _check_arguments(

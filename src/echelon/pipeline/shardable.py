@@ -24,7 +24,7 @@ from echelon.errors import ArgumentError
 from echelon.pipeline.deferred import accumulate
 from echelon.world.group import Group
 
-__all__ = ["Gathering", "ReduceEvery", "Replicated", "Shardable", "Sharing"]
+__all__ = ["Gathering", "ReduceEvery", "Replicated", "Shardable", "Sharing", "unwrapped"]
 
 ReduceEvery = Literal["step", "microbatch"]
 
@@ -59,6 +59,11 @@ class Shardable(Replicated, Protocol):
 
     def await_readers(self) -> None:
         """Return when no rank reads the parts of this one any more. All ranks call it."""
+
+
+def unwrapped(stage: nn.Module) -> nn.Module:
+    """The stage that the user has made, without what shares it."""
+    return next(one for one in stage.modules() if not isinstance(one, Replicated))
 
 
 @final

@@ -1,0 +1,54 @@
+"""The norm of the gradients of a model in stages, of which each rank has some."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from echelon.arguments import number
+from echelon.gradients import Sharded, grad_norm
+from echelon.world.group import Group
+
+__all__ = ["norm_over_stages"]
+
+
+def norm_over_stages(
+    stages: Collection[nn.Module],
+    counted_elsewhere: Iterable[nn.Parameter],
+    group: Group,
+    norm_type: float,
+) -> Tensor:
+    """The norm of all gradients as of one vector, each parameter counted once. All ranks call it.
+
+    Args:
+        stages: of this rank. Those that are sharded know their own norm.
+        counted_elsewhere: parameters of theirs that another rank has, too, and counts.
+        group: the ranks of all stages.
+        norm_type: at least 1; ``math.inf`` for the largest magnitude.
+
+    Raises:
+        ArgumentError: ``norm_type`` is below 1 or no number.
+    """
+    number("norm_type", norm_type, 1.0, math.inf)
+    norm = _own_norm(stages, {id(param) for param in counted_elsewhere}, group, norm_type)
+    if math.isinf(norm_type):
+        group.all_reduce(norm, "max", label="norm of the gradients")
+        return norm
+    total = norm**norm_type
+    group.all_reduce(total, "sum", label="norm of the gradients")
+    return total ** (1 / norm_type)
+
+
+def _own_norm(
+    stages: Collection[nn.Module], elsewhere: set[int], group: Group, norm_type: float
+) -> Tensor:
+    norms = [stage.grad_norm(norm_type) for stage in stages if isinstance(stage, Sharded)]
+    plain = nn.ModuleList(stage for stage in stages if not isinstance(stage, Sharded))
+    counted = (param for param in plain.parameters() if id(param) not in elsewhere)
+    norms.append(grad_norm(nn.ParameterList(counted), norm_type))
+    together = torch.stack([norm.double().to(group.device) for norm in norms])
+    return cast(Tensor, torch.linalg.vector_norm(together, norm_type))
