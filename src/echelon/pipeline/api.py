@@ -71,7 +71,7 @@ class Pipeline(nn.Module):
         ...     return round(loss.item(), 4)
         >>> from echelon.world.run import run
         >>> run(main, ranks=2)
-        [0.2139, 0.2139]
+        [0.0785, 0.0785]
     """
 
     def __init__(
