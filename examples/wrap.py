@@ -26,13 +26,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def wrap(model: nn.Module, args: argparse.Namespace, world: ec.World) -> ec.DDP | ec.FSDP:
     """The model, shared by the ranks as the options say."""
     if args.technique == "ddp":
-        changed = (args.strategy, args.layout, args.precision) != ("FULL_SHARD", "flat", "full")
-        if changed:
-            raise ec.ArgumentError("--strategy, --layout and --precision need --technique fsdp")
+        given = (args.strategy, args.shard, args.layout, args.precision)
+        if given != ("FULL_SHARD", 1, "flat", "full"):
+            raise ec.ArgumentError(
+                "--strategy, --shard, --layout and --precision need --technique fsdp"
+            )
         return ec.DDP(model, world.group)
     low = args.precision == "bfloat16" and next(model.parameters()).dtype == torch.float32
     strategy = ec.Strategy[args.strategy]
     group, replicas = world.group, None
+    if args.shard != 1 and not strategy.hybrid:
+        raise ec.ArgumentError("--shard needs a hybrid --strategy")
     if strategy.hybrid:
         mesh = world.mesh(replicate=-1, shard=args.shard)
         group, replicas = mesh["shard"], mesh["replicate"]
