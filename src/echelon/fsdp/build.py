@@ -222,7 +222,7 @@ def ignored_parameters(
                 )
     if len(skip) == len(params):
         raise ArgumentError(
-            f"ignored has every parameter of {type(module).__name__}, so there is nothing to shard: "
+            f"ignored has every parameter of {type(module).__name__}, so nothing is left to shard: "
             "use the module itself"
         )
     return list(skip)
