@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, cast, final
 
@@ -89,7 +91,7 @@ class Pipeline(nn.Module):
         elif schedule_options:
             raise ArgumentError(f"options {sorted(schedule_options)} belong to a schedule's name")
         own = _own_stages(schedule, stages, group, microbatches)
-        lowered = lower(schedule)
+        lowered = _lowered(schedule)
         _check_agreement(lowered, group)
         self._group, self._schedule, self._loss_fn = group, schedule, loss_fn
         self._feed = Feed(group, schedule, loss_reduction)
@@ -202,7 +204,7 @@ class Pipeline(nn.Module):
         batch = self._feed.batch(args, kwargs, target, None, loss_fn, training=False)
         count = len(batch.weights)
         if count not in self._evaluating:
-            self._evaluating[count] = self._executor(lower(_forwards(self._schedule, count)))
+            self._evaluating[count] = self._executor(_lowered(_forwards(self._schedule, count)))
         self._evaluating[count].run(batch)
         return batch
 
@@ -343,6 +345,20 @@ def _own_stages(
             )
         own[index] = stage
     return own
+
+
+_lowering = threading.Lock()
+
+
+def _lowered(schedule: Schedule) -> Schedule:
+    """``lower``, once for all simulated ranks of a process, which ask for the same at one time."""
+    with _lowering:
+        return _lowered_once(schedule)
+
+
+@lru_cache(maxsize=16)
+def _lowered_once(schedule: Schedule) -> Schedule:
+    return lower(schedule)
 
 
 def _check_agreement(lowered: Schedule, group: Group) -> None:
