@@ -41,6 +41,7 @@ COMPARED = {
     LARGE: (OURS, OVER_GLOO, THEIRS),
     TINY: ALL,
 }
+TASKS = list(COMPARED)
 BARS = {
     GPT: (
         Bar(task="GPT step", name=OVER_GLOO, kind=Kind.FASTER, bound=1.0, peer=THEIRS),
@@ -170,7 +171,7 @@ def proven() -> list[Outcome]:
 
 
 def main(
-    task: Annotated[list[str], typer.Option(help="What to train.")] = list(COMPARED),
+    task: Annotated[list[str], typer.Option(help="What to train.")] = TASKS,
     seconds: Annotated[float, typer.Option(help="For each task.")] = 45.0,
     sleep: Annotated[bool, typer.Option(help="Run sleeping stages too.")] = True,
     quick: Annotated[bool, typer.Option(help="Fewer variants, rounds and sizes.")] = False,
