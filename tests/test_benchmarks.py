@@ -190,6 +190,29 @@ def test_fsdp_weighs_a_tiny_unit_and_counts_what_is_sent(
     assert "CPU ms a unit" in capsys.readouterr().out
 
 
+def test_pipelines_are_compared_with_torchs_on_the_same_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import pipeline
+
+    options = {"task": ["tiny"], "seconds": 0.01, "sleep": False}
+    result = written(pipeline.main, tmp_path, **options, quick=True)
+    [task] = result["tasks"]
+    assert task["same_weights"]["largest_difference"] < 1e-6
+    assert task["saved_nbytes"]["echelon 1f1b"] == task["saved_nbytes"]["PyTorch 1F1B"]
+    # One message a microbatch each way, and how many rows the ranks were given.
+    assert [calls for calls, _ in task["traffic"]["echelon 1f1b"]] == [2 * 16 + 1] * 2
+    assert [bar["variant"] for bar in result["bars"]] == ["echelon 1f1b"]
+    assert "PyTorch 1F1B / it" in capsys.readouterr().out
+
+
+def test_sleeping_stages_sleep_as_long_as_the_simulation_says() -> None:
+    import sleeps
+
+    found = sleeps.measure(sleeps.Case("zb-h1", 2, 2))
+    assert found["simulated_s"] <= found["measured_s"] < 2 * found["simulated_s"]
+
+
 def test_many_simulated_ranks_take_a_step_of_one_process(tmp_path: Path) -> None:
     import many_ranks
 

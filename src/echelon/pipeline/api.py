@@ -16,11 +16,11 @@ from echelon.pipeline.execute import Batch, Executor, Loss
 from echelon.pipeline.feed import Feed
 from echelon.pipeline.ir import Action, Item, Kind, Schedule
 from echelon.pipeline.link import Link
+from echelon.pipeline.lowering import lower_once
 from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import join_batches
 from echelon.pipeline.norm import norm_over_stages
 from echelon.pipeline.parts import Part
-from echelon.pipeline.passes import lower
 from echelon.pipeline.schedules import schedule as make_schedule
 from echelon.pipeline.shardable import Gathering, ReduceEvery, unwrapped
 from echelon.pipeline.stage import Stage
@@ -144,9 +144,8 @@ class Pipeline(nn.Module):
 
     def _lower(self, schedule: Schedule) -> Schedule:
         found = self._gathering
-        return lower(
-            schedule, gather=found.nbytes, window_nbytes=self._window_nbytes, reduce=found.reduces
-        )
+        nbytes = None if found.nbytes is None else tuple(found.nbytes)
+        return lower_once(schedule, nbytes, self._window_nbytes, found.reduces)
 
     # Training --------------------------------------------------------------------------------
 

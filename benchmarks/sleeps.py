@@ -1,0 +1,147 @@
+"""Pipelines whose stages sleep for a known time, on simulated ranks: what runs beside the plan."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+import echelon as ec
+from echelon.pipeline import deferred
+
+__all__ = ["SCHEDULES", "Case", "cases", "measure"]
+
+UNIT_S = 0.024  # of each of F, I and W, over all stages of a rank
+
+# Stages on each rank, and options, by name.
+SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
+    "gpipe": (1, {}),
+    "1f1b": (1, {}),
+    "interleaved": (2, {}),
+    "looped-bfs": (2, {}),
+    "zb-h1": (1, {}),
+    "zb-h2": (1, {}),
+    "zb": (2, {"k": 2}),
+    "zb-v": (2, {}),
+    "v-half": (2, {}),
+    "v-min": (2, {}),
+    "dualpipe-v": (2, {}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One schedule of one size."""
+
+    name: str
+    ranks: int
+    microbatches: int
+
+
+def cases(ranks: list[int], microbatches: list[int]) -> list[Case]:
+    """All schedules that run in these sizes."""
+    return [
+        Case(name, p, m)
+        for p in ranks
+        for m in microbatches
+        for name in SCHEDULES
+        if name != "dualpipe-v" or m >= 2 * p
+    ]
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.seconds = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return grad.clone(), None, None
+
+
+class Sleeps(nn.Module):
+    """Sleeps in forward, and in backward; ``_sleeping_weights`` adds what W takes.
+
+    Args:
+        splits: whether the weight gradient is put off, and sleeps by itself.
+
+    Attributes:
+        unit_s: of F, I and W.
+    """
+
+    def __init__(self, *, splits: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.unit_s, self._splits = 0.0, splits
+
+    def forward(self, x: Tensor) -> Tensor:
+        backward_s = self.unit_s if self._splits else 2 * self.unit_s
+        output: Tensor = _Sleep.apply(self.linear(x), self.unit_s, backward_s)  # type: ignore[no-untyped-call]
+        return output
+
+
+@contextmanager
+def _sleeping_weights(unit_s: float) -> Iterator[None]:
+    """Linear layers that can defer take ``unit_s`` for the gradient of their weight."""
+    compute = deferred._weight_gradient
+
+    def slow(x: Tensor, grad: Tensor) -> Tensor:
+        time.sleep(unit_s)
+        return compute(x, grad)
+
+    with patch.object(deferred, "_weight_gradient", slow):
+        yield
+
+
+def _rank(world: ec.World, case: Case, unit_s: float) -> float:
+    chunks, options = SCHEDULES[case.name]
+    count = case.ranks * chunks
+    schedule = ec.pipeline.schedule(case.name, count, case.microbatches, case.ranks, **options)
+    splits = any(item.kind is ec.pipeline.Kind.W for order in schedule.orders for item in order)
+    stages = [Sleeps(splits=splits) for _ in range(count)]
+    pipe = ec.Pipeline(
+        stages,
+        world.group,
+        microbatches=case.microbatches,
+        schedule=schedule,
+        loss_fn=lambda y, target: (y - target).square().mean(),
+    )
+    x = torch.ones(case.microbatches, 2)
+    pipe.step(x, target=x)  # makes the forms of messages known
+    for stage in stages:
+        stage.unit_s = unit_s
+    with pipe.measure() as measured:
+        pipe.step(x, target=x)
+    return measured.timeline.makespan
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """The time of a step, and what the simulation says of these sleeps."""
+    chunks, options = SCHEDULES[case.name]
+    unit_s = UNIT_S / chunks
+    with _sleeping_weights(unit_s):
+        measured = statistics.median(ec.run(_rank, case.ranks, args=(case, unit_s)))
+    schedule = ec.pipeline.schedule(
+        case.name, case.ranks * chunks, case.microbatches, case.ranks, **options
+    )
+    simulated = ec.pipeline.simulate(
+        schedule, {"F": unit_s, "B": 2 * unit_s, "I": unit_s, "W": unit_s}
+    )
+    return {
+        "schedule": case.name,
+        "ranks": case.ranks,
+        "microbatches": case.microbatches,
+        "measured_s": measured,
+        "simulated_s": simulated.makespan,
+        "bubble": simulated.span_bubble,
+    }
