@@ -19,10 +19,10 @@ from echelon.pipeline.feed import Feed
 from echelon.pipeline.ir import Action, Item, Kind, Schedule
 from echelon.pipeline.link import Link
 from echelon.pipeline.microbatch import join_batches
-from echelon.pipeline.parts import Part
 from echelon.pipeline.passes import lower
 from echelon.pipeline.schedules import schedule as make_schedule
 from echelon.pipeline.stage import Stage
+from echelon.pipeline.start import name_in_model, start
 from echelon.pipeline.ties import find_ties
 from echelon.world.group import Group
 
@@ -49,6 +49,8 @@ class Pipeline(nn.Module):
         loss_reduction: ``"mean"`` if ``loss_fn`` gives a mean over rows, so that each microbatch
             counts by its share of them, or ``"sum"``.
         recompute: whether stages keep their inputs only, and run again in backward.
+        materialize: gives values to a module whose parameters are on the meta device; its
+            ``reset_parameters()`` if None. Only the stages of this rank get memory.
         schedule_options: for ``ec.pipeline.schedule``.
 
     Raises:
@@ -78,6 +80,7 @@ class Pipeline(nn.Module):
         loss_fn: Loss | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
         recompute: bool = False,
+        materialize: Callable[[nn.Module], None] | None = None,
         **schedule_options: Any,
     ) -> None:
         super().__init__()
@@ -91,6 +94,7 @@ class Pipeline(nn.Module):
         own = _own_stages(schedule, stages, group, microbatches)
         lowered = lower(schedule)
         _check_agreement(lowered, group)
+        start(own, group, materialize)
         self._group, self._schedule, self._loss_fn = group, schedule, loss_fn
         self._feed = Feed(group, schedule, loss_reduction)
         self.stages = nn.ModuleDict({str(index): stage for index, stage in own.items()})
@@ -281,7 +285,7 @@ class Pipeline(nn.Module):
     def _name_of(self, key: str) -> str:
         """The name in the whole model of what is called ``key`` here: ``stages.INDEX.REST``."""
         _, index, rest = key.split(".", 2)
-        return rest if isinstance(self.stages[index], Part) else f"{index}.{rest}"
+        return name_in_model(self.stages[index], int(index), rest)
 
 
 class _Gradients(nn.Module):

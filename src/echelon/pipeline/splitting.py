@@ -77,6 +77,14 @@ def split(
         raise ArgumentError(f"module is {module!r:.80}; give a torch.nn.Module")
     make_row = partial(_row_of, prefix=prefix, suffix=suffix)
     row = make_row(module)
+    _check_stages(module, row, num_stages, schedule)
+    args = example if isinstance(example, tuple) else None if example is None else (example,)
+    costs = _costs(module, row, make_row, cost, args, group)
+    cut = _cut(module, row, make_row, costs, num_stages, schedule, memory_cap, args)
+    return [row.part(blocks.start, blocks.stop) for blocks in cut]
+
+
+def _check_stages(module: nn.Module, row: Row, num_stages: int, schedule: Schedule | None) -> None:
     whole("num_stages", num_stages, 1)
     if num_stages > row.num_atoms:
         raise ArgumentError(
@@ -87,10 +95,6 @@ def split(
         raise ArgumentError(
             f"schedule has {schedule.num_stages} stages and the split {num_stages}: make them equal"
         )
-    args = example if isinstance(example, tuple) else None if example is None else (example,)
-    costs = _costs(module, row, make_row, cost, args, group)
-    cut = _cut(module, row, make_row, costs, num_stages, schedule, memory_cap, args)
-    return [row.part(blocks.start, blocks.stop) for blocks in cut]
 
 
 def _row_of(module: nn.Module, prefix: Sequence[str] | None, suffix: Sequence[str] | None) -> Row:
