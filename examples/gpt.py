@@ -56,6 +56,12 @@ class Block(nn.Module):
         return x_BLD + self.down(F.gelu(self.up(self.norm2(x_BLD)), approximate="tanh"))
 
 
+def embed(tokens: nn.Embedding, positions: nn.Embedding, tokens_BL: Tensor) -> Tensor:
+    """What goes into the first block, BLD."""
+    positions_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
+    return tokens(tokens_BL) + positions(positions_L)
+
+
 class GPT(nn.Module):
     """Bytes in, logits of the next byte out."""
 
@@ -76,8 +82,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
-        positions_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
-        x_BLD = self.tokens(tokens_BL) + self.positions(positions_L)
+        x_BLD = embed(self.tokens, self.positions, tokens_BL)
         for block in self.blocks:
             x_BLD = block(x_BLD)
         return F.linear(self.norm(x_BLD), self.tokens.weight)  # B L V

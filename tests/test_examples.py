@@ -86,14 +86,32 @@ def test_any_number_of_ranks_trains_the_same_model(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("echelon.observe.recorder.write_report", lambda folder: None)
     script, curves = example("train_gpt"), []
-    for ranks in (1, 4):
+    pipeline = ["--technique", "pipeline", "--schedule", "zb-h1"]
+    for ranks, technique in ((1, []), (4, []), (2, pipeline)):
         options = [*SMALL, "--data", str(prose), "--name", str(ranks), "--dtype", "float64"]
+        options += technique
         monkeypatch.setattr(sys, "argv", ["train_gpt.py", *options])
         ec.run(script.main, ranks, args=(script.parse_args(),))
         lines = read_metrics(tmp_path / "runs" / str(ranks))
         curves.append([line["loss"] for line in lines if line["kind"] in ("step", "evaluation")])
     # Sums run in another order, and Adam divides by gradients that may be tiny.
     assert curves[0] == pytest.approx(curves[1], rel=1e-9)
+    assert curves[0] == pytest.approx(curves[2], rel=1e-9)
+    # A pipeline leaves the last step as it was planned and as it was measured.
+    (drawn,) = (line for line in lines if line["kind"] == "timelines")
+    ran = {name: sorted(row[:2] for row in rows) for name, rows in drawn["timelines"].items()}
+    assert ran["planned"] == ran["measured"]
+    assert len(ran["planned"]) == 2 * 3 * 4  # stages; F, I, W; microbatches
+
+
+def test_options_of_another_technique_are_refused(
+    example: Any, prose: Path, monkeypatch: Any
+) -> None:
+    script = example("train_gpt")
+    for options in (["--chunks", "2"], ["--technique", "pipeline", "--layout", "rows"]):
+        monkeypatch.setattr(sys, "argv", ["train_gpt.py", *SMALL, "--data", str(prose), *options])
+        with pytest.raises(ec.ArgumentError, match=r"--(chunks|layout) needs --technique"):
+            ec.run(script.main, 2, args=(script.parse_args(),))
 
 
 def test_batches_of_the_ranks_end_to_end_are_the_batch_of_one_process(text: ModuleType) -> None:

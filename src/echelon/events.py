@@ -14,6 +14,8 @@ Events of this library and their facts (bytes in ``nbytes``, ranks inside the jo
 ``ddp.bucket``        ``rank bucket nbytes``: a bucket's gradients are complete and on their way
 ``fsdp.gather``       ``rank unit nbytes``: the parameters of a unit became whole
 ``fsdp.release``      the same: they are this rank's parts again
+``pipeline.action``   ``rank action kind training waited_s``: one action of a schedule ran, such as
+                      ``2F0``; ``waited_s`` of its time passed until its input was there
 ====================  ==========================================================================
 """
 

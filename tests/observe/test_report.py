@@ -36,6 +36,11 @@ def write_run(folder: Path, ranks: int, finished: bool = True) -> Path:
             loss = float("nan") if step == 5 else 5.0 - step / 20
             writer.write("step", step=step, time_s=0.1 * step, loss=loss, tokens_per_s=1000.0)
         writer.write("evaluation", step=40, time_s=4.0, loss=3.125)
+        timelines = {
+            "planned": [[0, "0F0", 0.0, 0.25], [1, "1F0", 0.25, 0.5]],
+            "measured": [[0, "0F0</script>", 0.0, 0.3], [1, "1B0", 0.3, 0.625]],
+        }
+        writer.write("timelines", step=40, timelines=timelines)
         writer.write("note", title="sample", text="<script>alert(1)</script>")
         if finished:
             rows = [{"rank": rank, "pid": 1, **summary} for rank in range(ranks)]
@@ -58,10 +63,19 @@ def test_the_page_has_all_sections_and_numbers(tmp_path: Path) -> None:
         "Throughput",
         "Memory per category",
         "Communication per operation",
+        "Schedule of step 40",
         "sample",
         "Options",
     ]
-    for text in ("3.125", "unigram entropy", "validation", "rank 1", "3.0 MiB", "0.250 s"):
+    for text in (
+        "3.125",
+        "unigram entropy",
+        "validation",
+        "rank 1",
+        "3.0 MiB",
+        "0.250 s",
+        "measured: 625 ms",
+    ):
         assert text in page
 
 
@@ -74,6 +88,7 @@ def test_the_page_needs_no_network(tmp_path: Path) -> None:
 def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "run", ranks=1))
     assert "alert(1)</script>" not in page
+    assert "0F0</script>" not in page
     assert "&lt;0.1&gt;" in page
 
 

@@ -120,23 +120,13 @@ def wide(*widths: int) -> nn.Sequential:
 
 def test_each_cost_cuts_by_what_it_counts() -> None:
     model = wide(2, 2, 2, 2, 30, 2)
-    assert sizes_of(split(model, 2)) == [4, 1] or sizes_of(split(model, 2)) == [3, 2]
+    assert sizes_of(split(model, 2)) == [4, 1]  # 18 + 90 against 62
     assert sizes_of(split(model, 2, cost=[9, 1, 1, 1, 1])) == [1, 4]
-    # A convolution has few parameters and many operations; an embedding the other way round.
-    convolutions = nn.Sequential(
-        nn.Conv1d(1, 1, 3, padding=1),
-        nn.Conv1d(1, 1, 3, padding=1),
-        nn.Flatten(),
-        nn.Linear(64, 64),
-    )
-    small = torch.ones(2, 1, 64)
-    by_parameters = split(convolutions, 2)
-    assert [len(stage.state_dict()) for stage in by_parameters] == [4, 2]
+    # An embedding has many parameters and no operations.
     model = nn.Sequential(nn.Embedding(1000, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     assert sizes_of(split(model, 2)) == [1, 2]
     tokens = torch.zeros(2, 3, dtype=torch.long)
     assert sizes_of(split(model, 2, cost="flops", example=tokens)) == [2, 1]
-    assert split(convolutions, 2, cost="flops", example=small)
 
 
 def test_flops_are_counted_without_running_a_model_of_any_kind() -> None:
@@ -306,10 +296,6 @@ def test_what_another_stage_has_is_named_and_never_guessed(kind: str, sentence: 
 
 
 def test_a_module_used_on_both_sides_may_be_named_on_both() -> None:
-    options = {
-        "prefix": ["scale", "inner.embed", "inner.table"],
-        "suffix": ["inner.embed", "inner.norm", "head"],
-    }
     torch.manual_seed(0)
     model = Leaky("weight").double()
     del model.head, model.inner["norm"], model.inner["table"]

@@ -15,6 +15,7 @@ __all__ = [
     "memory_figure",
     "memory_over_time_figure",
     "speed_figure",
+    "timelines_figure",
 ]
 
 Line = dict[str, Any]
@@ -153,6 +154,46 @@ def memory_over_time_figure(line: Line) -> go.Figure:
     figure.update_yaxes(title=f"memory ({unit})", rangemode="tozero")
     figure.update_layout(hovermode="x unified")
     return _styled(figure, height=340)
+
+
+# Colours of what a pipeline computes, by the letter in its text.
+ACTIONS = {
+    "F": ("forward", "#2f6fde"),
+    "B": ("backward", "#e8903a"),
+    "I": ("gradients of inputs", "#e8c23a"),
+    "W": ("gradients of weights", "#1b9e8a"),
+}
+
+
+def timelines_figure(line: Line) -> go.Figure:
+    """A bar for everything that ran, a row for each rank, one timeline under the other."""
+    figure = go.Figure()
+    bars: dict[str, list[tuple[list[str], str, float, float]]] = {}  # by letter
+    for name, steps in line["timelines"].items():
+        for rank, what, start, end in steps:
+            letter = next((one for one in what if one in ACTIONS), "F")
+            bars.setdefault(letter, []).append(([name, f"rank {rank}"], what, start, end))
+    for letter, (meaning, colour) in ACTIONS.items():
+        found = bars.get(letter, [])
+        if not found:
+            continue
+        rows, texts, starts, ends = zip(*found, strict=True)
+        figure.add_bar(
+            orientation="h",
+            y=list(zip(*rows, strict=True)),
+            base=[1e3 * start for start in starts],
+            x=[1e3 * (end - start) for start, end in zip(starts, ends, strict=True)],
+            text=texts,
+            name=meaning,
+            marker={"color": colour},
+            textposition="none",
+            hovertemplate="%{text}: %{base:,.3f} ms, for %{x:,.3f} ms<extra></extra>",
+        )
+    figure.update_layout(barmode="overlay", bargap=0.15)
+    figure.update_xaxes(title="time since the step began (ms)", rangemode="tozero")
+    figure.update_yaxes(autorange="reversed")
+    num_rows = len({(*row,) for found in bars.values() for row, *_ in found})
+    return _styled(figure, height=140 + 26 * num_rows)
 
 
 def comm_figure(ranks: Sequence[Line]) -> go.Figure:

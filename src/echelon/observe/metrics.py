@@ -8,6 +8,7 @@
 ``evaluation``   ``step time_s loss``
 ``note``         ``title text``
 ``memory``       ``step rank``, and lists: ``time_s`` since that step began, ``nbytes`` by category
+``timelines``    ``step timelines``: lists by name, of ``[rank, what, start, end]`` in seconds
 ``ranks``        ``ranks``: for each, ``rank pid process_peak memory comm``
 ``end``          ``time_s steps``
 ===============  =============================================================================
@@ -43,6 +44,7 @@ _FIELDS: dict[str, _Fields] = {
     "evaluation": {"step": int, "time_s": _NUMBER, "loss": _LOSS},
     "note": {"title": str, "text": str},
     "memory": {"step": int, "rank": int, "time_s": list, "nbytes": dict},
+    "timelines": {"step": int, "timelines": dict},
     "ranks": {"ranks": list},
     "end": {"time_s": _NUMBER, "steps": int},
 }

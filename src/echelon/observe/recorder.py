@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ from echelon.world.base import World
 __all__ = ["Recorder", "RunInfo"]
 
 FORMAT_VERSION = 1
+Span = tuple[int, object, float, float]  # rank, what ran, start, end
 _SHOWN_STEPS = 20  # the shown speed is a mean over so many; the first step of all is left out
 
 
@@ -208,6 +209,28 @@ class Recorder:
         if self._writer is not None and self._progress is not None:
             self._writer.write("note", title=title, text=text)
             self._progress.note(f"{title}:\n{text}" if "\n" in text else f"{title}: {text}")
+
+    def timelines(
+        self, timelines: Mapping[str, Iterable[tuple[int, object, float, float]]]
+    ) -> None:
+        """Draw when something ran on each rank, one picture over the other.
+
+        Args:
+            timelines: by name, from top to bottom: rank, what ran, and when it began and ended, in
+                seconds. Those of ``echelon.pipeline`` have such ``steps``. Rank 0's are kept.
+
+        Example:
+            >>> # planned, ran = measured.simulation.timeline, measured.timeline
+            >>> # recorder.timelines({"planned": planned.steps, "measured": ran.steps})
+        """
+        self._lap()
+        if self._writer is None:
+            return
+        rows = {
+            name: [[rank, str(what), start, end] for rank, what, start, end in steps]
+            for name, steps in timelines.items()
+        }
+        self._writer.write("timelines", step=self._steps, timelines=rows)
 
     def _lap(self) -> float:
         """Seconds since the last record."""

@@ -161,6 +161,10 @@ def _sections(start: Line, lines: Sequence[Line]) -> list[str]:
         )
         content = _drawing(figures.comm_figure(ranks)) + _comm_table(ranks)
         parts.append(_section("Communication per operation", about, content))
+    for line in _of(lines, "timelines"):
+        about = "What each rank computed and when; between two bars it waited. " + _spans(line)
+        drawing = _drawing(figures.timelines_figure(line))
+        parts.append(_section(f"Schedule of step {line['step']}", about, drawing))
     for note in _of(lines, "note"):
         parts.append(_section(note["title"], "", f"<pre>{html.escape(note['text'])}</pre>"))
     if start.get("config"):
@@ -210,6 +214,16 @@ def _comm_table(ranks: Sequence[Line]) -> str:
     )
     head = "".join(f"<th>{title}</th>" for title in heads)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _spans(line: Line) -> str:
+    """How long each timeline is."""
+    spans = {
+        name: max(end for *_, end in steps) - min(start for *_, start, _ in steps)
+        for name, steps in line["timelines"].items()
+        if steps
+    }
+    return ", ".join(f"{name}: {1e3 * span:,.4g} ms" for name, span in spans.items()) + "."
 
 
 def _of(lines: Sequence[Line], kind: str) -> list[Line]:

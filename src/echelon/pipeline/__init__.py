@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.pipeline.check import check
 from echelon.pipeline.choose import Choice, choose
 from echelon.pipeline.ir import Action, Item, Kind, Pair, Schedule
+from echelon.pipeline.measure import Measurement, measured_costs
 from echelon.pipeline.page import to_page
 from echelon.pipeline.partition import partition
 from echelon.pipeline.passes import lower
@@ -31,6 +32,7 @@ __all__ = [
     "Idle",
     "Item",
     "Kind",
+    "Measurement",
     "Pair",
     "Schedule",
     "Simulation",
@@ -39,6 +41,7 @@ __all__ = [
     "check",
     "choose",
     "lower",
+    "measured_costs",
     "partition",
     "schedule",
     "simulate",

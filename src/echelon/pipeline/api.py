@@ -11,18 +11,21 @@ from typing import Any, Literal, cast, final
 import torch
 from torch import Tensor, nn
 
-from echelon.arguments import number, one_of, whole
-from echelon.errors import ArgumentError, ModelMismatch
-from echelon.gradients import grad_norm
+from echelon.arguments import number
+from echelon.errors import ArgumentError
+from echelon.gradients import Sharded, grad_norm
 from echelon.pipeline.execute import Batch, Executor, Loss
 from echelon.pipeline.feed import Feed
+from echelon.pipeline.fit import check_agreement, check_arguments, own_stages
 from echelon.pipeline.ir import Action, Item, Kind, Schedule
 from echelon.pipeline.link import Link
+from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import join_batches
 from echelon.pipeline.passes import lower
 from echelon.pipeline.schedules import schedule as make_schedule
+from echelon.pipeline.shardable import Gathering, ReduceEvery
 from echelon.pipeline.stage import Stage
-from echelon.pipeline.start import name_in_model, start
+from echelon.pipeline.start import name_in_model, names_of_state, start
 from echelon.pipeline.ties import find_ties
 from echelon.world.group import Group
 
@@ -51,6 +54,11 @@ class Pipeline(nn.Module):
         recompute: whether stages keep their inputs only, and run again in backward.
         materialize: gives values to a module whose parameters are on the meta device; its
             ``reset_parameters()`` if None. Only the stages of this rank get memory.
+        reduce_every: of stages in ``DDP`` or ``FSDP``: ``"step"`` reduces gradients once, by the
+            REDUCE of the schedule; ``"microbatch"`` in each backward, which takes more traffic and,
+            with ``FSDP``, less memory: only parts of gradients are kept.
+        window_nbytes: of stages in ``FSDP``: how many bytes of whole parameters a rank may hold at
+            once, besides those of the stage that computes; all of its stages if None.
         schedule_options: for ``ec.pipeline.schedule``.
 
     Raises:
@@ -81,28 +89,35 @@ class Pipeline(nn.Module):
         loss_reduction: Literal["mean", "sum"] = "mean",
         recompute: bool = False,
         materialize: Callable[[nn.Module], None] | None = None,
+        reduce_every: ReduceEvery = "step",
+        window_nbytes: int | None = None,
         **schedule_options: Any,
     ) -> None:
         super().__init__()
-        _check_arguments(stages, group, microbatches, loss_fn, loss_reduction, recompute)
+        check_arguments(stages, group, microbatches, loss_fn, loss_reduction, recompute)
         if isinstance(schedule, str):
             schedule = make_schedule(
                 schedule, len(stages), microbatches, group.size, **schedule_options
             )
         elif schedule_options:
             raise ArgumentError(f"options {sorted(schedule_options)} belong to a schedule's name")
-        own = _own_stages(schedule, stages, group, microbatches)
-        lowered = lower(schedule)
-        _check_agreement(lowered, group)
+        own = own_stages(schedule, stages, group, microbatches)
         start(own, group, materialize)
+        splits = any(item.kind is Kind.W for order in schedule.orders for item in order)
+        self._parts = {
+            index: Stage(
+                stage, index, splits=splits, recomputes=recompute, reduce_every=reduce_every
+            )
+            for index, stage in own.items()
+        }
+        sharing = {index: part.sharing for index, part in self._parts.items()}
+        self._gathering = Gathering.agree(sharing, group, reduce_every, window_nbytes)
+        self._window_nbytes = window_nbytes
+        lowered = self._lower(schedule)
+        check_agreement(lowered, group)
         self._group, self._schedule, self._loss_fn = group, schedule, loss_fn
         self._feed = Feed(group, schedule, loss_reduction)
         self.stages = nn.ModuleDict({str(index): stage for index, stage in own.items()})
-        splits = any(item.kind is Kind.W for order in schedule.orders for item in order)
-        self._parts = {
-            index: Stage(stage, index, splits=splits, recomputes=recompute)
-            for index, stage in own.items()
-        }
         self._ties = find_ties(stages, schedule.placement, group)
         self._before, self._after = self._links(microbatches)
         self._training = self._executor(lowered)
@@ -130,12 +145,14 @@ class Pipeline(nn.Module):
             self._parts,
             self._before,
             self._after,
-            self._reduce,
             self._group.ranks[self._group.rank],
         )
 
-    def _reduce(self, stage: int) -> None:
-        """Nobody else has this stage."""
+    def _lower(self, schedule: Schedule) -> Schedule:
+        found = self._gathering
+        return lower(
+            schedule, gather=found.nbytes, window_nbytes=self._window_nbytes, reduce=found.reduces
+        )
 
     # Training --------------------------------------------------------------------------------
 
@@ -206,7 +223,7 @@ class Pipeline(nn.Module):
         batch = self._feed.batch(args, kwargs, target, None, loss_fn, training=False)
         count = len(batch.weights)
         if count not in self._evaluating:
-            self._evaluating[count] = self._executor(lower(_forwards(self._schedule, count)))
+            self._evaluating[count] = self._executor(self._lower(_forwards(self._schedule, count)))
         self._evaluating[count].run(batch)
         return batch
 
@@ -243,14 +260,25 @@ class Pipeline(nn.Module):
         """Microbatches of stages whose activations this rank held at once in the last step."""
         return self._training.most_alive
 
+    def measure(self) -> Measurement:
+        """A block that times the steps in it: what was measured, and what was to be expected.
+
+        All ranks enter and leave it.
+
+        Example:
+            >>> # with pipe.measure() as measured:
+            >>> #     pipe.step(x, target=y)
+            >>> # print(measured.simulation.makespan, measured.timeline.makespan)
+        """
+        return Measurement(self._schedule, self._group)
+
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of all stages; the same plain scalar on all ranks.
 
         All ranks call it. ``ec.clip_grad_norm_`` does.
         """
         number("norm_type", norm_type, 1.0, math.inf)
-        own = _Gradients(self._counted())
-        norm = grad_norm(own, norm_type).double().to(self._group.device)
+        norm = self._own_norm(norm_type)
         if math.isinf(norm_type):
             self._group.all_reduce(norm, "max", label="norm of the gradients")
             return norm
@@ -258,10 +286,29 @@ class Pipeline(nn.Module):
         self._group.all_reduce(total, "sum", label="norm of the gradients")
         return total ** (1 / norm_type)
 
-    def _counted(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank, without those that another rank counts."""
+    def _own_norm(self, norm_type: float) -> Tensor:
+        """That of the stages of this rank, without parameters that another rank counts."""
         others = {id(tie.param) for tie in self._ties if tie.owners.rank}
-        return (param for param in self.parameters() if id(param) not in others)
+        sharded = [stage for stage in self.stages.values() if isinstance(stage, Sharded)]
+        inside = {id(param) for stage in sharded for param in stage.parameters()}
+        plain = (param for param in self.parameters() if id(param) not in others | inside)
+        norms = [stage.grad_norm(norm_type) for stage in sharded]
+        norms.append(grad_norm(_Gradients(plain), norm_type))
+        device = self._group.device
+        together = torch.stack([norm.double().to(device) for norm in norms])
+        return cast(Tensor, torch.linalg.vector_norm(together, norm_type))
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the stages of this rank show to an optimizer, such as flat parameters."""
+        seen: set[nn.Parameter] = set()
+        for index, stage in self.stages.items() if recurse else ():
+            name = f"{prefix}{'.' if prefix else ''}stages.{index}"
+            for name_of_one, param in stage.named_parameters(name, True, remove_duplicate):
+                if not (remove_duplicate and param in seen):
+                    seen.add(param)
+                    yield name_of_one, param
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of this rank's stages, with the names of the whole model.
@@ -278,8 +325,11 @@ class Pipeline(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load this rank's stages from a state of them, or of the whole model."""
-        names = {key: self._name_of(key) for key in super().state_dict()}
-        own = {key: state_dict[name] for key, name in names.items() if name in state_dict}
+        own = {
+            f"stages.{index}.{key}": state_dict[name]
+            for index, stage in self.stages.items()
+            for key, name in names_of_state(stage, int(index), state_dict).items()
+        }
         return super().load_state_dict(own, strict, assign)
 
     def _name_of(self, key: str) -> str:
@@ -294,59 +344,6 @@ class _Gradients(nn.Module):
     def __init__(self, params: Iterator[nn.Parameter]) -> None:
         super().__init__()
         self.params = nn.ParameterList(params)
-
-
-def _check_arguments(
-    stages: Sequence[nn.Module | None],
-    group: Group,
-    microbatches: int,
-    loss_fn: Callable[..., Any] | None,
-    loss_reduction: str,
-    recompute: bool,
-) -> None:
-    if not isinstance(group, Group):
-        raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
-    if isinstance(stages, nn.Module) and not isinstance(stages, nn.Sequential | nn.ModuleList):
-        raise ArgumentError(
-            f"stages is a {type(stages).__name__}; give a list of modules, such as "
-            "ec.pipeline.split(model, num_stages)"
-        )
-    whole("microbatches", microbatches)
-    if microbatches == 0:
-        raise ArgumentError("microbatches must be > 0")
-    if loss_fn is not None and not callable(loss_fn):
-        raise ArgumentError(f"loss_fn is {loss_fn!r:.80}; give a function of output and target")
-    one_of("loss_reduction", loss_reduction, ("mean", "sum"))
-    one_of("recompute", recompute, (True, False))
-
-
-def _own_stages(
-    schedule: Schedule, stages: Sequence[nn.Module | None], group: Group, microbatches: int
-) -> dict[int, nn.Module]:
-    """The stages of this rank, by number."""
-    found = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
-    given = (group.size, len(stages), microbatches)
-    if found != given:
-        raise ArgumentError(
-            f"the schedule is for {found[0]} ranks, {found[1]} stages and {found[2]} microbatches; "
-            f"the pipeline has {given[0]}, {given[1]} and {given[2]}"
-        )
-    own: dict[int, nn.Module] = {}
-    for index in schedule.stages_of(group.rank):
-        stage = stages[index]
-        if not isinstance(stage, nn.Module):
-            raise ArgumentError(
-                f"stage {index} is {stage!r:.60} on rank {group.rank}, where it runs: give a "
-                "torch.nn.Module"
-            )
-        own[index] = stage
-    return own
-
-
-def _check_agreement(lowered: Schedule, group: Group) -> None:
-    texts = group.all_gather_object(lowered.to_csv())
-    if len(set(texts)) > 1:
-        raise ModelMismatch("the schedule", {rank: text[:80] for rank, text in enumerate(texts)})
 
 
 def _forwards(schedule: Schedule, microbatches: int) -> Schedule:

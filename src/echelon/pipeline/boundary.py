@@ -8,6 +8,7 @@ receiver has the memory ready before the message comes.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,11 @@ class TensorForm:
     dtype: torch.dtype
     requires_grad: bool
 
+    @property
+    def nbytes(self) -> int:
+        """Of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def empty(self, device: torch.device) -> Tensor:
         """Memory for such a tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -65,6 +71,17 @@ class Form:
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, TensorForm) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
+
+    def same(self, other: Form) -> bool:
+        """Whether ``other`` need not be sent where this one is known.
+
+        Plain values are compared as they are sent: 1, 1.0 and True are equal and not the same.
+        """
+        if self.leaves != other.leaves or self.spec != other.spec:
+            return False
+        if len(self.tensors) == len(self.leaves):
+            return True
+        return pickle.dumps(self.leaves) == pickle.dumps(other.leaves)
 
     def to_bytes(self) -> bytes:
         """For the stage that receives."""

@@ -7,6 +7,7 @@ stage has it.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,7 +69,6 @@ class Executor:
         stages: those of this rank, by number.
         before: by stage, the way to the stage before it, where that is on another rank.
         after: by stage, the way to the stage after it.
-        reduce: called with a stage whose gradients are complete.
         world_rank: what events call this rank.
     """
 
@@ -79,13 +79,12 @@ class Executor:
         stages: Mapping[int, Stage],
         before: Mapping[int, Link],
         after: Mapping[int, Link],
-        reduce: Callable[[int], None],
         world_rank: int,
     ) -> None:
         self._world_rank = world_rank
         self._order = schedule.orders[rank]
         self._last = schedule.num_stages - 1
-        self._stages, self._before, self._after, self._reduce = stages, before, after, reduce
+        self._stages, self._before, self._after = stages, before, after
         self._run = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -96,14 +95,17 @@ class Executor:
             Kind.SEND_B: self._send_gradients,
             Kind.RECV_B: self._expect_gradients,
             Kind.REDUCE: self._reduce_stage,
+            Kind.UNSHARD: self._gather_stage,
+            Kind.RESHARD: self._release_stage,
         }
         self.most_alive = 0  # microbatches of stages whose activations were held at once
         self._begin()
 
     def _begin(self) -> None:
         self._batch: Batch | None = None
-        self._recent: deque[str] = deque(maxlen=_LAST)
-        self._sending: list[Sending] = []
+        self._waited_s = 0.0  # for what the action under way needs
+        self._recent: deque[Action] = deque(maxlen=_LAST)
+        self._sending: deque[Sending] = deque()  # the oldest first
         self._values: dict[_Key, tuple[Form, list[Tensor]]] = {}  # inputs from a stage of ours
         self._arrivals: dict[_Key, Arrival] = {}
         self._outputs: dict[_Key, Output] = {}
@@ -128,10 +130,15 @@ class Executor:
                 for action in item.parts:
                     if action.kind is Kind.REDUCE and not finalize:
                         continue
-                    with events.span("pipeline.action", rank=self._world_rank, action=str(action)):
+                    if events.listening():
+                        self._tell(action, training=batch.training)
+                    else:
                         self._do(action)
             for sending in self._sending:
                 sending.wait()
+            # A reduction tells that all have read the parameters, which may be written now.
+            for stage in () if batch.training and finalize else self._stages.values():
+                stage.sharing.rest()
         except BaseException:
             for stage in self._stages.values():
                 stage.forget()
@@ -139,6 +146,23 @@ class Executor:
             raise
         self._check_empty()
         self._begin()
+
+    def _tell(self, action: Action, *, training: bool) -> None:
+        """Do it, and tell listeners how long it took and how much of that was waiting."""
+        self._waited_s, start_s = 0.0, time.perf_counter()
+        try:
+            self._do(action)
+        finally:
+            events.emit(
+                "pipeline.action",
+                start_s,
+                time.perf_counter() - start_s,
+                rank=self._world_rank,
+                action=str(action),
+                kind=action.kind,
+                training=training,
+                waited_s=self._waited_s,
+            )
 
     def _do(self, action: Action) -> None:
         try:
@@ -148,12 +172,12 @@ class Executor:
             raise
         except Exception as error:
             raise StageError(
-                action.stage, action.microbatch, str(action), list(self._recent), error
+                action.stage, action.microbatch, str(action), list(map(str, self._recent)), error
             ) from error
-        self._recent.append(str(action))
+        self._recent.append(action)
 
     def _where(self, action: Action) -> str:
-        return f"in action {action}, after {' '.join(self._recent) or 'none'}"
+        return f"in action {action}, after {' '.join(map(str, self._recent)) or 'none'}"
 
     def _check_empty(self) -> None:
         held = [
@@ -198,7 +222,12 @@ class Executor:
 
     def _take_input(self, key: _Key) -> Any:
         arrival = self._arrivals.pop(key, None)
-        form, tensors = self._values.pop(key) if arrival is None else arrival.take()
+        if arrival is None:
+            form, tensors = self._values.pop(key)
+        else:
+            start_s = time.perf_counter()
+            form, tensors = arrival.take()
+            self._waited_s = time.perf_counter() - start_s
         self._input_forms[key] = tuple(one for one in form.tensors if one.requires_grad)
         return form.assemble(tensors)
 
@@ -230,7 +259,8 @@ class Executor:
         self._arrivals[action.stage, action.microbatch] = arrival
 
     def _keep(self, sending: Sending) -> None:
-        self._sending = [one for one in self._sending if not one.done()]
+        while self._sending and self._sending[0].done():
+            self._sending.popleft()
         self._sending.append(sending)
 
     # Backward --------------------------------------------------------------------------------
@@ -266,7 +296,12 @@ class Executor:
             return [None if self._batch is None else torch.ones_like(self._batch.losses[key[1]])]
         self._output_forms.pop(key)
         arrival = self._grad_arrivals.pop(key, None)
-        return self._grads.pop(key) if arrival is None else arrival.take()
+        if arrival is None:
+            return self._grads.pop(key)
+        start_s = time.perf_counter()
+        grads = arrival.take()
+        self._waited_s = time.perf_counter() - start_s
+        return grads
 
     def _send_gradients(self, action: Action) -> None:
         assert action.microbatch is not None
@@ -287,5 +322,13 @@ class Executor:
         link = self._after[stage]
         self._grad_arrivals[key] = link.expect_gradients(mb, self._output_forms[key])
 
+    # Whole stages ----------------------------------------------------------------------------
+
     def _reduce_stage(self, action: Action) -> None:
-        self._reduce(action.stage)
+        self._stages[action.stage].sharing.reduce()
+
+    def _gather_stage(self, action: Action) -> None:
+        self._stages[action.stage].sharing.gather()
+
+    def _release_stage(self, action: Action) -> None:
+        self._stages[action.stage].sharing.release()

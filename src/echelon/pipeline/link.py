@@ -2,13 +2,14 @@
 
 ::
 
-    values:     header ─ [form] ─ tensor ─ tensor ...        stage s ──> stage s + 1
-    gradients:  which there are ─ tensor ─ tensor ...        stage s <── stage s + 1
+    values:     head + small ─ [form ─ small] ─ large ─ large ...      stage s ──> stage s + 1
+    gradients:  head + small ─ large ─ large ...                       stage s <── stage s + 1
 
-The header is one number: 0 if the form is that of the same microbatch in the last step, else the
-length of the new form. A receiver that knows a form posts memory for the tensors at once, with the
-header; should the form have changed, the sender fills that memory with what is dropped, and then
-sends the new one. Gradients have the dtypes and shapes of the tensors they belong to.
+Small tensors travel in one message with the head, a number: 0 if the form is that of the same
+microbatch in the last step, else the length of the new form. A receiver that knows a form posts
+memory for all of its messages at once; should the form have changed, the sender fills that memory
+with what is dropped, and then sends the new form and its tensors. Gradients have the dtypes and
+shapes of the tensors they belong to; their head has a bit for each that is there.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ import torch
 from torch import Tensor
 
 from echelon.pipeline.boundary import Form, TensorForm
+from echelon.pipeline.packet import Packet
 from echelon.pipeline.stage import Output
 from echelon.world.group import Group
 from echelon.world.work import Work
 
 __all__ = ["Arrival", "GradientArrival", "Link", "Sending"]
 
-_HEADER, _FORM, _TENSOR, _MASK, _GRADIENT, _KINDS = range(6)
+_PACKET, _FORM, _TENSOR, _GRADIENTS, _GRADIENT, _KINDS = range(6)
+_LENGTH = 8  # bytes of a head that is the length of a form
 
 
 @final
@@ -61,7 +64,7 @@ class Link:
     def __init__(self, group: Group, peer: int, cut: int, num_microbatches: int) -> None:
         self._group, self._peer = group, peer
         self._first = cut * num_microbatches
-        self._known: dict[tuple[bool, int], tuple[bytes, Form]] = {}  # by training and microbatch
+        self._known: dict[tuple[bool, int], Form] = {}  # by training and microbatch
 
     def _tag(self, microbatch: int, kind: int) -> int:
         return (self._first + microbatch) * _KINDS + kind
@@ -78,9 +81,6 @@ class Link:
 
     def send(self, microbatch: int, output: Output, *, training: bool) -> Sending:
         """Send what a stage gave to the next one."""
-        data = output.form.to_bytes()
-        key = training, microbatch
-        known = self._known.get(key)
         device = self._group.device
         works: list[Work] = []
         memory: list[Tensor] = []
@@ -89,16 +89,27 @@ class Link:
             memory.append(tensor)
             works.extend(self._send(microbatch, kind, tensor))
 
-        if known is not None and known[0] == data:
-            message(_HEADER, torch.zeros(1, dtype=torch.int64, device=device))
-        else:
-            message(_HEADER, torch.tensor([len(data)], device=device))
-            for form in () if known is None else known[1].tensors:
+        known = self._known.get((training, microbatch))
+        if known is None or not known.same(output.form):
+            data = output.form.to_bytes()
+            packet = Packet(_LENGTH, () if known is None else known.tensors, device)
+            packet.head.view(torch.int64).fill_(len(data))
+            message(_PACKET, packet.bytes)
+            for form in packet.large:
                 message(_TENSOR, torch.zeros(form.shape, dtype=form.dtype, device=device))
             raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             message(_FORM, raw.to(device))
-            self._known[key] = data, output.form
-        for tensor in output.tensors:
+            self._known[training, microbatch] = output.form
+        packet = Packet(_LENGTH, output.form.tensors, device)
+        large = []
+        for index, tensor in enumerate(output.tensors):
+            room = packet.room(index)
+            if room is None:
+                large.append(tensor)
+            else:
+                room.copy_(tensor)
+        message(_PACKET, packet.bytes)
+        for tensor in large:
             message(_TENSOR, tensor.contiguous())
         return Sending(works, memory)
 
@@ -113,18 +124,48 @@ class Link:
         if not forms:
             return Sending([], [])
         device = self._group.device
-        mask = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8, device=device)
-        memory = [mask]
-        works = self._send(microbatch, _MASK, mask)
-        for form, grad in zip(forms, grads, strict=True):
-            filled = torch.zeros(form.shape, dtype=form.dtype, device=device)
-            memory.append(filled if grad is None else grad.contiguous())
-            works += self._send(microbatch, _GRADIENT, memory[-1])
+        packet = Packet(len(forms), tuple(forms), device)
+        memory = [packet.bytes]
+        for index, (form, grad) in enumerate(zip(forms, grads, strict=True)):
+            room = packet.room(index)
+            if grad is None:
+                packet.head[index] = 1
+            if room is None:
+                filled = torch.zeros(form.shape, dtype=form.dtype, device=device)
+                memory.append(filled if grad is None else grad.contiguous())
+            elif grad is not None:
+                room.copy_(grad)
+        works = self._send(microbatch, _GRADIENTS, packet.bytes)
+        for tensor in memory[1:]:
+            works += self._send(microbatch, _GRADIENT, tensor)
         return Sending(works, memory)
 
     def expect_gradients(self, microbatch: int, forms: Sequence[TensorForm]) -> GradientArrival:
         """Make ready for the gradients of a value that was sent."""
         return GradientArrival(self, microbatch, forms)
+
+
+@final
+class _Memory:
+    """A packet and the tensors that travel beside it, being received."""
+
+    def __init__(self, link: Link, microbatch: int, kinds: tuple[int, int], packet: Packet) -> None:
+        self.packet = packet
+        self._works = link._recv(microbatch, kinds[0], packet.bytes)
+        self._large = [form.empty(packet.bytes.device) for form in packet.large]
+        for tensor in self._large:
+            self._works += link._recv(microbatch, kinds[1], tensor)
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+    def tensors(self, count: int) -> list[Tensor]:
+        """All of them, none of which shares memory with another."""
+        large, self._large = iter(self._large), []
+        rooms = (self.packet.room(index) for index in range(count))
+        return [next(large) if room is None else room.clone() for room in rooms]
 
 
 @final
@@ -134,43 +175,33 @@ class Arrival:
     def __init__(self, link: Link, microbatch: int, training: bool) -> None:
         self._link, self._microbatch = link, microbatch
         self._key = training, microbatch
-        device = link._group.device
-        self._header = torch.empty(1, dtype=torch.int64, device=device)
-        self._works = link._recv(microbatch, _HEADER, self._header)
-        known = link._known.get(self._key)
-        self._form = None if known is None else known[1]
-        self._tensors = self._post(self._form)
+        self._form = link._known.get(self._key)
+        self._memory = self._post()
 
-    def _post(self, form: Form | None) -> list[Tensor]:
-        device = self._link._group.device
-        tensors = [one.empty(device) for one in (() if form is None else form.tensors)]
-        for tensor in tensors:
-            self._works += self._link._recv(self._microbatch, _TENSOR, tensor)
-        return tensors
-
-    def _wait(self) -> None:
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
+    def _post(self) -> _Memory:
+        forms = () if self._form is None else self._form.tensors
+        packet = Packet(_LENGTH, forms, self._link._group.device)
+        return _Memory(self._link, self._microbatch, (_PACKET, _TENSOR), packet)
 
     def take(self) -> tuple[Form, list[Tensor]]:
         """Wait for it; its tensors are leaves that need a gradient where those sent did."""
-        self._wait()
-        length = int(self._header.item())
+        self._memory.wait()
+        length = int(self._memory.packet.head.view(torch.int64).item())
         if length:
             device = self._link._group.device
             raw = torch.empty(length, dtype=torch.uint8, device=device)
-            self._works = self._link._recv(self._microbatch, _FORM, raw)
-            self._wait()
-            data = raw.cpu().numpy().tobytes()
-            self._form = Form.from_bytes(data)
-            self._link._known[self._key] = data, self._form
-            self._tensors = self._post(self._form)
-            self._wait()
+            for work in self._link._recv(self._microbatch, _FORM, raw):
+                work.wait()
+            self._form = Form.from_bytes(raw.cpu().numpy().tobytes())
+            self._link._known[self._key] = self._form
+            self._memory = self._post()
+            self._memory.wait()
         assert self._form is not None
-        for one, tensor in zip(self._form.tensors, self._tensors, strict=True):
-            tensor.requires_grad_(one.requires_grad)
-        tensors, self._tensors = self._tensors, []
+        forms = self._form.tensors
+        tensors = self._memory.tensors(len(forms))
+        for one, tensor in zip(forms, tensors, strict=True):
+            if one.requires_grad:
+                tensor.requires_grad_()
         return self._form, tensors
 
 
@@ -179,18 +210,16 @@ class GradientArrival:
     """Gradients on their way back."""
 
     def __init__(self, link: Link, microbatch: int, forms: Sequence[TensorForm]) -> None:
-        device = link._group.device
-        self._mask = torch.zeros(len(forms), dtype=torch.uint8, device=device)
-        self._works = link._recv(microbatch, _MASK, self._mask)
-        self._grads = [form.empty(device) for form in forms]
-        for grad in self._grads:
-            self._works += link._recv(microbatch, _GRADIENT, grad)
+        self._count = len(forms)
+        if forms:
+            packet = Packet(len(forms), tuple(forms), link._group.device)
+            self._memory = _Memory(link, microbatch, (_GRADIENTS, _GRADIENT), packet)
 
     def take(self) -> list[Tensor | None]:
         """Wait for them; None where a tensor was not used."""
-        for work in self._works:
-            work.wait()
-        grads, self._grads, self._works = self._grads, [], []
-        return [
-            grad if there else None for grad, there in zip(grads, self._mask.tolist(), strict=True)
-        ]
+        if not self._count:
+            return []
+        self._memory.wait()
+        missing = self._memory.packet.head.tolist()
+        grads = self._memory.tensors(self._count)
+        return [None if gone else grad for grad, gone in zip(grads, missing, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -11,7 +11,7 @@ from echelon.initial import Maker, Place, draw_seed, own_tensors
 from echelon.pipeline.parts import Part
 from echelon.world.group import Group
 
-__all__ = ["name_in_model", "start"]
+__all__ = ["name_in_model", "names_of_state", "start"]
 
 
 def name_in_model(stage: nn.Module, index: int, name: str) -> str:
@@ -21,7 +21,28 @@ def name_in_model(stage: nn.Module, index: int, name: str) -> str:
         >>> name_in_model(nn.Linear(1, 1), 3, "bias")
         '3.bias'
     """
-    return name if isinstance(stage, Part) else f"{index}.{name}".rstrip(".")
+    return name if _part_in(stage) is not None else f"{index}.{name}".rstrip(".")
+
+
+def names_of_state(stage: nn.Module, index: int, names: Iterable[str]) -> dict[str, str]:
+    """Those of ``names`` in the whole model that belong to stage ``index``, by its own names.
+
+    Example:
+        >>> names_of_state(nn.Linear(1, 1), 3, ["3.bias", "4.bias"])
+        {'bias': '3.bias'}
+    """
+    part = _part_in(stage)
+    if part is not None:
+        return {name: name for name in names if name in part.names}
+    start = f"{index}."
+    return {name.removeprefix(start): name for name in names if name.startswith(start)}
+
+
+def _part_in(stage: nn.Module) -> Part | None:
+    """What ``split`` made, which may be wrapped for data parallelism."""
+    inner = stage._modules.get("module")
+    found = stage if isinstance(stage, Part) else inner
+    return found if isinstance(found, Part) else None
 
 
 def start(

@@ -116,8 +116,8 @@ class TrunkRow(Row):
         return (
             f"the split has prefix={self._prefix} before the blocks {self._trunk!r} and "
             f"suffix={self._suffix} after them: name them with prefix=[...] and suffix=[...] (a "
-            "name may be in both), give all ranks the keyword arguments that blocks use, or give the "
-            "model a method pipeline_layers()"
+            "name may be in both), give all ranks the keyword arguments that blocks use, or give "
+            "the model a method pipeline_layers()"
         )
 
 

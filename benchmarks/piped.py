@@ -1,0 +1,355 @@
+"""Training steps of a model in stages: echelon's pipelines, PyTorch's, and one process alone.
+
+A variant is a name in ``VARIANTS``, which says with what, on which schedule and over what.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import Block, GPTConfig, TinyBlock
+from pairs import Variant, alternate, num_rounds_within
+from peers import Peers
+from saved import SavedBytes
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from traffic import Traffic
+from variants import ALONE
+
+import echelon as ec
+from echelon.world.torch_dist import from_process_group
+
+__all__ = ["GPT", "LARGE", "TINY", "VARIANTS", "measure_rank"]
+
+GPT, LARGE, TINY = "gpt", "large activations", "tiny"
+CPU = torch.device("cpu")
+
+
+# --- models ------------------------------------------------------------------------------------
+
+
+class Embedding(nn.Module):
+    """Tokens to the stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        return self.tokens(tokens_BL) + self.positions.weight[: tokens_BL.shape[1]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Something to train in stages.
+
+    Attributes:
+        layers: makes all of them; the same weights each time.
+        cuts: layers of each stage, by how stages lie on ranks.
+        batch: the whole one, on every rank.
+        microbatches: of a step.
+        loss: of outputs and targets.
+    """
+
+    layers: Callable[[], list[nn.Module]]
+    cuts: dict[str, Sequence[int]]
+    batch: tuple[Tensor, Tensor]
+    microbatches: int
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+    def stages(self, layout: str) -> list[nn.Module]:
+        """The layers, cut for two ranks."""
+        rest = iter(self.layers())
+        return [nn.Sequential(*(next(rest) for _ in range(n))) for n in self.cuts[layout]]
+
+
+def gpt(config: GPTConfig, cuts: dict[str, Sequence[int]], rows: int, microbatches: int) -> Task:
+    """A GPT on random tokens, to be predicted from themselves; a cut counts blocks."""
+
+    def layers() -> list[nn.Module]:
+        torch.manual_seed(0)
+        head = nn.Linear(config.width, config.vocabulary, bias=False)
+        blocks = [Block(config) for _ in range(config.layers)]
+        return [Embedding(config), *blocks, nn.Sequential(nn.LayerNorm(config.width), head)]
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(config.vocabulary, (rows, config.context), generator=generator)
+    return Task(
+        layers=layers,
+        cuts={k: (n[0] + 1, *n[1:-1], n[-1] + 1) for k, n in cuts.items()},
+        batch=(tokens, tokens.roll(-1, dims=1)),
+        microbatches=microbatches,
+        loss=loss,
+    )
+
+
+def task_of(name: str) -> Task:
+    """What is trained under this name."""
+    if name == GPT:
+        cuts = {"line": (5, 3), "loop": (3, 2, 2, 1), "vee": (2, 3, 2, 1)}
+        return gpt(GPTConfig(), cuts, rows=8, microbatches=8)
+    if name == LARGE:
+        config = GPTConfig(layers=2, vocabulary=512, context=512)
+        return gpt(config, {"line": (1, 1)}, rows=16, microbatches=4)
+
+    def layers() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [TinyBlock() for _ in range(4)]
+
+    generator = torch.Generator().manual_seed(2)
+    x, y = torch.randn(2, 16, 8, generator=generator)
+    cuts = {"line": (2, 2), "loop": (1, 1, 1, 1), "vee": (1, 1, 1, 1)}
+    return Task(layers=layers, cuts=cuts, batch=(x, y), microbatches=16, loss=F.mse_loss)
+
+
+# --- variants ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """How a variant runs.
+
+    Attributes:
+        schedule: a name, or a class of PyTorch's.
+        layout: of stages on ranks, a key of ``Task.cuts``.
+        gloo: whether echelon sends over gloo, and not over shared memory.
+        options: of the schedule.
+    """
+
+    schedule: str | type
+    layout: str = "line"
+    gloo: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+VARIANTS = {
+    "echelon gpipe": Kind(schedule="gpipe"),
+    "echelon 1f1b": Kind(schedule="1f1b"),
+    "echelon 1f1b, gloo": Kind(schedule="1f1b", gloo=True),
+    "echelon interleaved": Kind(schedule="interleaved", layout="loop"),
+    "echelon zb-h1": Kind(schedule="zb-h1"),
+    "echelon zb, 2 chunks": Kind(schedule="zb", layout="loop"),
+    "echelon zb-v": Kind(schedule="zb-v", layout="vee"),
+    "PyTorch GPipe": Kind(schedule=ScheduleGPipe),
+    "PyTorch 1F1B": Kind(schedule=Schedule1F1B),
+    "PyTorch Interleaved1F1B": Kind(schedule=ScheduleInterleaved1F1B, layout="loop"),
+    "PyTorch InterleavedZeroBubble": Kind(schedule=ScheduleInterleavedZeroBubble, layout="loop"),
+    "PyTorch ZBVZeroBubble": Kind(schedule=ScheduleZBVZeroBubble, layout="vee"),
+}
+
+
+class Trainee:
+    """One way to train the model. Abstract.
+
+    Attributes:
+        num_actions: forwards and backwards of a step on this rank.
+    """
+
+    num_actions = 0
+
+    def __init__(self, name: str, task: Task, model: nn.Module) -> None:
+        self.name, self.task, self.model = name, task, model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+        self.num_steps = 0
+
+    def step(self) -> None:
+        """One step of a usual training loop."""
+        self.optimizer.zero_grad()
+        self.gradients()
+        self.optimizer.step()
+        self.num_steps += 1
+
+    def gradients(self) -> None:
+        """Forward and backward of the batch."""
+        raise NotImplementedError
+
+
+class Alone(Trainee):
+    """The whole model in one process, microbatch after microbatch."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(ALONE, task, nn.Sequential(*task.layers()))
+
+    def gradients(self) -> None:
+        task = self.task
+        parts = (whole.chunk(task.microbatches) for whole in task.batch)
+        for x, y in zip(*parts, strict=True):
+            (task.loss(self.model(x), y) / task.microbatches).backward()
+
+
+class Echelon(Trainee):
+    """``ec.Pipeline``."""
+
+    def __init__(self, name: str, task: Task, group: ec.Group) -> None:
+        kind = VARIANTS[name]
+        assert isinstance(kind.schedule, str)
+        self.pipe = ec.Pipeline(
+            task.stages(kind.layout),
+            group,
+            microbatches=task.microbatches,
+            schedule=kind.schedule,
+            loss_fn=task.loss,
+            **dict(kind.options),
+        )
+        super().__init__(name, task, self.pipe)
+        self.num_actions = sum(len(item.parts) for item in self.pipe.schedule.orders[group.rank])
+
+    def gradients(self) -> None:
+        self.pipe.step(self.task.batch[0], target=self.task.batch[1])
+
+
+class Torch(Trainee):
+    """A schedule of ``torch.distributed.pipelining`` over gloo."""
+
+    def __init__(self, name: str, task: Task, peers: Peers) -> None:
+        kind = VARIANTS[name]
+        assert isinstance(kind.schedule, type)
+        modules = task.stages(kind.layout)
+        size, rank = peers.size, peers.rank
+        line = list(range(len(modules)))
+        places = [i % size if kind.layout != "vee" else min(i, line[-1] - i) for i in line]
+        own = [i for i in line if places[i] == rank]
+        stages = [PipelineStage(modules[i], i, len(modules), CPU) for i in own]
+        single = issubclass(kind.schedule, PipelineScheduleSingle)
+        given: Any = stages[0] if single else stages
+        self.schedule = kind.schedule(given, task.microbatches, loss_fn=task.loss)
+        self.is_first, self.is_last = places[0] == rank, places[-1] == rank
+        super().__init__(name, task, nn.ModuleList(modules[i] for i in own))
+
+    def gradients(self) -> None:
+        x, y = self.task.batch
+        args = (x,) if self.is_first else ()
+        if self.is_last:
+            self.schedule.step(*args, target=y, losses=[], return_outputs=False)
+        else:
+            self.schedule.step(*args, return_outputs=False)
+
+
+def make(name: str, task: Task, peers: Peers) -> Trainee:
+    """The variant of this name."""
+    if name == ALONE:
+        return Alone(task)
+    kind = VARIANTS[name]
+    if not isinstance(kind.schedule, str):
+        return Torch(name, task, peers)
+    group = peers.group
+    if kind.gloo:
+        assert dist.group.WORLD is not None
+        group = from_process_group(dist.group.WORLD, device=CPU)
+    return Echelon(name, task, group)
+
+
+# --- on a rank ---------------------------------------------------------------------------------
+
+
+def measure_rank(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
+    """Time all variants of one task, and count what they send and keep."""
+    task = task_of(settings["task"])
+    names = settings["variants"]
+    trainees = {name: make(name, task, peers) for name in names if name != ALONE or not peers.rank}
+    # The first steps make optimizer states, and what PyTorch's stages know of each other.
+    traffic = {n: sent(t, peers) for n, t in trainees.items() if n != ALONE}
+    kept = {n: saved(t, peers) for n, t in trainees.items() if n != ALONE}
+    tiny = settings["task"] == TINY
+    variants = [
+        Variant(
+            name,
+            (trainees[name].gradients if tiny else trainees[name].step)
+            if name in trainees
+            else _nothing,
+            frozenset({0}) if name == ALONE else None,
+        )
+        for name in names
+    ]
+    pilot = alternate(peers.group, variants, 1)
+    lasts = [seconds[-1] for seconds in pilot.seconds.values()]
+    num_calls = math.ceil(0.1 / max(lasts))
+    num_rounds = num_rounds_within(settings["seconds"], num_calls * sum(lasts), at_least=3)
+    samples = alternate(peers.group, variants, num_rounds, num_calls)
+    return {
+        "task": settings["task"],
+        "num_calls": num_calls,
+        "num_parameters": sum(p.numel() for layer in task.layers() for p in layer.parameters()),
+        "microbatches": task.microbatches,
+        "traffic": _by_rank(peers, traffic),
+        "saved_nbytes": _by_rank(peers, kept),
+        "predicted": {} if tiny else predicted(trainees, peers),
+        "num_actions": {n: t.num_actions for n, t in trainees.items() if t.num_actions},
+        **samples.record(),
+        "same_weights": compare(trainees, settings["compared"]),
+    }
+
+
+def _nothing() -> None:
+    """What other ranks do while one works alone."""
+
+
+def _by_rank(peers: Peers, mine: dict[str, Any]) -> dict[str, list[Any]]:
+    everyone = peers.group.all_gather_object(mine)
+    return {name: [of_rank[name] for of_rank in everyone] for name in mine}
+
+
+def sent(trainee: Trainee, peers: Peers) -> tuple[int, int]:
+    """Messages and collectives of the third step, both ends counted, and their bytes."""
+    trainee.step()
+    trainee.step()
+    with Traffic(peers.rank, peers.size) as traffic:
+        trainee.step()
+    return traffic.calls, traffic.nbytes
+
+
+def saved(trainee: Trainee, peers: Peers) -> int:
+    """Most bytes of activations that graphs kept at once in a step."""
+    peers.group.barrier()
+    with SavedBytes(trainee.model) as found:
+        trainee.step()
+    return found.most
+
+
+def predicted(trainees: dict[str, Trainee], peers: Peers) -> dict[str, float]:
+    """Simulated time of a step, from the costs of that step, over its measured time."""
+    found = {}
+    for name, trainee in trainees.items():
+        if isinstance(trainee, Echelon):
+            shares = []
+            for _ in range(3):
+                peers.group.barrier()
+                with trainee.pipe.measure() as measured:
+                    trainee.gradients()
+                shares.append(measured.simulation.makespan / measured.timeline.makespan)
+            found[name] = statistics.median(shares)
+    return found
+
+
+def compare(trainees: dict[str, Trainee], names: Sequence[str]) -> dict[str, float]:
+    """How far the weights of two variants with the same cuts are apart; fails if far."""
+    ours, theirs = (trainees[name] for name in names)
+    assert ours.num_steps == theirs.num_steps
+    pairs = list(zip(ours.model.parameters(), theirs.model.parameters(), strict=True))
+    difference = max((a - b).abs().max().item() for a, b in pairs)
+    largest = max(b.abs().max().item() for _, b in pairs)
+    if not difference <= 1e-3 * largest:
+        raise AssertionError(
+            f"after {ours.num_steps} steps the weights of {ours.name} and {theirs.name} differ by "
+            f"{difference:.3g}, of {largest:.3g}"
+        )
+    return {"steps": ours.num_steps, "largest_difference": difference, "largest_weight": largest}

@@ -1,0 +1,189 @@
+"""When the actions of a pipeline ran, and what they cost, as the executor's events tell."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections import deque
+from collections.abc import Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, Self, final
+
+from echelon import events
+from echelon.errors import StateError
+from echelon.pipeline.ir import COMPUTE, FORWARD, INPUT, Action, Kind, Schedule, parse_item
+from echelon.pipeline.simulate import Simulation, simulate
+from echelon.pipeline.timeline import Step, Timeline
+
+if TYPE_CHECKING:
+    from echelon.world.group import Group
+
+__all__ = ["Measurement", "measured_costs"]
+
+_KEPT = 50  # steps; a block may go around a whole training
+
+
+class _Ran(NamedTuple):
+    """One computation: when it had all it needed, when it ended, how long it waited before."""
+
+    text: str
+    start_s: float
+    end_s: float
+    waited_s: float
+
+
+@final
+class Measurement:
+    """Times the steps of a pipeline while its block runs; afterwards every rank has those of all.
+
+    All ranks of the group enter and leave the block: its end is a collective. When the body raises,
+    nothing is collected. Times of ranks on several hosts are comparable as far as their clocks are.
+
+    Args:
+        schedule: of the pipeline.
+        group: of the pipeline.
+
+    Example:
+        >>> # with pipe.measure() as measured:
+        >>> #     pipe.step(x, target=y)
+        >>> # page = ec.pipeline.to_page(measured.simulation, measured.timeline, unit="s")
+    """
+
+    def __init__(self, schedule: Schedule, group: Group) -> None:
+        self._schedule, self._group = schedule, group
+        self._rank = group.ranks[group.rank]
+        length = sum(len(item.parts) for item in schedule.orders[group.rank])
+        self._own: deque[_Ran] = deque(maxlen=_KEPT * length)
+        self._by_rank: list[list[_Ran]] | None = None
+        self._lock = threading.Lock()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(events.listen(self._hear))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+        if error is None:
+            self._by_rank = self._group.all_gather_object(list(self._own))
+
+    def _hear(self, event: events.Event) -> None:
+        facts = event.facts
+        if event.name != "pipeline.action" or facts["rank"] != self._rank or not facts["training"]:
+            return
+        if facts["kind"] not in COMPUTE:
+            return
+        end_s, waited_s = event.start_s + event.seconds, facts["waited_s"]
+        with self._lock:
+            self._own.append(_Ran(facts["action"], event.start_s + waited_s, end_s, waited_s))
+
+    def _found(self) -> list[list[_Ran]]:
+        """Of the last step, by rank."""
+        if self._by_rank is None:
+            raise StateError("nothing was measured yet: leave the block of the measurement first")
+        found = []
+        for own, order in zip(self._by_rank, self._schedule.orders, strict=True):
+            length = sum(len(item.parts) for item in order)
+            if len(own) < length:
+                raise StateError("no step of the pipeline ran in the block of the measurement")
+            found.append(own[len(own) - length :])
+        return found
+
+    @property
+    def timeline(self) -> Timeline:
+        """The last step in the block, in seconds; without the time in which a rank waited."""
+        steps = [
+            Step(rank, parse_item(ran.text), ran.start_s, ran.end_s)
+            for rank, own in enumerate(self._found())
+            for ran in own
+        ]
+        return Timeline.of(self._schedule.num_ranks, steps)
+
+    @property
+    def waited_s(self) -> list[float]:
+        """How long each rank waited for values of others in the last step."""
+        return [sum(ran.waited_s for ran in own) for own in self._found()]
+
+    @property
+    def costs(self) -> dict[str, float | list[float]]:
+        """What the computations took, for ``simulate``: medians over its last 50 steps."""
+        self._found()
+        steps = [
+            Step(rank, parse_item(ran.text), ran.start_s, ran.end_s)
+            for rank, own in enumerate(self._by_rank or [])
+            for ran in own
+        ]
+        return {**measured_costs(steps, self._schedule.num_stages), "hop": self._hop_s()}
+
+    def _hop_s(self) -> float:
+        """From the end of a computation to the start of one on another rank that waited for it."""
+        found = self._found()
+        ends = {ran.text: ran.end_s for own in found for ran in own}
+        placement = self._schedule.placement
+        delays = []
+        for rank, own in enumerate(found):
+            for ran in own:
+                ended_s = max(
+                    (
+                        ends[str(giver)]
+                        for giver in _givers(ran.text, len(placement))
+                        if str(giver) in ends and placement[giver.stage] != rank
+                    ),
+                    default=None,
+                )
+                if ended_s is not None and ran.start_s - ran.waited_s < ended_s < ran.start_s:
+                    delays.append(ran.start_s - ended_s)
+        return statistics.median(delays) if delays else 0.0
+
+    @property
+    def simulation(self) -> Simulation:
+        """The schedule with the measured costs: the timeline as it was to be expected."""
+        return simulate(self._schedule, self.costs)
+
+
+def _givers(text: str, num_stages: int) -> list[Action]:
+    """The computations of other stages whose result this one needs; one of them runs."""
+    item = parse_item(text)
+    assert isinstance(item, Action)
+    kind, i, stage = item
+    if kind is FORWARD:
+        return [Action(Kind.F, i, stage - 1)] if stage else []
+    if kind in (Kind.B, INPUT) and stage + 1 < num_stages:
+        return [Action(Kind.B, i, stage + 1), Action(Kind.I, i, stage + 1)]
+    return []
+
+
+def measured_costs(steps: Iterable[Step], num_stages: int) -> dict[str, list[float]]:
+    """Medians of what computations took, by kind and stage.
+
+    Where a stage did no whole backward, B is I + W; where it did no halves, they are half of B.
+
+    Example:
+        >>> from echelon.pipeline.ir import parse_item
+        >>> ran = [("0F0", 0, 1), ("0F1", 1, 4), ("0F2", 4, 6), ("0B0", 6, 10)]
+        >>> measured_costs([Step(0, parse_item(t), s, e) for t, s, e in ran], num_stages=1)
+        {'F': [2], 'B': [4], 'I': [2.0], 'W': [2.0]}
+    """
+    took: dict[tuple[Kind, int], list[float]] = {}
+    for step in steps:
+        for part in step.item.parts:
+            took.setdefault((part.kind, part.stage), []).append(step.end - step.start)
+    medians = {key: statistics.median(times) for key, times in took.items()}
+    costs: dict[str, list[float]] = {"F": [], "B": [], "I": [], "W": []}
+    for stage in range(num_stages):
+        forward, whole, inputs, weights = (
+            medians.get((kind, stage)) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+        )
+        if whole is None:
+            whole = (inputs or 0.0) + (weights or 0.0)
+        costs["F"].append(forward or 0.0)
+        costs["B"].append(whole)
+        costs["I"].append(whole / 2 if inputs is None else inputs)
+        costs["W"].append(whole / 2 if weights is None else weights)
+    return costs
