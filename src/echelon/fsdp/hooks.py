@@ -76,8 +76,9 @@ class Hooks:
             after = torch.compiler.disable(
                 lambda module, args, output: self.after_forward(u, output)
             )
+            # Gather before the hooks that the model has: weight_norm computes its weight in one.
             handles = (
-                unit.module.register_forward_pre_hook(before),
+                unit.module.register_forward_pre_hook(before, prepend=True),
                 unit.module.register_forward_hook(after, always_call=True),
             )
             self._ids[unit.name] = [handle.id for handle in handles]
