@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
     {"census", "claims", "events", "gradients", "graph_task"}
     | {"layout", "nested", "streams", "wrapper"},
     {"world"},
-    {"agreement", "c10d", "scaling", "testing"},
+    {"agreement", "c10d", "initial", "scaling", "testing"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
     {"planner"},
     {"parallel"},

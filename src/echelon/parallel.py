@@ -30,7 +30,7 @@ from echelon.pipeline.api import Pipeline
 from echelon.pipeline.ir import Schedule
 from echelon.pipeline.schedules import schedule as make_schedule
 from echelon.pipeline.shardable import ReduceEvery
-from echelon.pipeline.split import split
+from echelon.pipeline.splitting import split
 from echelon.world.base import World
 from echelon.world.mesh import Mesh
 

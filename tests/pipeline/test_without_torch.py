@@ -13,6 +13,7 @@ from tests.test_architecture import (
 
 # These, and whatever they import.
 WITHOUT_TORCH = {
+    "pipeline.balance",
     "pipeline.check",
     "pipeline.choose",
     "pipeline.controllable",

@@ -23,7 +23,7 @@ from echelon.pipeline.simulate import Idle, Simulation, simulate
 from echelon.pipeline.timeline import Step, Timeline
 
 if TYPE_CHECKING:
-    from echelon.pipeline.split import split
+    from echelon.pipeline.splitting import split
 
 __all__ = [
     "Action",
@@ -51,9 +51,8 @@ __all__ = [
     "to_text",
 ]
 
-# Those that need torch, and where they live. A module of the same name must not hide its function,
-# so the function is put in its place.
-_LATE = {"split": "echelon.pipeline.split"}
+# Those that need torch, and where they live: in no module of the same name, which would hide them.
+_LATE = {"split": "echelon.pipeline.splitting"}
 
 
 def __getattr__(name: str) -> Any:

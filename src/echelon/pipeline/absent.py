@@ -54,12 +54,14 @@ class Absent(Tensor):
         absent = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
         name = getattr(func, "__name__", "")
         seems_on: torch.device = vars(absent[0])["seems_on"]
-        if func is _DEVICE:
+        if func == _DEVICE:
             return seems_on
         if name in _STAYS:
             return args[0]
         _check_target(name, args, kwargs)
         args, kwargs = pytree.tree_map(_without_values, (args, kwargs))
+        if name == "to":
+            args = tuple(_META if isinstance(one, str) else one for one in args)
         if "device" in kwargs:
             kwargs["device"] = _META
         with torch._C.DisableTorchFunctionSubclass():

@@ -10,20 +10,20 @@ from typing import Any, Literal, cast, final
 import torch
 from torch import Tensor, nn
 
-from echelon.arguments import one_of, whole
-from echelon.errors import ArgumentError, ModelMismatch
+from echelon.errors import ArgumentError
 from echelon.pipeline.execute import Batch, Executor, Loss
 from echelon.pipeline.feed import Feed
+from echelon.pipeline.fit import check_agreement, check_arguments, own_stages
 from echelon.pipeline.ir import Action, Item, Kind, Schedule
 from echelon.pipeline.link import Link
 from echelon.pipeline.lowering import lower_once
 from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import join_batches
 from echelon.pipeline.norm import norm_over_stages
-from echelon.pipeline.parts import Part
 from echelon.pipeline.schedules import schedule as make_schedule
-from echelon.pipeline.shardable import Gathering, ReduceEvery, unwrapped
+from echelon.pipeline.shardable import Gathering, ReduceEvery
 from echelon.pipeline.stage import Stage
+from echelon.pipeline.start import name_in_model, names_of_state, start
 from echelon.pipeline.ties import find_ties
 from echelon.world.group import Group
 
@@ -50,6 +50,8 @@ class Pipeline(nn.Module):
         loss_reduction: ``"mean"`` if ``loss_fn`` gives a mean over rows, so that each microbatch
             counts by its share of them, or ``"sum"``.
         recompute: whether stages keep their inputs only, and run again in backward.
+        materialize: gives values to a module whose parameters are on the meta device; its
+            ``reset_parameters()`` if None. Only the stages of this rank get memory.
         reduce_every: of stages in ``DDP`` or ``FSDP``: ``"step"`` reduces gradients once, by the
             REDUCE of the schedule; ``"microbatch"`` in each backward, which takes more traffic and,
             with ``FSDP``, less memory: only parts of gradients are kept.
@@ -84,19 +86,21 @@ class Pipeline(nn.Module):
         loss_fn: Loss | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
         recompute: bool = False,
+        materialize: Callable[[nn.Module], None] | None = None,
         reduce_every: ReduceEvery = "step",
         window_nbytes: int | None = None,
         **schedule_options: Any,
     ) -> None:
         super().__init__()
-        _check_arguments(stages, group, microbatches, loss_fn, loss_reduction, recompute)
+        check_arguments(stages, group, microbatches, loss_fn, loss_reduction, recompute)
         if isinstance(schedule, str):
             schedule = make_schedule(
                 schedule, len(stages), microbatches, group.size, **schedule_options
             )
         elif schedule_options:
             raise ArgumentError(f"options {sorted(schedule_options)} belong to a schedule's name")
-        own = _own_stages(schedule, stages, group, microbatches)
+        own = own_stages(schedule, stages, group, microbatches)
+        start(own, group, materialize)
         splits = any(item.kind is Kind.W for order in schedule.orders for item in order)
         self._parts = {
             index: Stage(
@@ -108,7 +112,7 @@ class Pipeline(nn.Module):
         self._gathering = Gathering.agree(sharing, group, reduce_every, window_nbytes)
         self._window_nbytes = window_nbytes
         lowered = self._lower(schedule)
-        _check_agreement(lowered, group)
+        check_agreement(lowered, group)
         self._group, self._schedule, self._loss_fn = group, schedule, loss_fn
         self._feed = Feed(group, schedule, loss_reduction)
         self.stages = nn.ModuleDict({str(index): stage for index, stage in own.items()})
@@ -300,67 +304,17 @@ class Pipeline(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load this rank's stages from a state of them, or of the whole model."""
-        names = {key: self._name_of(key) for key in super().state_dict()}
-        own = {key: state_dict[name] for key, name in names.items() if name in state_dict}
+        own = {
+            f"stages.{index}.{key}": state_dict[name]
+            for index, stage in self.stages.items()
+            for key, name in names_of_state(stage, int(index), state_dict).items()
+        }
         return super().load_state_dict(own, strict, assign)
 
     def _name_of(self, key: str) -> str:
         """The name in the whole model of what is called ``key`` here: ``stages.INDEX.REST``."""
         _, index, rest = key.split(".", 2)
-        return rest if isinstance(unwrapped(self.stages[index]), Part) else f"{index}.{rest}"
-
-
-def _check_arguments(
-    stages: Sequence[nn.Module | None],
-    group: Group,
-    microbatches: int,
-    loss_fn: Callable[..., Any] | None,
-    loss_reduction: str,
-    recompute: bool,
-) -> None:
-    if not isinstance(group, Group):
-        raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
-    if isinstance(stages, nn.Module) and not isinstance(stages, nn.Sequential | nn.ModuleList):
-        raise ArgumentError(
-            f"stages is a {type(stages).__name__}; give a list of modules, such as "
-            "ec.pipeline.split(model, num_stages)"
-        )
-    whole("microbatches", microbatches)
-    if microbatches == 0:
-        raise ArgumentError("microbatches must be > 0")
-    if loss_fn is not None and not callable(loss_fn):
-        raise ArgumentError(f"loss_fn is {loss_fn!r:.80}; give a function of output and target")
-    one_of("loss_reduction", loss_reduction, ("mean", "sum"))
-    one_of("recompute", recompute, (True, False))
-
-
-def _own_stages(
-    schedule: Schedule, stages: Sequence[nn.Module | None], group: Group, microbatches: int
-) -> dict[int, nn.Module]:
-    """The stages of this rank, by number."""
-    found = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
-    given = (group.size, len(stages), microbatches)
-    if found != given:
-        raise ArgumentError(
-            f"the schedule is for {found[0]} ranks, {found[1]} stages and {found[2]} microbatches; "
-            f"the pipeline has {given[0]}, {given[1]} and {given[2]}"
-        )
-    own: dict[int, nn.Module] = {}
-    for index in schedule.stages_of(group.rank):
-        stage = stages[index]
-        if not isinstance(stage, nn.Module):
-            raise ArgumentError(
-                f"stage {index} is {stage!r:.60} on rank {group.rank}, where it runs: give a "
-                "torch.nn.Module"
-            )
-        own[index] = stage
-    return own
-
-
-def _check_agreement(lowered: Schedule, group: Group) -> None:
-    texts = group.all_gather_object(lowered.to_csv())
-    if len(set(texts)) > 1:
-        raise ModelMismatch("the schedule", {rank: text[:80] for rank, text in enumerate(texts)})
+        return name_in_model(self.stages[index], int(index), rest)
 
 
 def _forwards(schedule: Schedule, microbatches: int) -> Schedule:

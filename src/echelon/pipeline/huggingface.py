@@ -139,6 +139,12 @@ class _Between(nn.Module):
             (came,) = args
             call, tokens, given = kwargs, {"inputs_embeds": came["hidden"]}, came["given"]
         self._check(call, given)
+        first: Tensor = next(iter(tokens.values()), torch.empty(0))
+        if first.is_meta:
+            # A dry run. transformers looks into positions to find packed sequences, which have no
+            # values here, unless the mask is complete already.
+            size, length = first.shape[:2]
+            call["attention_mask"] = first.new_ones((size, 1, length, length), dtype=torch.bool)
         output = self.shell(**tokens, **call, use_cache=False)
         return output if self._is_last else {"hidden": output.logits, "given": given}
 

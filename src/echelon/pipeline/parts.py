@@ -26,6 +26,7 @@ class Part(nn.Module):
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.__dict__["body"] = body
+        self.names: frozenset[str] = frozenset()  # of its state; ``register`` fills it
         self.training = body.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +40,7 @@ class Part(nn.Module):
         return self
 
 
-def register(part: nn.Module, own: Mapping[str, nn.Module], bare: Mapping[str, nn.Module]) -> None:
+def register(part: Part, own: Mapping[str, nn.Module], bare: Mapping[str, nn.Module]) -> None:
     """Give ``part`` modules under the names of the model.
 
     Args:
@@ -54,6 +55,7 @@ def register(part: nn.Module, own: Mapping[str, nn.Module], bare: Mapping[str, n
     for name, module in own.items():
         path, _, local = name.rpartition(".")
         _home(part, path).add_module(local, module)
+    part.names = frozenset(part.state_dict(keep_vars=True))
 
 
 def _home(part: nn.Module, path: str) -> nn.Module:

@@ -12,13 +12,14 @@ is the value that goes on: its arguments, with every mask and table in them. The
 same forward; the prefix and the blocks that it lacks compute shapes only (see "values that are not
 there"), and its first block gets what came. Later blocks may be given the same masks and tables
 again: an absent argument is replaced by what came in its place, if it is the very tensor that the
-first block was given, and refused otherwise. Nothing is traced, and what depends on a value that
+first block was given, and refused otherwise. Keyword arguments of the model have values in every
+stage whose rank is given them. Nothing is traced, and what depends on a value that
 the stage does not have is an error, never a number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, final
 
@@ -115,7 +116,8 @@ class TrunkRow(Row):
         return (
             f"the split has prefix={self._prefix} before the blocks {self._trunk!r} and "
             f"suffix={self._suffix} after them: name them with prefix=[...] and suffix=[...] (a "
-            "name may be in both), or give the model a method pipeline_layers()"
+            "name may be in both), give all ranks the keyword arguments that blocks use, or give "
+            "the model a method pipeline_layers()"
         )
 
 
@@ -176,26 +178,32 @@ class _Forward(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_first:
             forms = None if self._is_last else _forms((args, kwargs))
-            return self._result(args, kwargs, forms)
+            return self._result(args, kwargs, forms, lambda value: value)
         value = args[0]
         device = next(
             (leaf.device for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)),
             torch.device("cpu"),
         )
         call_args, call_kwargs = _absent(value["model"], device)
+        if not kwargs.keys() <= call_kwargs.keys():
+            raise ArgumentError(
+                f"this stage was given {sorted(kwargs)} and the first one {sorted(call_kwargs)}: "
+                "give no rank a keyword argument that the rank of the first stage is not given"
+            )
+        call_kwargs |= kwargs  # these have values here, too
         with ExitStack() as hooks:
             entry = _Entry(value["block"], self._hint)
             for i, block in enumerate(self.__dict__["own"]):
                 hook = entry.replace if i == 0 else entry.fill
                 handle = block.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
                 hooks.callback(handle.remove)
-            return self._result(call_args, call_kwargs, value["model"])
+            return self._result(call_args, call_kwargs, value["model"], entry.filled)
 
-    def _result(self, args: Any, kwargs: Any, forms: Any) -> Any:
+    def _result(self, args: Any, kwargs: Any, forms: Any, fill: Callable[[Any], Any]) -> Any:
         try:
             found = self.shell(*args, **kwargs)
         except _Exit as exit:
-            found = {"block": exit.value, "model": forms}
+            found = {"block": fill(exit.value), "model": forms}
         else:
             if not self._is_last:
                 raise UnsupportedError(
@@ -229,20 +237,24 @@ class _Entry:
 
     def fill(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A later block gets what came for what the first one was given, too."""
+        filled: tuple[Any, Any] = self.filled((args, kwargs))
+        return filled
+
+    def filled(self, value: Any) -> Any:
+        """The same with what came in the place of what is absent."""
 
         def one(leaf: Any) -> Any:
             if not isinstance(leaf, Absent):
                 return leaf
             if id(leaf) not in self._came:
                 raise UnsupportedError(
-                    f"a block ({type(block).__name__}) is given a tensor that the first block of "
-                    "its stage is not given, and that only an earlier stage can compute: "
+                    f"a block is given a tensor that depends on {missing_in(leaf)} and that the "
+                    f"first block of its stage is not given, so this stage has no value for it: "
                     + self._hint
                 )
             return self._came[id(leaf)]
 
-        filled: tuple[Any, Any] = pytree.tree_map(one, (args, kwargs))
-        return filled
+        return pytree.tree_map(one, value)
 
 
 def _forms(call: Any) -> tuple[Any, ...]:

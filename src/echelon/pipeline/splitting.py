@@ -77,15 +77,15 @@ def split(
         raise ArgumentError(f"module is {module!r:.80}; give a torch.nn.Module")
     make_row = partial(_row_of, prefix=prefix, suffix=suffix)
     row = make_row(module)
-    whole("num_stages", num_stages, 1)
-    _check_count(module, row, num_stages, schedule)
+    _check_stages(module, row, num_stages, schedule)
     args = example if isinstance(example, tuple) else None if example is None else (example,)
     costs = _costs(module, row, make_row, cost, args, group)
     cut = _cut(module, row, make_row, costs, num_stages, schedule, memory_cap, args)
     return [row.part(blocks.start, blocks.stop) for blocks in cut]
 
 
-def _check_count(module: nn.Module, row: Row, num_stages: int, schedule: Schedule | None) -> None:
+def _check_stages(module: nn.Module, row: Row, num_stages: int, schedule: Schedule | None) -> None:
+    whole("num_stages", num_stages, 1)
     if num_stages > row.num_atoms:
         raise ArgumentError(
             f"{type(module).__name__} has {row.num_atoms} layers to cut between, fewer than the "

@@ -1,0 +1,70 @@
+"""Whether stages, schedule and group fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from echelon.arguments import one_of, whole
+from echelon.errors import ArgumentError, ModelMismatch
+from echelon.pipeline.ir import Schedule
+from echelon.world.group import Group
+
+__all__ = ["check_agreement", "check_arguments", "own_stages"]
+
+
+def check_arguments(
+    stages: Sequence[nn.Module | None],
+    group: Group,
+    microbatches: int,
+    loss_fn: Callable[..., Any] | None,
+    loss_reduction: str,
+    recompute: bool,
+) -> None:
+    """Refuse arguments that no pipeline can be made of."""
+    if not isinstance(group, Group):
+        raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
+    if isinstance(stages, nn.Module) and not isinstance(stages, nn.Sequential | nn.ModuleList):
+        raise ArgumentError(
+            f"stages is a {type(stages).__name__}; give a list of modules, such as "
+            "ec.pipeline.split(model, num_stages)"
+        )
+    whole("microbatches", microbatches)
+    if microbatches == 0:
+        raise ArgumentError("microbatches must be > 0")
+    if loss_fn is not None and not callable(loss_fn):
+        raise ArgumentError(f"loss_fn is {loss_fn!r:.80}; give a function of output and target")
+    one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+    one_of("recompute", recompute, (True, False))
+
+
+def own_stages(
+    schedule: Schedule, stages: Sequence[nn.Module | None], group: Group, microbatches: int
+) -> dict[int, nn.Module]:
+    """The stages of this rank, by number."""
+    found = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
+    given = (group.size, len(stages), microbatches)
+    if found != given:
+        raise ArgumentError(
+            f"the schedule is for {found[0]} ranks, {found[1]} stages and {found[2]} microbatches; "
+            f"the pipeline has {given[0]}, {given[1]} and {given[2]}"
+        )
+    own: dict[int, nn.Module] = {}
+    for index in schedule.stages_of(group.rank):
+        stage = stages[index]
+        if not isinstance(stage, nn.Module):
+            raise ArgumentError(
+                f"stage {index} is {stage!r:.60} on rank {group.rank}, where it runs: give a "
+                "torch.nn.Module"
+            )
+        own[index] = stage
+    return own
+
+
+def check_agreement(lowered: Schedule, group: Group) -> None:
+    """Refuse ranks with different programs. All ranks call it."""
+    texts = group.all_gather_object(lowered.to_csv())
+    if len(set(texts)) > 1:
+        raise ModelMismatch("the schedule", {rank: text[:80] for rank, text in enumerate(texts)})

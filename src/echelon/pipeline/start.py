@@ -1,0 +1,100 @@
+"""First values of stages that are on the meta device: each rank makes those of its own stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor, nn
+
+from echelon.errors import ArgumentError
+from echelon.initial import Maker, Place, draw_seed, own_tensors
+from echelon.pipeline.parts import Part
+from echelon.world.group import Group
+
+__all__ = ["name_in_model", "names_of_state", "start"]
+
+
+def name_in_model(stage: nn.Module, index: int, name: str) -> str:
+    """The name in the whole model of what stage ``index`` calls ``name``.
+
+    Example:
+        >>> name_in_model(nn.Linear(1, 1), 3, "bias")
+        '3.bias'
+    """
+    return name if _part_in(stage) is not None else f"{index}.{name}".rstrip(".")
+
+
+def names_of_state(stage: nn.Module, index: int, names: Iterable[str]) -> dict[str, str]:
+    """Those of ``names`` in the whole model that belong to stage ``index``, by its own names.
+
+    Example:
+        >>> names_of_state(nn.Linear(1, 1), 3, ["3.bias", "4.bias"])
+        {'bias': '3.bias'}
+    """
+    part = _part_in(stage)
+    if part is not None:
+        return {name: name for name in names if name in part.names}
+    start = f"{index}."
+    return {name.removeprefix(start): name for name in names if name.startswith(start)}
+
+
+def _part_in(stage: nn.Module) -> Part | None:
+    """What ``split`` made, which may be wrapped for data parallelism."""
+    inner = stage._modules.get("module")
+    found = stage if isinstance(stage, Part) else inner
+    return found if isinstance(found, Part) else None
+
+
+def start(
+    stages: Mapping[int, nn.Module],
+    group: Group,
+    materialize: Callable[[nn.Module], None] | None,
+) -> None:
+    """Give values to what is on meta in the stages of this rank. All ranks call it.
+
+    Law: the values depend on the random stream of rank 0 and on names in the model; not on the
+    number of ranks or stages, if ``split`` made the stages.
+
+    Raises:
+        ArgumentError: on every rank, if a module of one cannot make its values.
+    """
+    if materialize is not None and not callable(materialize):
+        raise ArgumentError(f"materialize is {materialize!r:.80}; give a function of a module")
+    places: dict[int, Place] = {}
+    waiting: dict[int, Tensor] = {}
+    for index, stage in sorted(stages.items()):
+        for local_owner, owner in stage.named_modules():
+            owner_name = name_in_model(stage, index, local_owner)
+            for local, tensor in own_tensors(owner):
+                name = f"{owner_name}.{local}".lstrip(".")
+                places.setdefault(id(tensor), Place(name, owner_name, owner, tuple(tensor.shape)))
+                if tensor.is_meta:
+                    waiting[id(tensor)] = tensor
+    maker = Maker(places, group.device, materialize)
+    problem = _problem(maker, [places[key] for key in waiting])
+    told = group.all_gather_object((bool(waiting), problem))
+    for rank, (_, text) in enumerate(told):
+        if text is not None:
+            raise ArgumentError(f"rank {rank} cannot make values of its stages: {text}")
+    if not any(has_meta for has_meta, _ in told):
+        return
+    # One draw on every rank, so that equal random streams stay equal.
+    seed: int = group.broadcast_object(draw_seed(), 0)
+    for key, tensor in waiting.items():
+        if tensor.is_meta:  # else its owner made it with another
+            owner = places[key].owner
+            mine = {
+                id(one)
+                for _, one in own_tensors(owner)
+                if id(one) in waiting and places[id(one)].owner is owner
+            }
+            maker.make(places[key].owner_name, owner, mine, seed)
+
+
+def _problem(maker: Maker, places: list[Place]) -> str | None:
+    try:
+        for place in places:
+            maker.check(place)
+    except ArgumentError as error:
+        return str(error)
+    return None
