@@ -18,6 +18,7 @@ from echelon.errors import (
     RankError,
     RankFailed,
     SharedMemoryError,
+    StageError,
     StateError,
     WorldError,
 )
@@ -28,6 +29,7 @@ EXAMPLES = [
     errors.UnsupportedError("no"),
     errors.ScheduleError("it is there twice", rank=1, index=3, action="1F0"),
     StateError("no"),
+    StageError(1, 2, "1F2", ["1F0", "1F1"], ValueError("too warm")),
     ModelMismatch("the shape of 'w'", {0: "[2]", 1: "[3]"}),
     WorldError("no"),
     SharedMemoryError("a window", 3 * 2**20, 2**20),

@@ -82,7 +82,6 @@ def trains(world: World, way: str, initial: dict[str, Tensor]) -> dict[str, Tens
         ("threads", "block.compile()"),
         ("threads", "torch.compile(block)"),
         ("threads", "torch.compile(block), whose inside is the unit"),
-        ("processes", "block.compile()"),
     ],
 )
 def test_training_with_compiled_units_equals_one_process(kind: str, way: str) -> None:

@@ -104,7 +104,7 @@ def train_all(world: ec.World) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks"), [("threads", 3), ("processes", 2), ("gloo", 2), ("gloo", 3)]
+    ("kind", "ranks"), [("threads", 3), ("processes", 2), ("gloo", 3)]
 )
 def test_ranks_may_skip_different_units(kind: str, ranks: int) -> None:
     expected = plain(ranks)

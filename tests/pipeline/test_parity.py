@@ -119,9 +119,9 @@ def test_simulated_ranks_lower_a_schedule_once(monkeypatch: pytest.MonkeyPatch) 
     """It is most of the time that a pipeline of many simulated ranks takes to be made."""
     lowered = []
 
-    def counted(schedule: ec.pipeline.Schedule) -> ec.pipeline.Schedule:
+    def counted(schedule: ec.pipeline.Schedule, **options: Any) -> ec.pipeline.Schedule:
         lowered.append(schedule.name)
-        return ec.pipeline.lower(schedule)
+        return ec.pipeline.lower(schedule, **options)
 
     monkeypatch.setattr("echelon.pipeline.lowering.lower", counted)
 
