@@ -62,6 +62,8 @@ def wrap(model: GPT, args: argparse.Namespace, world: ec.World, loss: Loss) -> S
     low = args.precision == "bfloat16" and next(model.parameters()).dtype == torch.float32
     strategy = ec.Strategy[args.strategy]
     group, replicas = world.group, None
+    if args.shard != 1 and not strategy.hybrid:
+        raise ec.ArgumentError("--shard needs a hybrid --strategy")
     if strategy.hybrid:
         mesh = world.mesh(replicate=-1, shard=args.shard)
         group, replicas = mesh["shard"], mesh["replicate"]

@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
     {"agreement", "c10d", "scaling", "testing"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
     {"planner"},
-    {"parallelize"},
+    {"parallel"},
     {"cli"},
     {"__main__"},
     {PACKAGE},  # __init__.py: the public names

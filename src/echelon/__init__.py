@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from echelon.fsdp import FSDP, BackwardPrefetch, MixedPrecision, Offload, Strategy, units
     from echelon.gradients import clip_grad_norm_
+    from echelon.parallel import Plan, parallelize
     from echelon.pipeline.api import Pipeline
     from echelon.scaling import GradScaler
     from echelon.world.base import World
@@ -55,6 +56,7 @@ __all__ = [
     "ModelMismatch",
     "Offload",
     "Pipeline",
+    "Plan",
     "RankError",
     "RankFailed",
     "ScheduleError",
@@ -72,6 +74,7 @@ __all__ = [
     "events",
     "init",
     "observe",
+    "parallelize",
     "pipeline",
     "run",
     "testing",
@@ -87,6 +90,8 @@ _HOMES = {
     "Offload": "echelon.fsdp",
     "Strategy": "echelon.fsdp",
     "Pipeline": "echelon.pipeline.api",
+    "Plan": "echelon.parallel",
+    "parallelize": "echelon.parallel",
     "GradScaler": "echelon.scaling",
     "clip_grad_norm_": "echelon.gradients",
     "World": "echelon.world.base",

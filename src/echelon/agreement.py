@@ -32,7 +32,8 @@ def check_model(module: nn.Module, device: torch.device, *, meta: bool = False) 
         meta: whether parameters and buffers may be on the meta device.
 
     Raises:
-        ArgumentError: lazy, sparse or misplaced parameters, or none that needs a gradient.
+        ArgumentError: scripted modules; lazy, sparse, quantized or misplaced parameters, or none
+            that needs a gradient.
     """
     for name, submodule in module.named_modules():
         if isinstance(submodule, nn.SyncBatchNorm):
@@ -41,6 +42,11 @@ def check_model(module: nn.Module, device: torch.device, *, meta: bool = False) 
                 "torch.distributed and would silently use the statistics of its own rank here: use "
                 "a norm that does not mix samples (GroupNorm, LayerNorm), or BatchNorm with "
                 "statistics of each rank's batch"
+            )
+        if isinstance(submodule, torch.jit.ScriptModule):
+            raise ArgumentError(
+                f"module {name or type(submodule).__name__!r} is a ScriptModule, whose parameters "
+                "are not Python's: wrap the module that it was made of"
             )
         if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
             raise ArgumentError(
@@ -52,6 +58,11 @@ def check_model(module: nn.Module, device: torch.device, *, meta: bool = False) 
             raise ArgumentError(
                 f"parameter {name!r} has no shape yet: run one batch through the model before "
                 "wrapping it"
+            )
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise ArgumentError(
+                f"{name!r} is {tensor.dtype} with layout {tensor.layout}, and ranks exchange dense "
+                "tensors of plain numbers: make it one with .to_dense() or .dequantize()"
             )
         if tensor.is_inference():
             raise ArgumentError(

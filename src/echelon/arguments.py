@@ -11,7 +11,7 @@ import torch
 
 from echelon.errors import ArgumentError
 
-__all__ = ["Reduction", "floating", "number", "one_of", "reduction", "whole", "wholes"]
+__all__ = ["Reduction", "floating", "number", "one_of", "optimizer", "reduction", "whole", "wholes"]
 
 # How gradients of several ranks become one: their mean, their sum, or their sum over a number.
 Reduction = Literal["mean", "sum"] | float
@@ -69,6 +69,12 @@ def floating(name: str, value: object) -> None:
         raise ArgumentError(
             f"{name} is {value!r:.80}; give a floating point dtype such as torch.bfloat16"
         )
+
+
+def optimizer(value: object) -> None:
+    """Refuse what is no optimizer of PyTorch."""
+    if not isinstance(value, torch.optim.Optimizer):
+        raise ArgumentError(f"optimizer is {value!r:.80}; give a torch.optim.Optimizer")
 
 
 def reduction(value: object) -> None:

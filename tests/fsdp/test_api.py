@@ -338,3 +338,37 @@ def test_weights_change_only_when_all_ranks_have_evaluated_with_them(kind) -> No
     assert first == second
     assert first[0] != 0.0
     assert first[1] == 0.0
+
+
+class Normed(nn.Module):
+    """Computes its weight in a hook before forward, as ``weight_norm`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw = nn.Parameter(torch.randn(5, 5, dtype=torch.float64))
+        self.weight = self.raw.detach()
+        self.register_forward_pre_hook(Normed.compute)
+
+    def compute(self, args: Any) -> None:
+        self.weight = self.raw / self.raw.norm(dim=1, keepdim=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+def computes_weights_in_hooks(world: World, offload: ec.Offload) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Normed(), nn.Tanh(), Normed())
+    model = copy.deepcopy(plain)
+    model = shard(world, model, units=ec.units.by_type(Normed), offload=offload)
+    inputs = [torch.randn(3, 5, dtype=torch.float64) for _ in range(world.size)]
+    model(inputs[world.rank]).square().sum().backward()
+    for x in inputs:
+        (plain(x).square().sum() / world.size).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    same_grads(whole_grads(model, world), expected)
+
+
+@pytest.mark.parametrize("offload", [ec.Offload.NONE, ec.Offload.ALL])
+def test_hooks_before_forward_see_whole_parameters(offload: ec.Offload) -> None:
+    run_world("threads", computes_weights_in_hooks, 3, (offload,))

@@ -180,3 +180,56 @@ def test_reducing_before_a_forward_is_refused() -> None:
         "were forward and backward called, under no_sync",
         lambda world: fsdp(world, Ties()).sync_gradients(),
     )
+
+
+class Odd(nn.Module):
+    """A layer and one parameter that no rank can send."""
+
+    def __init__(self, odd: Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.odd = nn.Parameter(odd, requires_grad=False)
+
+
+def wraps_what_cannot_be_sharded(world: World) -> None:
+    with pytest.raises(ArgumentError, match=r"ignored is Linear.*give a list"):
+        fsdp(world, layer := nn.Linear(4, 2), ignored=layer)
+    with pytest.raises(ArgumentError, match=r"ignored has every parameter of Linear"):
+        fsdp(world, layer := nn.Linear(4, 2), ignored=[layer])
+    with pytest.raises(ArgumentError, match=r"'odd' is torch.float32 with layout torch.sparse_coo"):
+        fsdp(world, Odd(torch.eye(3).to_sparse()))
+    with pytest.raises(ArgumentError, match=r"'odd' is torch.qint8"):
+        fsdp(world, Odd(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_what_cannot_be_sharded_is_refused_by_name() -> None:
+    run_world("threads", wraps_what_cannot_be_sharded, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_module_is_refused() -> None:
+    def wraps(world: World) -> None:
+        scripted = nn.Sequential(torch.jit.script(nn.Linear(4, 2)))
+        with pytest.raises(ArgumentError, match=r"module '0' is a ScriptModule"):
+            fsdp(world, scripted)
+
+    run_world("threads", wraps, 1)
+
+
+SAVED = {"state": {}, "param_groups": []}
+
+
+def gives_no_optimizer(world: World) -> None:
+    model = fsdp(world, nn.Linear(4, 2), units=None)
+    calls: list[Callable[[Any], object]] = [model.optimizer_state_dict, model.memory_stats]
+    calls.append(lambda value: model.load_optimizer_state_dict(value, SAVED))
+    for call in calls:
+        with pytest.raises(ArgumentError, match=r"optimizer is 3; give a torch.optim.Optimizer"):
+            call(3)
+    with pytest.raises(ArgumentError, match=r"rank0_only is 'no'"):
+        model.whole_state_dict(rank0_only="no")  # type: ignore[arg-type]
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    run_world("threads", gives_no_optimizer, 2)

@@ -105,3 +105,9 @@ def test_a_rule_that_matches_nothing_warns_with_the_classes_there_are() -> None:
 def test_what_is_no_rule_is_refused(make) -> None:
     with pytest.raises(ArgumentError, match=r"give|needs|use"):
         make()
+
+
+@pytest.mark.parametrize("size", [True, 0, 1.5])
+def test_a_size_of_units_is_a_whole_number(size: object) -> None:
+    with pytest.raises(ArgumentError, match=r"by_size\(num_parameters\) is .*whole number >= 1"):
+        ec.units.by_size(size)

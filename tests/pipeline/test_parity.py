@@ -119,11 +119,11 @@ def test_simulated_ranks_lower_a_schedule_once(monkeypatch: pytest.MonkeyPatch) 
     """It is most of the time that a pipeline of many simulated ranks takes to be made."""
     lowered = []
 
-    def counted(schedule: ec.pipeline.Schedule) -> ec.pipeline.Schedule:
+    def counted(schedule: ec.pipeline.Schedule, **options: Any) -> ec.pipeline.Schedule:
         lowered.append(schedule.name)
-        return ec.pipeline.lower(schedule)
+        return ec.pipeline.lower(schedule, **options)
 
-    monkeypatch.setattr("echelon.pipeline.api.lower", counted)
+    monkeypatch.setattr("echelon.pipeline.lowering.lower", counted)
 
     def main(world: World) -> None:
         ec.Pipeline(build("plain", 4), world.group, microbatches=17, loss_fn=mse)

@@ -199,6 +199,17 @@ class DDP(Wrapper):
         self._check_attached()
         self._reducer.reduce_now()
 
+    def accumulate_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient to ``param.grad`` as a backward under ``no_sync`` does.
+
+        For whoever makes gradients outside of a backward; ``sync_gradients`` reduces them.
+
+        Raises:
+            StateError: the wrapper was taken off.
+        """
+        self._check_attached()
+        self._reducer.add(param, gradient)
+
     @contextmanager
     def join(self) -> Iterator[None]:
         """Let ranks have different numbers of batches: put the loop over batches inside.

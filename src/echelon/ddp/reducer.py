@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon import events
 from echelon.ddp.arrivals import Arrivals
@@ -200,6 +200,14 @@ class Reducer:
         token = Token()
         self._start(Backward(lambda: token, synced=True), None)
         self._finish()
+
+    def add(self, param: nn.Parameter, gradient: Tensor) -> None:
+        """Add a local gradient to ``.grad``, whatever that holds."""
+        self._to_local_units(None)
+        if param.grad is None:
+            param.grad = gradient
+        else:
+            param.grad += gradient
 
     def shadow(self) -> None:
         """Take part in a reduction of the other ranks, with nothing of our own."""

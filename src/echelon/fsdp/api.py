@@ -196,6 +196,46 @@ class FSDP(ShardedModule):
         """
         self._hooks.reduce_now()
 
+    # For schedules that run a part of a model many times before an optimizer step --------------
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of the parameters when they are whole."""
+        storages = [one for one in self._storages() if one.sharded]
+        return sum(one.cut.numel * one.compute_dtype.itemsize for one in storages)
+
+    def gather_parameters(self) -> None:
+        """Begin to make all units whole; forwards and backwards leave them so. All ranks call it.
+
+        Outside of forwards and backwards, parameters are the parts of this rank nevertheless.
+
+        Raises:
+            StateError: inside a forward or a backward.
+        """
+        if self._hooks.busy:
+            raise StateError("gather_parameters() inside a forward or a backward: call it outside")
+        self._hooks.hold()
+
+    def release_parameters(self) -> None:
+        """Give the memory of whole parameters back. Does not communicate."""
+        self._hooks.let_go()
+
+    def await_readers(self) -> None:
+        """Return when no rank reads the parts of this one, so that they may be written.
+
+        All ranks call it, after whole parameters were released and nothing was reduced.
+        """
+        self._hooks.rest("whole parameters are released")
+
+    def accumulate_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
+        """Add a whole gradient to those that ``no_sync`` keeps, for ``sync_gradients`` to reduce.
+
+        Args:
+            param: one of this model that needs a gradient.
+            gradient: in the shape of the whole parameter.
+        """
+        self._hooks.add(param, gradient)
+
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of the whole model; a plain scalar tensor, equal on all ranks.
 

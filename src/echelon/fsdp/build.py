@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -193,9 +193,12 @@ def ignored_parameters(
     """The parameters that stay whole and local.
 
     Raises:
-        ArgumentError: something that is not in the model, or a parameter that an ignored module
-            shares with one that is not.
+        ArgumentError: something that is not in the model, a parameter that an ignored module
+            shares with one that is not, or all there are.
     """
+    if not isinstance(ignored, Iterable):
+        raise ArgumentError(f"ignored is {ignored!r:.80}; give a list of modules and parameters")
+    ignored = list(ignored)  # it is read twice
     params = dict.fromkeys(module.parameters())
     modules = set(module.modules())
     skip: dict[nn.Parameter, None] = {}
@@ -217,4 +220,9 @@ def ignored_parameters(
                     f"parameter {local!r} of module {name!r} is shared with an ignored module: "
                     "ignore both, or neither"
                 )
+    if len(skip) == len(params):
+        raise ArgumentError(
+            f"ignored has every parameter of {type(module).__name__}, so nothing is left to shard: "
+            "use the module itself"
+        )
     return list(skip)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.fsdp.backward_pass import Pass
 from echelon.fsdp.gradients import Reduction
@@ -33,6 +33,9 @@ class Departures:
     ) -> None:
         self._units, self._ranks, self._options, self._orders = units, ranks, options, orders
         self.kept: dict[int, list[Tensor | None]] = {}
+        self._places = {
+            param: (u, i) for u, unit in enumerate(units) for i, param in enumerate(unit.trainable)
+        }
         self._kept_nbytes = 0
         self.num_reductions = self.peak_nbytes = 0
 
@@ -55,14 +58,37 @@ class Departures:
         waiting = sum(map(_nbytes, (gradients, *current.held.values())))
         self.peak_nbytes = max(self.peak_nbytes, waiting + self._kept_nbytes)
 
-    def keep(self, u: int, gradients: Sequence[Tensor | None]) -> None:
-        """Keep whole gradients of ``no_sync``, for the next ones to be added to."""
-        dtypes = [one.wire_dtype for one in self._units[u].shards for _ in one.storage.params]
+    def keep(
+        self, u: int, gradients: Sequence[Tensor | None], had: Sequence[list[bool] | None]
+    ) -> None:
+        """Keep whole gradients of ``no_sync``, for the next ones to be added to.
+
+        Args:
+            u: a unit whose parameters are parts.
+            gradients: of it.
+            had: what was set aside for them, by shard.
+        """
         self.kept[u] = [
             None if gradient is None else gradient.to(dtype)
-            for gradient, dtype in zip(gradients, dtypes, strict=True)
+            for gradient, dtype in zip(gradients, self._wire_dtypes(u), strict=True)
         ]
         self._kept_nbytes += _nbytes(self.kept[u])
+        for shard, old in zip(self._units[u].shards, had, strict=True):
+            shard.put_back(old)
+
+    def add(self, param: nn.Parameter, gradient: Tensor) -> None:
+        """Add a whole gradient of one parameter to those that ``no_sync`` keeps."""
+        u, i = self._places[param]
+        kept = self.kept.setdefault(u, [None] * len(self._units[u].trainable))
+        new, old = gradient.to(self._wire_dtypes(u)[i]), kept[i]
+        if old is None:
+            kept[i] = new
+            self._kept_nbytes += new.nbytes
+        else:
+            kept[i] = old + new
+
+    def _wire_dtypes(self, u: int) -> list[torch.dtype]:
+        return [one.wire_dtype for one in self._units[u].shards for _ in one.storage.params]
 
     def _take_kept(self, u: int) -> list[Tensor | None] | None:
         kept = self.kept.pop(u, None)

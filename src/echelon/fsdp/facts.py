@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from echelon import arguments
 from echelon.errors import ArgumentError
 from echelon.fsdp.cuts import ShardInfo
 from echelon.fsdp.gradients import Slots
@@ -128,6 +129,7 @@ def count_parameters(module: nn.Module, storages: Sequence[Storage]) -> int:
 
 def state_nbytes(optimizer: Optimizer) -> int:
     """Bytes of all tensors of an optimizer's state."""
+    arguments.optimizer(optimizer)
     values = (value for state in optimizer.state.values() for value in state.values())
     return sum(value.nbytes for value in values if isinstance(value, Tensor))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import final
 
 from echelon.fsdp.lineup import Lineup
@@ -40,6 +40,23 @@ class Gathers:
         self.orders = Orders(len(units), moving, regathers=options.strategy.regathers)
         self._early: deque[int] = deque()  # gathers that have begun ahead, in order
         self._passed: set[int] = set()  # units whose gathers in this backward are behind us
+        self.holds = False  # all units stay whole, so that passes gather nothing
+
+    # Across passes ---------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Begin to gather all units, in their order; they stay whole until ``let_go``."""
+        self.holds = True
+        for unit in self._units:
+            unit.stays = True
+            unit.prefetch()
+
+    def let_go(self) -> None:
+        """Release all units."""
+        self.holds = False
+        for unit in self._units:
+            unit.stays = False
+            unit.release()
 
     # Forward ---------------------------------------------------------------------------------
 
@@ -56,6 +73,8 @@ class Gathers:
 
     def end_forward(self) -> None:
         """An outermost forward is over."""
+        if self.holds:
+            return
         self._join_rest(self.orders.forward)
         self.orders.note_forward()
 
@@ -63,6 +82,8 @@ class Gathers:
 
     def begin_backward(self) -> None:
         """A backward begins."""
+        if self.holds:
+            return
         self._drop_early()
         self._passed.clear()
         self.orders.backward.begin()
@@ -87,17 +108,26 @@ class Gathers:
 
     def left_out(self, u: int) -> bool:
         """Whether a unit that no forward has used has had its turn in this backward."""
+        if self.holds:
+            return False  # no gather tells
         return self._units[u].moves and (u in self._passed or not self._options.strategy.regathers)
 
-    def end_backward(self, passed: Callable[[], None]) -> None:
-        """Backward is over; ``passed`` as in ``in_backward``."""
+    def end_backward(self, used: Collection[int], passed: Callable[[], None]) -> None:
+        """Backward is over; ``passed`` as in ``in_backward``.
+
+        Args:
+            used: units of all forwards whose backward may have come.
+        """
+        if self.holds:
+            return
         self._join_rest(self.orders.backward, passed)
+        self.orders.note_backward(used)
 
     # Both ------------------------------------------------------------------------------------
 
     def _gather(self, u: int, lineup: Lineup, passed: Callable[[], None] = _nothing) -> None:
         unit = self._units[u]
-        if u and unit.moves and not unit.held:
+        if u and unit.moves and not unit.held and not self.holds:
             if unit.coming:
                 lineup.arrived(u)
                 while (v := self._early.popleft()) != u:
@@ -114,6 +144,8 @@ class Gathers:
 
     def _begin(self, lineup: Lineup, depth: int) -> None:
         """Begin gathers of the units that come next."""
+        if self.holds:
+            return
         most = min(depth, MOST) if self._options.limit_all_gathers else depth
         while len(self._early) < most:
             u = lineup.next()

@@ -196,6 +196,13 @@ class GradientShard:
             param.grad = None
         return had
 
+    def put_back(self, had: Sequence[bool] | None) -> None:
+        """Undo ``set_aside``, which returned ``had``, when parameters are parts again."""
+        if had is not None:
+            for param, view, old in zip(self.storage.exposed, self.views, had, strict=True):
+                if old:
+                    param.grad = view
+
     def _parts_of_sum(self) -> list[Tensor]:
         """What the next gradients are added to, in the shapes of ``views``."""
         if self._sum is None:

@@ -13,8 +13,8 @@ no rank used, and hands the reduced parts over as ``.grad``.
 
 [Note: what .grad holds]
 Outside of backward, the reduced gradient of this rank's part, or None. A backward that finds one
-adds to it. Under ``no_sync`` whole gradients are kept aside, in the dtype of the reduction, and
-join the next one.
+sets it aside and adds to it. Under ``no_sync`` whole gradients are kept aside, in the dtype of the
+reduction, and join the next one; a reduced one stays as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.errors import StateError
 from echelon.fsdp.backward_pass import Pass, Run
@@ -76,8 +76,9 @@ class Hooks:
             after = torch.compiler.disable(
                 lambda module, args, output: self.after_forward(u, output)
             )
+            # Gather before the hooks that the model has: weight_norm computes its weight in one.
             handles = (
-                unit.module.register_forward_pre_hook(before),
+                unit.module.register_forward_pre_hook(before, prepend=True),
                 unit.module.register_forward_hook(after, always_call=True),
             )
             self._ids[unit.name] = [handle.id for handle in handles]
@@ -102,28 +103,35 @@ class Hooks:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """The outermost forward: parts are made ready before it, whatever ends it."""
-        if not self.depth:
-            self._discard_aborted()
-            for unit in self.units:
-                unit.release()
-            self._gathers.begin_forward(self.ranks)
-            self.prepare()
-            self._run = Run()
-            self._runs.add(self._run)
+        # Where the whole model is recomputed, its backward is under way and has all it needs.
+        is_outermost = not self.depth and not in_backward()
+        if is_outermost:
+            self._begin_forward()
         self.depth += 1
         self.units[0].gather()
         try:
             yield
         except BaseException:
-            self.units[0].release()
+            if not in_backward():
+                self.units[0].release()
             raise
         finally:
             self.depth -= 1
-        if not self.depth:
+        if is_outermost:
             self._gathers.end_forward()
-        if not self.depth and not torch.is_grad_enabled():
+        if is_outermost and not self._gathers.holds and not torch.is_grad_enabled():
             # No backward follows, whose reductions tell that the others have read the parameters.
             self.rest("an evaluation is over")
+
+    def _begin_forward(self) -> None:
+        self._discard_aborted()
+        for unit in self.units:
+            unit.release()
+        if not self._gathers.holds:
+            self._gathers.begin_forward(self.ranks)
+            self.prepare()
+        self._run = Run()
+        self._runs.add(self._run)
 
     def before_forward(self, u: int) -> None:
         """Gather a unit.
@@ -147,11 +155,28 @@ class Hooks:
 
     def prepare(self) -> None:
         """Make the own parts ready, and meet: from now on the parts of all ranks are valid."""
+        if self._gathers.holds:
+            self._gathers.let_go()  # a schedule ended early, and left what is old now
         await_readers(self._storages)  # once: each storage writes what gathers read
         with torch.no_grad():
             for storage in self._storages:
                 storage.prepare()
         self.ranks.meet("parameters are ready")
+
+    def hold(self) -> None:
+        """Begin to make all units whole; they stay so, over many passes, until ``let_go``."""
+        self.let_go()
+        self._gathers.begin_forward(self.ranks)
+        self.prepare()
+        self._gathers.hold()
+
+    def let_go(self) -> None:
+        """Release all units. Does not communicate."""
+        self._gathers.let_go()
+
+    def add(self, param: nn.Parameter, gradient: Tensor) -> None:
+        """Add a whole gradient to those that ``no_sync`` keeps."""
+        self._departures.add(param, gradient)
 
     def rest(self, what: str) -> None:
         """Return when nobody reads the parts any more, so that they may be written."""
@@ -227,17 +252,8 @@ class Hooks:
             )
         current.opened[u] = True
         current.remaining[u] = len(self.units[u].trainable)
-        if current.synced:
-            with torch.no_grad():
-                current.had[u] = [shard.set_aside() for shard in self.units[u].shards]
-        else:
-            for shard in self.units[u].shards:
-                if any(param.grad is not None for param in shard.storage.exposed):
-                    raise StateError(
-                        f"unit {self.units[u].label!r} has reduced gradients, and a backward under "
-                        "no_sync() would add whole ones to them: call zero_grad() first, or leave "
-                        "no_sync()"
-                    )
+        with torch.no_grad():
+            current.had[u] = [shard.set_aside() for shard in self.units[u].shards]
 
     def _arrival(self, u: int) -> Callable[[nn.Parameter], None]:
         # A parameter holds its hooks where the garbage collector does not look. If they held us,
@@ -283,7 +299,7 @@ class Hooks:
         self._gathers.complete(u)
         current.completed.append(u)
         if not current.synced:
-            self._departures.keep(u, gradients)
+            self._departures.keep(u, gradients, current.had.pop(u))
             return
         current.held[u] = gradients
         self._send_ready()
@@ -299,8 +315,8 @@ class Hooks:
 
     def _end_backward(self) -> None:
         """Backward is over. Gathers first: others may need them to reduce what we wait for."""
-        self._gathers.end_backward(self._send_ready)
-        self._orders.note_backward({u for run in self._runs for u in run.units})
+        used = {u for run in self._runs for u in run.units}
+        self._gathers.end_backward(used, self._send_ready)
         self._finish()
 
     def _finish(self) -> None:
@@ -309,9 +325,11 @@ class Hooks:
         assert current is not None
         if not current.synced:
             for u, opened in enumerate(current.opened):
-                if opened and u not in current.completed:
-                    self._departures.keep(u, self._departures.take(u))
+                is_left = opened and u not in current.completed
+                gradients = self._departures.take(u) if is_left else []
                 self.units[u].release()
+                if is_left:
+                    self._departures.keep(u, gradients, current.had.pop(u))
             await_readers(self._storages)
             self._pass = None
             return

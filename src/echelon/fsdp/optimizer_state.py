@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from echelon import arguments
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.fsdp.state import Home, homes_of
 from echelon.fsdp.storage import Storage
@@ -330,8 +331,9 @@ def _params(
     """The parameters of each group of ``optimizer``.
 
     Raises:
-        ArgumentError: the optimizer has a parameter that is not in the model.
+        ArgumentError: it is no optimizer, or has a parameter that is not in the model.
     """
+    arguments.optimizer(optimizer)
     names = {id(param): name for name, param in module.named_parameters()}
     homes = homes_of(storages)
     known = {id(p): [_Param(name, p, homes.get(id(p)))] for name, p in module.named_parameters()}

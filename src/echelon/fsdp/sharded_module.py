@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from echelon import arguments
 from echelon.census import Census
 from echelon.claims import claim
 from echelon.errors import ArgumentError, StateError
@@ -150,8 +151,11 @@ class ShardedModule(Wrapper):
             cpu: every copy goes to the memory of the host when it is made.
 
         Raises:
+            ArgumentError: an argument is no bool.
             StateError: inside a forward or a backward.
         """
+        arguments.one_of("rank0_only", rank0_only, (False, True))
+        arguments.one_of("cpu", cpu, (False, True))
         keep = self._group.rank == 0 or not rank0_only
         device = torch.device("cpu") if cpu else None
         copies = copy_parameters(self._hooks, keep=keep, device=device)

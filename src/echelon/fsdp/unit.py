@@ -37,6 +37,7 @@ class Unit:
         trainable: its parameters that need a gradient, in the order of ``shards``.
         num_gathers: how often it was made whole.
         level: the bytes of whole parameters of all units together.
+        stays: whether ``release`` keeps the whole parameters, for the next ``gather``.
         num_recast: trainable parameters whose parts have another dtype or device than the whole.
     """
 
@@ -53,6 +54,7 @@ class Unit:
         self.storages, self.shards = tuple(storages), tuple(shards)
         self.trainable: list[nn.Parameter] = [p for shard in shards for p in shard.storage.params]
         self.num_gathers = 0
+        self.stays = False
         self.level = level
         self._whole_nbytes = 0
         self._gathered = False
@@ -145,6 +147,9 @@ class Unit:
 
     def release(self) -> None:
         """Make the parameters this rank's parts again, and give the memory back."""
+        if self.stays:
+            self.hide()
+            return
         if self._coming:
             self._arrive()
         elif not self.held:

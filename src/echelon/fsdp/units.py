@@ -14,6 +14,7 @@ from typing import final
 
 from torch import nn
 
+from echelon import arguments
 from echelon.errors import ArgumentError
 
 __all__ = ["Member", "Rule", "UnitPlan", "by_function", "by_size", "by_type", "plan_units", "whole"]
@@ -44,13 +45,12 @@ def whole() -> Rule:
 
 def by_size(num_parameters: int) -> Rule:
     """Modules with at least ``num_parameters`` that no unit inside them has claimed."""
-    if not isinstance(num_parameters, int) or num_parameters < 1:
-        raise ArgumentError(f"by_size({num_parameters!r}): give a whole number >= 1")
+    least = arguments.whole("by_size(num_parameters)", num_parameters, low=1)
 
     def claims(module: nn.Module, numel: int, rest: int) -> bool:
-        return not isinstance(module, nn.ModuleList | nn.ModuleDict) and rest >= num_parameters
+        return not isinstance(module, nn.ModuleList | nn.ModuleDict) and rest >= least
 
-    return Rule(f"by_size({num_parameters})", claims)
+    return Rule(f"by_size({least})", claims)
 
 
 def by_type(*classes: type[nn.Module] | str) -> Rule:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, cast, final
 
@@ -15,15 +12,17 @@ from torch import Tensor, nn
 
 from echelon.arguments import number, one_of, whole
 from echelon.errors import ArgumentError, ModelMismatch
-from echelon.gradients import grad_norm
+from echelon.gradients import Sharded, grad_norm
 from echelon.pipeline.execute import Batch, Executor, Loss
 from echelon.pipeline.feed import Feed
-from echelon.pipeline.ir import Action, Item, Kind, Schedule
+from echelon.pipeline.ir import Kind, Schedule
 from echelon.pipeline.link import Link
+from echelon.pipeline.lowering import forwards_of, lower_once
 from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import join_batches
-from echelon.pipeline.passes import lower
+from echelon.pipeline.parts import Part
 from echelon.pipeline.schedules import schedule as make_schedule
+from echelon.pipeline.shardable import Gathering, ReduceEvery
 from echelon.pipeline.stage import Stage
 from echelon.pipeline.ties import find_ties
 from echelon.world.group import Group
@@ -51,6 +50,11 @@ class Pipeline(nn.Module):
         loss_reduction: ``"mean"`` if ``loss_fn`` gives a mean over rows, so that each microbatch
             counts by its share of them, or ``"sum"``.
         recompute: whether stages keep their inputs only, and run again in backward.
+        reduce_every: of stages in ``DDP`` or ``FSDP``: ``"step"`` reduces gradients once, by the
+            REDUCE of the schedule; ``"microbatch"`` in each backward, which takes more traffic and,
+            with ``FSDP``, less memory: only parts of gradients are kept.
+        window_nbytes: of stages in ``FSDP``: how many bytes of whole parameters a rank may hold at
+            once, besides those of the stage that computes; all of its stages if None.
         schedule_options: for ``ec.pipeline.schedule``.
 
     Raises:
@@ -80,6 +84,8 @@ class Pipeline(nn.Module):
         loss_fn: Loss | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
         recompute: bool = False,
+        reduce_every: ReduceEvery = "step",
+        window_nbytes: int | None = None,
         **schedule_options: Any,
     ) -> None:
         super().__init__()
@@ -91,16 +97,21 @@ class Pipeline(nn.Module):
         elif schedule_options:
             raise ArgumentError(f"options {sorted(schedule_options)} belong to a schedule's name")
         own = _own_stages(schedule, stages, group, microbatches)
-        lowered = _lowered(schedule)
+        splits = any(item.kind is Kind.W for order in schedule.orders for item in order)
+        self._parts = {
+            index: Stage(
+                stage, index, splits=splits, recomputes=recompute, reduce_every=reduce_every
+            )
+            for index, stage in own.items()
+        }
+        sharing = {index: part.sharing for index, part in self._parts.items()}
+        self._gathering = Gathering.agree(sharing, group, reduce_every, window_nbytes)
+        self._window_nbytes = window_nbytes
+        lowered = self._lower(schedule)
         _check_agreement(lowered, group)
         self._group, self._schedule, self._loss_fn = group, schedule, loss_fn
         self._feed = Feed(group, schedule, loss_reduction)
         self.stages = nn.ModuleDict({str(index): stage for index, stage in own.items()})
-        splits = any(item.kind is Kind.W for order in schedule.orders for item in order)
-        self._parts = {
-            index: Stage(stage, index, splits=splits, recomputes=recompute)
-            for index, stage in own.items()
-        }
         self._ties = find_ties(stages, schedule.placement, group)
         self._before, self._after = self._links(microbatches)
         self._training = self._executor(lowered)
@@ -128,12 +139,13 @@ class Pipeline(nn.Module):
             self._parts,
             self._before,
             self._after,
-            self._reduce,
             self._group.ranks[self._group.rank],
         )
 
-    def _reduce(self, stage: int) -> None:
-        """Nobody else has this stage."""
+    def _lower(self, schedule: Schedule) -> Schedule:
+        found = self._gathering
+        gather = None if found.nbytes is None else tuple(found.nbytes)
+        return lower_once(schedule, gather, self._window_nbytes, found.reduces)
 
     # Training --------------------------------------------------------------------------------
 
@@ -204,7 +216,9 @@ class Pipeline(nn.Module):
         batch = self._feed.batch(args, kwargs, target, None, loss_fn, training=False)
         count = len(batch.weights)
         if count not in self._evaluating:
-            self._evaluating[count] = self._executor(_lowered(_forwards(self._schedule, count)))
+            self._evaluating[count] = self._executor(
+                self._lower(forwards_of(self._schedule, count))
+            )
         self._evaluating[count].run(batch)
         return batch
 
@@ -259,8 +273,7 @@ class Pipeline(nn.Module):
         All ranks call it. ``ec.clip_grad_norm_`` does.
         """
         number("norm_type", norm_type, 1.0, math.inf)
-        own = _Gradients(self._counted())
-        norm = grad_norm(own, norm_type).double().to(self._group.device)
+        norm = self._own_norm(norm_type)
         if math.isinf(norm_type):
             self._group.all_reduce(norm, "max", label="norm of the gradients")
             return norm
@@ -268,28 +281,53 @@ class Pipeline(nn.Module):
         self._group.all_reduce(total, "sum", label="norm of the gradients")
         return total ** (1 / norm_type)
 
-    def _counted(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank, without those that another rank counts."""
+    def _own_norm(self, norm_type: float) -> Tensor:
+        """That of the stages of this rank, without parameters that another rank counts."""
         others = {id(tie.param) for tie in self._ties if tie.owners.rank}
-        return (param for param in self.parameters() if id(param) not in others)
+        sharded = [stage for stage in self.stages.values() if isinstance(stage, Sharded)]
+        inside = {id(param) for stage in sharded for param in stage.parameters()}
+        plain = (param for param in self.parameters() if id(param) not in others | inside)
+        norms = [stage.grad_norm(norm_type) for stage in sharded]
+        norms.append(grad_norm(_Gradients(plain), norm_type))
+        device = self._group.device
+        together = torch.stack([norm.double().to(device) for norm in norms])
+        return cast(Tensor, torch.linalg.vector_norm(together, norm_type))
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the stages of this rank show to an optimizer, such as flat parameters."""
+        seen: set[nn.Parameter] = set()
+        for index, stage in self.stages.items() if recurse else ():
+            name = f"{prefix}{'.' if prefix else ''}stages.{index}"
+            for name_of_one, param in stage.named_parameters(name, True, remove_duplicate):
+                if not (remove_duplicate and param in seen):
+                    seen.add(param)
+                    yield name_of_one, param
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of this rank's stages, with the keys of ``nn.Sequential(*stages)``."""
+        """The state of this rank's stages, with the names of the whole model.
+
+        Those are the model's own if ``ec.pipeline.split`` made the stages, and otherwise those of
+        ``nn.Sequential(*stages)``.
+        """
         state = super().state_dict(*args, **kwargs)
         for key in list(state):
-            state[key.removeprefix("stages.")] = state.pop(key)
+            state[self._name_of(key)] = state.pop(key)
         return state
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load this rank's stages from a state of them, or of the whole model."""
-        own = {
-            f"stages.{key}": value
-            for key, value in state_dict.items()
-            if key.partition(".")[0] in self.stages
-        }
+        names = {key: self._name_of(key) for key in super().state_dict()}
+        own = {key: state_dict[name] for key, name in names.items() if name in state_dict}
         return super().load_state_dict(own, strict, assign)
+
+    def _name_of(self, key: str) -> str:
+        """The name in the whole model of what is called ``key`` here: ``stages.INDEX.REST``."""
+        _, index, rest = key.split(".", 2)
+        return rest if isinstance(self.stages[index], Part) else f"{index}.{rest}"
 
 
 class _Gradients(nn.Module):
@@ -347,37 +385,7 @@ def _own_stages(
     return own
 
 
-_lowering = threading.Lock()
-
-
-def _lowered(schedule: Schedule) -> Schedule:
-    """``lower``, once for all simulated ranks of a process, which ask for the same at one time."""
-    with _lowering:
-        return _lowered_once(schedule)
-
-
-@lru_cache(maxsize=16)
-def _lowered_once(schedule: Schedule) -> Schedule:
-    return lower(schedule)
-
-
 def _check_agreement(lowered: Schedule, group: Group) -> None:
     texts = group.all_gather_object(lowered.to_csv())
     if len(set(texts)) > 1:
         raise ModelMismatch("the schedule", {rank: text[:80] for rank, text in enumerate(texts)})
-
-
-def _forwards(schedule: Schedule, microbatches: int) -> Schedule:
-    """Forwards only, on the placement of ``schedule``: a wave through all stages after another."""
-    orders: list[list[Item]] = [[] for _ in range(schedule.num_ranks)]
-    waves = sorted(
-        (i + stage, stage, i) for stage in range(schedule.num_stages) for i in range(microbatches)
-    )
-    for _, stage, i in waves:
-        orders[schedule.placement[stage]].append(Action(Kind.F, i, stage))
-    return replace(
-        schedule,
-        name="forward-only",
-        num_microbatches=microbatches,
-        orders=tuple(map(tuple, orders)),
-    )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from echelon.streams import autocasts
 
-__all__ = ["Deferred", "WeightGradients", "defer_linears"]
+__all__ = ["Deferred", "WeightGradients", "accumulate", "defer_linears"]
 
 _Half = tuple[Tensor, Tensor, Tensor]  # weight, input, gradient of the output
 
@@ -37,8 +37,8 @@ class Deferred:
         self._halves.append((weight, x, grad))
 
     @torch.no_grad()
-    def run(self) -> None:
-        """Add all gradients to ``.grad`` of their weights."""
+    def run(self, accumulate: Callable[[Tensor, Tensor], None]) -> None:
+        """Make all gradients, and give them to ``accumulate`` with their weights."""
         halves, self._halves = self._halves, []
         halves.reverse()
         while halves:

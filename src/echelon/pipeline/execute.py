@@ -69,7 +69,6 @@ class Executor:
         stages: those of this rank, by number.
         before: by stage, the way to the stage before it, where that is on another rank.
         after: by stage, the way to the stage after it.
-        reduce: called with a stage whose gradients are complete.
         world_rank: what events call this rank.
     """
 
@@ -80,13 +79,12 @@ class Executor:
         stages: Mapping[int, Stage],
         before: Mapping[int, Link],
         after: Mapping[int, Link],
-        reduce: Callable[[int], None],
         world_rank: int,
     ) -> None:
         self._world_rank = world_rank
         self._order = schedule.orders[rank]
         self._last = schedule.num_stages - 1
-        self._stages, self._before, self._after, self._reduce = stages, before, after, reduce
+        self._stages, self._before, self._after = stages, before, after
         self._run = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -97,6 +95,8 @@ class Executor:
             Kind.SEND_B: self._send_gradients,
             Kind.RECV_B: self._expect_gradients,
             Kind.REDUCE: self._reduce_stage,
+            Kind.UNSHARD: self._gather_stage,
+            Kind.RESHARD: self._release_stage,
         }
         self.most_alive = 0  # microbatches of stages whose activations were held at once
         self._begin()
@@ -136,6 +136,9 @@ class Executor:
                         self._do(action)
             for sending in self._sending:
                 sending.wait()
+            # A reduction tells that all have read the parameters, which may be written now.
+            for stage in () if batch.training and finalize else self._stages.values():
+                stage.sharing.rest()
         except BaseException:
             for stage in self._stages.values():
                 stage.forget()
@@ -319,5 +322,13 @@ class Executor:
         link = self._after[stage]
         self._grad_arrivals[key] = link.expect_gradients(mb, self._output_forms[key])
 
+    # Whole stages ----------------------------------------------------------------------------
+
     def _reduce_stage(self, action: Action) -> None:
-        self._reduce(action.stage)
+        self._stages[action.stage].sharing.reduce()
+
+    def _gather_stage(self, action: Action) -> None:
+        self._stages[action.stage].sharing.gather()
+
+    def _release_stage(self, action: Action) -> None:
+        self._stages[action.stage].sharing.release()

@@ -19,6 +19,7 @@ from echelon.errors import ArgumentError
 from echelon.nested import tensors as tensors_in
 from echelon.pipeline.boundary import Form, take_apart
 from echelon.pipeline.deferred import Deferred, WeightGradients, defer_linears
+from echelon.pipeline.shardable import ReduceEvery, Sharing
 
 __all__ = ["Output", "Stage"]
 
@@ -60,12 +61,23 @@ class Stage:
         index: of all stages.
         splits: whether the schedule splits backwards, so that linear layers must be able to defer.
         recomputes: whether only inputs are kept, and backward runs the module again.
+        reduce_every: when gradients are reduced, if replicas of the module have some, too.
+
+    Attributes:
+        sharing: with whom, and how.
     """
 
     def __init__(
-        self, module: nn.Module, index: int, *, splits: bool = False, recomputes: bool = False
+        self,
+        module: nn.Module,
+        index: int,
+        *,
+        splits: bool = False,
+        recomputes: bool = False,
+        reduce_every: ReduceEvery = "step",
     ) -> None:
         self.module, self.index, self._recomputes = module, index, recomputes
+        self.sharing = Sharing(module, reduce_every)
         self._weights = WeightGradients()
         if splits:
             defer_linears(module, self._weights)
@@ -119,6 +131,10 @@ class Stage:
         Args:
             grads: of the tensors of the output that need one.
         """
+        with self.sharing.whole_backward():
+            return self._back(microbatch, grads)
+
+    def _back(self, microbatch: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         kept = self._kept.pop(microbatch, None)
         if kept is None:
             return []
@@ -134,16 +150,21 @@ class Stage:
         self, microbatch: int, grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """The first half of ``backward``; ``backward_weight`` is the second."""
-        with self._weights.deferred() as later:
-            found = self.backward(microbatch, grads)
+        with self._weights.deferred() as later, self.sharing.first_half():
+            found = self._back(microbatch, grads)
         self._later[microbatch] = later
         return found
 
     def backward_weight(self, microbatch: int) -> None:
         """The second half: gradients of weights that were put off."""
-        self._later.pop(microbatch).run()
+        self._later.pop(microbatch).run(self.sharing.accumulate)
+        self.sharing.end_second_half()
 
     def forget(self) -> None:
-        """Leave nothing of a step that failed."""
+        """Leave nothing of a step that failed.
+
+        Parameters that are whole stay so until the next step gathers them anew: to release them
+        might wait for a rank that is gone.
+        """
         self._kept.clear()
         self._later.clear()

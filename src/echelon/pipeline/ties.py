@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import torch
 from torch import nn
 
-from echelon.errors import ArgumentError
+from echelon.errors import ArgumentError, UnsupportedError
+from echelon.pipeline.shardable import Shardable
 from echelon.world.group import Group
 
 __all__ = ["Tie", "find_ties"]
@@ -35,7 +36,9 @@ class Tie:
     def begin(self) -> None:
         """A step begins: gradients that were reduced already are not reduced again."""
         if not self._is_open:
-            self._before, self.param.grad = self.param.grad, None
+            # Memory of its own: ``.grad`` of a replicated parameter is where the next one travels.
+            before = self.param.grad
+            self._before, self.param.grad = None if before is None else before.clone(), None
             self._is_open = True
 
     def reduce(self) -> None:
@@ -65,17 +68,29 @@ def find_ties(
 
     Raises:
         ArgumentError: a rank was not given the stages of others, and cannot know what they share.
+        UnsupportedError: such a parameter is in a stage that is sharded.
     """
     owners: dict[nn.Parameter, set[int]] = {}
+    sharded: set[nn.Parameter] = set()
     for stage, rank in zip(stages, placement, strict=True):
-        for param in () if stage is None else stage.parameters():
+        for param in () if stage is None else _parameters(stage):
             owners.setdefault(param, set()).add(rank)
+            if isinstance(stage, Shardable):
+                sharded.add(param)
     shared = [(param, sorted(ranks)) for param, ranks in owners.items() if len(ranks) > 1]
-    everyone = group.all_gather_object([ranks for _, ranks in shared])
+    mine = [ranks for _, ranks in shared], any(param in sharded for param, _ in shared)
+    told = group.all_gather_object(mine)
+    everyone = [ranks for ranks, _ in told]
     if any(found != everyone[0] for found in everyone):
         raise ArgumentError(
             "the ranks see different parameters that stages share, on ranks "
             f"{dict(enumerate(everyone))}: give every rank the whole list of stages, without None"
+        )
+    if any(is_sharded for _, is_sharded in told):
+        raise UnsupportedError(
+            f"stages on ranks {everyone[0]} share parameters, and at least one of these stages is "
+            "sharded, so that ranks have different parts of one parameter: replicate the stages, "
+            "or give each of them a parameter of its own"
         )
     groups = [group.subgroup(ranks) for _, ranks in shared]
     return [
@@ -83,3 +98,9 @@ def find_ties(
         for (param, _), owners in zip(shared, groups, strict=True)
         if owners is not None
     ]
+
+
+def _parameters(stage: nn.Module) -> Iterator[nn.Parameter]:
+    """Those of the model, also where a wrapper shows others to optimizers."""
+    for module in stage.modules():
+        yield from (param for param in module._parameters.values() if param is not None)

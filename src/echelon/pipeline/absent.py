@@ -1,0 +1,142 @@
+"""Tensors of which this rank has the shape and not the values, and what comes of using them.
+
+[Note: values that are not there]
+A stage in the middle of a model runs the model's own ``forward``, with the real parts on this rank
+only. What comes before them works on ``Absent`` tensors, which lie on the meta device and cost
+nothing. Meta tensors alone would not do: ``F.linear(real, meta)`` and ``real.add_(meta)`` give
+numbers out of nothing, without an error. So here absence spreads: whatever is computed with an
+absent operand is absent, and to write it into a real tensor is an error. A result that is real
+therefore cannot depend on a value that was not there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from echelon.errors import UnsupportedError
+
+__all__ = ["Absent", "absent_copy", "absent_like", "missing_in"]
+
+_META = torch.device("meta")
+_STAYS = {"cpu", "cuda", "xpu"}  # methods that move a tensor to the device that it seems to be on
+
+
+@final
+class Absent(Tensor):
+    """A tensor without values. See the note above.
+
+    Attributes:
+        seems_on: the device that it says it is on, so that what is made beside it is real.
+        missing: names of what it was computed from and is not there.
+    """
+
+    seems_on: torch.device
+    missing: frozenset[str]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
+        return self  # there is nothing in it that a copy could change
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        absent = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
+        name = getattr(func, "__name__", "")
+        seems_on: torch.device = vars(absent[0])["seems_on"]
+        if func is _DEVICE:
+            return seems_on
+        if name in _STAYS:
+            return args[0]
+        _check_target(name, args, kwargs)
+        args, kwargs = pytree.tree_map(_without_values, (args, kwargs))
+        if "device" in kwargs:
+            kwargs["device"] = _META
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs)
+        missing = frozenset[str]().union(*(vars(one)["missing"] for one in absent))
+
+        def mark(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and not isinstance(leaf, Absent):
+                return _mark(leaf, seems_on, missing)
+            return leaf
+
+        return pytree.tree_map(mark, found)
+
+
+_DEVICE = Tensor.device.__get__
+
+
+def _mark(tensor: Tensor, seems_on: torch.device, missing: frozenset[str]) -> Absent:
+    with torch._C.DisableTorchFunctionSubclass():
+        marked: Absent = Tensor._make_subclass(Absent, tensor.detach().to(_META))
+    vars(marked).update(seems_on=seems_on, missing=missing)
+    return marked
+
+
+def _without_values(leaf: Any) -> Any:
+    """The same on the meta device."""
+    if isinstance(leaf, torch.device):
+        return _META
+    if isinstance(leaf, Tensor) and not isinstance(leaf, Absent):
+        return leaf.detach().to(_META)
+    return leaf
+
+
+def _check_target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A real tensor would keep its old values where absent ones are to be written."""
+    writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    target = kwargs.get("out", args[0] if writes and args else None)
+    for leaf in pytree.tree_leaves(target):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, Absent):
+            raise UnsupportedError(
+                f"{name or 'an operation'} writes into a tensor of this stage what only a stage "
+                "before it has: compute it without changing a tensor in place, or let the model "
+                "say its layers with pipeline_layers()"
+            )
+
+
+_IN_PLACE = {"__setitem__"} | {
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+}
+
+
+def absent_like(
+    shape: Iterable[int], dtype: torch.dtype, seems_on: torch.device, name: str
+) -> Absent:
+    """A tensor of this shape, without values.
+
+    Args:
+        name: what it is, in errors.
+    """
+    empty = torch.empty(tuple(shape), dtype=dtype, device=_META)
+    return _mark(empty, seems_on, frozenset([name]))
+
+
+def absent_copy(module: nn.Module, name: str) -> nn.Module:
+    """A copy of a submodule that computes shapes only and shares nothing that has values.
+
+    Its tensors are no ``nn.Parameter``, so no optimizer finds them.
+    """
+    memo: dict[int, Any] = {
+        id(tensor): absent_like(tensor.shape, tensor.dtype, tensor.device, f"{name}.{local}")
+        for local, tensor in [*module.named_parameters(), *module.named_buffers()]
+    }
+    return copy.deepcopy(module, memo)
+
+
+def missing_in(value: Any) -> list[str]:
+    """Names of what the absent tensors in ``value`` were computed from."""
+    leaves = pytree.tree_leaves(value)
+    return sorted({name for leaf in leaves if isinstance(leaf, Absent) for name in leaf.missing})

@@ -1,0 +1,157 @@
+"""Causal language models of ``transformers``, which can begin at a hidden state.
+
+Every stage runs the model's own ``forward``, so that masks and rotary tables are made where they
+are used and only the hidden state goes from stage to stage. A stage that is not the first gives it
+as ``inputs_embeds``; one that is not the last has no norm and no head, so the "logits" are the
+hidden state. ``transformers`` is not imported here: a model that is one of its classes brings it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import ArgumentError
+from echelon.pipeline.absent import absent_copy
+from echelon.pipeline.graft import carve, hollow, pass_on
+from echelon.pipeline.parts import Part, Row, register
+
+__all__ = ["CausalRow", "is_known"]
+
+
+@final
+class _Nothing(nn.Module):
+    """Stands for an embedding of positions that is in the hidden state already."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return torch.zeros((), device=positions.device)
+
+
+@final
+@dataclass(frozen=True)
+class _Family:
+    """How the models of one class are built.
+
+    Attributes:
+        trunk: the name of the blocks.
+        prefix: what is only before them.
+        suffix: what is only after them.
+        everywhere: what every stage needs; it has no parameters.
+        inert: what does nothing in a stage that begins at a hidden state.
+    """
+
+    trunk: str
+    prefix: tuple[str, ...]
+    suffix: tuple[str, ...]
+    everywhere: tuple[str, ...]
+    inert: Mapping[str, Callable[[], nn.Module]]
+
+
+_LLAMA = _Family(
+    trunk="model.layers",
+    prefix=("model.embed_tokens",),
+    suffix=("model.norm", "lm_head"),
+    everywhere=("model.rotary_emb",),
+    inert={},
+)
+_GPT2 = _Family(
+    trunk="transformer.h",
+    prefix=("transformer.wte", "transformer.wpe", "transformer.drop"),
+    suffix=("transformer.ln_f", "lm_head"),
+    everywhere=(),
+    inert={"transformer.wpe": _Nothing, "transformer.drop": nn.Identity},
+)
+# By class, not by shape: a model that scales its embeddings looks the same from outside.
+_FAMILIES = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
+    "Qwen3ForCausalLM": _LLAMA,
+    "GPT2LMHeadModel": _GPT2,
+}
+_KWARGS = {"attention_mask", "position_ids"}
+
+
+def is_known(model: nn.Module) -> bool:
+    """Whether ``model`` is of a class that this file can cut."""
+    cls = type(model)
+    return cls.__module__.startswith("transformers.") and cls.__name__ in _FAMILIES
+
+
+@final
+class CausalRow(Row):
+    """The blocks of a causal language model; the first has the embedding, the last the head."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._family = model, _FAMILIES[type(model).__name__]
+        self._blocks = list(model.get_submodule(self._family.trunk).children())
+
+    @property
+    def num_atoms(self) -> int:
+        """One for each block."""
+        return len(self._blocks)
+
+    def part(self, start: int, stop: int) -> Part:
+        """A stage that runs the whole forward around its blocks."""
+        family = self._family
+        is_first, is_last = start == 0, stop == self.num_atoms
+        prefix, suffix = family.prefix if is_first else (), family.suffix if is_last else ()
+
+        def stand_in(module: nn.Module, name: str) -> nn.Module:
+            if name in family.inert:
+                return family.inert[name]()
+            # Without norm and head, what the model calls logits is the hidden state.
+            return nn.Identity() if name in family.suffix else absent_copy(module, name)
+
+        blocks = [
+            block if start <= i < stop else hollow(block, pass_on)
+            for i, block in enumerate(self._blocks)
+        ]
+        names = {*prefix, *suffix, *family.everywhere}
+        shell, own, bare = carve(self._model, family.trunk, blocks, names, stand_in)
+        own |= {f"{family.trunk}.{i}": self._blocks[i] for i in range(start, stop)}
+        part = Part(_Between(shell, is_first, is_last))
+        register(part, own, bare)
+        return part
+
+
+@final
+class _Between(nn.Module):
+    """The model's forward from a hidden state to a hidden state."""
+
+    def __init__(self, shell: nn.Module, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.shell, self._is_first, self._is_last = shell, is_first, is_last
+        self._signature = inspect.signature(shell.forward)
+        self.training = shell.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_first:
+            call = dict(self._signature.bind_partial(*args).arguments) | kwargs
+            tokens = {key: call.pop(key) for key in ("input_ids", "inputs_embeds") if key in call}
+            given = tuple(sorted(key for key, value in call.items() if value is not None))
+        else:
+            (came,) = args
+            call, tokens, given = kwargs, {"inputs_embeds": came["hidden"]}, came["given"]
+        self._check(call, given)
+        output = self.shell(**tokens, **call, use_cache=False)
+        return output if self._is_last else {"hidden": output.logits, "given": given}
+
+    def _check(self, call: Mapping[str, Any], given: tuple[str, ...]) -> None:
+        found = tuple(sorted(key for key, value in call.items() if value is not None))
+        if not set(found) <= _KWARGS:
+            raise ArgumentError(
+                f"a stage of {type(self.shell).__name__} was given {sorted({*found} - _KWARGS)}; "
+                f"it takes {sorted(_KWARGS)} (labels are the target of step(), and the loss is "
+                "Pipeline's loss_fn; a cache of keys and values is not kept by stages)"
+            )
+        if found != given:
+            raise ArgumentError(
+                f"this stage was given {list(found)} and the first one {list(given)}: give all "
+                "ranks the same keyword arguments, since every stage makes its own mask"
+            )

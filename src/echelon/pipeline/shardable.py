@@ -1,0 +1,172 @@
+"""What a stage's module has if its gradients are shared with replicas, or its parameters sharded.
+
+``DDP`` and ``FSDP`` fit these protocols and know nothing of pipelines; nothing here knows them.
+
+[Note: who reduces]
+Every backward of a microbatch runs under ``no_sync``, whatever the order of microbatches is, and
+the REDUCE of the schedule is the only place where gradients of a stage are reduced. Replicas of a
+stage work through one list, so their collectives meet in one order, and with no other than theirs.
+With ``reduce_every="microbatch"`` there is no REDUCE: each backward reduces while it runs, or at
+the end of its second half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, Protocol, final, get_args, runtime_checkable
+
+from torch import Tensor, nn
+
+from echelon.arguments import one_of, whole
+from echelon.errors import ArgumentError
+from echelon.pipeline.deferred import accumulate
+from echelon.world.group import Group
+
+__all__ = ["Gathering", "ReduceEvery", "Replicated", "Shardable", "Sharing"]
+
+ReduceEvery = Literal["step", "microbatch"]
+
+
+@runtime_checkable
+class Replicated(Protocol):
+    """A module whose gradients are reduced over ranks that have the same one."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside leave gradients on this rank."""
+
+    def sync_gradients(self) -> None:
+        """Reduce those gradients; all replicas call it."""
+
+    def accumulate_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
+        """Add a whole gradient to those on this rank, as a backward under ``no_sync`` does."""
+
+
+@runtime_checkable
+class Shardable(Replicated, Protocol):
+    """A module of whose parameters each rank keeps a part."""
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of its parameters when they are whole."""
+
+    def gather_parameters(self) -> None:
+        """Begin to make them whole; they stay so until released. All ranks call it."""
+
+    def release_parameters(self) -> None:
+        """Give their memory back. Does not communicate."""
+
+    def await_readers(self) -> None:
+        """Return when no rank reads the parts of this one any more. All ranks call it."""
+
+
+@final
+class Sharing:
+    """What actions on whole stages, and backwards, mean for one stage's module.
+
+    Args:
+        every: whether gradients are reduced once, by the schedule, or in each backward.
+    """
+
+    def __init__(self, module: nn.Module, every: ReduceEvery) -> None:
+        one_of("reduce_every", every, get_args(ReduceEvery))
+        self._module = module
+        self._replica = module if isinstance(module, Replicated) else None
+        self._shards = module if isinstance(module, Shardable) else None
+        self._often = every == "microbatch"
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the whole parameters; None where they are not sharded."""
+        return None if self._shards is None else self._shards.whole_nbytes
+
+    def first_half(self) -> AbstractContextManager[None]:
+        """Around a backward whose weight gradients come later."""
+        return nullcontext() if self._replica is None else self._replica.no_sync()
+
+    def whole_backward(self) -> AbstractContextManager[None]:
+        """Around a backward after which nothing of its microbatch comes."""
+        return nullcontext() if self._often else self.first_half()
+
+    def accumulate(self, param: Tensor, gradient: Tensor) -> None:
+        """Add a gradient of the second half of a backward."""
+        if self._replica is None:
+            accumulate(param, gradient)
+        else:
+            assert isinstance(param, nn.Parameter)
+            self._replica.accumulate_gradient(param, gradient)
+
+    def end_second_half(self) -> None:
+        """All gradients of a microbatch are there."""
+        if self._often:
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Reduce the gradients on this rank."""
+        # A frozen stage has none, and wrappers refuse to reduce nothing.
+        if self._replica is not None and any(p.requires_grad for p in self._module.parameters()):
+            self._replica.sync_gradients()
+
+    def gather(self) -> None:
+        """Begin to make the parameters whole."""
+        if self._shards is not None:
+            self._shards.gather_parameters()
+
+    def release(self) -> None:
+        """Keep the own part only."""
+        if self._shards is not None:
+            self._shards.release_parameters()
+
+    def rest(self) -> None:
+        """Return when the parameters may be written."""
+        if self._shards is not None:
+            self._shards.await_readers()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """How ``lower`` treats whole stages; the same on all ranks.
+
+    Attributes:
+        nbytes: of the whole parameters of each stage; None if no stage is sharded.
+        reduces: whether the schedule does, and not each backward.
+    """
+
+    nbytes: list[int] | None
+    reduces: bool
+
+    @classmethod
+    def agree(
+        cls,
+        own: Mapping[int, Sharing],
+        group: Group,
+        every: ReduceEvery,
+        window_nbytes: int | None,
+    ) -> Gathering:
+        """Ask all ranks of the pipeline about their stages; all call it.
+
+        Raises:
+            ArgumentError: an option is for stages that are sharded, or replicated, and none is.
+        """
+        if window_nbytes is not None:
+            whole("window_nbytes", window_nbytes)
+        mine = {index: (one.nbytes, one._replica is not None) for index, one in own.items()}
+        found: dict[int, tuple[int | None, bool]] = {}
+        for theirs in group.all_gather_object(mine):
+            found.update(theirs)
+        sizes = [found[index][0] for index in sorted(found)]
+        is_sharded = any(size is not None for size in sizes)
+        if window_nbytes is not None and not is_sharded:
+            raise ArgumentError(
+                f"window_nbytes is {window_nbytes}, but no stage is sharded: wrap stages in "
+                "ec.FSDP, or leave it out"
+            )
+        if every == "microbatch" and not any(replicated for _, replicated in found.values()):
+            raise ArgumentError(
+                "reduce_every is 'microbatch', but nobody shares gradients with a stage: wrap "
+                "stages in ec.FSDP or ec.DDP, or leave it out"
+            )
+        nbytes = [size or 0 for size in sizes] if is_sharded else None
+        return cls(nbytes, every == "step")

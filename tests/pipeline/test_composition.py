@@ -1,0 +1,349 @@
+"""Stages that are replicated or sharded train as one process does on all batches together."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon as ec
+from echelon.errors import ArgumentError, UnsupportedError
+from echelon.world.base import World
+from tests.pipeline.models import batch, build, mse
+from tests.pipeline.test_api import Embedding, Head
+from tests.worlds import run_world
+
+ROWS = 6
+CLOSE = {"rtol": 1e-11, "atol": 1e-12}
+KEPT = ec.Strategy.SHARD_GRAD_OP
+
+
+def plan(schedule: str, **options: Any) -> ec.Plan:
+    chunks = 1 if schedule in ("1f1b", "zb-h1") else 2
+    return ec.Plan(pp=2, microbatches=3, schedule=schedule, chunks=chunks, **options)
+
+
+def rows_of(world: World, plan: ec.Plan) -> slice:
+    """Of the batch of all ranks; ranks that differ on ``pp`` have the same."""
+    line = world.rank % (plan.dp * plan.shard)
+    return slice(ROWS * line, ROWS * (line + 1))
+
+
+def trains(world: World, plan: ec.Plan, steps: int) -> None:
+    """Two batches a step, accumulated; clipped; AdamW; evaluated; saved."""
+    stages = build("plain", plan.pp * plan.chunks)
+    model = nn.Sequential(*copy.deepcopy(stages))
+    units = ec.units.by_type(nn.Linear) if plan.shard > 1 else None
+    pipe = ec.parallelize(stages, plan, world, loss_fn=mse, units=units)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
+    reference = torch.optim.AdamW(model.parameters(), lr=0.05)
+    rows, mine = ROWS * plan.dp * plan.shard, rows_of(world, plan)
+    for step in range(steps):
+        for part in range(2):
+            x, y = batch(rows, 2 * step + part)
+            loss = mse(model(x), y)
+            loss.backward()
+            found = pipe.step(x[mine], target=y[mine], finalize=part == 1, loss_everywhere=True)
+            world.group.all_reduce(found, "mean")
+            torch.testing.assert_close(found, loss.detach(), **CLOSE)
+        expected = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.testing.assert_close(ec.clip_grad_norm_(pipe, 0.1), expected, **CLOSE)
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+    found = pipe.eval_step(x, target=y, loss_everywhere=True)
+    torch.testing.assert_close(found, mse(model(x), y).detach(), **CLOSE)
+    state, whole = pipe.state_dict(), model.state_dict()
+    assert list(state) == [key for key in whole if key.partition(".")[0] in pipe.stages]
+    for key, value in state.items():
+        torch.testing.assert_close(value, whole[key], **CLOSE, msg=key)
+    pipe.load_state_dict({key: value + 1 for key, value in whole.items()})
+    for key, value in pipe.state_dict().items():
+        torch.testing.assert_close(value, whole[key] + 1, **CLOSE, msg=key)
+
+
+def trains_all(world: World, plans: list[ec.Plan], steps: int = 2) -> None:
+    for one in plans:
+        try:
+            trains(world, one, steps)
+        except BaseException as error:
+            error.add_note(repr(one))
+            raise
+    if not world.group.shares_memory:
+        reduces_where_the_schedule_says(world)
+        keeps_the_window(world)
+
+
+PLANS: dict[str, list[ec.Plan]] = {
+    "threads": [
+        plan("1f1b", dp=2),
+        plan("zb-v", dp=2, reduce_every="microbatch"),
+        plan("1f1b", shard=2, reduce_every="microbatch"),
+    ],
+    "processes": [plan("interleaved", dp=2), plan("zb-h1", shard=2, strategy=KEPT)],
+    "gloo": [  # where a gather moves bytes
+        plan("zb-h1", dp=2),
+        plan("1f1b", shard=2),
+        plan("interleaved", shard=2, strategy=KEPT, window_nbytes=0),
+        plan("zb-v", shard=2, window_nbytes=1000),
+        plan("zb-h1", shard=2, reduce_every="microbatch"),
+    ],
+}
+
+
+@pytest.mark.parametrize("world", PLANS)
+def test_shared_stages_train_as_one_process_does(world: str) -> None:
+    run_world(world, trains_all, 4, (PLANS[world],))
+
+
+def test_a_mesh_of_three_axes_trains_as_one_process_does() -> None:
+    run_world("threads", trains_all, 8, ([plan("1f1b", dp=2, shard=2)], 1))
+
+
+# --- what else a stage may be --------------------------------------------------------------------
+
+
+def compare(pipe: nn.Module, model: nn.Sequential) -> None:
+    """Whole gradients of DDP, or norms of sharded ones, against the plain model."""
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    torch.testing.assert_close(ec.clip_grad_norm_(pipe, 1e9), expected, **CLOSE)
+    for index, stage in pipe.stages.items():
+        if isinstance(stage, ec.DDP):
+            plain = dict(model.get_submodule(index).named_parameters())
+            for name, param in stage.named_parameters():
+                torch.testing.assert_close(param.grad, plain[name].grad, **CLOSE, msg=name)
+
+
+def recomputes(world: World) -> None:
+    """The whole wrapped stage runs again in backward."""
+    mesh = world.mesh(pp=2, dp=2)
+    for wrap in (
+        lambda stage: ec.DDP(stage, mesh["dp"]),
+        lambda stage: ec.FSDP(
+            stage, mesh["dp"], units=ec.units.by_type(nn.Linear), min_num_params=0
+        ),
+        lambda stage: ec.FSDP(stage, mesh["dp"], min_num_params=0, use_orig_params=False),
+    ):
+        stages = build("plain", 2)
+        model = nn.Sequential(*copy.deepcopy(stages))
+        stage = mesh.coordinates["pp"]
+        stages[stage] = wrap(stages[stage])
+        pipe = ec.Pipeline(
+            stages, mesh["pp"], microbatches=3, schedule="zb-h1", loss_fn=mse, recompute=True
+        )
+        mine = rows_of(world, ec.Plan(pp=2, dp=2, microbatches=3))
+        for step in range(2):  # the second on top of what the first has reduced
+            x, y = batch(2 * ROWS, step)
+            mse(model(x), y).backward()
+            pipe.step(x[mine], target=y[mine])
+            compare(pipe, model)
+
+
+def ties(world: World) -> None:
+    """An embedding that is the output layer, too, replicated; then on top of its gradients."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(7, 6).double())
+    model = nn.Sequential(Embedding(weight), nn.Identity(), Head(weight))
+    stages = [nn.Sequential(*model[:2]), model[2]]
+    stages = copy.deepcopy(stages)
+    stages[1].weight = stages[0][0].weight
+    one = ec.Plan(pp=2, dp=2, microbatches=3)
+    pipe = ec.parallelize(stages, one, world, loss_fn=nn.CrossEntropyLoss())
+    mine = rows_of(world, one)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        tokens, target = torch.randint(7, (2, 2 * ROWS), generator=generator)
+        nn.functional.cross_entropy(model(tokens), target).backward()
+        pipe.step(tokens[mine], target=target[mine])
+        grads = [param.grad for param in pipe.parameters()]
+        torch.testing.assert_close(grads, [weight.grad] * len(grads), **CLOSE)
+        norm = torch.linalg.vector_norm(weight.grad)
+        torch.testing.assert_close(ec.clip_grad_norm_(pipe, 1e9), norm, **CLOSE)
+
+
+def frozen_and_empty(world: World) -> None:
+    """A stage that does not train, and one without parameters."""
+    for options in ({"dp": 2}, {"shard": 2}):
+        stages: list[nn.Module] = [*build("plain", 3)[:3], nn.Tanh()]
+        stages[1].requires_grad_(False)
+        model = nn.Sequential(*copy.deepcopy(stages))
+        one = plan("interleaved", **options)
+        pipe = ec.parallelize(stages, one, world, loss_fn=mse)
+        mine = rows_of(world, one)
+        for step in range(2):
+            x, y = batch(2 * ROWS, step)
+            mse(model(x), y).backward()
+            pipe.step(x[mine], target=y[mine])
+            compare(pipe, model)
+
+
+def reduces_where_the_schedule_says(world: World) -> None:
+    """Once a step and not before, or with each microbatch, where less memory is used."""
+    peaks = {}
+    for every, count in (("step", 1), ("microbatch", 3)):
+        block = nn.Sequential(*(nn.Linear(40, 40) for _ in range(6))).double()
+        stages = [block, copy.deepcopy(block)]
+        one = ec.Plan(pp=2, shard=2, microbatches=3, reduce_every=every)
+        units = ec.units.by_type(nn.Linear)
+        pipe = ec.parallelize(stages, one, world, loss_fn=mse, units=units)
+        (stage,) = pipe.stages.values()
+        x = torch.ones(3, 40, dtype=torch.float64)
+        pipe.step(x, target=x, finalize=False)
+        early = stage.memory_stats().num_reduce_scatters
+        assert early == (0 if every == "step" else 18)
+        pipe.step(x, target=x)
+        stats = stage.memory_stats()
+        assert stats.num_reduce_scatters - early == 6 * count
+        assert not any(unit.gathered for unit in stage.units)
+        peaks[every] = stats.peak_gradients
+    assert peaks["microbatch"] < 0.5 * peaks["step"]
+
+
+def keeps_the_window(world: World) -> None:
+    """Two stages of one rank are never whole at once, if the window is for one."""
+    peaks = []
+    for window in (None, 0):
+        stages = [nn.Linear(40, 40).double() for _ in range(4)]
+        nbytes = 40 * 41 * 8
+        one = plan("interleaved", shard=2, window_nbytes=window)
+        pipe = ec.parallelize(stages, one, world, loss_fn=mse)
+        x = torch.ones(3, 40, dtype=torch.float64)
+        own = list(pipe.stages.values())
+        seen: list[int] = []
+
+        def look(*_: Any, own: list[Any] = own, seen: list[int] = seen) -> None:
+            seen.append(sum(stage.memory_stats().gathered for stage in own))
+
+        for stage in own:
+            stage.register_forward_pre_hook(look)
+        pipe.step(x, target=x)
+        peaks.append(max(seen))
+        assert all(stage.memory_stats().gathered == 0 for stage in own)
+    assert peaks == [2 * nbytes, nbytes]
+
+
+def all_checks(world: World) -> None:
+    for check in (recomputes, ties, frozen_and_empty, reduces_where_the_schedule_says):
+        check(world)
+
+
+def test_shared_stages_are_the_plain_model() -> None:
+    run_world("threads", all_checks, 4)
+
+
+# --- parallelize ---------------------------------------------------------------------------------
+
+
+def without_stages(world: World) -> None:
+    """One technique alone, and both together."""
+    for one, kind in (
+        (ec.Plan(dp=4), ec.DDP),
+        (ec.Plan(shard=4), ec.FSDP),
+        (ec.Plan(dp=2, shard=2, strategy=KEPT), ec.FSDP),
+    ):
+        plain = nn.Sequential(*build("plain", 2))
+        model = ec.parallelize(copy.deepcopy(plain), one, world)
+        assert isinstance(model, kind)
+        x, y = batch(4 * ROWS)
+        mine = rows_of(world, one)
+        mse(model(x[mine]), y[mine]).backward()
+        mse(plain(x), y).backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+        torch.testing.assert_close(ec.clip_grad_norm_(model, 1e9), expected, **CLOSE)
+
+
+def cuts_a_sequential(world: World) -> None:
+    blocks = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    pipe = ec.parallelize(blocks, ec.Plan(pp=4, microbatches=4), world)
+    (stage,) = pipe.stages.values()
+    assert len(stage) == 1
+    output = pipe(torch.ones(3, 2))
+    if pipe.has_loss:
+        torch.testing.assert_close(output, blocks(torch.ones(3, 2)).detach())
+
+
+def refuses(world: World) -> None:
+    stages = build("plain", 2)
+    shared = nn.Linear(2, 2)
+    four = ec.Plan(pp=2, dp=2, microbatches=2)
+    sharded = ec.Plan(pp=2, shard=2, microbatches=2)
+    on_one_rank = plan("zb-v", dp=2)
+    tied = [shared, nn.Sequential(shared, nn.Tanh())]
+    for model, one, options, error, words in (
+        (stages, ec.Plan(pp=2, microbatches=2), {}, ArgumentError, r"2 \* 1 \* 1 = 2 ranks.*are 4"),
+        (stages, four, {"units": ec.units.whole()}, ArgumentError, "shard is 1"),
+        (stages, ec.Plan(dp=4), {}, ArgumentError, "give a torch.nn.Module"),
+        (stages[0], ec.Plan(dp=4), {"loss_fn": mse}, ArgumentError, "loss_fn is for pipelines"),
+        (stages[0], four, {}, ArgumentError, "Plain, and pp is 2"),
+        (stages[:1], four, {}, ArgumentError, "list of 1; the plan needs"),
+        (stages, "dp=4", {}, ArgumentError, "plan is 'dp=4'"),
+        (tied, sharded, {}, UnsupportedError, r"stage 0 \('weight'\) and stage 1 \('0.weight'\)"),
+        ([shared, *stages, shared], on_one_rank, {}, UnsupportedError, "are on one rank"),
+    ):
+        with pytest.raises(error, match=words):
+            ec.parallelize(model, one, world, **options)
+    group = world.mesh(pp=2, dp=2)["pp"]
+    for option in ({"reduce_every": "microbatch"}, {"window_nbytes": 1}, {"reduce_every": "day"}):
+        with pytest.raises(ArgumentError, match=next(iter(option))):
+            ec.Pipeline(build("plain", 2), group, microbatches=2, **option)
+    mesh = world.mesh(pp=2, shard=2)
+    stage = mesh.coordinates["pp"]
+    tied[stage] = ec.FSDP(tied[stage], mesh["shard"])
+    with pytest.raises(UnsupportedError, match="ranks have different parts of one parameter"):
+        ec.Pipeline(tied, mesh["pp"], microbatches=2)
+
+
+def every_plan(world: World) -> None:
+    without_stages(world)
+    cuts_a_sequential(world)
+    refuses(world)
+
+
+def test_a_plan_is_carried_out_or_refused() -> None:
+    run_world("threads", every_plan, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dp": 0}, "dp is 0"),
+        ({"pp": 2}, "pp is 2 without microbatches"),
+        ({"microbatches": 2}, "microbatches is 2, which is for pipelines"),
+        ({"schedule": "1f1b"}, "schedule is '1f1b', which is for pipelines"),
+        ({"chunks": 2}, "chunks is 2"),
+        ({"window_nbytes": 2}, "window_nbytes is 2"),
+        ({"reduce_every": "microbatch"}, "reduce_every is 'microbatch'"),
+        ({"strategy": KEPT}, "shard is 1"),
+        ({"shard": 2, "strategy": "zero"}, "strategy is 'zero'"),
+        ({"dp": 2, "shard": 2, "strategy": ec.Strategy.NO_SHARD}, "strategy is"),
+    ],
+)
+def test_a_plan_that_says_nothing_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        ec.Plan(**options)
+
+
+class Warm(nn.Linear):
+    """Raises in its second forward."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise ValueError("too warm")
+        return super().forward(x)
+
+
+def fails(world: World) -> None:
+    stages = [nn.Linear(2, 2), Warm(2, 2) if world.rank == 3 else nn.Linear(2, 2)]
+    one = ec.Plan(pp=2, shard=2, microbatches=4)
+    pipe = ec.parallelize(stages, one, world, loss_fn=mse)
+    pipe.step(torch.ones(4, 2), target=torch.ones(4, 2))
+
+
+def test_an_exception_in_a_sharded_stage_ends_every_rank_with_its_place() -> None:
+    with pytest.raises(ec.StageError, match=r"stage 1 raised ValueError for microbatch 1.*warm"):
+        run_world("threads", fails, 4)
