@@ -103,9 +103,7 @@ def train_all(world: ec.World) -> list[dict[str, Tensor]]:
     return [train(world, **one) for one in options]
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks"), [("threads", 3), ("processes", 2), ("gloo", 3)]
-)
+@pytest.mark.parametrize(("kind", "ranks"), [("threads", 3), ("processes", 2), ("gloo", 3)])
 def test_ranks_may_skip_different_units(kind: str, ranks: int) -> None:
     expected = plain(ranks)
     for states in run_world(kind, train_all, ranks, timeout=20):
