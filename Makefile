@@ -9,8 +9,8 @@ READY := $(VENV)/.ready
 READY_BENCH := $(VENV)/.ready-bench
 
 DEMO_ARGS ?= --verify
-# Many tests wait for ranks more than they compute, so two files at once take half the time.
-PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# Many tests wait for ranks more than they compute, so three files at once suit two cores.
+PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
 BENCHMARKS ?= collectives ddp fsdp many_ranks
 

@@ -107,7 +107,9 @@ def check(world: str, ranks: int, cases: list[tuple[str, str, int, int]]) -> Non
     ],
 )
 def test_every_schedule_trains_as_one_process_does(world, ranks, microbatches, kinds) -> None:
-    check(world, ranks, cases_of(SCHEDULES, kinds, microbatches))
+    # Three processes cost more than they tell after two: every other schedule.
+    names = list(SCHEDULES)[:: 2 if world != "threads" and ranks == 3 else 1]
+    check(world, ranks, cases_of(names, kinds, microbatches))
 
 
 def test_eight_ranks_train_as_one_process_does() -> None:

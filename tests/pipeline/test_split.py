@@ -97,9 +97,11 @@ def transformers_models() -> list[nn.Module]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_models_of_transformers_train_in_stages(ranks: int) -> None:
     kwargs = {"attention_mask": MASK, "position_ids": (MASK.cumsum(1) - 1).clamp(0)}
+    every = transformers_models()
+    models = every if ranks == 2 else [every[0], every[-1]]  # Llama and GPT-2
     given = [
         (model, kwargs, {}, {"recompute": (index + ranks) % 2 == 0})
-        for index, model in enumerate(transformers_models())
+        for index, model in enumerate(models)
     ]
     run_world("threads", every_case, ranks, (given,))
 
