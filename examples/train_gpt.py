@@ -4,6 +4,7 @@ tensors (FSDP) or some of its layers (pipeline).
     echelon run --ranks 2 examples/train_gpt.py
     echelon run --ranks 4 --world threads examples/train_gpt.py --steps 20 --technique fsdp
     echelon run --ranks 2 examples/train_gpt.py --technique pipeline --schedule zb-h1
+    echelon run --world threads examples/train_gpt.py --steps 20 --plan pp=2,shard=2
     torchrun --nproc-per-node 2 examples/train_gpt.py --data my-notes/
 
 The batch is cut over the ranks, or into microbatches: any number of ranks trains the same model.
@@ -90,11 +91,11 @@ def verify(data: Tensor, args: argparse.Namespace, world: ec.World) -> str:
     for _ in train(together, optimizer, data, args, *share(args, world)):
         pass
     difference = 0.0
-    with whole(together, copy, world):
+    with whole(together, copy, world) as trained:
         if world.rank == 0:
             for _ in train(alone, make_optimizer(alone, args), data, args, rank=0, size=1):
                 pass
-            for value, expected in zip(copy.parameters(), alone.parameters(), strict=True):
+            for value, expected in zip(trained.parameters(), alone.parameters(), strict=True):
                 difference = max(difference, (value - expected).abs().max().item())
     difference = world.group.broadcast_object(difference, src=0)
     if not difference <= VERIFIED_DIFFERENCE:
@@ -141,9 +142,9 @@ def main(world: ec.World, args: argparse.Namespace) -> None:
         if measured is not None:
             planned, ran = measured.simulation.timeline, measured.timeline
             recorder.timelines({"planned": planned.steps, "measured": ran.steps})
-        with whole(model, plain, world):
+        with whole(model, plain, world) as trained:
             if world.rank == 0:
-                sample = plain.generate(b"def ", length=240, seed=args.seed)
+                sample = trained.generate(b"def ", length=240, seed=args.seed)
                 recorder.note("sample", sample.decode(errors="replace"))
 
 

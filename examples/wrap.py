@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from gpt import GPT, Block
@@ -13,6 +13,7 @@ from stages import cut
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.axes import axes_of
 
 Shared: TypeAlias = ec.DDP | ec.FSDP | ec.Pipeline
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -26,6 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=["ddp", "fsdp", "pipeline"],
         help="copies of the model, parts of its tensors, or some of its layers",
     )
+    add("--plan", help="several at once, instead of --technique: axes such as pp=2,shard=2")
     strategies = [strategy.name for strategy in ec.Strategy]
     add("--shard", type=int, default=1, help="ranks that share the parts of a hybrid strategy")
     add("--strategy", default="FULL_SHARD", choices=strategies, help="what FSDP shards")
@@ -36,21 +38,62 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--chunks", type=int, default=1, help="stages on each rank of a pipeline")
 
 
+def techniques(args: argparse.Namespace) -> set[str]:
+    """Those whose options have an effect."""
+    if args.plan is None:
+        return {args.technique}
+    axes = axes_of(args.plan)
+    found = {"pipeline"} if axes.get("pp", 1) > 1 else set()
+    return found | ({"fsdp"} if axes.get("shard", 1) > 1 else {"ddp"})
+
+
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse options of another technique than the one that was chosen."""
+    """Refuse options of another technique than those that were chosen."""
     defaults = {
         "fsdp": {"strategy": "FULL_SHARD", "layout": "flat", "precision": "full", "shard": 1},
         "pipeline": {"schedule": "1f1b", "microbatches": 4, "chunks": 1},
     }
+    axes = {"fsdp": "shard", "pipeline": "pp"}
     for technique, options in defaults.items():
         changed = [name for name, value in options.items() if getattr(args, name) != value]
-        if changed and technique != args.technique:
-            raise ec.ArgumentError(f"--{changed[0]} needs --technique {technique}")
+        if changed and technique not in techniques(args):
+            raise ec.ArgumentError(
+                f"--{changed[0]} needs --technique {technique}, or a --plan with "
+                f"{axes[technique]} > 1"
+            )
+    if args.plan is not None:
+        for name, default in (("technique", "ddp"), ("shard", 1)):
+            if getattr(args, name) != default:
+                raise ec.ArgumentError(f"--{name} and --plan say the same: leave one of them out")
+
+
+def plan_of(args: argparse.Namespace, model: GPT) -> ec.Plan:
+    """What ``--plan`` and its options say."""
+    options: dict[str, Any] = {}
+    if "pipeline" in techniques(args):
+        options |= {name: getattr(args, name) for name in ("microbatches", "schedule", "chunks")}
+    if "fsdp" in techniques(args):
+        options["strategy"] = ec.Strategy[args.strategy]
+        options["fsdp"] = {"layout": args.layout, "precision": precision(args, model)}
+    return ec.Plan.parse(args.plan, **options)
+
+
+def precision(args: argparse.Namespace, model: GPT) -> ec.MixedPrecision:
+    """The dtypes of a step."""
+    low = args.precision == "bfloat16" and next(model.parameters()).dtype == torch.float32
+    return ec.MixedPrecision(compute=torch.bfloat16 if low else None)
 
 
 def wrap(model: GPT, args: argparse.Namespace, world: ec.World, loss: Loss) -> Shared:
     """The model, shared by the ranks as the options say."""
     check_options(args)
+    if args.plan is not None:
+        plan = plan_of(args, model)
+        units = ec.units.by_type(Block) if plan.shard > 1 else None
+        if plan.pp == 1:
+            return ec.parallelize(model, plan, world, units=units)
+        stages = cut(model, plan.pp * plan.chunks)
+        return ec.parallelize(stages, plan, world, loss_fn=loss, units=units)
     if args.technique == "ddp":
         return ec.DDP(model, world.group)
     if args.technique == "pipeline":
@@ -59,7 +102,6 @@ def wrap(model: GPT, args: argparse.Namespace, world: ec.World, loss: Loss) -> S
         return ec.Pipeline(
             stages, world.group, microbatches=microbatches, schedule=schedule, loss_fn=loss
         )
-    low = args.precision == "bfloat16" and next(model.parameters()).dtype == torch.float32
     strategy = ec.Strategy[args.strategy]
     group, replicas = world.group, None
     if args.shard != 1 and not strategy.hybrid:
@@ -74,12 +116,16 @@ def wrap(model: GPT, args: argparse.Namespace, world: ec.World, loss: Loss) -> S
         units=ec.units.by_type(Block),
         strategy=strategy,
         layout=args.layout,
-        precision=ec.MixedPrecision(compute=torch.bfloat16 if low else None),
+        precision=precision(args, model),
     )
 
 
 def share(args: argparse.Namespace, world: ec.World) -> tuple[int, int]:
     """Which part of a batch this rank reads: (0, 1) is the whole, of which a pipeline does some."""
+    if args.plan is not None:
+        axes = axes_of(args.plan)
+        lines = axes.get("dp", 1) * axes.get("shard", 1)
+        return world.rank % lines, lines
     return (0, 1) if args.technique == "pipeline" else (world.rank, world.size)
 
 
@@ -90,14 +136,16 @@ def timed(model: nn.Module) -> AbstractContextManager[ec.pipeline.Measurement | 
 
 @contextmanager
 def whole(model: Shared, plain: GPT, world: ec.World) -> Iterator[GPT]:
-    """The plain model with all weights, on rank 0. All ranks enter the block."""
+    """A plain model with all weights, on rank 0. All ranks enter the block."""
     if isinstance(model, ec.FSDP):
         with model.full_parameters():
             yield plain
+    elif isinstance(model, ec.Pipeline):
+        state = model.whole_state_dict(rank0_only=True)
+        if world.rank == 0:  # ``plain`` has parts, or old values, of what other ranks have
+            first = next(iter(state.values()))
+            plain = GPT(plain.config).to(world.device, first.dtype)
+            plain.load_state_dict(state)
+        yield plain
     else:
-        if isinstance(model, ec.Pipeline):
-            own = {id(param) for param in model.parameters()}
-            state = {name: p.detach() for name, p in plain.named_parameters() if id(p) in own}
-            for part in world.group.all_gather_object(state):
-                plain.load_state_dict(part, strict=False)
         yield plain

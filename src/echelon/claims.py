@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon.errors import ArgumentError
 
-__all__ = ["check_unclaimed", "claim", "disclaim"]
+__all__ = ["check_unclaimed", "claim", "disclaim", "is_claimed"]
 
 # By parameter: the name of the wrapper, and whether it is still there. No parameter is kept by it.
 _claims: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -32,6 +32,12 @@ def disclaim(params: Iterable[nn.Parameter]) -> None:
     """``params`` belong to nobody."""
     for param in params:
         _claims.pop(param, None)
+
+
+def is_claimed(param: nn.Parameter) -> bool:
+    """Whether ``param`` belongs to a wrapper, which reduces its gradient."""
+    _, is_there = _claims.get(param, ("", lambda: False))
+    return bool(is_there())
 
 
 def check_unclaimed(module: nn.Module) -> None:

@@ -14,24 +14,30 @@ has a batch of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from inspect import Parameter, signature
+from typing import Any, Self, final
 
 from torch import Tensor, nn
 
 from echelon.arguments import one_of, whole
+from echelon.axes import AXES, axes_of, text_of
 from echelon.ddp import DDP
+from echelon.ddp.options import Options as DDPOptions
 from echelon.errors import ArgumentError, UnsupportedError
 from echelon.fsdp import FSDP, Strategy
+from echelon.fsdp.policy import MixedPrecision
+from echelon.fsdp.policy import Options as FSDPOptions
 from echelon.fsdp.units import Rule
 from echelon.pipeline.api import Pipeline
 from echelon.pipeline.ir import Schedule
+from echelon.pipeline.schedules import FAMILIES
 from echelon.pipeline.schedules import schedule as make_schedule
-from echelon.pipeline.shardable import ReduceEvery
 from echelon.pipeline.splitting import split
+from echelon.pipeline.ties import shared_parameters
 from echelon.world.base import World
+from echelon.world.group import Group
 from echelon.world.mesh import Mesh
 
 __all__ = ["Plan", "parallelize"]
@@ -40,6 +46,14 @@ _ACROSS = {  # the same strategy, where other groups have the same parts
     Strategy.FULL_SHARD: Strategy.HYBRID_SHARD,
     Strategy.SHARD_GRAD_OP: Strategy.HYBRID_SHARD_ZERO2,
 }
+# Who says what a plan's ``pipeline``, ``fsdp`` and ``ddp`` do not.
+_SAID = {
+    **dict.fromkeys(("microbatches", "schedule", "strategy"), "it is a field of Plan itself"),
+    **dict.fromkeys(("loss_fn", "units"), "give it to parallelize"),
+    **dict.fromkeys(("stages", "module", "group", "replicate"), "parallelize knows it"),
+    "ignored": "parallelize knows it: the parameters that stages share",
+}
+_SAID_BY_SCHEDULE = ("sync", "backward_prefetch", "forward_prefetch", "limit_all_gathers")
 
 
 @final
@@ -55,14 +69,16 @@ class Plan:
         schedule: a name for ``ec.pipeline.schedule``, or a schedule; ``"1f1b"`` if None.
         chunks: stages per rank, where ``parallelize`` cuts the model.
         strategy: what is sharded; ``FULL_SHARD`` if None. With ``dp`` > 1 it is the hybrid one.
-        reduce_every: of ``ec.Pipeline``.
-        window_nbytes: of ``ec.Pipeline``.
+        pipeline: more options of ``ec.Pipeline`` and of the schedule, with ``pp`` > 1.
+        fsdp: more options of ``ec.FSDP``, with ``shard`` > 1.
+        ddp: options of ``ec.DDP``, with ``dp`` > 1 and ``shard`` = 1.
 
     Raises:
-        ArgumentError: a number is below 1, or an option belongs to an axis of length 1.
+        ArgumentError: a number is below 1, an option belongs to an axis of length 1, or there is
+            no option of that name or with that value.
 
     Example:
-        >>> plan = Plan(pp=2, shard=4, microbatches=8)
+        >>> plan = Plan(pp=2, shard=4, microbatches=8, pipeline={"recompute": True})
         >>> plan.num_ranks, str(plan)
         (8, 'pp=2,shard=4')
     """
@@ -74,39 +90,122 @@ class Plan:
     schedule: str | Schedule | None = None
     chunks: int = 1
     strategy: Strategy | None = None
-    reduce_every: ReduceEvery = "step"
-    window_nbytes: int | None = None
+    pipeline: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    fsdp: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    ddp: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name in ("pp", "dp", "shard", "chunks"):
+        for name in (*AXES, "chunks"):
             whole(name, getattr(self, name), low=1)
+        for name in ("pipeline", "fsdp", "ddp"):
+            given = getattr(self, name)
+            if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+                raise ArgumentError(f"{name} is {given!r:.80}; give options by name, as in a dict")
+            object.__setattr__(self, name, dict(given))  # which nobody else changes
         self._check_pipeline()
         self._check_sharding()
+        self._check_replicas()
+
+    @classmethod
+    def parse(cls, text: str, **options: Any) -> Self:
+        """The plan with the axes of a text, as ``str(plan)`` gives it.
+
+        Args:
+            options: the other fields.
+
+        Raises:
+            ArgumentError: it names something else than axes.
+
+        Example:
+            >>> Plan.parse("pp=2,dp=2", microbatches=4).num_ranks
+            4
+        """
+        if not isinstance(text, str):
+            raise ArgumentError(f"plan is {text!r:.80}; give a text such as 'pp=2,shard=2'")
+        return cls(**axes_of(text), **options)
 
     def _check_pipeline(self) -> None:
-        defaults = (("microbatches", None), ("schedule", None), ("chunks", 1))
-        for name, default in (*defaults, ("reduce_every", "step"), ("window_nbytes", None)):
+        defaults = {"microbatches": None, "schedule": None, "chunks": 1, "pipeline": {}}
+        for name, default in defaults.items():
             value = getattr(self, name)
             if self.pp == 1 and value != default:
                 raise ArgumentError(
                     f"{name} is {value!r:.80}, which is for pipelines, and pp is 1: leave it out, "
                     "or use pp > 1"
                 )
-        if self.pp > 1 and self.microbatches is None:
+        if self.pp == 1:
+            return
+        if self.microbatches is None:
             raise ArgumentError(
                 f"pp is {self.pp} without microbatches: give at least as many as stages, such as "
                 f"microbatches={4 * self.pp}, of which a rank has some work while others wait"
             )
+        if "materialize" in self.pipeline and self.dp * self.shard > 1:
+            raise ArgumentError(
+                "pipeline has 'materialize', and stages are replicated or sharded before there is "
+                "a pipeline: with shard > 1, give it in fsdp"
+            )
+        own, others = self.split_options()
+        of_schedules = {option for family in FAMILIES.values() for option in family.options}
+        unknown = {name: value for name, value in others.items() if name not in of_schedules}
+        _check_names("pipeline", Pipeline, {**own, **unknown}, {})
+        self.make_schedule()
 
     def _check_sharding(self) -> None:
-        if self.strategy is None:
-            return
-        allowed = list(_ACROSS) if self.dp > 1 else [one for one in Strategy if not one.hybrid]
-        one_of("strategy", self.strategy, allowed)
         if self.shard == 1:
+            for name in ("strategy", "fsdp"):
+                value = getattr(self, name)
+                if value:
+                    raise ArgumentError(
+                        f"{name} is {value!s:.80}, and shard is 1: leave it out, or use shard > 1"
+                    )
+            return
+        if self.strategy is not None:
+            allowed = list(_ACROSS) if self.dp > 1 else [one for one in Strategy if not one.hybrid]
+            one_of("strategy", self.strategy, allowed)
+        strategy = {"strategy": self.strategy or Strategy.FULL_SHARD}
+        precision = {"precision": self.fsdp.get("precision") or MixedPrecision()}
+        _check_names("fsdp", FSDP, self.fsdp, self._said())
+        _check_values(FSDP, FSDPOptions, {**self.fsdp, **strategy, **precision})
+
+    def _check_replicas(self) -> None:
+        only_replicates = self.shard == 1 and (self.dp > 1 or self.pp == 1)
+        if self.ddp and not only_replicates:
             raise ArgumentError(
-                f"strategy is {self.strategy}, and shard is 1: leave it out, or use shard > 1"
+                f"ddp is {self.ddp!r:.80}, and nothing is only replicated with {self}: use dp > 1 "
+                "and shard = 1, or leave it out"
             )
+        _check_names("ddp", DDP, self.ddp, self._said())
+        _check_values(DDP, DDPOptions, self.ddp)
+
+    def _said(self) -> dict[str, str]:
+        """Options that would be without effect."""
+        by = "in a pipeline the schedule says when stages are gathered and reduced"
+        return dict.fromkeys(_SAID_BY_SCHEDULE, by) if self.pp > 1 else {}
+
+    def split_options(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What of ``pipeline`` is for ``ec.Pipeline``, and what for the schedule."""
+        known = {*signature(Pipeline).parameters, *_SAID}
+        own = {name: value for name, value in self.pipeline.items() if name in known}
+        return own, {name: value for name, value in self.pipeline.items() if name not in known}
+
+    def make_schedule(self) -> Schedule:
+        """The schedule that ``pp`` > 1 runs on.
+
+        Raises:
+            ArgumentError: there is none of that name, size or options.
+        """
+        options = self.split_options()[1]
+        assert self.microbatches is not None, "without a pipeline there is none"
+        if isinstance(self.schedule, Schedule):
+            if options:
+                raise ArgumentError(
+                    f"pipeline has {sorted(options)}, which ec.Pipeline has not, and options of a "
+                    "schedule belong to its name"
+                )
+            return self.schedule
+        name = "1f1b" if self.schedule is None else self.schedule
+        return make_schedule(name, self.pp * self.chunks, self.microbatches, self.pp, **options)
 
     @property
     def num_ranks(self) -> int:
@@ -114,8 +213,31 @@ class Plan:
         return self.pp * self.dp * self.shard
 
     def __str__(self) -> str:
-        axes = {"pp": self.pp, "dp": self.dp, "shard": self.shard}
-        return ",".join(f"{name}={length}" for name, length in axes.items() if length > 1) or "dp=1"
+        return text_of({name: getattr(self, name) for name in AXES})
+
+
+def _check_names(
+    what: str, made: type, given: Mapping[str, Any], said: Mapping[str, str]
+) -> None:
+    """Refuse options that ``made`` has not, or that something else says."""
+    parameters = signature(made).parameters.values()
+    said = {**_SAID, **said}
+    known = [one.name for one in parameters if one.kind is not Parameter.VAR_KEYWORD]
+    for name in given:
+        if name in said:
+            raise ArgumentError(f"{what} has {name!r}: {said[name]}")
+        if name not in known:
+            free = ", ".join(one for one in known if one not in said)
+            raise ArgumentError(
+                f"{what} has {name!r}, which is no option of ec.{made.__name__}: it has {free}"
+            )
+
+
+def _check_values(made: type, options: type, given: Mapping[str, Any]) -> None:
+    """Refuse values that ``made`` would refuse."""
+    defaults = {name: one.default for name, one in signature(made).parameters.items()}
+    values = {**defaults, **given}
+    options(**{one.name: values[one.name] for one in fields(options)})
 
 
 def parallelize(
@@ -145,7 +267,8 @@ def parallelize(
 
     Raises:
         ArgumentError: the plan is for another number of ranks, or does not fit the model.
-        UnsupportedError: stages share a parameter, and are sharded, or replicated on one rank.
+        UnsupportedError: stages share a parameter, and FSDP computes in another dtype, or the
+            gradients of the wrappers are no mean.
 
     Example:
         >>> import torch
@@ -162,11 +285,29 @@ def parallelize(
     """
     _check(model, plan, world, loss_fn, units)
     mesh = world.mesh(pp=plan.pp, dp=plan.dp, shard=plan.shard)
-    share = partial(_share, plan=plan, mesh=mesh, units=units)
     if plan.pp == 1:
         assert isinstance(model, nn.Module)
-        return share(model)
-    return _pipeline(_stages_of(model, plan), plan, mesh, share, loss_fn)
+        return _share(model, plan, mesh, units, ())
+    stages = _stages_of(model, plan)
+    shared = shared_parameters(stages)
+    _check_shared(shared, plan)
+    schedule, replicas = plan.make_schedule(), plan.dp * plan.shard
+    for index in schedule.stages_of(mesh.coordinates["pp"]):
+        stages[index] = _share(stages[index], plan, mesh, units, list(shared))
+    over: Group | None = None
+    if shared and replicas > 1:
+        over = world.mesh(pp=plan.pp, replicas=replicas)["replicas"]
+    assert plan.microbatches is not None, "Plan has checked it"
+    own, _ = plan.split_options()
+    return Pipeline(
+        stages,
+        mesh["pp"],
+        microbatches=plan.microbatches,
+        schedule=schedule,
+        loss_fn=loss_fn,
+        replicate=over,
+        **own,
+    )
 
 
 def _check(
@@ -193,19 +334,36 @@ def _check(
         raise ArgumentError(f"model is {model!r:.80}; with pp=1, give a torch.nn.Module")
 
 
-def _share(module: nn.Module, *, plan: Plan, mesh: Mesh, units: Rule | None) -> nn.Module:
-    """The module, or a stage of it, as the ranks of one stage have it."""
-    if plan.pp > 1 and not any(param.requires_grad for param in module.parameters()):
+def _share(
+    module: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    units: Rule | None,
+    shared: Sequence[nn.Parameter],
+) -> nn.Module:
+    """The module, or a stage of it, as the ranks of one stage have it.
+
+    Args:
+        shared: what the pipeline reduces itself, because several stages have it.
+    """
+    inside = set(module.parameters())
+    ignored = [param for param in shared if param in inside]
+    if plan.pp > 1 and not any(param.requires_grad for param in inside.difference(ignored)):
         return module  # such a stage stays as it is on every rank
     if plan.shard > 1:
         strategy = plan.strategy or Strategy.FULL_SHARD
-        if plan.dp == 1:
-            return FSDP(module, mesh["shard"], units=units, strategy=strategy)
-        across = _ACROSS[strategy]
-        replicas = mesh["dp"]
-        return FSDP(module, mesh["shard"], units=units, strategy=across, replicate=replicas)
+        across = None if plan.dp == 1 else mesh["dp"]
+        return FSDP(
+            module,
+            mesh["shard"],
+            units=units,
+            strategy=strategy if across is None else _ACROSS[strategy],
+            replicate=across,
+            ignored=ignored,
+            **plan.fsdp,
+        )
     if plan.dp > 1 or plan.pp == 1:
-        return DDP(module, mesh["dp"])
+        return DDP(module, mesh["dp"], ignored=ignored, **plan.ddp)
     return module
 
 
@@ -223,48 +381,22 @@ def _stages_of(model: nn.Module | Sequence[nn.Module], plan: Plan) -> list[nn.Mo
     return stages
 
 
-def _pipeline(
-    stages: list[nn.Module],
-    plan: Plan,
-    mesh: Mesh,
-    share: Callable[[nn.Module], nn.Module],
-    loss_fn: Callable[[Any, Any], Tensor] | None,
-) -> Pipeline:
-    assert plan.microbatches is not None, "Plan has checked it"
-    schedule = plan.schedule or "1f1b"
-    if isinstance(schedule, str):
-        schedule = make_schedule(schedule, len(stages), plan.microbatches, plan.pp)
-    if plan.dp * plan.shard > 1:
-        _check_ties(stages, schedule, is_sharded=plan.shard > 1)
-    own = schedule.stages_of(mesh.coordinates["pp"])
-    shared = [share(stage) if index in own else stage for index, stage in enumerate(stages)]
-    return Pipeline(
-        shared,
-        mesh["pp"],
-        microbatches=plan.microbatches,
-        schedule=schedule,
-        loss_fn=loss_fn,
-        reduce_every=plan.reduce_every,
-        window_nbytes=plan.window_nbytes,
-    )
-
-
-def _check_ties(stages: Sequence[nn.Module], schedule: Schedule, *, is_sharded: bool) -> None:
-    """Refuse what no wrapper can do; every rank has all stages, so all ranks refuse."""
-    first: dict[nn.Parameter, tuple[int, str]] = {}
-    for index, stage in enumerate(stages):
-        for name, param in stage.named_parameters():
-            other, other_name = first.setdefault(param, (index, name))
-            if other == index:
-                continue
-            names = f"stage {other} ({other_name!r}) and stage {index} ({name!r})"
-            if is_sharded:
-                raise UnsupportedError(
-                    f"{names} share a parameter, and shard is > 1: each stage would cut it in its "
-                    "own way. Use dp instead of shard, or give each stage a parameter of its own"
-                )
-            if schedule.placement[other] == schedule.placement[index]:
-                raise UnsupportedError(
-                    f"{names} share a parameter and are on one rank, where two replicas would "
-                    "reduce it: use a schedule that puts them on different ranks, such as 1f1b"
-                )
+def _check_shared(shared: Mapping[nn.Parameter, Mapping[int, str]], plan: Plan) -> None:
+    """Refuse what cannot be done with parameters that stages share; every rank has all stages."""
+    options = plan.fsdp if plan.shard > 1 else plan.ddp
+    reduction = options.get("reduction", "mean")
+    precision = options.get("precision") or MixedPrecision()
+    for param, names in shared.items():
+        who = " and ".join(f"stage {index} ({name!r})" for index, name in names.items())
+        if reduction != "mean" and plan.dp * plan.shard > 1:
+            raise UnsupportedError(
+                f"{who} share a parameter, whose gradient is the mean over replicas, and reduction "
+                f"is {reduction!r}: leave reduction out and scale the loss, or give each stage a "
+                "parameter of its own"
+            )
+        if precision.compute not in (None, param.dtype):
+            raise UnsupportedError(
+                f"{who} share a parameter, which stays whole and {param.dtype}, and FSDP computes "
+                f"in {precision.compute}: run the loop under torch.autocast instead of "
+                "precision.compute, or give each stage a parameter of its own"
+            )

@@ -6,6 +6,8 @@ Nothing here imports torch before a command needs it, so that help and mistakes 
 from __future__ import annotations
 
 from enum import StrEnum
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +40,13 @@ def _run(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="For the script.")
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="How many ranks to start.")] = ...,  # type: ignore[assignment]
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How many ranks to start; without it, those of a --plan among ARGUMENTS.",
+        ),
+    ] = None,
     world: Annotated[
         WorldKind,
         typer.Option(help="Processes of this host, or simulated ranks: threads of one process."),
@@ -56,6 +64,7 @@ def _run(
     The script gets its world from echelon.init(). Processes are started and ended by torchrun's
     agent, and what rank 0 prints is shown. Simulated ranks all print to the same place.
     """
+    ranks = _num_ranks(ranks, arguments or [])
     if world is WorldKind.THREADS:
         if show_command or log_dir is not None:
             option = "--print" if show_command else "--log-dir"
@@ -76,6 +85,33 @@ def _run(
         typer.echo(launch.shown())
         return
     raise typer.Exit(processes.run_processes(launch))
+
+
+def _num_ranks(ranks: int | None, arguments: list[str]) -> int:
+    """How many to start; a plan among the arguments of the script says so, too."""
+    from echelon.axes import axes_of
+    from echelon.errors import ArgumentError
+
+    plans = [after for name, after in pairwise(arguments) if name == "--plan"]
+    plans += [one.removeprefix("--plan=") for one in arguments if one.startswith("--plan=")]
+    if not plans:
+        if ranks is None:
+            raise typer.BadParameter(
+                "say how many, or give the script a --plan such as pp=2,shard=2",
+                param_hint="--ranks",
+            )
+        return ranks
+    try:
+        planned = prod(axes_of(plans[-1]).values())
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error), param_hint="--plan") from error
+    if ranks is not None and ranks != planned:
+        raise typer.BadParameter(
+            f"it is {ranks}, and --plan {plans[-1]} is for {planned}: leave --ranks out, or change "
+            "one of them",
+            param_hint="--ranks",
+        )
+    return planned
 
 
 @app.command("report")

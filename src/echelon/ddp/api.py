@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -20,6 +20,7 @@ from echelon.ddp.join import Rounds, Step
 from echelon.ddp.options import Init, Options, Sync
 from echelon.ddp.reducer import Reducer
 from echelon.errors import ArgumentError, RankError, StateError
+from echelon.ignored import ignored_parameters
 from echelon.nested import tensors
 from echelon.world.group import Group
 from echelon.wrapper import Wrapper
@@ -88,6 +89,8 @@ class DDP(Wrapper):
             ``"trust"`` that they are. Names, shapes and dtypes are compared always.
         gradient_dtype: dtype in which gradients travel; None: the parameter's own.
         reduction: ``"mean"``, ``"sum"``, or a number that the sum is divided by.
+        ignored: modules or parameters whose gradients nobody reduces; their values are sent at the
+            start like all others.
 
     Raises:
         ArgumentError: an option, the group or the module cannot be used; nothing was done.
@@ -116,6 +119,7 @@ class DDP(Wrapper):
         init: Init = "broadcast",
         gradient_dtype: torch.dtype | None = None,
         reduction: Reduction = "mean",
+        ignored: Sequence[nn.Module | nn.Parameter] = (),
     ) -> None:
         super().__init__()
         options = Options(
@@ -129,22 +133,33 @@ class DDP(Wrapper):
         )
         _check_arguments(module, group)
         check_model(module, group.device)
-        check_agreement(module, option_facts(options), group, values=init == "verify")
-        self._attach(module, group, options)
+        skip = ignored_parameters(module, ignored)
+        choices = {**option_facts(options), "ignored": str(len(skip))}
+        check_agreement(module, choices, group, values=init == "verify")
+        self._attach(module, group, options, skip)
         self._reducer.allocate()
         if init == "broadcast":
             self.broadcast_parameters(0)
 
-    def _attach(self, module: nn.Module, group: Group, options: Options) -> None:
+    def _attach(
+        self,
+        module: nn.Module,
+        group: Group,
+        options: Options,
+        ignored: Collection[nn.Parameter],
+    ) -> None:
         """Set everything up that needs no communication."""
         self.module = module
         self.training = module.training
         self._group = group
         self._options = options
         self._buffer_state = Buffers(module)
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        skip = {id(param) for param in ignored}
+        reduced = [(name, p) for name, p in module.named_parameters() if id(p) not in skip]
+        self._ignored = [name for name, p in module.named_parameters() if id(p) in skip]
+        named = [(name, p) for name, p in reduced if p.requires_grad]
         self._census = Census(module, "DDP")
-        claim(module.parameters(), self, for_good=False)
+        claim([param for _, param in reduced], self, for_good=False)
         watch_buffers = options.broadcast_buffers and group.size > 1 and len(self._buffer_state) > 0
         notice = self._buffer_state.changed if watch_buffers else None
         self._names = [name for name, _ in named]
@@ -299,7 +314,7 @@ class DDP(Wrapper):
         self._check_attached()
         self._attached = False
         self._reducer.close()
-        disclaim(self.module.parameters())
+        disclaim(p for name, p in self.module.named_parameters() if name not in self._ignored)
         return self.module
 
     def _check_attached(self) -> None:
@@ -328,7 +343,9 @@ class DDP(Wrapper):
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         nn.Module.__init__(clone)
-        clone._attach(copy.deepcopy(self.module, memo), self._group, self._options)
+        module = copy.deepcopy(self.module, memo)
+        ignored = [module.get_parameter(name) for name in self._ignored]
+        clone._attach(module, self._group, self._options, ignored)
         clone._attached = self._attached
         return clone
 

@@ -13,7 +13,7 @@ from echelon.agreement import check_agreement, check_model, option_facts
 from echelon.arguments import Reduction
 from echelon.claims import check_unclaimed
 from echelon.errors import ArgumentError, StateError, UnsupportedError
-from echelon.fsdp.build import build_units, ignored_parameters
+from echelon.fsdp.build import build_units
 from echelon.fsdp.grads import norm_over_shards
 from echelon.fsdp.policy import Init, Layout, MixedPrecision, Offload, Options, Strategy
 from echelon.fsdp.prefetch import BackwardPrefetch
@@ -22,6 +22,7 @@ from echelon.fsdp.released import released_parameter
 from echelon.fsdp.sharded_module import ShardedModule
 from echelon.fsdp.start import Start
 from echelon.fsdp.units import Rule, plan_units, whole
+from echelon.ignored import ignored_parameters
 from echelon.nested import cast_floats
 from echelon.world.group import Group
 

@@ -78,6 +78,9 @@ class Departures:
 
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add a whole gradient of one parameter to those that ``no_sync`` keeps."""
+        if param not in self._places:  # ignored: it is whole, and so is its gradient
+            param.grad = gradient if param.grad is None else param.grad.add_(gradient)
+            return
         u, i = self._places[param]
         kept = self.kept.setdefault(u, [None] * len(self._units[u].trainable))
         new, old = gradient.to(self._wire_dtypes(u)[i]), kept[i]

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast, final
 import torch
 from torch import Tensor, nn
 
+from echelon.arguments import one_of
 from echelon.errors import ArgumentError
 from echelon.pipeline.execute import Batch, Executor, Loss
 from echelon.pipeline.feed import Feed
@@ -19,12 +20,14 @@ from echelon.pipeline.link import Link
 from echelon.pipeline.lowering import lower_once
 from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import join_batches
+from echelon.pipeline.optimizer_state import StateByName
 from echelon.pipeline.norm import norm_over_stages
 from echelon.pipeline.schedules import schedule as make_schedule
 from echelon.pipeline.shardable import Gathering, ReduceEvery
 from echelon.pipeline.stage import Stage
 from echelon.pipeline.start import name_in_model, names_of_state, start
-from echelon.pipeline.ties import find_ties
+from echelon.pipeline.state import load_parts, parts_of, whole_state
+from echelon.pipeline.ties import find_ties, shared_parameters
 from echelon.world.group import Group
 
 __all__ = ["Pipeline"]
@@ -57,6 +60,9 @@ class Pipeline(nn.Module):
             with ``FSDP``, less memory: only parts of gradients are kept.
         window_nbytes: of stages in ``FSDP``: how many bytes of whole parameters a rank may hold at
             once, besides those of the stage that computes; all of its stages if None.
+        replicate: the ranks that have the same stages and other batches, each in a group of its
+            own: over them, too, gradients of parameters are averaged that several stages share
+            and that ``DDP`` or ``FSDP`` was told to ignore.
         schedule_options: for ``ec.pipeline.schedule``.
 
     Raises:
@@ -89,10 +95,13 @@ class Pipeline(nn.Module):
         materialize: Callable[[nn.Module], None] | None = None,
         reduce_every: ReduceEvery = "step",
         window_nbytes: int | None = None,
+        replicate: Group | None = None,
         **schedule_options: Any,
     ) -> None:
         super().__init__()
-        check_arguments(stages, group, microbatches, loss_fn, loss_reduction, recompute)
+        check_arguments(
+            stages, group, microbatches, loss_fn, loss_reduction, recompute, replicate
+        )
         if isinstance(schedule, str):
             schedule = make_schedule(
                 schedule, len(stages), microbatches, group.size, **schedule_options
@@ -116,7 +125,8 @@ class Pipeline(nn.Module):
         self._group, self._schedule, self._loss_fn = group, schedule, loss_fn
         self._feed = Feed(group, schedule, loss_reduction)
         self.stages = nn.ModuleDict({str(index): stage for index, stage in own.items()})
-        self._ties = find_ties(stages, schedule.placement, group)
+        self._ties = find_ties(stages, schedule.placement, group, replicate)
+        self._first_names = _first_names(stages)
         self._before, self._after = self._links(microbatches)
         self._training = self._executor(lowered)
         self._evaluating: dict[int, Executor] = {}
@@ -274,8 +284,8 @@ class Pipeline(nn.Module):
 
         All ranks call it. ``ec.clip_grad_norm_`` does.
         """
-        elsewhere = [tie.param for tie in self._ties if tie.owners.rank]
-        return norm_over_stages(self.stages.values(), elsewhere, self._group, norm_type)
+        shared = {tie.param: tie.counts for tie in self._ties}
+        return norm_over_stages(self.stages.values(), shared, self._group, norm_type)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -311,10 +321,82 @@ class Pipeline(nn.Module):
         }
         return super().load_state_dict(own, strict, assign)
 
+    def whole_state_dict(self, rank0_only: bool = False, cpu: bool = True) -> dict[str, Any]:
+        """Copies of the state of the whole model, with its names. All ranks call it.
+
+        Args:
+            rank0_only: other ranks of the pipeline get an empty dict, and hold one stage at a time.
+            cpu: copies are in the memory of the host, and not on the device.
+
+        Raises:
+            ArgumentError: an argument is no bool.
+        """
+        one_of("rank0_only", rank0_only, (False, True))
+        one_of("cpu", cpu, (False, True))
+        keep = self._group.rank == 0 or not rank0_only
+        device = torch.device("cpu") if cpu else None
+        placement = self._schedule.placement
+        return whole_state(self._own, placement, self._group, keep=keep, device=device)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Copies of what this rank keeps of its stages, with the names of the whole model.
+
+        Nothing is communicated. Parts of ``FSDP`` stages are what their ``sharded_state_dict``
+        gives; all other stages are whole.
+        """
+        return parts_of(self._own)
+
+    def load_sharded_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load what ``sharded_state_dict`` returned on this rank. Nothing is communicated.
+
+        Raises:
+            ArgumentError: keys (if ``strict``), sizes or dtypes do not fit.
+        """
+        return load_parts(self._own, state, strict=strict)
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The whole state of ``optimizer`` by the names of the whole model. All ranks call it.
+
+        It is that of an optimizer over the plain model:
+        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``.
+
+        Raises:
+            ArgumentError: the optimizer has the state of a parameter that is in no stage here.
+            StateError: the optimizers of the ranks hold different states or groups.
+        """
+        return StateByName(optimizer, self._own, self._first_names).save(self._group)
+
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Load a whole state by name; every rank takes its share. Nothing is communicated.
+
+        Raises:
+            ArgumentError: names, groups or shapes do not fit; nothing was loaded.
+        """
+        StateByName(optimizer, self._own, self._first_names).load(state)
+
+    @property
+    def _own(self) -> dict[int, nn.Module]:
+        return {int(index): stage for index, stage in self.stages.items()}
+
     def _name_of(self, key: str) -> str:
         """The name in the whole model of what is called ``key`` here: ``stages.INDEX.REST``."""
         _, index, rest = key.split(".", 2)
         return name_in_model(self.stages[index], int(index), rest)
+
+
+def _first_names(stages: Sequence[nn.Module | None]) -> dict[str, str]:
+    """For parameters that several stages share: by a name in the model, that in the first stage."""
+    found: dict[str, str] = {}
+    for names in shared_parameters(stages).values():
+        known = [
+            name_in_model(stage, index, name)
+            for index, name in names.items()
+            if (stage := stages[index]) is not None
+        ]
+        found |= {name: known[0] for name in known[1:]}
+    return found
 
 
 def _forwards(schedule: Schedule, microbatches: int) -> Schedule:

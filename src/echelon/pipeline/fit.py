@@ -22,10 +22,16 @@ def check_arguments(
     loss_fn: Callable[..., Any] | None,
     loss_reduction: str,
     recompute: bool,
+    replicate: Group | None,
 ) -> None:
     """Refuse arguments that no pipeline can be made of."""
     if not isinstance(group, Group):
         raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
+    if replicate is not None and not isinstance(replicate, Group):
+        raise ArgumentError(
+            f"replicate is {replicate!r:.80}; give the Group of ranks that have the same stages, "
+            "another axis of the mesh that group is an axis of"
+        )
     if isinstance(stages, nn.Module) and not isinstance(stages, nn.Sequential | nn.ModuleList):
         raise ArgumentError(
             f"stages is a {type(stages).__name__}; give a list of modules, such as "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from typing import cast
 
 import torch
@@ -18,7 +18,7 @@ __all__ = ["norm_over_stages"]
 
 def norm_over_stages(
     stages: Collection[nn.Module],
-    counted_elsewhere: Iterable[nn.Parameter],
+    shared: Mapping[nn.Parameter, bool],
     group: Group,
     norm_type: float,
 ) -> Tensor:
@@ -26,7 +26,7 @@ def norm_over_stages(
 
     Args:
         stages: of this rank. Those that are sharded know their own norm.
-        counted_elsewhere: parameters of theirs that another rank has, too, and counts.
+        shared: parameters of theirs that several stages have, and whether this rank counts it.
         group: the ranks of all stages.
         norm_type: at least 1; ``math.inf`` for the largest magnitude.
 
@@ -34,7 +34,7 @@ def norm_over_stages(
         ArgumentError: ``norm_type`` is below 1 or no number.
     """
     number("norm_type", norm_type, 1.0, math.inf)
-    norm = _own_norm(stages, {id(param) for param in counted_elsewhere}, group, norm_type)
+    norm = _own_norm(stages, shared, group, norm_type)
     if math.isinf(norm_type):
         group.all_reduce(norm, "max", label="norm of the gradients")
         return norm
@@ -44,11 +44,15 @@ def norm_over_stages(
 
 
 def _own_norm(
-    stages: Collection[nn.Module], elsewhere: set[int], group: Group, norm_type: float
+    stages: Collection[nn.Module],
+    shared: Mapping[nn.Parameter, bool],
+    group: Group,
+    norm_type: float,
 ) -> Tensor:
     norms = [stage.grad_norm(norm_type) for stage in stages if isinstance(stage, Sharded)]
     plain = nn.ModuleList(stage for stage in stages if not isinstance(stage, Sharded))
-    counted = (param for param in plain.parameters() if id(param) not in elsewhere)
+    counted = [param for param in plain.parameters() if param not in shared]
+    counted += [param for param, counts in shared.items() if counts]
     norms.append(grad_norm(nn.ParameterList(counted), norm_type))
     together = torch.stack([norm.double().to(group.device) for norm in norms])
     return cast(Tensor, torch.linalg.vector_norm(together, norm_type))

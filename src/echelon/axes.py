@@ -1,0 +1,45 @@
+"""The axes of a plan as text, such as ``pp=2,shard=2``. Knows no torch, so that a start is fast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from echelon.errors import ArgumentError
+
+__all__ = ["AXES", "axes_of", "text_of"]
+
+AXES = ("pp", "dp", "shard")
+
+
+def axes_of(text: str) -> dict[str, int]:
+    """The lengths that a text names.
+
+    Raises:
+        ArgumentError: it has another form, an axis that there is not, or one of them twice.
+
+    Example:
+        >>> axes_of("pp=2,shard=4")
+        {'pp': 2, 'shard': 4}
+    """
+    found: dict[str, int] = {}
+    for item in text.split(","):
+        name, _, length = (part.strip() for part in item.partition("="))
+        if name not in AXES or name in found or not (length.isascii() and length.isdigit()):
+            raise ArgumentError(
+                f"plan is {text!r:.80}, with {item!r:.40}: give each of {', '.join(AXES)} at most "
+                "once with a number of ranks, such as pp=2,shard=2"
+            )
+        if int(length) < 1:
+            raise ArgumentError(f"plan is {text!r:.80}, with {item!r:.40}: give a number >= 1")
+        found[name] = int(length)
+    return found
+
+
+def text_of(axes: Mapping[str, int]) -> str:
+    """The text of some lengths, without those of one rank.
+
+    Example:
+        >>> text_of({"pp": 2, "dp": 1, "shard": 2}), text_of({"pp": 1})
+        ('pp=2,shard=2', 'dp=1')
+    """
+    return ",".join(f"{name}={length}" for name, length in axes.items() if length > 1) or "dp=1"
