@@ -29,6 +29,7 @@ LAYERS: list[set[str]] = [
     {"world"},
     {"agreement", "c10d", "initial", "scaling", "testing"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
+    {"plans"},
     {"planner"},
     {"parallel"},
     {"cli"},

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     )
     from echelon.fsdp import FSDP, BackwardPrefetch, MixedPrecision, Offload, Strategy, units
     from echelon.gradients import clip_grad_norm_
-    from echelon.parallel import Plan, parallelize
+    from echelon.parallel import parallelize
     from echelon.pipeline.api import Pipeline
+    from echelon.plans import Plan
     from echelon.scaling import GradScaler
     from echelon.world.base import World
     from echelon.world.group import Group
@@ -90,7 +91,7 @@ _HOMES = {
     "Offload": "echelon.fsdp",
     "Strategy": "echelon.fsdp",
     "Pipeline": "echelon.pipeline.api",
-    "Plan": "echelon.parallel",
+    "Plan": "echelon.plans",
     "parallelize": "echelon.parallel",
     "GradScaler": "echelon.scaling",
     "clip_grad_norm_": "echelon.gradients",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from echelon.errors import UnsupportedError
 from echelon.pipeline.absent import Absent, absent_copy, absent_like, missing_in
+from echelon.pipeline.recall import Recall
 
 CPU = torch.device("cpu")
 MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -30,7 +31,7 @@ MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_absence_spreads(name: str) -> None:
     # Several of these give numbers out of nothing for a plain meta tensor.
     real = torch.ones(3, 3)
-    found = MIXED[name](real, absent_like((3, 3), torch.float32, CPU, "w"))
+    found = MIXED[name](real, absent_like((3, 3), torch.float32, CPU, "w", Recall()))
     assert isinstance(found, Absent)
     assert missing_in({"y": found}) == ["w"]
     same = MIXED[name](real, torch.ones(3, 3)) if name != "index" else found
@@ -51,13 +52,13 @@ def test_absence_spreads(name: str) -> None:
 def test_a_real_tensor_cannot_be_written_from_an_absent_one(write) -> None:
     real = torch.ones(3, 3)
     with pytest.raises(UnsupportedError, match="only a stage before it has"):
-        write(real, absent_like((3, 3), torch.float32, CPU, "w"))
+        write(real, absent_like((3, 3), torch.float32, CPU, "w", Recall()))
     assert torch.equal(real, torch.ones(3, 3))
 
 
 def test_an_absent_module_has_no_parameters_and_tells_what_is_missing() -> None:
     layer = nn.Linear(3, 2)
-    copied = absent_copy(layer, "head")
+    copied = absent_copy(layer, "head", Recall())
     assert missing_in(copied(torch.ones(4, 3))) == ["head.bias", "head.weight"]
     assert not [p for p in copied.parameters() if isinstance(p, nn.Parameter)]
     assert not layer.weight.is_meta

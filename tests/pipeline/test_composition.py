@@ -20,8 +20,11 @@ KEPT = ec.Strategy.SHARD_GRAD_OP
 
 
 def plan(schedule: str, **options: Any) -> ec.Plan:
+    """On two ranks for the stages; ``options`` are axes, a strategy, or of the pipeline."""
     chunks = 1 if schedule in ("1f1b", "zb-h1") else 2
-    return ec.Plan(pp=2, microbatches=3, schedule=schedule, chunks=chunks, **options)
+    own = {name: options.pop(name) for name in ("reduce_every", "window_nbytes") if name in options}
+    options |= {"microbatches": 3, "schedule": schedule, "chunks": chunks, "pipeline": own}
+    return ec.Plan(pp=2, **options)
 
 
 def rows_of(world: World, plan: ec.Plan) -> slice:
@@ -141,21 +144,22 @@ def recomputes(world: World) -> None:
             compare(pipe, model)
 
 
-def ties(world: World) -> None:
-    """An embedding that is the output layer, too, replicated; then on top of its gradients."""
+def ties_by_hand(world: World) -> None:
+    """Replicas reduce a shared parameter, each stage by its own wrapper."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(7, 6).double())
     model = nn.Sequential(Embedding(weight), nn.Identity(), Head(weight))
-    stages = [nn.Sequential(*model[:2]), model[2]]
-    stages = copy.deepcopy(stages)
+    stages = copy.deepcopy([nn.Sequential(*model[:2]), model[2]])
     stages[1].weight = stages[0][0].weight
-    one = ec.Plan(pp=2, dp=2, microbatches=3)
-    pipe = ec.parallelize(stages, one, world, loss_fn=nn.CrossEntropyLoss())
-    mine = rows_of(world, one)
-    for step in range(3):
+    mesh = world.mesh(pp=2, dp=2)
+    stages[mesh.coordinates["pp"]] = ec.DDP(stages[mesh.coordinates["pp"]], mesh["dp"])
+    cross = nn.CrossEntropyLoss()
+    pipe = ec.Pipeline(stages, mesh["pp"], microbatches=3, loss_fn=cross)
+    mine = rows_of(world, ec.Plan(pp=2, dp=2, microbatches=3))
+    for step in range(3):  # then on top of its gradients
         generator = torch.Generator().manual_seed(step)
         tokens, target = torch.randint(7, (2, 2 * ROWS), generator=generator)
-        nn.functional.cross_entropy(model(tokens), target).backward()
+        cross(model(tokens), target).backward()
         pipe.step(tokens[mine], target=target[mine])
         grads = [param.grad for param in pipe.parameters()]
         torch.testing.assert_close(grads, [weight.grad] * len(grads), **CLOSE)
@@ -185,7 +189,7 @@ def reduces_where_the_schedule_says(world: World) -> None:
     for every, count in (("step", 1), ("microbatch", 3)):
         block = nn.Sequential(*(nn.Linear(40, 40) for _ in range(6))).double()
         stages = [block, copy.deepcopy(block)]
-        one = ec.Plan(pp=2, shard=2, microbatches=3, reduce_every=every)
+        one = ec.Plan(pp=2, shard=2, microbatches=3, pipeline={"reduce_every": every})
         units = ec.units.by_type(nn.Linear)
         pipe = ec.parallelize(stages, one, world, loss_fn=mse, units=units)
         (stage,) = pipe.stages.values()
@@ -225,7 +229,7 @@ def keeps_the_window(world: World) -> None:
 
 
 def all_checks(world: World) -> None:
-    for check in (recomputes, ties, frozen_and_empty):
+    for check in (recomputes, ties_by_hand, frozen_and_empty):
         check(world)
 
 
@@ -278,9 +282,10 @@ def refuses(world: World) -> None:
     stages = build("plain", 2)
     shared = nn.Linear(2, 2)
     four = ec.Plan(pp=2, dp=2, microbatches=2)
-    sharded = ec.Plan(pp=2, shard=2, microbatches=2)
-    on_one_rank = plan("zb-v", dp=2)
     tied = [shared, nn.Sequential(shared, nn.Tanh())]
+    low = {"precision": ec.MixedPrecision(compute=torch.bfloat16)}
+    sharded = ec.Plan(pp=2, shard=2, microbatches=2, fsdp=low)
+    summed = ec.Plan(pp=2, dp=2, microbatches=2, ddp={"reduction": "sum"})
     for model, one, options, error, words in (
         (stages, ec.Plan(pp=2, microbatches=2), {}, ArgumentError, r"2 \* 1 \* 1 = 2 ranks.*are 4"),
         (stages, four, {"units": ec.units.whole()}, ArgumentError, "shard is 1"),
@@ -289,8 +294,8 @@ def refuses(world: World) -> None:
         (nn.Linear(2, 2), four, {}, ArgumentError, "Linear"),
         (stages[:1], four, {}, ArgumentError, "list of 1; the plan needs"),
         (stages, "dp=4", {}, ArgumentError, "plan is 'dp=4'"),
-        (tied, sharded, {}, UnsupportedError, r"stage 0 \('weight'\) and stage 1 \('0.weight'\)"),
-        ([shared, *stages, shared], on_one_rank, {}, UnsupportedError, "are on one rank"),
+        (tied, sharded, {}, UnsupportedError, r"'weight'\) and stage 1 \('0.weight'\).*autocast"),
+        (tied, summed, {}, UnsupportedError, "scale the loss"),
     ):
         with pytest.raises(error, match=words):
             ec.parallelize(model, one, world, **options)
@@ -300,9 +305,19 @@ def refuses(world: World) -> None:
             ec.Pipeline(build("plain", 2), group, microbatches=2, **option)
     mesh = world.mesh(pp=2, shard=2)
     stage = mesh.coordinates["pp"]
-    tied[stage] = ec.FSDP(tied[stage], mesh["shard"])
-    with pytest.raises(UnsupportedError, match="ranks have different parts of one parameter"):
-        ec.Pipeline(tied, mesh["pp"], microbatches=2)
+    with pytest.raises(ArgumentError, match="replicate is 2"):
+        ec.Pipeline(build("plain", 2), mesh["pp"], microbatches=2, replicate=2)
+    several = [nn.Sequential(nn.Linear(2, 2), shared), nn.Sequential(shared, nn.Linear(2, 2))]
+    for ignored, error, words in (
+        ([], UnsupportedError, r"rank 0 .*stage 0 \('1.weight'\).* sharded.*replicate="),
+        ([*shared.parameters()], ArgumentError, "nobody reduces its gradient over replicas"),
+    ):
+        wrapped = copy.deepcopy(several)
+        names = ("1.weight", "1.bias") if stage == 0 else ("0.weight", "0.bias")
+        leave = [wrapped[stage].get_parameter(name) for name in names] if ignored else []
+        wrapped[stage] = ec.FSDP(wrapped[stage], mesh["shard"], ignored=leave)
+        with pytest.raises(error, match=words):
+            ec.Pipeline(wrapped, mesh["pp"], microbatches=2)
 
 
 def every_plan(world: World) -> None:
@@ -315,6 +330,9 @@ def test_a_plan_is_carried_out_or_refused() -> None:
     run_world("threads", every_plan, 4)
 
 
+TWO: dict[str, Any] = {"pp": 2, "microbatches": 2}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -323,8 +341,24 @@ def test_a_plan_is_carried_out_or_refused() -> None:
         ({"microbatches": 2}, "microbatches is 2, which is for pipelines"),
         ({"schedule": "1f1b"}, "schedule is '1f1b', which is for pipelines"),
         ({"chunks": 2}, "chunks is 2"),
-        ({"window_nbytes": 2}, "window_nbytes is 2"),
-        ({"reduce_every": "microbatch"}, "reduce_every is 'microbatch'"),
+        ({"pipeline": {"recompute": True}}, "pipeline is {'recompute': True}, which is for"),
+        (
+            {**TWO, "pipeline": {"recompte": True}},
+            "no option of ec.Pipeline: it has loss_reduction",
+        ),
+        ({**TWO, "pipeline": {"loss_fn": mse}}, "pipeline has 'loss_fn': give it to parallelize"),
+        ({**TWO, "pipeline": {"k": 1}}, "schedule '1f1b' has no option 'k'"),
+        ({**TWO, "schedule": ec.pipeline.schedule("1f1b", 2, 2, 2), "pipeline": {"k": 1}}, "'k'"),
+        ({**TWO, "schedule": "zb-v"}, "cannot spread 2 stages over 2 ranks"),
+        ({**TWO, "dp": 2, "pipeline": {"materialize": mse}}, "give it in fsdp"),
+        ({**TWO, "shard": 2, "fsdp": {"forward_prefetch": 1}}, "the schedule says when"),
+        ({"fsdp": {"layout": "rows"}}, "shard is 1"),
+        ({"shard": 2, "fsdp": {"layout": "columns"}}, "layout is 'columns'"),
+        ({"shard": 2, "fsdp": {"ignored": []}}, "fsdp has 'ignored'"),
+        ({"shard": 2, "fsdp": 4}, "fsdp is 4"),
+        ({"shard": 2, "ddp": {"bucket_bytes": 1}}, "nothing is only replicated with shard=2"),
+        ({"dp": 2, "ddp": {"bucket_bytes": -1}}, "bucket_bytes is -1"),
+        ({"dp": 2, "ddp": {"buckets": 1}}, "no option of ec.DDP: it has bucket_bytes"),
         ({"strategy": KEPT}, "shard is 1"),
         ({"shard": 2, "strategy": "zero"}, "strategy is 'zero'"),
         ({"dp": 2, "shard": 2, "strategy": ec.Strategy.NO_SHARD}, "strategy is"),
@@ -333,6 +367,43 @@ def test_a_plan_is_carried_out_or_refused() -> None:
 def test_a_plan_that_says_nothing_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         ec.Plan(**options)
+
+
+def test_a_text_names_the_axes_of_a_plan() -> None:
+    for text in ("pp=2,dp=3", "shard=4", "dp=1"):
+        assert str(ec.Plan.parse(text, microbatches=2 if "pp" in text else None)) == text
+    for text in ("", "pp", "pp=two", "tp=2", "dp=2,dp=2", "dp=0", "dp=-1", "dp=²", 4):
+        with pytest.raises(ArgumentError, match="plan is"):
+            ec.Plan.parse(text)
+
+
+def uses_options(world: World) -> None:
+    """What a plan says reaches the pipeline and what its stages are."""
+    x, y = batch(ROWS)
+    options = {"loss_reduction": "sum", "factor": 1}
+    stages = build("plain", 4)
+    one = ec.Plan(
+        pp=2,
+        dp=2,
+        microbatches=3,
+        schedule="interleaved",
+        chunks=2,
+        pipeline=options,
+        ddp={"bucket_bytes": 1, "first_bucket_bytes": 1},
+    )
+    pipe = ec.parallelize(copy.deepcopy(stages), one, world, loss_fn=lambda a, b: (a - b).sum())
+    expected = (nn.Sequential(*stages)(x) - y).sum().detach()
+    found = pipe.step(x, target=y, loss_everywhere=True)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert pipe.schedule == ec.pipeline.schedule("interleaved", 4, 3, 2, factor=1)
+    assert all(len(stage.buckets) > 1 for stage in pipe.stages.values())
+    sharded = ec.Plan(pp=2, shard=2, microbatches=3, fsdp={"min_num_params": 10**6})
+    pipe = ec.parallelize(stages[:1] + stages[3:], sharded, world, loss_fn=mse)
+    assert not any(unit.sharded for stage in pipe.stages.values() for unit in stage.units)
+
+
+def test_options_of_a_plan_are_those_of_what_it_makes() -> None:
+    run_world("threads", uses_options, 4)
 
 
 class Warm(nn.Linear):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from echelon.errors import UnsupportedError
+from echelon.pipeline.recall import Recall
 
 __all__ = ["Absent", "absent_copy", "absent_like", "missing_in"]
 
@@ -34,10 +35,12 @@ class Absent(Tensor):
     Attributes:
         seems_on: the device that it says it is on, so that what is made beside it is real.
         missing: names of what it was computed from and is not there.
+        recall: what came of the same operations before.
     """
 
     seems_on: torch.device
     missing: frozenset[str]
+    recall: Recall
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
         return self  # there is nothing in it that a copy could change
@@ -51,38 +54,61 @@ class Absent(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        absent = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
-        name = getattr(func, "__name__", "")
-        seems_on: torch.device = vars(absent[0])["seems_on"]
         if func == _DEVICE:
+            seems_on: torch.device = vars(args[0])["seems_on"]
             return seems_on
-        if name in _STAYS:
-            return args[0]
-        _check_target(name, args, kwargs)
-        args, kwargs = pytree.tree_map(_without_values, (args, kwargs))
-        if name == "to":
-            args = tuple(_META if isinstance(one, str) else one for one in args)
-        if "device" in kwargs:
-            kwargs["device"] = _META
-        with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **kwargs)
-        missing = frozenset[str]().union(*(vars(one)["missing"] for one in absent))
+        recall = _recall_of(args) or _recall_of(pytree.tree_leaves((args, kwargs)))
+        assert recall is not None, "else this would not be called"
+        key = recall.key(func, args, kwargs)
+        before = recall.find(key)
+        if before is not None:
+            return before[0]
+        found = _outcome(func, args, kwargs)
+        recall.keep(key, found)
+        return found
 
-        def mark(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and not isinstance(leaf, Absent):
-                return _mark(leaf, seems_on, missing)
-            return leaf
 
-        return pytree.tree_map(mark, found)
+def _recall_of(values: Iterable[Any]) -> Recall | None:
+    """That of the first absent tensor; most operations have one among their arguments."""
+    for value in values:
+        if type(value) is Absent:
+            recall: Recall = vars(value)["recall"]
+            return recall
+    return None
+
+
+def _outcome(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    absent = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
+    first, name = vars(absent[0]), getattr(func, "__name__", "")
+    if name in _STAYS:
+        return args[0]
+    _check_target(name, args, kwargs, first["recall"])
+    args, kwargs = pytree.tree_map(_without_values, (args, kwargs))
+    if name == "to":
+        args = tuple(_META if isinstance(one, str) else one for one in args)
+    if "device" in kwargs:
+        kwargs["device"] = _META
+    with torch._C.DisableTorchFunctionSubclass():
+        found = func(*args, **kwargs)
+    missing = frozenset[str]().union(*(vars(one)["missing"] for one in absent))
+
+    def mark(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and not isinstance(leaf, Absent):
+            return _mark(leaf, first["seems_on"], missing, first["recall"])
+        return leaf
+
+    return pytree.tree_map(mark, found)
 
 
 _DEVICE = Tensor.device.__get__
 
 
-def _mark(tensor: Tensor, seems_on: torch.device, missing: frozenset[str]) -> Absent:
+def _mark(
+    tensor: Tensor, seems_on: torch.device, missing: frozenset[str], recall: Recall
+) -> Absent:
     with torch._C.DisableTorchFunctionSubclass():
         marked: Absent = Tensor._make_subclass(Absent, tensor.detach().to(_META))
-    vars(marked).update(seems_on=seems_on, missing=missing)
+    vars(marked).update(seems_on=seems_on, missing=missing, recall=recall)
     return marked
 
 
@@ -95,7 +121,7 @@ def _without_values(leaf: Any) -> Any:
     return leaf
 
 
-def _check_target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], recall: Recall) -> None:
     """A real tensor would keep its old values where absent ones are to be written."""
     writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     target = kwargs.get("out", args[0] if writes and args else None)
@@ -106,6 +132,8 @@ def _check_target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
                 "before it has: compute it without changing a tensor in place, or let the model "
                 "say its layers with pipeline_layers()"
             )
+    if target is not None:
+        recall.stop()
 
 
 _IN_PLACE = {"__setitem__"} | {
@@ -115,24 +143,29 @@ _IN_PLACE = {"__setitem__"} | {
 
 
 def absent_like(
-    shape: Iterable[int], dtype: torch.dtype, seems_on: torch.device, name: str
+    shape: Iterable[int], dtype: torch.dtype, seems_on: torch.device, name: str, recall: Recall
 ) -> Absent:
     """A tensor of this shape, without values.
 
     Args:
         name: what it is, in errors.
+        recall: of the stage that lacks it.
     """
     empty = torch.empty(tuple(shape), dtype=dtype, device=_META)
-    return _mark(empty, seems_on, frozenset([name]))
+    absent = _mark(empty, seems_on, frozenset([name]), recall)
+    recall.hold(absent)
+    return absent
 
 
-def absent_copy(module: nn.Module, name: str) -> nn.Module:
+def absent_copy(module: nn.Module, name: str, recall: Recall) -> nn.Module:
     """A copy of a submodule that computes shapes only and shares nothing that has values.
 
     Its tensors are no ``nn.Parameter``, so no optimizer finds them.
     """
     memo: dict[int, Any] = {
-        id(tensor): absent_like(tensor.shape, tensor.dtype, tensor.device, f"{name}.{local}")
+        id(tensor): absent_like(
+            tensor.shape, tensor.dtype, tensor.device, f"{name}.{local}", recall
+        )
         for local, tensor in [*module.named_parameters(), *module.named_buffers()]
     }
     return copy.deepcopy(module, memo)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal, cast, final
@@ -10,7 +10,6 @@ from typing import Any, Literal, cast, final
 import torch
 from torch import Tensor, nn
 
-from echelon.arguments import one_of
 from echelon.errors import ArgumentError
 from echelon.pipeline.execute import Batch, Executor, Loss
 from echelon.pipeline.feed import Feed
@@ -20,21 +19,20 @@ from echelon.pipeline.link import Link
 from echelon.pipeline.lowering import lower_once
 from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import join_batches
-from echelon.pipeline.optimizer_state import StateByName
 from echelon.pipeline.norm import norm_over_stages
 from echelon.pipeline.schedules import schedule as make_schedule
 from echelon.pipeline.shardable import Gathering, ReduceEvery
 from echelon.pipeline.stage import Stage
-from echelon.pipeline.start import name_in_model, names_of_state, start
-from echelon.pipeline.state import load_parts, parts_of, whole_state
-from echelon.pipeline.ties import find_ties, shared_parameters
+from echelon.pipeline.staged_module import StagedModule
+from echelon.pipeline.start import start
+from echelon.pipeline.ties import find_ties
 from echelon.world.group import Group
 
 __all__ = ["Pipeline"]
 
 
 @final
-class Pipeline(nn.Module):
+class Pipeline(StagedModule):
     """Trains a model whose stages lie on the ranks of ``group``.
 
     Law: losses and gradients are those of the whole model on the whole batch.
@@ -99,9 +97,7 @@ class Pipeline(nn.Module):
         **schedule_options: Any,
     ) -> None:
         super().__init__()
-        check_arguments(
-            stages, group, microbatches, loss_fn, loss_reduction, recompute, replicate
-        )
+        check_arguments(stages, group, microbatches, loss_fn, loss_reduction, recompute, replicate)
         if isinstance(schedule, str):
             schedule = make_schedule(
                 schedule, len(stages), microbatches, group.size, **schedule_options
@@ -124,9 +120,8 @@ class Pipeline(nn.Module):
         check_agreement(lowered, group)
         self._group, self._schedule, self._loss_fn = group, schedule, loss_fn
         self._feed = Feed(group, schedule, loss_reduction)
-        self.stages = nn.ModuleDict({str(index): stage for index, stage in own.items()})
         self._ties = find_ties(stages, schedule.placement, group, replicate)
-        self._first_names = _first_names(stages)
+        self._attach(own, stages, schedule.placement, group)
         self._before, self._after = self._links(microbatches)
         self._training = self._executor(lowered)
         self._evaluating: dict[int, Executor] = {}
@@ -286,117 +281,6 @@ class Pipeline(nn.Module):
         """
         shared = {tie.param: tie.counts for tie in self._ties}
         return norm_over_stages(self.stages.values(), shared, self._group, norm_type)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """What the stages of this rank show to an optimizer, such as flat parameters."""
-        seen: set[nn.Parameter] = set()
-        for index, stage in self.stages.items() if recurse else ():
-            name = f"{prefix}{'.' if prefix else ''}stages.{index}"
-            for name_of_one, param in stage.named_parameters(name, True, remove_duplicate):
-                if not (remove_duplicate and param in seen):
-                    seen.add(param)
-                    yield name_of_one, param
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of this rank's stages, with the names of the whole model.
-
-        Those are the model's own if ``ec.pipeline.split`` made the stages, and otherwise those of
-        ``nn.Sequential(*stages)``.
-        """
-        state = super().state_dict(*args, **kwargs)
-        for key in list(state):
-            state[self._name_of(key)] = state.pop(key)
-        return state
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load this rank's stages from a state of them, or of the whole model."""
-        own = {
-            f"stages.{index}.{key}": state_dict[name]
-            for index, stage in self.stages.items()
-            for key, name in names_of_state(stage, int(index), state_dict).items()
-        }
-        return super().load_state_dict(own, strict, assign)
-
-    def whole_state_dict(self, rank0_only: bool = False, cpu: bool = True) -> dict[str, Any]:
-        """Copies of the state of the whole model, with its names. All ranks call it.
-
-        Args:
-            rank0_only: other ranks of the pipeline get an empty dict, and hold one stage at a time.
-            cpu: copies are in the memory of the host, and not on the device.
-
-        Raises:
-            ArgumentError: an argument is no bool.
-        """
-        one_of("rank0_only", rank0_only, (False, True))
-        one_of("cpu", cpu, (False, True))
-        keep = self._group.rank == 0 or not rank0_only
-        device = torch.device("cpu") if cpu else None
-        placement = self._schedule.placement
-        return whole_state(self._own, placement, self._group, keep=keep, device=device)
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """Copies of what this rank keeps of its stages, with the names of the whole model.
-
-        Nothing is communicated. Parts of ``FSDP`` stages are what their ``sharded_state_dict``
-        gives; all other stages are whole.
-        """
-        return parts_of(self._own)
-
-    def load_sharded_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load what ``sharded_state_dict`` returned on this rank. Nothing is communicated.
-
-        Raises:
-            ArgumentError: keys (if ``strict``), sizes or dtypes do not fit.
-        """
-        return load_parts(self._own, state, strict=strict)
-
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole state of ``optimizer`` by the names of the whole model. All ranks call it.
-
-        It is that of an optimizer over the plain model:
-        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``.
-
-        Raises:
-            ArgumentError: the optimizer has the state of a parameter that is in no stage here.
-            StateError: the optimizers of the ranks hold different states or groups.
-        """
-        return StateByName(optimizer, self._own, self._first_names).save(self._group)
-
-    def load_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
-        """Load a whole state by name; every rank takes its share. Nothing is communicated.
-
-        Raises:
-            ArgumentError: names, groups or shapes do not fit; nothing was loaded.
-        """
-        StateByName(optimizer, self._own, self._first_names).load(state)
-
-    @property
-    def _own(self) -> dict[int, nn.Module]:
-        return {int(index): stage for index, stage in self.stages.items()}
-
-    def _name_of(self, key: str) -> str:
-        """The name in the whole model of what is called ``key`` here: ``stages.INDEX.REST``."""
-        _, index, rest = key.split(".", 2)
-        return name_in_model(self.stages[index], int(index), rest)
-
-
-def _first_names(stages: Sequence[nn.Module | None]) -> dict[str, str]:
-    """For parameters that several stages share: by a name in the model, that in the first stage."""
-    found: dict[str, str] = {}
-    for names in shared_parameters(stages).values():
-        known = [
-            name_in_model(stage, index, name)
-            for index, name in names.items()
-            if (stage := stages[index]) is not None
-        ]
-        found |= {name: known[0] for name in known[1:]}
-    return found
 
 
 def _forwards(schedule: Schedule, microbatches: int) -> Schedule:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from echelon.pipeline.absent import absent_like
+from echelon.pipeline.recall import Recall
 
 __all__ = ["carve", "hollow", "pass_on"]
 
@@ -50,6 +51,7 @@ def carve(
     blocks: Sequence[nn.Module],
     names: AbstractSet[str],
     stand_in: Callable[[nn.Module, str], nn.Module],
+    recall: Recall,
 ) -> tuple[nn.Module, dict[str, nn.Module], dict[str, nn.Module]]:
     """A model that has some of its modules and stand-ins for the others.
 
@@ -58,6 +60,7 @@ def carve(
         blocks: what stands in it.
         names: of the modules and parameters around the trunk that the copy has.
         stand_in: given a module that it has not, and its name.
+        recall: for tensors that it has not.
 
     Returns:
         the copy; the modules that it has around the trunk, by name; and its containers, by name,
@@ -84,7 +87,7 @@ def carve(
             name = f"{path}.{local}".lstrip(".")
             if param is not None and name not in names:
                 del container._parameters[local]
-                absent = absent_like(param.shape, param.dtype, param.device, name)
+                absent = absent_like(param.shape, param.dtype, param.device, name, recall)
                 container.__dict__[local] = absent
     return shell, own, containers
 

@@ -20,6 +20,7 @@ from echelon.errors import ArgumentError
 from echelon.pipeline.absent import absent_copy
 from echelon.pipeline.graft import carve, hollow, pass_on
 from echelon.pipeline.parts import Part, Row, register
+from echelon.pipeline.recall import Recall
 
 __all__ = ["CausalRow", "is_known"]
 
@@ -102,18 +103,20 @@ class CausalRow(Row):
         is_first, is_last = start == 0, stop == self.num_atoms
         prefix, suffix = family.prefix if is_first else (), family.suffix if is_last else ()
 
+        recall = Recall()
+
         def stand_in(module: nn.Module, name: str) -> nn.Module:
             if name in family.inert:
                 return family.inert[name]()
             # Without norm and head, what the model calls logits is the hidden state.
-            return nn.Identity() if name in family.suffix else absent_copy(module, name)
+            return nn.Identity() if name in family.suffix else absent_copy(module, name, recall)
 
         blocks = [
             block if start <= i < stop else hollow(block, pass_on)
             for i, block in enumerate(self._blocks)
         ]
         names = {*prefix, *suffix, *family.everywhere}
-        shell, own, bare = carve(self._model, family.trunk, blocks, names, stand_in)
+        shell, own, bare = carve(self._model, family.trunk, blocks, names, stand_in, recall)
         own |= {f"{family.trunk}.{i}": self._blocks[i] for i in range(start, stop)}
         part = Part(_Between(shell, is_first, is_last))
         register(part, own, bare)

@@ -118,7 +118,7 @@ class StateByName:
         own_groups = self._optimizer.param_groups
         chosen = self._match(given)
         options = [_options(one) for one in chosen]
-        found: dict[nn.Parameter, Any] = {}
+        found: dict[Tensor, Any] = {}
         for index, stage in self._stages.items():
             view = self._view(stage)
             if isinstance(stage, NamesState):
@@ -128,7 +128,7 @@ class StateByName:
             else:
                 _load_into(view, stage, self._local(index, stage, given)["state"])
             found.update(view.state)
-        numbers: dict[nn.Parameter, int] = {}
+        numbers: dict[Tensor, int] = {}
         for group in own_groups:
             numbers |= {param: len(numbers) + i for i, param in enumerate(group["params"])}
         # In the form of torch, which converts the tensors and runs the optimizer's own hooks.
@@ -154,9 +154,9 @@ class StateByName:
             for own in self._optimizer.param_groups
         ]
         view = torch.optim.Optimizer(groups, {})
-        view.state.update(
-            {param: one for param, one in self._optimizer.state.items() if param in inside}
-        )
+        for param in inside:
+            if param in self._optimizer.state:
+                view.state[param] = self._optimizer.state[param]
         return view
 
     def _groups_by_name(self) -> list[set[str]]:
@@ -203,7 +203,10 @@ class StateByName:
         return {
             "state": {names[name]: one for name, one in given["state"].items() if name in names},
             "param_groups": [
-                {**_options(one), "params": [names[name] for name in one["params"] if name in names]}
+                {
+                    **_options(one),
+                    "params": [names[name] for name in one["params"] if name in names],
+                }
                 for one in given["param_groups"]
             ],
         }
@@ -215,7 +218,7 @@ def _plain(stage: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _state_of(view: torch.optim.Optimizer, stage: nn.Module) -> dict[str, Any]:
-    names = {param: name for name, param in stage.named_parameters()}
+    names: dict[Tensor, str] = {param: name for name, param in stage.named_parameters()}
     return {
         "state": {names[param]: copy.deepcopy(one) for param, one in view.state.items()},
         "param_groups": [

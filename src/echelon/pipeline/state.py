@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import ArgumentError
+from echelon.pipeline.shardable import unwrapped
 from echelon.pipeline.start import name_in_model, names_of_state
 from echelon.world.group import Group
 
@@ -90,7 +91,7 @@ def load_parts(
     known = {name for own in names.values() for name in own.values()}
     report = LoadReport([], [name for name in state if name not in known])
     for index, stage in stages.items():
-        keys = stage.state_dict(keep_vars=True) if not isinstance(stage, SavesParts) else {}
+        keys = unwrapped(stage).state_dict(keep_vars=True)
         missing = [key for key in keys if key not in names[index]]
         report.missing_keys.extend(name_in_model(stage, index, key) for key in missing)
     wrong = [f"{name}: missing" for name in report.missing_keys]
@@ -102,9 +103,7 @@ def load_parts(
     for index, stage in stages.items():
         own = {key: state[name] for key, name in names[index].items()}
         if isinstance(stage, SavesParts):
-            found = stage.load_sharded_state_dict(own, strict)
-            missing = [name_in_model(stage, index, key) for key in found.missing_keys]
-            report.missing_keys.extend(missing)
+            stage.load_sharded_state_dict(own, strict)
         else:
             stage.load_state_dict(own, strict)
     return report

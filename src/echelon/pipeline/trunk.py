@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -31,6 +32,7 @@ from echelon.errors import ArgumentError, UnsupportedError
 from echelon.pipeline.absent import Absent, absent_copy, absent_like, missing_in
 from echelon.pipeline.graft import carve, hollow, pass_on
 from echelon.pipeline.parts import Part, Row, register
+from echelon.pipeline.recall import Recall
 
 __all__ = ["TrunkRow", "find_trunk"]
 
@@ -106,9 +108,12 @@ class TrunkRow(Row):
             block if start <= i < stop else hollow(block, _leave if i == stop else pass_on)
             for i, block in enumerate(self._blocks)
         ]
-        shell, own, bare = carve(self._model, self._trunk, blocks, names, absent_copy)
+        recall = Recall()
+        stand_in = partial(absent_copy, recall=recall)
+        shell, own, bare = carve(self._model, self._trunk, blocks, names, stand_in, recall)
         own |= {f"{self._trunk}.{i}": self._blocks[i] for i in range(start, stop)}
-        part = Part(_Forward(shell, self._blocks[start:stop], is_first, is_last, self._hint()))
+        inside = self._blocks[start:stop]
+        part = Part(_Forward(shell, inside, is_first, is_last, self._hint(), recall))
         register(part, own, bare)
         return part
 
@@ -168,11 +173,12 @@ class _Forward(nn.Module):
         is_first: bool,
         is_last: bool,
         hint: str,
+        recall: Recall,
     ) -> None:
         super().__init__()
         self.shell, self._is_first, self._is_last = shell, is_first, is_last
         self.__dict__["own"] = list(blocks)
-        self._hint = hint
+        self._hint, self._recall = hint, recall
         self.training = shell.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +190,12 @@ class _Forward(nn.Module):
             (leaf.device for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)),
             torch.device("cpu"),
         )
-        call_args, call_kwargs = _absent(value["model"], device)
+        self._recall.begin()
+        forms = value["model"]
+        leaves, spec = self._recall.made(
+            [*forms, device], lambda: _absent(forms, device, self._recall)
+        )
+        call_args, call_kwargs = pytree.tree_unflatten(leaves, spec)
         if not kwargs.keys() <= call_kwargs.keys():
             raise ArgumentError(
                 f"this stage was given {sorted(kwargs)} and the first one {sorted(call_kwargs)}: "
@@ -267,10 +278,11 @@ def _forms(call: Any) -> tuple[Any, ...]:
     return pytree.treespec_dumps(spec), forms
 
 
-def _absent(forms: Any, device: torch.device) -> Any:
+def _absent(forms: Any, device: torch.device, recall: Recall) -> tuple[list[Any], Any]:
+    """These arguments with absent tensors, flat, and how they are nested."""
     spec, found = forms
+    name = "the input of the model"
     leaves = [
-        absent_like(one[1], one[2], device, "the input of the model") if one[0] else one[1]
-        for one in found
+        absent_like(one[1], one[2], device, name, recall) if one[0] else one[1] for one in found
     ]
-    return pytree.tree_unflatten(leaves, pytree.treespec_loads(spec))
+    return leaves, pytree.treespec_loads(spec)

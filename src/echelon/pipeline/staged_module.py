@@ -1,0 +1,149 @@
+"""A model in stages when it does not train: its parameters and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.arguments import one_of
+from echelon.pipeline.optimizer_state import StateByName
+from echelon.pipeline.start import name_in_model, names_of_state
+from echelon.pipeline.state import load_parts, parts_of, whole_state
+from echelon.pipeline.ties import shared_parameters
+from echelon.world.group import Group
+
+__all__ = ["StagedModule"]
+
+
+class StagedModule(nn.Module):
+    """Some stages of a model, under the names of the whole; ``Pipeline`` makes and trains it.
+
+    Attributes:
+        stages: those of this rank, by number.
+    """
+
+    stages: nn.ModuleDict
+
+    def _attach(
+        self,
+        own: Mapping[int, nn.Module],
+        stages: Sequence[nn.Module | None],
+        placement: Sequence[int],
+        group: Group,
+    ) -> None:
+        self.stages = nn.ModuleDict({str(index): stage for index, stage in own.items()})
+        self._first_names = _first_names(stages)
+        self._placement, self._group = placement, group
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the stages of this rank show to an optimizer, such as flat parameters."""
+        seen: set[nn.Parameter] = set()
+        for index, stage in self.stages.items() if recurse else ():
+            name = f"{prefix}{'.' if prefix else ''}stages.{index}"
+            for name_of_one, param in stage.named_parameters(name, True, remove_duplicate):
+                if not (remove_duplicate and param in seen):
+                    seen.add(param)
+                    yield name_of_one, param
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of this rank's stages, with the names of the whole model.
+
+        Those are the model's own if ``ec.pipeline.split`` made the stages, and otherwise those of
+        ``nn.Sequential(*stages)``.
+        """
+        state = super().state_dict(*args, **kwargs)
+        for key in list(state):
+            state[self._name_of(key)] = state.pop(key)
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load this rank's stages from a state of them, or of the whole model."""
+        own = {
+            f"stages.{index}.{key}": state_dict[name]
+            for index, stage in self.stages.items()
+            for key, name in names_of_state(stage, int(index), state_dict).items()
+        }
+        return super().load_state_dict(own, strict, assign)
+
+    def whole_state_dict(self, rank0_only: bool = False, cpu: bool = True) -> dict[str, Any]:
+        """Copies of the state of the whole model, with its names. All ranks call it.
+
+        Args:
+            rank0_only: other ranks of the pipeline get an empty dict, and hold one stage at a time.
+            cpu: copies are in the memory of the host, and not on the device.
+
+        Raises:
+            ArgumentError: an argument is no bool.
+        """
+        one_of("rank0_only", rank0_only, (False, True))
+        one_of("cpu", cpu, (False, True))
+        keep = self._group.rank == 0 or not rank0_only
+        device = torch.device("cpu") if cpu else None
+        return whole_state(self._own, self._placement, self._group, keep=keep, device=device)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Copies of what this rank keeps of its stages, with the names of the whole model.
+
+        Nothing is communicated. Parts of ``FSDP`` stages are what their ``sharded_state_dict``
+        gives; all other stages are whole.
+        """
+        return parts_of(self._own)
+
+    def load_sharded_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load what ``sharded_state_dict`` returned on this rank. Nothing is communicated.
+
+        Raises:
+            ArgumentError: keys (if ``strict``), sizes or dtypes do not fit.
+        """
+        return load_parts(self._own, state, strict=strict)
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The whole state of ``optimizer`` by the names of the whole model. All ranks call it.
+
+        It is that of an optimizer over the plain model:
+        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``.
+
+        Raises:
+            ArgumentError: the optimizer has the state of a parameter that is in no stage here.
+            StateError: the optimizers of the ranks hold different states or groups.
+        """
+        return StateByName(optimizer, self._own, self._first_names).save(self._group)
+
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Load a whole state by name; every rank takes its share. Nothing is communicated.
+
+        Raises:
+            ArgumentError: names, groups or shapes do not fit; nothing was loaded.
+        """
+        StateByName(optimizer, self._own, self._first_names).load(state)
+
+    @property
+    def _own(self) -> dict[int, nn.Module]:
+        return {int(index): stage for index, stage in self.stages.items()}
+
+    def _name_of(self, key: str) -> str:
+        """The name in the whole model of what is called ``key`` here: ``stages.INDEX.REST``."""
+        _, index, rest = key.split(".", 2)
+        return name_in_model(self.stages[index], int(index), rest)
+
+
+def _first_names(stages: Sequence[nn.Module | None]) -> dict[str, str]:
+    """For parameters that several stages share: by a name in the model, that in the first stage."""
+    found: dict[str, str] = {}
+    for names in shared_parameters(stages).values():
+        known = [
+            name_in_model(stage, index, name)
+            for index, name in names.items()
+            if (stage := stages[index]) is not None
+        ]
+        found |= dict.fromkeys(known[1:], known[0])
+    return found

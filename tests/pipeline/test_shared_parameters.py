@@ -1,0 +1,98 @@
+"""A parameter that several stages have is one, also where stages are replicated or sharded."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon as ec
+from echelon.world.base import World
+from tests.pipeline.split_models import LENGTH, VOCABULARY, Decoder, loss_fn
+from tests.worlds import run_world
+
+CLOSE = {"rtol": 1e-11, "atol": 1e-12}
+ROWS = 4
+OFTEN = {"reduce_every": "microbatch"}
+
+
+def plan(schedule: str, **options: Any) -> ec.Plan:
+    chunks = 1 if schedule in ("1f1b", "zb-h1") else 2
+    return ec.Plan(pp=2, microbatches=3, schedule=schedule, chunks=chunks, **options)
+
+
+def tokens_of(step: int, rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens, target = torch.randint(VOCABULARY, (2, rows, LENGTH), generator=generator)
+    return tokens, target
+
+
+def make(plan: ec.Plan, world: World) -> tuple[nn.Module, ec.Pipeline]:
+    """A model whose embedding is its head, and the same in stages; only rank 0 has its values."""
+    torch.manual_seed(0)
+    plain = Decoder().double()
+    model = copy.deepcopy(plain)
+    stages = ec.pipeline.split(model, plan.pp * plan.chunks)
+    units = ec.units.by_type(nn.Linear) if plan.shard > 1 else None
+    if world.rank:
+        with torch.no_grad():
+            model.head.weight.add_(world.rank)
+    pipe = ec.parallelize(stages, plan, world, loss_fn=loss_fn, units=units)
+    assert isinstance(pipe, ec.Pipeline)
+    return plain, pipe
+
+
+def trains(world: World, plan: ec.Plan) -> None:
+    """Accumulates over two batches, clips, and steps; twice."""
+    plain, pipe = make(plan, world)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    lines = plan.dp * plan.shard
+    mine = slice(ROWS * (world.rank % lines), ROWS * (world.rank % lines + 1))
+    for step in range(4):
+        x, y = tokens_of(step, ROWS * lines)
+        loss = loss_fn(plain(x), y)
+        loss.backward()
+        found = pipe.step(x[mine], target=y[mine], finalize=step % 2 == 1, loss_everywhere=True)
+        world.group.all_reduce(found, "mean")
+        torch.testing.assert_close(found, loss.detach(), **CLOSE)
+        if step % 2 == 1:
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            torch.testing.assert_close(ec.clip_grad_norm_(pipe, 0.1), expected, **CLOSE)
+            for one in (optimizer, reference):
+                one.step()
+                one.zero_grad()
+    whole = plain.state_dict()
+    for name, value in pipe.state_dict().items():
+        torch.testing.assert_close(value, whole[name], **CLOSE, msg=name)
+
+
+def trains_all(world: World, plans: list[ec.Plan]) -> None:
+    for one in plans:
+        try:
+            trains(world, one)
+        except BaseException as error:
+            error.add_note(repr(one))
+            raise
+
+
+PLANS: dict[str, list[ec.Plan]] = {
+    "threads": [
+        plan("zb-v", dp=2),  # embedding and head on one rank
+        plan("zb-v", shard=2, fsdp={"min_num_params": 0}),
+        plan("zb-h1", shard=2, pipeline={"recompute": True, **OFTEN}),
+        plan("1f1b", shard=2, fsdp={"use_orig_params": False, "min_num_params": 0}),
+    ],
+    "processes": [plan("zb-v", shard=2), plan("1f1b", shard=2)],
+    "gloo": [plan("1f1b", shard=2, pipeline=OFTEN), plan("zb-v", shard=2), plan("zb-h1", dp=2)],
+}
+
+
+@pytest.mark.parametrize("world", PLANS)
+def test_stages_that_share_a_parameter_train_as_one_process_does(world: str) -> None:
+    run_world(world, trains_all, 4, (PLANS[world],))
+
+
+def test_a_shared_parameter_on_a_mesh_of_three_axes_trains_as_in_one_process() -> None:
+    run_world("threads", trains_all, 8, ([plan("zb-v", dp=2, shard=2)],))
