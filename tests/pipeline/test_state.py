@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon.errors import ArgumentError
+from echelon.errors import ArgumentError, StateError
 from echelon.world.base import World
 from tests.pipeline.split_models import Decoder, loss_fn
 from tests.pipeline.test_shared_parameters import ROWS, make, plan, tokens_of
@@ -20,7 +20,7 @@ CLOSE = {"rtol": 1e-11, "atol": 1e-12}
 def adam(model: nn.Module) -> torch.optim.AdamW:
     """Two groups, so that not every stage has a parameter in each."""
     named = dict(model.named_parameters())
-    ends = ("up.weight", "down.weight", "embed.weight")
+    ends = ("up.weight", "down.weight", "embed.weight", "head.weight")
     matrices = [param for name, param in named.items() if name.endswith(ends)]
     others = [param for name, param in named.items() if not name.endswith(ends)]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.02}]
@@ -142,3 +142,16 @@ PLANS = {
 @pytest.mark.parametrize("world", PLANS)
 def test_a_state_goes_to_the_plain_model_and_back(world: str) -> None:
     run_world(world, every_plan, 4, (PLANS[world],))
+
+
+def groups_apart(world: World) -> None:
+    """The embedding decays on its rank, and the head, which it is, does not."""
+    _, pipe = make(ec.Plan(pp=2, microbatches=3), world)
+    groups = [[*pipe.parameters()], []] if world.rank else [[], [*pipe.parameters()]]
+    optimizer = torch.optim.SGD([{"params": own} for own in groups], lr=0.1, momentum=0.9)
+    with pytest.raises(StateError, match=r"'inner.embed.weight' is in different groups"):
+        pipe.optimizer_state_dict(optimizer)
+
+
+def test_a_shared_parameter_in_two_groups_is_refused() -> None:
+    run_world("threads", groups_apart, 2)

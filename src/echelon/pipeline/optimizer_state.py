@@ -99,6 +99,13 @@ class StateByName:
             list(dict.fromkeys(name for _, theirs in told for name in theirs[i]))
             for i in range(len(names))
         ]
+        first = {name: i for i, own in reversed([*enumerate(together)]) for name in own}
+        twice = [name for i, own in enumerate(together) for name in own if first[name] != i]
+        if twice:
+            raise StateError(
+                f"the shared parameter {twice[0]!r} is in different groups of the optimizers of the "
+                "ranks, so its copies would drift apart: put it into the same group on all ranks"
+            )
         return {
             "state": {name: value for theirs, _ in told for name, value in theirs.items()},
             "param_groups": [
