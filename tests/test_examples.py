@@ -87,7 +87,8 @@ def test_any_number_of_ranks_trains_the_same_model(
     monkeypatch.setattr("echelon.observe.recorder.write_report", lambda folder: None)
     script, curves = example("train_gpt"), []
     pipeline = ["--technique", "pipeline", "--schedule", "zb-h1"]
-    for ranks, technique in ((1, []), (4, []), (2, pipeline)):
+    plan = ["--plan", "pp=2,shard=2", "--microbatches", "2"]
+    for ranks, technique in ((1, []), (4, plan), (2, pipeline)):
         options = [*SMALL, "--data", str(prose), "--name", str(ranks), "--dtype", "float64"]
         options += technique
         monkeypatch.setattr(sys, "argv", ["train_gpt.py", *options])
@@ -108,9 +109,17 @@ def test_options_of_another_technique_are_refused(
     example: Any, prose: Path, monkeypatch: Any
 ) -> None:
     script = example("train_gpt")
-    for options in (["--chunks", "2"], ["--technique", "pipeline", "--layout", "rows"]):
+    for options, words in (
+        (["--chunks", "2"], "--chunks needs --technique pipeline, or a --plan with pp > 1"),
+        (["--technique", "pipeline", "--layout", "rows"], "--layout needs --technique fsdp"),
+        (["--plan", "dp=2", "--chunks", "2"], "--chunks needs --technique pipeline, or a --plan"),
+        (["--plan", "shard=2", "--shard", "2"], "--shard and --plan say the same"),
+        (["--plan", "dp=2", "--technique", "fsdp"], "--technique and --plan say the same"),
+        (["--plan", "dp=4"], r"1 \* 4 \* 1 = 4 ranks, and there are 2"),
+        (["--plan", "tp=2"], "give each of pp, dp, shard"),
+    ):
         monkeypatch.setattr(sys, "argv", ["train_gpt.py", *SMALL, "--data", str(prose), *options])
-        with pytest.raises(ec.ArgumentError, match=r"--(chunks|layout) needs --technique"):
+        with pytest.raises(ec.ArgumentError, match=words):
             ec.run(script.main, 2, args=(script.parse_args(),))
 
 

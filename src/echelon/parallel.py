@@ -88,7 +88,17 @@ def parallelize(
     if plan.pp == 1:
         assert isinstance(model, nn.Module)
         return _share(model, plan, mesh, units, ())
-    stages = _stages_of(model, plan)
+    return _pipeline(_stages_of(model, plan), plan, world, mesh, units, loss_fn)
+
+
+def _pipeline(
+    stages: list[nn.Module],
+    plan: Plan,
+    world: World,
+    mesh: Mesh,
+    units: Rule | None,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+) -> Pipeline:
     shared = shared_parameters(stages)
     _check_shared(shared, plan)
     schedule, replicas = plan.make_schedule(), plan.dp * plan.shard

@@ -1,15 +1,20 @@
 """What is computed from a value that is not there is not there either."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.errors import UnsupportedError
 from echelon.pipeline.absent import Absent, absent_copy, absent_like, missing_in
 from echelon.pipeline.recall import Recall
+from echelon.pipeline.splitting import split
+from tests.pipeline.split_models import LENGTH, VOCABULARY, Decoder
 
 CPU = torch.device("cpu")
 MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -62,3 +67,61 @@ def test_an_absent_module_has_no_parameters_and_tells_what_is_missing() -> None:
     assert missing_in(copied(torch.ones(4, 3))) == ["head.bias", "head.weight"]
     assert not [p for p in copied.parameters() if isinstance(p, nn.Parameter)]
     assert not layer.weight.is_meta
+
+
+# --- what is remembered ------------------------------------------------------------------------
+
+
+class MetaOperations(TorchDispatchMode):
+    """Counts what is computed on the meta device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        leaves = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+        self.count += any(leaf.is_meta for leaf in leaves)
+        return found
+
+
+def test_a_steady_stage_computes_nothing_absent_and_a_new_shape_once() -> None:
+    torch.manual_seed(0)
+    model = Decoder().double()
+    first, second, last = split(model, 3)
+    counts = []
+    for rows in (2, 2, 3, 3, 2):
+        tokens = torch.randint(VOCABULARY, (rows, LENGTH))
+        expected = model(tokens)
+        value = first(tokens)
+        with MetaOperations() as operations:
+            found = last(second(value))
+        counts.append(operations.count)
+        assert torch.equal(found, expected)
+    assert counts[0] > 0
+    assert counts[2] > 0
+    assert [counts[1], counts[3], counts[4]] == [0, 0, 0]
+
+
+def test_equal_calls_with_other_real_values_are_not_taken_for_each_other() -> None:
+    recall = Recall()
+    absent = absent_like((3,), torch.float32, CPU, "w", recall)
+
+    def run() -> tuple[Tensor, Tensor]:
+        recall.begin()
+        return absent * torch.ones(3), absent * torch.zeros(3)
+
+    once, again = run(), run()
+    assert once[0] is again[0]
+    assert once[1] is again[1]
+    assert once[0] is not once[1]
+
+
+def test_an_absent_tensor_that_is_written_is_not_remembered() -> None:
+    recall = Recall()
+    absent = absent_like((3,), torch.float32, CPU, "w", recall)
+
+    def run() -> Tensor:
+        recall.begin()
+        return (absent * 2).unsqueeze_(0)
+
+    assert [tuple(run().shape) for _ in range(3)] == [(1, 3)] * 3

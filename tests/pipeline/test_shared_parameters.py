@@ -34,11 +34,10 @@ def make(plan: ec.Plan, world: World) -> tuple[nn.Module, ec.Pipeline]:
     plain = Decoder().double()
     model = copy.deepcopy(plain)
     stages = ec.pipeline.split(model, plan.pp * plan.chunks)
-    units = ec.units.by_type(nn.Linear) if plan.shard > 1 else None
     if world.rank:
         with torch.no_grad():
             model.head.weight.add_(world.rank)
-    pipe = ec.parallelize(stages, plan, world, loss_fn=loss_fn, units=units)
+    pipe = ec.parallelize(stages, plan, world, loss_fn=loss_fn)
     assert isinstance(pipe, ec.Pipeline)
     return plain, pipe
 

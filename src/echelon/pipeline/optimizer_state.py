@@ -12,7 +12,7 @@ share have the name of the first.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
@@ -90,22 +90,7 @@ class StateByName:
             for own, theirs in zip(names, found["param_groups"], strict=True):
                 own += [self._name(index, name) for name in theirs["params"]]
         told = group.all_gather_object((_to_cpu(state), names))
-        if len({len(theirs) for _, theirs in told}) > 1:
-            raise StateError(
-                "the optimizers of the ranks have different numbers of groups, "
-                f"{[len(theirs) for _, theirs in told]} by rank: make the same groups on all ranks"
-            )
-        together = [
-            list(dict.fromkeys(name for _, theirs in told for name in theirs[i]))
-            for i in range(len(names))
-        ]
-        first = {name: i for i, own in reversed([*enumerate(together)]) for name in own}
-        twice = [name for i, own in enumerate(together) for name in own if first[name] != i]
-        if twice:
-            raise StateError(
-                f"the shared parameter {twice[0]!r} is in different groups of the optimizers of the "
-                "ranks, so its copies would drift apart: put it into the same group on all ranks"
-            )
+        together = _together([theirs for _, theirs in told])
         return {
             "state": {name: value for theirs, _ in told for name, value in theirs.items()},
             "param_groups": [
@@ -217,6 +202,31 @@ class StateByName:
                 for one in given["param_groups"]
             ],
         }
+
+
+def _together(everyone: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+    """The names in each group, of all ranks."""
+    counts = [len(groups) for groups in everyone]
+    if len(set(counts)) > 1:
+        raise StateError(
+            f"the optimizers of the ranks have different numbers of groups, {counts} by rank: make "
+            "the same groups on all ranks"
+        )
+    found: list[list[str]] = [[] for _ in range(counts[0])]
+    group_of: dict[str, int] = {}
+    for groups in everyone:
+        for i, names in enumerate(groups):
+            for name in names:
+                if name not in group_of:
+                    group_of[name] = i
+                    found[i].append(name)
+                elif group_of[name] != i:
+                    raise StateError(
+                        f"the shared parameter {name!r} is in different groups of the optimizers "
+                        "of the ranks, so its copies would drift apart: put it into the same group "
+                        "on all ranks"
+                    )
+    return found
 
 
 def _plain(stage: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
