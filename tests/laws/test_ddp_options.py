@@ -85,3 +85,20 @@ def test_broadcast_buffers_decides_whether_statistics_agree(broadcast_buffers, e
 
     a, b = ec.run(main, 2)
     assert torch.equal(a, b) is equal
+
+
+def test_ignored_leaves_a_gradient_local_and_the_weight_to_others():
+    def main(world):
+        net = mlp(seed=world.rank)
+        ddp = ec.DDP(net, world.group, ignored=[net[0].weight])
+        ddp(share(rows(0, 2), world.rank, 2)).pow(2).sum().backward()
+        names = [name for bucket in ddp.buckets for name in bucket.names]
+        return names, net[0].weight.detach().clone(), gradients(ddp)
+
+    (names, a, mine), (_, b, theirs) = ec.run(main, 2)
+    assert "0.weight" not in names
+    assert torch.equal(a, b)  # sent at the start like all others
+    assert not torch.equal(mine["0.weight"], theirs["0.weight"])
+    assert torch.equal(mine["2.weight"], theirs["2.weight"])
+    with pytest.raises(ec.ArgumentError, match="ignored has every parameter of Linear"):
+        ec.run(lambda world: ec.DDP((net := nn.Linear(1, 1)), world.group, ignored=[net]), 1)
