@@ -24,7 +24,7 @@ PACKAGE = "echelon"
 LAYERS: list[set[str]] = [
     {"errors"},
     {"arguments"},
-    {"axes", "census", "claims", "events", "gradients", "graph_task", "ignored"}
+    {"accumulation", "axes", "census", "claims", "events", "gradients", "graph_task", "ignored"}
     | {"layout", "nested", "streams", "wrapper"},
     {"world"},
     {"agreement", "c10d", "initial", "scaling", "testing"},

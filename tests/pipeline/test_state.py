@@ -134,8 +134,8 @@ def every_plan(world: World, plans: list[ec.Plan]) -> None:
 
 FLAT = {"min_num_params": 0}
 PLANS = {
-    "threads": [plan("zb-v", shard=2, fsdp=FLAT), plan("1f1b", dp=2)],
-    "gloo": [plan("1f1b", shard=2, fsdp=FLAT)],
+    "threads": [plan("1f1b", shard=2, fsdp=FLAT)],
+    "gloo": [plan("zb-v", shard=2, fsdp=FLAT), plan("1f1b", dp=2)],
 }
 
 

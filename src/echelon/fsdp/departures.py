@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from echelon.accumulation import add_gradient
 from echelon.fsdp.backward_pass import Pass
 from echelon.fsdp.gradients import Reduction
 from echelon.fsdp.order import Orders
@@ -79,7 +80,7 @@ class Departures:
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add a whole gradient of one parameter to those that ``no_sync`` keeps."""
         if param not in self._places:  # ignored: it is whole, and so is its gradient
-            param.grad = gradient if param.grad is None else param.grad.add_(gradient)
+            add_gradient(param, gradient)
             return
         u, i = self._places[param]
         kept = self.kept.setdefault(u, [None] * len(self._units[u].trainable))
