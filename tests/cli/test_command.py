@@ -77,6 +77,13 @@ def test_print_shows_the_torchrun_command_and_starts_nothing(
     assert output.rstrip().endswith(f"{script} --steps 3 --help")
 
 
+def test_a_plan_of_the_script_says_how_many_ranks_to_start(script: Path) -> None:
+    for ranks, plan in (([], ["--plan", "pp=2,shard=3"]), (["--ranks", "6"], ["--plan=dp=6"])):
+        code, output = call("run", *ranks, "--print", script, *plan)
+        assert code == 0
+        assert "--nproc-per-node 6 " in output
+
+
 def test_variables_that_the_user_has_set_stay(
     script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
