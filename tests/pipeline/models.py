@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import torch
@@ -61,6 +62,47 @@ class Recomputed(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class _Marks(torch.autograd.Function):
+    """Nothing, with something in the graph that lives as long as the graph does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mark: Any) -> Tensor:
+        ctx.mark = mark
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Counted(nn.Module):
+    """A block, and how many of its graphs are alive: what backward has not yet freed.
+
+    Attributes:
+        alive: at this moment.
+        most: at one time.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.alive = self.most = 0
+
+    def forward(self, x: Any) -> Any:
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        mark = _Mark()
+        weakref.finalize(mark, self._freed)
+        return _Marks.apply(self.block(x), mark)  # type: ignore[no-untyped-call]
+
+    def _freed(self) -> None:
+        self.alive -= 1
+
+
+class _Mark:
+    """An object whose end can be noticed."""
 
 
 KINDS: dict[str, type[Plain]] = {"plain": Plain, "nested": Nested, "recomputed": Recomputed}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from echelon import events
-from echelon.errors import EchelonError, StageError
+from echelon.errors import CommError, StageError, WorldError
 from echelon.pipeline.boundary import Form, TensorForm
 from echelon.pipeline.ir import Action, Kind, Schedule
 from echelon.pipeline.link import Arrival, GradientArrival, Link, Sending
@@ -134,8 +134,7 @@ class Executor:
                         self._tell(action, training=batch.training)
                     else:
                         self._do(action)
-            for sending in self._sending:
-                sending.wait()
+            self._end_sending()
             # A reduction tells that all have read the parameters, which may be written now.
             for stage in () if batch.training and finalize else self._stages.values():
                 stage.sharing.rest()
@@ -167,8 +166,8 @@ class Executor:
     def _do(self, action: Action) -> None:
         try:
             self._run[action.kind](action)
-        except EchelonError as error:
-            error.add_note(self._where(action))
+        except (CommError, WorldError) as error:  # of the ranks, not of what the stage computes
+            error.add_note(f"in action {action}, after {self._last_actions()}")
             raise
         except Exception as error:
             raise StageError(
@@ -176,8 +175,16 @@ class Executor:
             ) from error
         self._recent.append(action)
 
-    def _where(self, action: Action) -> str:
-        return f"in action {action}, after {' '.join(map(str, self._recent)) or 'none'}"
+    def _end_sending(self) -> None:
+        try:
+            for sending in self._sending:
+                sending.wait()
+        except CommError as error:
+            error.add_note(f"at the end of its actions, after {self._last_actions()}")
+            raise
+
+    def _last_actions(self) -> str:
+        return " ".join(map(str, self._recent)) or "none"
 
     def _check_empty(self) -> None:
         held = [
@@ -216,9 +223,11 @@ class Executor:
             output = part.forward(mb, value, kwargs)
             batch.outputs[mb] = output.form.assemble(output.tensors)
             return
-        loss_fn, weight = batch.loss_fn, batch.weights[mb]
+        loss_fn = batch.loss_fn
         target = batch.targets[mb] if batch.targets else None
-        batch.losses[mb] = part.loss(mb, value, kwargs, lambda y: loss_fn(y, target) * weight)
+        batch.losses[mb] = part.loss(
+            mb, value, kwargs, lambda y: loss_fn(y, target), batch.weights[mb]
+        )
 
     def _take_input(self, key: _Key) -> Any:
         arrival = self._arrivals.pop(key, None)

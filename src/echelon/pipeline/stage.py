@@ -109,12 +109,14 @@ class Stage:
         value: Any,
         kwargs: Mapping[str, Any],
         loss_fn: Callable[[Any], Tensor],
+        weight: float,
     ) -> Tensor:
-        """Run the last module and the loss, which comes back without graph."""
+        """Run the last module and the loss, which comes back times ``weight``, without graph."""
         inputs = [leaf for leaf in tensors_in(value) if leaf.is_leaf and leaf.requires_grad]
         loss = loss_fn(self._call(value, kwargs))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ArgumentError(f"loss_fn gave {loss!r:.80}; it must give a tensor with one number")
+        loss = loss * weight
         if loss.requires_grad:
             self._kept[microbatch] = _Kept(inputs, [get_gradient_edge(loss)])
         return loss.detach()
