@@ -1,4 +1,4 @@
-"""Law *No hang* for pipelines: whatever stops one rank ends all of them, with its place, in time."""
+"""Law *No hang* for pipelines: what stops one rank ends all of them, with its place, in time."""
 
 import os
 import re

@@ -77,32 +77,38 @@ class _Marks(torch.autograd.Function):
         return grad, None
 
 
-class Counted(nn.Module):
-    """A block, and how many of its graphs are alive: what backward has not yet freed.
+class Alive:
+    """How many things are: ``now``, and ``most`` at one time."""
 
-    Attributes:
-        alive: at this moment.
-        most: at one time.
-    """
+    def __init__(self) -> None:
+        self.now = self.most = 0
 
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-        self.alive = self.most = 0
+    def add(self) -> None:
+        """One more."""
+        self.now += 1
+        self.most = max(self.most, self.now)
 
-    def forward(self, x: Any) -> Any:
-        self.alive += 1
-        self.most = max(self.most, self.alive)
-        mark = _Mark()
-        weakref.finalize(mark, self._freed)
-        return _Marks.apply(self.block(x), mark)  # type: ignore[no-untyped-call]
-
-    def _freed(self) -> None:
-        self.alive -= 1
+    def remove(self) -> None:
+        """One less."""
+        self.now -= 1
 
 
 class _Mark:
     """An object whose end can be noticed."""
+
+
+class Counted(nn.Module):
+    """A block whose graphs are counted for as long as autograd keeps them."""
+
+    def __init__(self, block: nn.Module, graphs: Alive) -> None:
+        super().__init__()
+        self.block, self.graphs = block, graphs
+
+    def forward(self, x: Any) -> Any:
+        self.graphs.add()
+        mark = _Mark()
+        weakref.finalize(mark, self.graphs.remove)
+        return _Marks.apply(self.block(x), mark)  # type: ignore[no-untyped-call]
 
 
 KINDS: dict[str, type[Plain]] = {"plain": Plain, "nested": Nested, "recomputed": Recomputed}

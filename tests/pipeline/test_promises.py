@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.errors import ArgumentError
 from echelon.world.base import World
-from tests.pipeline.models import Counted, batch, build, mse
+from tests.pipeline.models import Alive, Counted, batch, build, mse
 from tests.worlds import KINDS, run_world
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
@@ -277,24 +277,25 @@ def gradients_have_the_shape_and_the_values_of_what_they_belong_to(world: World)
 
 @row(2, 3, 4)
 def gpipe_does_all_forwards_and_then_all_backwards(world: World) -> None:
-    own = Counted(build("plain", world.size)[world.rank])
-    stages = filled([*(nn.Identity() for _ in range(world.rank)), own], world)
+    graphs = Alive()
+    stages = [Counted(block, graphs) for block in build("plain", world.size)]
     pipe = pipeline(world, stages, schedule="gpipe")
     ran = computations(world, pipe, 8)
     assert ran[:4] == [f"{world.rank}F{i}" for i in range(4)]
     assert sorted(ran[4:]) == [f"{world.rank}B{i}" for i in range(4)]
-    assert own.most == pipe.most_alive == 4
-    assert own.alive == 0
+    assert graphs.most == pipe.most_alive == 4
+    assert graphs.now == 0
 
 
 @row(2, 3, 4)
 def one_f_one_b_keeps_as_many_microbatches_as_there_are_ranks_after_it(world: World) -> None:
     grads = []
     for schedule, most in (("gpipe", 8), ("1f1b", min(8, world.size - world.rank))):
-        stages = [Counted(block) for block in build("plain", world.size)]
+        graphs = Alive()
+        stages = [Counted(block, graphs) for block in build("plain", world.size)]
         pipe = pipeline(world, stages, schedule=schedule, microbatches=8)
         computations(world, pipe, 17)
-        assert stages[world.rank].most == pipe.most_alive == most
+        assert graphs.most == pipe.most_alive == most
         grads.append([param.grad for param in pipe.parameters()])
     torch.testing.assert_close(*grads, **CLOSE)
 
