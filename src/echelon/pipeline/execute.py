@@ -21,6 +21,7 @@ from echelon.errors import CommError, StageError, WorldError
 from echelon.pipeline.boundary import Form, TensorForm
 from echelon.pipeline.ir import Action, Kind, Schedule
 from echelon.pipeline.link import Arrival, GradientArrival, Link, Sending
+from echelon.pipeline.receipts import Receipts
 from echelon.pipeline.stage import Output, Stage
 
 __all__ = ["Batch", "Executor"]
@@ -83,6 +84,8 @@ class Executor:
     ) -> None:
         self._world_rank = world_rank
         self._order = schedule.orders[rank]
+        self._receipts = Receipts.of(schedule, rank)
+        self._most_sending = 2 * schedule.num_ranks
         self._last = schedule.num_stages - 1
         self._stages, self._before, self._after = stages, before, after
         self._run = {
@@ -105,7 +108,7 @@ class Executor:
         self._batch: Batch | None = None
         self._waited_s = 0.0  # for what the action under way needs
         self._recent: deque[Action] = deque(maxlen=_LAST)
-        self._sending: deque[Sending] = deque()  # the oldest first
+        self._sending: dict[Action, Sending] = {}  # the oldest first
         self._values: dict[_Key, tuple[Form, list[Tensor]]] = {}  # inputs from a stage of ours
         self._arrivals: dict[_Key, Arrival] = {}
         self._outputs: dict[_Key, Output] = {}
@@ -177,7 +180,7 @@ class Executor:
 
     def _end_sending(self) -> None:
         try:
-            for sending in self._sending:
+            for sending in self._sending.values():
                 sending.wait()
         except CommError as error:
             error.add_note(f"at the end of its actions, after {self._last_actions()}")
@@ -237,6 +240,7 @@ class Executor:
             start_s = time.perf_counter()
             form, tensors = arrival.take()
             self._waited_s = time.perf_counter() - start_s
+            self._let_go(self._receipts.by_input.get(key, ()))
         self._input_forms[key] = tuple(one for one in form.tensors if one.requires_grad)
         return form.assemble(tensors)
 
@@ -258,7 +262,7 @@ class Executor:
         assert self._batch is not None
         output = self._outputs.pop((action.stage, action.microbatch))
         link = self._after[action.stage]
-        self._keep(link.send(action.microbatch, output, training=self._batch.training))
+        self._keep(action, link.send(action.microbatch, output, training=self._batch.training))
 
     def _expect(self, action: Action) -> None:
         assert action.microbatch is not None
@@ -267,10 +271,23 @@ class Executor:
         arrival = link.expect(action.microbatch, training=self._batch.training)
         self._arrivals[action.stage, action.microbatch] = arrival
 
-    def _keep(self, sending: Sending) -> None:
-        while self._sending and self._sending[0].done():
-            self._sending.popleft()
-        self._sending.append(sending)
+    def _keep(self, action: Action, sending: Sending) -> None:
+        while self._sending:
+            oldest = next(iter(self._sending))
+            # A rank whose sends held it would still be served, as ``check`` has proved.
+            if len(self._sending) >= self._most_sending:
+                self._sending[oldest].wait()
+            elif not self._sending[oldest].done():
+                break
+            del self._sending[oldest]
+        self._sending[action] = sending
+
+    def _let_go(self, arrived: Sequence[Action]) -> None:
+        """Free what was sent, now that it is known to be there."""
+        for action in arrived:
+            sending = self._sending.pop(action, None)
+            if sending is not None:
+                sending.wait()
 
     # Backward --------------------------------------------------------------------------------
 
@@ -310,13 +327,15 @@ class Executor:
         start_s = time.perf_counter()
         grads = arrival.take()
         self._waited_s = time.perf_counter() - start_s
+        self._let_go(self._receipts.by_gradient.get(key, ()))
         return grads
 
     def _send_gradients(self, action: Action) -> None:
         assert action.microbatch is not None
         key = action.stage, action.microbatch
         forms, grads = self._input_forms.pop(key), self._input_grads.pop(key)
-        self._keep(self._before[action.stage].send_gradients(action.microbatch, forms, grads))
+        link = self._before[action.stage]
+        self._keep(action, link.send_gradients(action.microbatch, forms, grads))
 
     def _expect_gradients(self, action: Action) -> None:
         assert action.microbatch is not None

@@ -34,14 +34,18 @@ _LENGTH = 8  # bytes of a head that is the length of a form
 
 @final
 class Sending:
-    """Messages under way, and the memory they are read from."""
+    """Messages under way, and the memory they are read from.
 
-    def __init__(self, works: list[Work], memory: list[Tensor]) -> None:
-        self._works, self._memory = works, memory
+    Args:
+        can_ask: whether a work tells for nothing that it is done; else it would take a thread.
+    """
+
+    def __init__(self, works: list[Work], memory: list[Tensor], *, can_ask: bool = True) -> None:
+        self._works, self._memory, self._can_ask = works, memory, can_ask
 
     def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return all(work.done() for work in self._works)
+        """Whether ``wait`` is known to return at once."""
+        return not self._works or (self._can_ask and all(work.done() for work in self._works))
 
     def wait(self) -> None:
         """Return when the memory may be used again, and let go of it."""
@@ -111,7 +115,7 @@ class Link:
         message(_PACKET, packet.bytes)
         for tensor in large:
             message(_TENSOR, tensor.contiguous())
-        return Sending(works, memory)
+        return Sending(works, memory, can_ask=self._group.shares_memory)
 
     def expect(self, microbatch: int, *, training: bool) -> Arrival:
         """Make ready for what the stage before sends."""
@@ -138,7 +142,7 @@ class Link:
         works = self._send(microbatch, _GRADIENTS, packet.bytes)
         for tensor in memory[1:]:
             works += self._send(microbatch, _GRADIENT, tensor)
-        return Sending(works, memory)
+        return Sending(works, memory, can_ask=self._group.shares_memory)
 
     def expect_gradients(self, microbatch: int, forms: Sequence[TensorForm]) -> GradientArrival:
         """Make ready for the gradients of a value that was sent."""
