@@ -85,7 +85,7 @@ class Executor:
         self._world_rank = world_rank
         self._order = schedule.orders[rank]
         self._receipts = Receipts.of(schedule, rank)
-        self._most_sending = 2 * schedule.num_ranks
+        self._many = 2 * schedule.num_ranks  # sends under way
         self._last = schedule.num_stages - 1
         self._stages, self._before, self._after = stages, before, after
         self._run = {
@@ -226,11 +226,10 @@ class Executor:
             output = part.forward(mb, value, kwargs)
             batch.outputs[mb] = output.form.assemble(output.tensors)
             return
-        loss_fn = batch.loss_fn
+        loss_fn, weight = batch.loss_fn, batch.weights[mb]
         target = batch.targets[mb] if batch.targets else None
-        batch.losses[mb] = part.loss(
-            mb, value, kwargs, lambda y: loss_fn(y, target), batch.weights[mb]
-        )
+        loss = part.loss(mb, value, kwargs, lambda y: loss_fn(y, target))
+        batch.losses[mb] = loss * weight
 
     def _take_input(self, key: _Key) -> Any:
         arrival = self._arrivals.pop(key, None)
@@ -274,10 +273,7 @@ class Executor:
     def _keep(self, action: Action, sending: Sending) -> None:
         while self._sending:
             oldest = next(iter(self._sending))
-            # A rank whose sends held it would still be served, as ``check`` has proved.
-            if len(self._sending) >= self._most_sending:
-                self._sending[oldest].wait()
-            elif not self._sending[oldest].done():
+            if not self._sending[oldest].done(ask=len(self._sending) >= self._many):
                 break
             del self._sending[oldest]
         self._sending[action] = sending
@@ -319,7 +315,9 @@ class Executor:
 
     def _take_gradients(self, key: _Key) -> list[Tensor | None]:
         if key[0] == self._last:
-            return [None if self._batch is None else torch.ones_like(self._batch.losses[key[1]])]
+            assert self._batch is not None
+            # The gradient of the weighted loss, without a multiplication in the graph.
+            return [torch.full_like(self._batch.losses[key[1]], self._batch.weights[key[1]])]
         self._output_forms.pop(key)
         arrival = self._grad_arrivals.pop(key, None)
         if arrival is None:

@@ -69,7 +69,7 @@ def check_devices(own: Mapping[int, nn.Module], device: torch.device) -> None:
     """Refuse stages that are not where their values arrive; sharded ones may be offloaded."""
     for index, stage in own.items():
         for name, tensor in () if isinstance(stage, Shardable) else _tensors_of(stage):
-            if not tensor.is_meta and tensor.device.type != device.type:
+            if not tensor.is_meta and tensor.device != device:
                 raise ArgumentError(
                     f"stage {index} has {name!r} on {tensor.device}, and this rank computes on "
                     f"{device}: move the stage with .to(group.device)"
