@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.errors import ArgumentError, ModelMismatch, ScheduleError, StageError
+from echelon.errors import ArgumentError, ModelMismatch, StageError
 from echelon.world.base import World
 from tests.pipeline.models import batch, build, mse
 from tests.worlds import KINDS, run_world
@@ -278,24 +278,6 @@ def refuses(world: World) -> None:
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_what_cannot_be_done_is_refused_on_every_rank(kind: str) -> None:
     run_world(kind, refuses, 2)
-
-
-@pytest.mark.parametrize(
-    ("orders", "words"),
-    [
-        (["0F0,0B0", "1B0,1F0"], "rank 1.*1B0"),
-        (["0F0,0F1,0B0,0B1", "1F0,1F1,1B0"], "1"),
-        (["0F0,0B0,0F1,0B1", "1F1,1B1,1F0,1B0"], "waits"),
-    ],
-)
-def test_schedules_that_cannot_run_are_refused(orders: list[str], words: str) -> None:
-    def main(world: World) -> None:
-        schedule = ec.pipeline.Schedule.from_csv("\n".join(orders))
-        microbatches = schedule.num_microbatches
-        with pytest.raises(ScheduleError, match=words):
-            pipeline(world, build("plain", 2), schedule=schedule, microbatches=microbatches)
-
-    ec.run(main, 2)
 
 
 def test_ranks_with_other_schedules_are_told() -> None:
