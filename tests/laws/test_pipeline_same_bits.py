@@ -15,13 +15,13 @@ from tests.pipeline.test_api import Embedding, Head
 from tests.pipeline.test_parity import SCHEDULES
 from tests.worlds import KINDS, run_world
 
-MICROBATCHES = 5
+MICROBATCHES = 4
 
 
-def digest(pipe: ec.Pipeline, losses: list[torch.Tensor]) -> str:
-    """Of the losses, and of the parameters and gradients of this rank."""
+def digest(pipe: ec.Pipeline, loss: torch.Tensor) -> str:
+    """Of the loss, and of the parameters and gradients of this rank."""
     found = hashlib.sha256()
-    for tensor in [*losses, *pipe.parameters(), *(param.grad for param in pipe.parameters())]:
+    for tensor in [loss, *pipe.parameters(), *(param.grad for param in pipe.parameters())]:
         assert tensor is not None
         found.update(tensor.detach().numpy().tobytes())
     return found.hexdigest()
@@ -30,25 +30,21 @@ def digest(pipe: ec.Pipeline, losses: list[torch.Tensor]) -> str:
 def trained(world: World, stages: list[nn.Module], data: Any, loss_fn: Any, **options: Any) -> str:
     pipe = ec.Pipeline(stages, world.group, microbatches=MICROBATCHES, loss_fn=loss_fn, **options)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
-    losses = []
-    for step in range(2):
-        optimizer.zero_grad()
-        x, y = data(step)
-        loss = pipe.step(x, target=y, loss_everywhere=True)
-        assert loss is not None
-        losses.append(loss)
-        ec.clip_grad_norm_(pipe, 1.0)
-        optimizer.step()
-    return digest(pipe, losses)
+    x, y = data
+    loss = pipe.step(x, target=y, loss_everywhere=True)
+    assert loss is not None
+    ec.clip_grad_norm_(pipe, 1.0)
+    optimizer.step()
+    return digest(pipe, loss)
 
 
-def rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x, y = batch(2 * MICROBATCHES + 1, step)
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = batch(2 * MICROBATCHES + 1)
     return x.float(), y.float()
 
 
-def words(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
+def words() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
     tokens, target = torch.randint(7, (2, 2 * MICROBATCHES + 1), generator=generator)
     return tokens, target
 
@@ -56,7 +52,7 @@ def words(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def by_schedule(world: World, name: str) -> str:
     chunks, options = SCHEDULES[name]
     stages = build("nested", world.size * chunks, torch.float32)
-    return trained(world, stages, rows, mse, schedule=name.partition(",")[0], **options)
+    return trained(world, stages, rows(), mse, schedule=name.partition(",")[0], **options)
 
 
 def tied(world: World) -> str:
@@ -65,7 +61,7 @@ def tied(world: World) -> str:
     weight = nn.Parameter(torch.randn(7, 6))
     middle = build("plain", world.size, torch.float32)[1:-1]
     stages = [Embedding(weight), *middle, Head(weight)]
-    return trained(world, stages, words, nn.CrossEntropyLoss())
+    return trained(world, stages, words(), nn.CrossEntropyLoss())
 
 
 def twice(world: World) -> dict[str, tuple[str, str]]:
