@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import torch
@@ -61,6 +62,53 @@ class Recomputed(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class _Marks(torch.autograd.Function):
+    """Nothing, with something in the graph that lives as long as the graph does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mark: Any) -> Tensor:
+        ctx.mark = mark
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Alive:
+    """How many things are: ``now``, and ``most`` at one time."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def add(self) -> None:
+        """One more."""
+        self.now += 1
+        self.most = max(self.most, self.now)
+
+    def remove(self) -> None:
+        """One less."""
+        self.now -= 1
+
+
+class _Mark:
+    """An object whose end can be noticed."""
+
+
+class Counted(nn.Module):
+    """A block whose graphs are counted for as long as autograd keeps them."""
+
+    def __init__(self, block: nn.Module, graphs: Alive) -> None:
+        super().__init__()
+        self.block, self.graphs = block, graphs
+
+    def forward(self, x: Any) -> Any:
+        self.graphs.add()
+        mark = _Mark()
+        weakref.finalize(mark, self.graphs.remove)
+        return _Marks.apply(self.block(x), mark)  # type: ignore[no-untyped-call]
 
 
 KINDS: dict[str, type[Plain]] = {"plain": Plain, "nested": Nested, "recomputed": Recomputed}

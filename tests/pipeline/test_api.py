@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.errors import ArgumentError, ModelMismatch, ScheduleError, StageError
+from echelon.errors import ArgumentError, ModelMismatch, StageError
 from echelon.world.base import World
 from tests.pipeline.models import batch, build, mse
 from tests.worlds import KINDS, run_world
@@ -38,46 +38,6 @@ def same_grads(pipe: ec.Pipeline, model: nn.Module) -> None:
 
 
 # --- numbers -------------------------------------------------------------------------------------
-
-
-class Times(nn.Module):
-    def __init__(self, *values: float) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(values if len(values) > 1 else values[0]).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.w * x).sum(-1, keepdim=True) if self.w.dim() else self.w * x
-
-
-def weighted_means(world: World) -> None:
-    """10 rows in 4 microbatches are 3, 3, 2, 2, and count by their length."""
-    for microbatches in (2, 4, 5):
-        pipe = pipeline(
-            world,
-            [Times(2.0), Times(3.0)],
-            microbatches=microbatches,
-            loss_fn=lambda y, target: y.square().mean(),
-        )
-        x = torch.arange(1.0, 11.0, dtype=torch.float64).view(10, 1)
-        loss = pipe.step(x, target=x, loss_everywhere=True)
-        assert loss is not None
-        torch.testing.assert_close(loss.item(), 36 * 38.5)
-        (stage,) = pipe.stages.values()
-        torch.testing.assert_close(stage.w.grad.item(), [1386 * 1.0, 924.0][world.rank])
-
-
-def seeds_of_a_gradient(world: World) -> None:
-    """The gradient of the output is what the loss says, not one."""
-    pipe = pipeline(
-        world,
-        [Times(1.0, 1.0), Times(1.0)],
-        microbatches=1,
-        loss_fn=lambda y, target: 5 * y.sum(),
-        loss_reduction="sum",
-    )
-    pipe.step(torch.tensor([[3.0, 4.0]]).double(), target=torch.zeros(1, 1))
-    if world.rank == 0:
-        assert pipe.stages["0"].w.grad.tolist() == [15.0, 20.0]
 
 
 def accumulates(world: World) -> None:
@@ -266,9 +226,6 @@ CHECKS = (
 def every_check(world: World) -> None:
     for check in CHECKS:
         check(world)
-    if world.size == 2:
-        weighted_means(world)
-        seeds_of_a_gradient(world)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -321,24 +278,6 @@ def refuses(world: World) -> None:
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_what_cannot_be_done_is_refused_on_every_rank(kind: str) -> None:
     run_world(kind, refuses, 2)
-
-
-@pytest.mark.parametrize(
-    ("orders", "words"),
-    [
-        (["0F0,0B0", "1B0,1F0"], "rank 1.*1B0"),
-        (["0F0,0F1,0B0,0B1", "1F0,1F1,1B0"], "1"),
-        (["0F0,0B0,0F1,0B1", "1F1,1B1,1F0,1B0"], "waits"),
-    ],
-)
-def test_schedules_that_cannot_run_are_refused(orders: list[str], words: str) -> None:
-    def main(world: World) -> None:
-        schedule = ec.pipeline.Schedule.from_csv("\n".join(orders))
-        microbatches = schedule.num_microbatches
-        with pytest.raises(ScheduleError, match=words):
-            pipeline(world, build("plain", 2), schedule=schedule, microbatches=microbatches)
-
-    ec.run(main, 2)
 
 
 def test_ranks_with_other_schedules_are_told() -> None:

@@ -78,7 +78,7 @@ def compare(world_size: int, case: tuple[str, str, int, int], found: list[Any]) 
         name.partition(",")[0], len(stages), microbatches, world_size, **options
     )
     peak = [round(one * chunks) for one in ec.pipeline.simulate(schedule).peak]
-    assert [of_rank[2] for of_rank in found] <= peak, case
+    assert [of_rank[2] for of_rank in found] == peak, case
 
 
 def cases_of(

@@ -313,5 +313,5 @@ def test_keyword_arguments_that_a_stage_lacks_are_named() -> None:
         pipe(*tokens, **({"attention_mask": MASK} if world.rank == 0 else {}))
 
     model = transformers_models()[0]
-    with pytest.raises(ArgumentError, match=r"was given \[\] and the first one \['attention_mask'"):
+    with pytest.raises(StageError, match=r"was given \[\] and the first one \['attention_mask'"):
         run_world("threads", main, 2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from echelon.errors import ArgumentError
 from echelon.pipeline.execute import Batch, Executor, Loss
 from echelon.pipeline.feed import Feed
-from echelon.pipeline.fit import check_agreement, check_arguments, own_stages
+from echelon.pipeline.fit import check_agreement, check_arguments, check_devices, own_stages
 from echelon.pipeline.ir import Action, Item, Kind, Schedule
 from echelon.pipeline.link import Link
 from echelon.pipeline.lowering import lower_once
@@ -105,6 +105,7 @@ class Pipeline(StagedModule):
         elif schedule_options:
             raise ArgumentError(f"options {sorted(schedule_options)} belong to a schedule's name")
         own = own_stages(schedule, stages, group, microbatches)
+        check_devices(own, group.device)
         start(own, group, materialize)
         splits = any(item.kind is Kind.W for order in schedule.orders for item in order)
         self._parts = {
@@ -261,6 +262,14 @@ class Pipeline(StagedModule):
     def most_alive(self) -> int:
         """Microbatches of stages whose activations this rank held at once in the last step."""
         return self._training.most_alive
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows besides the stages of this rank."""
+        plan = self._schedule
+        return (
+            f"schedule={plan.name!r}, stages={plan.num_stages}, "
+            f"microbatches={plan.num_microbatches}, ranks={plan.num_ranks}"
+        )
 
     def measure(self) -> Measurement:
         """A block that times the steps in it: what was measured, and what was to be expected.

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from echelon import events
-from echelon.errors import EchelonError, StageError
+from echelon.errors import CommError, StageError, WorldError
 from echelon.pipeline.boundary import Form, TensorForm
 from echelon.pipeline.ir import Action, Kind, Schedule
 from echelon.pipeline.link import Arrival, GradientArrival, Link, Sending
+from echelon.pipeline.receipts import Receipts
 from echelon.pipeline.stage import Output, Stage
 
 __all__ = ["Batch", "Executor"]
@@ -83,6 +84,8 @@ class Executor:
     ) -> None:
         self._world_rank = world_rank
         self._order = schedule.orders[rank]
+        self._receipts = Receipts.of(schedule, rank)
+        self._many = 2 * schedule.num_ranks  # sends under way
         self._last = schedule.num_stages - 1
         self._stages, self._before, self._after = stages, before, after
         self._run = {
@@ -105,7 +108,7 @@ class Executor:
         self._batch: Batch | None = None
         self._waited_s = 0.0  # for what the action under way needs
         self._recent: deque[Action] = deque(maxlen=_LAST)
-        self._sending: deque[Sending] = deque()  # the oldest first
+        self._sending: dict[Action, Sending] = {}  # the oldest first
         self._values: dict[_Key, tuple[Form, list[Tensor]]] = {}  # inputs from a stage of ours
         self._arrivals: dict[_Key, Arrival] = {}
         self._outputs: dict[_Key, Output] = {}
@@ -134,8 +137,7 @@ class Executor:
                         self._tell(action, training=batch.training)
                     else:
                         self._do(action)
-            for sending in self._sending:
-                sending.wait()
+            self._end_sending()
             # A reduction tells that all have read the parameters, which may be written now.
             for stage in () if batch.training and finalize else self._stages.values():
                 stage.sharing.rest()
@@ -167,8 +169,8 @@ class Executor:
     def _do(self, action: Action) -> None:
         try:
             self._run[action.kind](action)
-        except EchelonError as error:
-            error.add_note(self._where(action))
+        except (CommError, WorldError) as error:  # of the ranks, not of what the stage computes
+            error.add_note(f"in action {action}, after {self._last_actions()}")
             raise
         except Exception as error:
             raise StageError(
@@ -176,8 +178,16 @@ class Executor:
             ) from error
         self._recent.append(action)
 
-    def _where(self, action: Action) -> str:
-        return f"in action {action}, after {' '.join(map(str, self._recent)) or 'none'}"
+    def _end_sending(self) -> None:
+        try:
+            for sending in self._sending.values():
+                sending.wait()
+        except CommError as error:
+            error.add_note(f"at the end of its actions, after {self._last_actions()}")
+            raise
+
+    def _last_actions(self) -> str:
+        return " ".join(map(str, self._recent)) or "none"
 
     def _check_empty(self) -> None:
         held = [
@@ -229,6 +239,7 @@ class Executor:
             start_s = time.perf_counter()
             form, tensors = arrival.take()
             self._waited_s = time.perf_counter() - start_s
+            self._let_go(self._receipts.by_input.get(key, ()))
         self._input_forms[key] = tuple(one for one in form.tensors if one.requires_grad)
         return form.assemble(tensors)
 
@@ -250,7 +261,7 @@ class Executor:
         assert self._batch is not None
         output = self._outputs.pop((action.stage, action.microbatch))
         link = self._after[action.stage]
-        self._keep(link.send(action.microbatch, output, training=self._batch.training))
+        self._keep(action, link.send(action.microbatch, output, training=self._batch.training))
 
     def _expect(self, action: Action) -> None:
         assert action.microbatch is not None
@@ -259,10 +270,20 @@ class Executor:
         arrival = link.expect(action.microbatch, training=self._batch.training)
         self._arrivals[action.stage, action.microbatch] = arrival
 
-    def _keep(self, sending: Sending) -> None:
-        while self._sending and self._sending[0].done():
-            self._sending.popleft()
-        self._sending.append(sending)
+    def _keep(self, action: Action, sending: Sending) -> None:
+        while self._sending:
+            oldest = next(iter(self._sending))
+            if not self._sending[oldest].done(ask=len(self._sending) >= self._many):
+                break
+            del self._sending[oldest]
+        self._sending[action] = sending
+
+    def _let_go(self, arrived: Sequence[Action]) -> None:
+        """Free what was sent, now that it is known to be there."""
+        for action in arrived:
+            sending = self._sending.pop(action, None)
+            if sending is not None:
+                sending.wait()
 
     # Backward --------------------------------------------------------------------------------
 
@@ -304,13 +325,15 @@ class Executor:
         start_s = time.perf_counter()
         grads = arrival.take()
         self._waited_s = time.perf_counter() - start_s
+        self._let_go(self._receipts.by_gradient.get(key, ()))
         return grads
 
     def _send_gradients(self, action: Action) -> None:
         assert action.microbatch is not None
         key = action.stage, action.microbatch
         forms, grads = self._input_forms.pop(key), self._input_grads.pop(key)
-        self._keep(self._before[action.stage].send_gradients(action.microbatch, forms, grads))
+        link = self._before[action.stage]
+        self._keep(action, link.send_gradients(action.microbatch, forms, grads))
 
     def _expect_gradients(self, action: Action) -> None:
         assert action.microbatch is not None

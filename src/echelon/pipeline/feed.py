@@ -142,8 +142,8 @@ class Feed:
 
     def _weights(self, given: Sequence[float] | None, rows: int, count: int) -> list[float]:
         if given is not None:
-            total = float(sum(given))
-            return [float(one) / total for one in given]
+            numbers = [float(one) for one in given]
+            return [one / sum(numbers) for one in numbers]
         if self._reduction == "sum":
             return [1.0] * count
         bounds = [shard_range(rows, count, i) for i in range(count)]
@@ -153,8 +153,12 @@ class Feed:
 def _check_weights(given: Sequence[float] | None, count: int) -> None:
     if given is None:
         return
-    if len(given) != count or min(given) < 0 or not 0 < sum(given) < math.inf:
+    try:
+        numbers = [float(one) for one in given]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != count or min(numbers) < 0 or not 0 < sum(numbers) < math.inf:
         raise ArgumentError(
-            f"weights are {list(given)!r:.80}; give one number >= 0 for each of the {count} "
+            f"weights are {given!r:.80}; give one number >= 0 for each of the {count} "
             "microbatches, not all of them 0"
         )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from echelon.arguments import one_of, whole
 from echelon.errors import ArgumentError, ModelMismatch
 from echelon.pipeline.ir import Schedule
+from echelon.pipeline.shardable import Shardable
 from echelon.world.group import Group
 
-__all__ = ["check_agreement", "check_arguments", "own_stages"]
+__all__ = ["check_agreement", "check_arguments", "check_devices", "own_stages"]
 
 
 def check_arguments(
@@ -67,6 +69,22 @@ def own_stages(
             )
         own[index] = stage
     return own
+
+
+def check_devices(own: Mapping[int, nn.Module], device: torch.device) -> None:
+    """Refuse stages that are not where their values arrive; sharded ones may be offloaded."""
+    for index, stage in own.items():
+        for name, tensor in () if isinstance(stage, Shardable) else _tensors_of(stage):
+            if not tensor.is_meta and tensor.device != device:
+                raise ArgumentError(
+                    f"stage {index} has {name!r} on {tensor.device}, and this rank computes on "
+                    f"{device}: move the stage with .to(group.device)"
+                )
+
+
+def _tensors_of(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from stage.named_parameters()
+    yield from stage.named_buffers()
 
 
 def check_agreement(lowered: Schedule, group: Group) -> None:

@@ -34,14 +34,22 @@ _LENGTH = 8  # bytes of a head that is the length of a form
 
 @final
 class Sending:
-    """Messages under way, and the memory they are read from."""
+    """Messages under way, and the memory they are read from.
 
-    def __init__(self, works: list[Work], memory: list[Tensor]) -> None:
-        self._works, self._memory = works, memory
+    Args:
+        is_cheap: whether a work tells for nothing that it is done; else it may take a thread.
+    """
 
-    def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return all(work.done() for work in self._works)
+    def __init__(self, works: list[Work], memory: list[Tensor], *, is_cheap: bool = True) -> None:
+        self._works, self._memory, self._is_cheap = works, memory, is_cheap
+
+    def done(self, *, ask: bool) -> bool:
+        """Whether ``wait`` is known to return at once.
+
+        Args:
+            ask: also where that is not for nothing.
+        """
+        return (self._is_cheap or ask) and all(work.done() for work in self._works)
 
     def wait(self) -> None:
         """Return when the memory may be used again, and let go of it."""
@@ -111,7 +119,7 @@ class Link:
         message(_PACKET, packet.bytes)
         for tensor in large:
             message(_TENSOR, tensor.contiguous())
-        return Sending(works, memory)
+        return Sending(works, memory, is_cheap=self._group.shares_memory)
 
     def expect(self, microbatch: int, *, training: bool) -> Arrival:
         """Make ready for what the stage before sends."""
@@ -138,7 +146,7 @@ class Link:
         works = self._send(microbatch, _GRADIENTS, packet.bytes)
         for tensor in memory[1:]:
             works += self._send(microbatch, _GRADIENT, tensor)
-        return Sending(works, memory)
+        return Sending(works, memory, is_cheap=self._group.shares_memory)
 
     def expect_gradients(self, microbatch: int, forms: Sequence[TensorForm]) -> GradientArrival:
         """Make ready for the gradients of a value that was sent."""

@@ -1,0 +1,30 @@
+"""A send that is known to have arrived was made before, and is known of once."""
+
+import pytest
+
+from echelon.pipeline.ir import Kind
+from echelon.pipeline.passes import lower
+from echelon.pipeline.receipts import Receipts
+from echelon.pipeline.schedules import schedule
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("zb-h2", 1), ("interleaved", 2), ("zb-v", 2)]
+)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_message_tells_of_sends_that_went_before_it(name: str, chunks: int, ranks: int) -> None:
+    lowered = lower(schedule(name, ranks * chunks, 8, ranks))
+    for rank, order in enumerate(lowered.orders):
+        actions = [part for item in order for part in item.parts]
+        place = {str(action): i for i, action in enumerate(actions)}
+        found = Receipts.of(lowered, rank)
+        told = []
+        for kinds, by_key in (("F", found.by_input), ("BI", found.by_gradient)):
+            for (stage, mb), sends in by_key.items():
+                taken = next(place[a] for k in kinds if (a := f"{stage}{k}{mb}") in place)
+                told += [(send, taken) for send in sends]
+        assert len({send for send, _ in told}) == len(told)
+        assert all(place[str(send)] < taken for send, taken in told)
+        # Of an output, its gradient tells at the latest.
+        outputs = {action for action in actions if action.kind is Kind.SEND_F}
+        assert outputs <= {send for send, _ in told}
