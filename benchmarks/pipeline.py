@@ -32,6 +32,7 @@ from sleeps import cases, measure
 from variants import ALONE
 
 import echelon as ec
+from echelon.pipeline.schedules import FAMILIES
 
 OURS, THEIRS = "echelon 1f1b", "PyTorch 1F1B"
 OVER_GLOO = "echelon 1f1b, gloo"
@@ -157,11 +158,12 @@ def judged_sleeps(rows: Sequence[dict[str, Any]]) -> list[Outcome]:
     return outcomes
 
 
-# Each with the stages on a rank.
-PROVEN = (
-    *(("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("looped-bfs", 2), ("zb", 1), ("zb", 2)),
-    *(("zb", 4), ("zb-v", 2), ("v-half", 2), ("v-min", 2), ("dualpipe-v", 2)),
-)
+# Every schedule, with each number of stages on a rank.
+PROVEN = [
+    (name, chunks)
+    for name, family in FAMILIES.items()
+    for chunks in ([family.chunks] if family.chunks else (1, 2, 4))
+]
 
 
 def proven() -> list[Outcome]:
