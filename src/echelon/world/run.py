@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from echelon.arguments import whole
+from echelon.arguments import positive, whole
 from echelon.errors import ArgumentError, WorldError
 from echelon.streams import is_cpu, local_device
 from echelon.world import shm
@@ -70,7 +70,7 @@ def run(
     ranks = whole("ranks", ranks, low=1, high=MOST_RANKS)
     if not isinstance(args, list | tuple):
         raise ArgumentError(f"args is {args!r:.80}; give a tuple of what fn takes after the world")
-    _check_timeout(timeout)
+    timeout = positive("timeout", timeout, threading.TIMEOUT_MAX)
     if world == "threads":
         return _run_threads(fn, ranks, tuple(args), timeout, _device(device))
     if world == "processes":
@@ -93,14 +93,6 @@ def _device(device: str | torch.device) -> torch.device:
         raise ArgumentError(
             f"device is {device!r:.80}, which cannot be used here: {error}"
         ) from error
-
-
-def _check_timeout(timeout: float) -> None:
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not number or not 0 < timeout <= threading.TIMEOUT_MAX:
-        raise ArgumentError(
-            f"timeout is {timeout!r}; give seconds > 0, at most {threading.TIMEOUT_MAX:.0f}"
-        )
 
 
 def _enter(world: World) -> None:
@@ -184,7 +176,7 @@ def init(
     """
     if backend is not None and backend not in BACKENDS:
         raise ArgumentError(f"backend is {backend!r}; use one of {', '.join(BACKENDS)}, or None")
-    _check_timeout(timeout)
+    timeout = positive("timeout", timeout, threading.TIMEOUT_MAX)
     world: World | None = getattr(_current, "world", None)
     if world is not None:
         if backend not in (None, world.backend):
