@@ -112,13 +112,14 @@ def _run_threads(
             # one another.
             with random_stream(), torch.autograd.set_multithreading_enabled(False):
                 group = ThreadGroup(fabric, rank, range(ranks), device=device)
-                world = World(group, backend="threads")
+                world = World(
+                    group, backend="threads", close=lambda error: _leave(fabric, rank, error)
+                )
                 _enter(world)
                 results[rank] = call(fn, world, args)
+                world.close()
         except BaseException as error:
             fabric.fail(rank, error)
-        else:
-            fabric.finish(rank)
 
     threads = [
         threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -138,6 +139,14 @@ def _run_threads(
     if fabric.failure is not None:
         _raise_first(fabric, threads)
     return results
+
+
+def _leave(fabric: Fabric, rank: int, error: BaseException | None) -> None:
+    """What a simulated rank does when it closes its world."""
+    if error is None:
+        fabric.finish(rank)
+    else:
+        fabric.fail(rank, error)
 
 
 def _raise_first(fabric: Fabric, threads: Sequence[threading.Thread]) -> None:

@@ -17,7 +17,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from echelon.errors import CollectiveMismatch
+from echelon.errors import CollectiveMismatch, StateError
 from echelon.world.shm.area import RING_CONTROL_NBYTES, Area, ring_nbytes
 from echelon.world.shm.futex import fence
 from echelon.world.work import Ticket, Work
@@ -116,6 +116,7 @@ class Mailbox:
 
     def send(self, ticket: Ticket, tensor: Tensor, dst: int, tag: int) -> Work:
         """Start to send; complete when the last byte is in the ring."""
+        self._check_open(ticket)
         item = _Item(ticket, dst, tag, _bytes(tensor), tensor.dtype)
         with self._lock:
             self._outgoing[dst].append(item)
@@ -123,6 +124,7 @@ class Mailbox:
 
     def recv(self, ticket: Ticket, tensor: Tensor, src: int, tag: int) -> Work:
         """Start to receive the next message from ``src`` with this tag."""
+        self._check_open(ticket)
         item = _Item(ticket, src, tag, _bytes(tensor), tensor.dtype)
         with self._lock:
             early = next((e for e in self._early[src] if e.tag == tag), None)
@@ -191,6 +193,10 @@ class Mailbox:
             self._has_items.notify()
         if self._thread is not None:
             self._thread.join()
+
+    def _check_open(self, ticket: Ticket) -> None:
+        if self._closing:
+            raise StateError(f"{ticket} cannot run, because this rank has closed the world")
 
     def _started(self, item: _Item, ticket: Ticket) -> Work:
         self.progress()
