@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -317,3 +318,13 @@ def chooses(world: ec.World) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backend_that_cannot_be_had_is_refused(kind) -> None:
     ec.run(chooses, 2, kind)
+
+
+def test_a_script_that_starts_ranks_while_it_is_imported_is_told_what_to_do_once(tmp_path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text("import echelon as ec\ndef main(world): pass\nec.run(main, 2, 'processes')\n")
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.count("Traceback") == 1
+    assert "ArgumentError: the script starts ranks while it is imported" in ended.stderr
+    assert 'under `if __name__ == "__main__":`' in ended.stderr
