@@ -132,13 +132,13 @@ class Kind:
         schedule: a name, or a class of PyTorch's.
         layout: of stages on ranks, a key of ``Task.cuts``.
         gloo: whether echelon sends over gloo, and not over shared memory.
-        options: of the schedule.
+        split: whether ``ec.pipeline.split`` cuts, and not ``Task.cuts``.
     """
 
     schedule: str | type
     layout: str = "line"
     gloo: bool = False
-    options: tuple[tuple[str, Any], ...] = ()
+    split: bool = False
 
 
 VARIANTS = {
@@ -149,6 +149,9 @@ VARIANTS = {
     "echelon zb-h1": Kind(schedule="zb-h1"),
     "echelon zb, 2 chunks": Kind(schedule="zb", layout="loop"),
     "echelon zb-v": Kind(schedule="zb-v", layout="vee"),
+    "echelon 1f1b, split": Kind(schedule="1f1b", split=True),
+    "echelon zb, 2 chunks, split": Kind(schedule="zb", layout="loop", split=True),
+    "echelon zb-v, split": Kind(schedule="zb-v", layout="vee", split=True),
     "PyTorch GPipe": Kind(schedule=ScheduleGPipe),
     "PyTorch 1F1B": Kind(schedule=Schedule1F1B),
     "PyTorch Interleaved1F1B": Kind(schedule=ScheduleInterleaved1F1B, layout="loop"),
@@ -202,13 +205,20 @@ class Echelon(Trainee):
     def __init__(self, name: str, task: Task, group: ec.Group) -> None:
         kind = VARIANTS[name]
         assert isinstance(kind.schedule, str)
+        num_stages, num = len(task.cuts[kind.layout]), task.microbatches
+        schedule = ec.pipeline.schedule(kind.schedule, num_stages, num, group.size)
+        stages = task.stages(kind.layout)
+        if kind.split:
+            stages = ec.pipeline.split(
+                nn.Sequential(*task.layers()),
+                num_stages,
+                cost="time",
+                example=task.batch[0].chunk(num)[0],
+                schedule=schedule,
+                group=group,
+            )
         self.pipe = ec.Pipeline(
-            task.stages(kind.layout),
-            group,
-            microbatches=task.microbatches,
-            schedule=kind.schedule,
-            loss_fn=task.loss,
-            **dict(kind.options),
+            stages, group, microbatches=num, schedule=schedule, loss_fn=task.loss
         )
         super().__init__(name, task, self.pipe)
         self.num_actions = sum(len(item.parts) for item in self.pipe.schedule.orders[group.rank])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.pipeline import deferred
+from echelon.pipeline.deferred import Deferred
 from echelon.pipeline.schedules import FAMILIES
 
 __all__ = ["Case", "cases", "measure"]
@@ -83,14 +83,14 @@ class Sleeps(nn.Module):
 
 @contextmanager
 def _sleeping_weights(unit_s: float) -> Iterator[None]:
-    """Linear layers that can defer take ``unit_s`` for the gradient of their weight."""
-    compute = deferred._weight_gradient
+    """The second half of a backward takes ``unit_s`` longer."""
+    run = Deferred.run
 
-    def slow(x: Tensor, grad: Tensor) -> Tensor:
+    def slow(self: Deferred, add: Callable[[Tensor, Tensor, Tensor], None]) -> None:
         time.sleep(unit_s)
-        return compute(x, grad)
+        run(self, add)
 
-    with patch.object(deferred, "_weight_gradient", slow):
+    with patch.object(Deferred, "run", slow):
         yield
 
 

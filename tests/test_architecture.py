@@ -24,7 +24,7 @@ PACKAGE = "echelon"
 LAYERS: list[set[str]] = [
     {"errors"},
     {"arguments"},
-    {"census", "claims", "events", "gradients", "graph_task"}
+    {"accumulation", "census", "claims", "events", "gradients", "graph_task"}
     | {"layout", "nested", "streams", "wrapper"},
     {"world"},
     {"agreement", "c10d", "initial", "scaling", "testing"},

@@ -58,6 +58,11 @@ def autocasts(device: torch.device) -> bool:
     return torch.is_autocast_enabled(device.type)
 
 
+def adds_in_order(device: torch.device) -> bool:
+    """Whether ``index_add_`` on ``device`` adds rows that repeat in a fixed order."""
+    return device.type == "cpu"
+
+
 def synchronize(device: torch.device) -> None:
     """Return when all work queued on ``device`` is done; at once on the CPU."""
     if device.type == "cuda":

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.errors import StateError
+from echelon.pipeline.timeline import Timeline
 from echelon.world.base import World
 from tests.pipeline.models import batch, build, mse
 from tests.worlds import run_world
@@ -40,7 +41,7 @@ class Sleeps(nn.Module):
         return out
 
 
-def sleeps(world: World, name: str, chunks: int) -> tuple[float, float, list[float], Any]:
+def sleeps(world: World, name: str, chunks: int) -> tuple[Timeline, float, list[float], Any]:
     stages = [Sleeps() for _ in range(world.size * chunks)]
     pipe = ec.Pipeline(stages, world.group, microbatches=8, schedule=name, loss_fn=mse)
     x = torch.ones(8, 2)
@@ -48,16 +49,21 @@ def sleeps(world: World, name: str, chunks: int) -> tuple[float, float, list[flo
     with pipe.measure() as measured:
         pipe.step(x, target=x)
     planned = ec.pipeline.simulate(pipe.schedule, {"F": FORWARD_S, "B": BACKWARD_S})
-    return measured.timeline.makespan, planned.makespan, measured.waited_s, measured.costs
+    return measured.timeline, planned.makespan, measured.waited_s, measured.costs
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2)])
-def test_a_measured_step_takes_what_was_simulated(name: str, chunks: int) -> None:
-    for measured, planned, waited_s, costs in ec.run(sleeps, 4, args=(name, chunks)):
-        assert planned <= measured < 2 * planned  # threads wake late on a busy machine
-        assert FORWARD_S <= min(costs["F"]) <= max(costs["F"]) < 2 * FORWARD_S
-        assert BACKWARD_S <= min(costs["B"]) <= max(costs["B"]) < 2 * BACKWARD_S
-        assert 0 <= costs["hop"] < FORWARD_S
+def test_a_measured_step_overlaps_its_stages_and_is_no_shorter_than_planned(
+    name: str, chunks: int
+) -> None:
+    for timeline, planned, waited_s, costs in ec.run(sleeps, 4, args=(name, chunks)):
+        assert planned <= timeline.makespan
+        # On a busy machine all sleeps are longer; together they still are what ran at once.
+        in_turn = sum(step.end - step.start for rank in range(4) for step in timeline.of_rank(rank))
+        assert timeline.makespan < in_turn / 1.5
+        assert min(costs["F"]) >= FORWARD_S
+        assert min(costs["B"]) >= BACKWARD_S
+        assert costs["hop"] >= 0
         assert waited_s[-1] > FORWARD_S  # for the first microbatch
 
 

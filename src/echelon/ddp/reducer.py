@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon import events
+from echelon.accumulation import add_gradient
 from echelon.ddp.arrivals import Arrivals
 from echelon.ddp.backward import Backward
 from echelon.ddp.buckets import BucketPlan, Gradient, plan_buckets
@@ -204,10 +205,7 @@ class Reducer:
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add a local gradient to ``.grad``, whatever that holds."""
         self._to_local_units(None)
-        if param.grad is None:
-            param.grad = gradient
-        else:
-            param.grad += gradient
+        add_gradient(param, gradient)
 
     def shadow(self) -> None:
         """Take part in a reduction of the other ranks, with nothing of our own."""

@@ -109,15 +109,21 @@ def take_apart(value: Any, where: str) -> tuple[Form, list[Tensor]]:
         >>> form.tensors[0].shape, form.assemble(tensors)["n"]
         ((2,), 3)
     """
+    if isinstance(value, Tensor):  # what most stages give, without a walk
+        return Form((_form(value),), _ALONE), [value]
     leaves, spec = pytree.tree_flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     forms = tuple(
-        TensorForm(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else _plain(leaf, where)
-        for leaf in leaves
+        _form(leaf) if isinstance(leaf, Tensor) else _plain(leaf, where) for leaf in leaves
     )
     return Form(forms, spec), tensors
+
+
+_ALONE = pytree.tree_flatten(0)[1]  # of a value that is no container
+
+
+def _form(tensor: Tensor) -> TensorForm:
+    return TensorForm(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)

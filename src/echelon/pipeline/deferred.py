@@ -1,4 +1,4 @@
-"""Weight gradients of linear layers, put off until the schedule has time for them.
+"""Where the gradients of a stage's large weights go: to ``.grad`` at once, or later.
 
 [Note: two halves of a backward]
 The gradient of a linear layer's input is needed by the stage before; that of its weight by nobody
@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import final
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from echelon.streams import autocasts
+from echelon.accumulation import add_product, add_rows, product
+from echelon.streams import adds_in_order
 
-__all__ = ["Deferred", "WeightGradients", "accumulate", "defer_linears"]
+__all__ = ["Deferred", "WeightGradients"]
 
 _Half = tuple[Tensor, Tensor, Tensor]  # weight, input, gradient of the output
 
@@ -37,93 +37,74 @@ class Deferred:
         self._halves.append((weight, x, grad))
 
     @torch.no_grad()
-    def run(self, accumulate: Callable[[Tensor, Tensor], None]) -> None:
-        """Make all gradients, and give them to ``accumulate`` with their weights."""
+    def run(self, add: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+        """Give all of it to ``add``, which takes a weight, an input and a gradient."""
         halves, self._halves = self._halves, []
         halves.reverse()
         while halves:
-            weight, x, grad = halves.pop()
-            accumulate(weight, _weight_gradient(x, grad))
+            add(*halves.pop())
 
 
 @final
 class WeightGradients:
-    """Whether the linear layers of one stage defer now, and to where."""
+    """What the layers of one stage do with the gradients of their weights.
 
-    def __init__(self) -> None:
-        self.now: Deferred | None = None
+    Args:
+        local: whether nobody but the optimizer waits for them, so that they may be added to
+            ``.grad`` without autograd. See [Note: added where it lies].
+    """
+
+    def __init__(self, *, local: bool) -> None:
+        self._local = local
+        self._adds = False  # a backward of this stage runs
+        self._later: Deferred | None = None
+
+    @contextmanager
+    def added(self) -> Iterator[None]:
+        """A backward in the body adds to what there is."""
+        self._adds = self._local
+        try:
+            yield
+        finally:
+            self._adds = False
 
     @contextmanager
     def deferred(self) -> Iterator[Deferred]:
-        """A backward in the body leaves the gradients of weights to what this yields."""
-        self.now = later = Deferred()
+        """A backward in the body leaves the gradients of linear layers to what this yields."""
+        self._later = later = Deferred()
         try:
-            yield later
+            with self.added():
+                yield later
         finally:
-            self.now = None
+            self._later = None
 
+    def linear(self, weight: Tensor, x: Tensor, grad: Tensor) -> Tensor | None:
+        """What autograd gets as the gradient of a linear layer's weight; None if it is cared for.
 
-def accumulate(param: Tensor, grad: Tensor) -> None:
-    """Add a gradient as autograd does."""
-    if param.grad is None:
-        param.grad = grad
-    else:
-        param.grad += grad
+        Args:
+            x: the layer's input. (..., in)
+            grad: of its output. (..., out)
+        """
+        if self._later is not None and not self._is_watched(weight):
+            self._later.add(weight, x, grad)
+            return None
+        if self._may_add(weight):
+            add_product(weight, x, grad)
+            return None
+        return product(x, grad)
 
+    def embedding(self, weight: Tensor, index: Tensor, grad: Tensor) -> bool:
+        """Whether the gradient of looked-up rows of ``weight`` has been added."""
+        if not (adds_in_order(weight.device) and self._may_add(weight)):
+            return False
+        add_rows(weight, index, grad)
+        return True
 
-def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    def _may_add(self, weight: Tensor) -> bool:
+        return self._adds and weight.grad is not None and not self._is_watched(weight)
 
-
-class _Linear(torch.autograd.Function):
-    """``F.linear`` whose backward asks first whether the weight's gradient can wait."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, home: WeightGradients
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        # Recomputation gives back another tensor than the parameter that was saved.
-        ctx.weight, ctx.home = weight, home
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight
-        if ctx.needs_input_grad[1]:
-            if ctx.home.now is None:
-                grad_weight = _weight_gradient(x, grad)
-            else:
-                ctx.home.now.add(ctx.weight, x, grad)
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-        return grad_x, grad_weight, grad_bias, None
-
-
-def defer_linears(module: nn.Module, home: WeightGradients) -> int:
-    """Let the linear layers in ``module`` defer to ``home``; how many there are.
-
-    A layer whose class has a forward of its own is left alone, and so is a call whose weight is no
-    parameter, or under autocast: their gradients are finished in the first half.
-    """
-    found = 0
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
-            vars(layer)["forward"] = _forward_of(layer, home)
-            found += 1
-    return found
-
-
-def _forward_of(layer: nn.Linear, home: WeightGradients) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        weight = layer.weight
-        simple = weight.is_leaf and not autocasts(x.device)
-        if not (simple and torch.is_grad_enabled() and x.dim()):
-            return F.linear(x, weight, layer.bias)
-        output: Tensor = _Linear.apply(x, weight, layer.bias, home)  # type: ignore[no-untyped-call]
-        return output
-
-    return forward
+    def _is_watched(self, weight: Tensor) -> bool:
+        """Whether the user has a hook on its gradient, which must then go through autograd."""
+        # Wrappers that share gradients hang on to their arrival, and are told of them otherwise.
+        arrives = self._local and weight._post_accumulate_grad_hooks
+        return bool(weight._backward_hooks or arrives)

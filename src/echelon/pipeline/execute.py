@@ -218,7 +218,8 @@ class Executor:
             return
         loss_fn, weight = batch.loss_fn, batch.weights[mb]
         target = batch.targets[mb] if batch.targets else None
-        batch.losses[mb] = part.loss(mb, value, kwargs, lambda y: loss_fn(y, target) * weight)
+        loss = part.loss(mb, value, kwargs, lambda y: loss_fn(y, target))
+        batch.losses[mb] = loss * weight
 
     def _take_input(self, key: _Key) -> Any:
         arrival = self._arrivals.pop(key, None)
@@ -293,7 +294,9 @@ class Executor:
 
     def _take_gradients(self, key: _Key) -> list[Tensor | None]:
         if key[0] == self._last:
-            return [None if self._batch is None else torch.ones_like(self._batch.losses[key[1]])]
+            assert self._batch is not None
+            # The gradient of the weighted loss, without a multiplication in the graph.
+            return [torch.full_like(self._batch.losses[key[1]], self._batch.weights[key[1]])]
         self._output_forms.pop(key)
         arrival = self._grad_arrivals.pop(key, None)
         if arrival is None:

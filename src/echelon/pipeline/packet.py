@@ -47,8 +47,8 @@ class Packet:
         place = self._places[index]
         if place is None:
             return None
-        form, (start, stop) = self._forms[index], place
-        return self.bytes[start:stop].view(form.dtype).view(form.shape)
+        form, (offset, strides) = self._forms[index], place
+        return self.bytes.view(form.dtype).as_strided(form.shape, strides, offset)
 
     @property
     def large(self) -> Sequence[TensorForm]:
@@ -57,25 +57,37 @@ class Packet:
         return [form for form, place in pairs if place is None]
 
 
+_Place = tuple[int, tuple[int, ...]]  # in a packet of elements of its dtype: the first, strides
+
+
 @lru_cache(maxsize=1024)
-def _layout(
-    head: int, forms: tuple[TensorForm, ...]
-) -> tuple[tuple[tuple[int, int] | None, ...], int]:
-    """First and last byte of each small tensor, None for large ones; and the length of all.
+def _layout(head: int, forms: tuple[TensorForm, ...]) -> tuple[tuple[_Place | None, ...], int]:
+    """The place of each small tensor, None for large ones; and the length of all in bytes.
 
     Example:
         >>> small = TensorForm((3,), torch.float32, False)
         >>> _layout(8, (small, TensorForm((9999,), torch.int64, False), small))
-        (((16, 28), None, (32, 44)), 44)
+        (((4, (1,)), None, (8, (1,))), 48)
     """
-    places: list[tuple[int, int] | None] = []
-    end = head
+    places: list[_Place | None] = []
+    end = _aligned(head)
     for form in forms:
-        nbytes = form.nbytes
-        if nbytes > SMALL:
+        if form.nbytes > SMALL:
             places.append(None)
             continue
-        start = -(-end // _ALIGN) * _ALIGN
-        end = start + nbytes
-        places.append((start, end))
+        places.append((end // form.dtype.itemsize, _strides(form.shape)))
+        end = _aligned(end + form.nbytes)
     return tuple(places), end
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a contiguous tensor."""
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(1, length)
+    return tuple(reversed(strides))

@@ -19,9 +19,9 @@ from typing import Literal, Protocol, final, get_args, runtime_checkable
 
 from torch import Tensor, nn
 
+from echelon.accumulation import add_product, product
 from echelon.arguments import one_of, whole
 from echelon.errors import ArgumentError
-from echelon.pipeline.deferred import accumulate
 from echelon.world.group import Group
 
 __all__ = ["Gathering", "ReduceEvery", "Replicated", "Shardable", "Sharing", "unwrapped"]
@@ -61,6 +61,12 @@ class Shardable(Replicated, Protocol):
         """Return when no rank reads the parts of this one any more. All ranks call it."""
 
 
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether torch's own wrappers see its gradients, in ways that leave no trace on parameters."""
+    home = type(module).__module__
+    return home.startswith(("torch.nn.parallel", "torch.distributed"))
+
+
 def unwrapped(stage: nn.Module) -> nn.Module:
     """The stage that the user has made, without what shares it."""
     return next(one for one in stage.modules() if not isinstance(one, Replicated))
@@ -82,6 +88,11 @@ class Sharing:
         self._often = every == "microbatch"
 
     @property
+    def is_local(self) -> bool:
+        """Whether no other rank waits for gradients of this module."""
+        return self._replica is None and not any(map(_is_torchs, self._module.modules()))
+
+    @property
     def nbytes(self) -> int | None:
         """Bytes of the whole parameters; None where they are not sharded."""
         return None if self._shards is None else self._shards.whole_nbytes
@@ -94,13 +105,13 @@ class Sharing:
         """Around a backward after which nothing of its microbatch comes."""
         return nullcontext() if self._often else self.first_half()
 
-    def accumulate(self, param: Tensor, gradient: Tensor) -> None:
-        """Add a gradient of the second half of a backward."""
+    def add_product(self, weight: Tensor, x: Tensor, grad: Tensor) -> None:
+        """Add the gradient of a linear layer's weight, in the second half of a backward."""
         if self._replica is None:
-            accumulate(param, gradient)
+            add_product(weight, x, grad)
         else:
-            assert isinstance(param, nn.Parameter)
-            self._replica.accumulate_gradient(param, gradient)
+            assert isinstance(weight, nn.Parameter)
+            self._replica.accumulate_gradient(weight, product(x, grad))
 
     def end_second_half(self) -> None:
         """All gradients of a microbatch are there."""

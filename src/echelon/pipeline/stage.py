@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from echelon.errors import ArgumentError
 from echelon.nested import tensors as tensors_in
 from echelon.pipeline.boundary import Form, take_apart
-from echelon.pipeline.deferred import Deferred, WeightGradients, defer_linears
+from echelon.pipeline.deferred import Deferred, WeightGradients
 from echelon.pipeline.shardable import ReduceEvery, Sharing
+from echelon.pipeline.weighted import take_over
 
 __all__ = ["Output", "Stage"]
 
@@ -78,9 +79,9 @@ class Stage:
     ) -> None:
         self.module, self.index, self._recomputes = module, index, recomputes
         self.sharing = Sharing(module, reduce_every)
-        self._weights = WeightGradients()
-        if splits:
-            defer_linears(module, self._weights)
+        self._weights = WeightGradients(local=self.sharing.is_local)
+        if splits or self.sharing.is_local:
+            take_over(module, self._weights, every=splits)
         self._kept: dict[int, _Kept] = {}
         self._later: dict[int, Deferred] = {}
 
@@ -131,7 +132,7 @@ class Stage:
         Args:
             grads: of the tensors of the output that need one.
         """
-        with self.sharing.whole_backward():
+        with self.sharing.whole_backward(), self._weights.added():
             return self._back(microbatch, grads)
 
     def _back(self, microbatch: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -157,7 +158,7 @@ class Stage:
 
     def backward_weight(self, microbatch: int) -> None:
         """The second half: gradients of weights that were put off."""
-        self._later.pop(microbatch).run(self.sharing.accumulate)
+        self._later.pop(microbatch).run(self.sharing.add_product)
         self.sharing.end_second_half()
 
     def forget(self) -> None:

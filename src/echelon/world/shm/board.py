@@ -3,10 +3,12 @@
 The board is one segment with a page a rank; each word has one writer, so no atomic operation is
 needed::
 
-    rank r:  | bell | state | pid | sleepers | text length | at fault | … text of the failure … |
+    rank r:  | state | pid | text length | at fault | bell | sleepers | bell | sleepers | … text … |
 
-``bell`` is the exception: anyone writes it, always with a value that nobody wrote before, so that a
-rank which read it, looked around and then goes to sleep on it cannot miss a change in between.
+A bell is the exception: anyone writes it, always with a value that nobody wrote before, so that a
+thread which read it, looked around and then goes to sleep on it cannot miss a change in between.
+One bell of a rank is for whatever its owner may wait for, the other for its *helpers*: threads that
+move data while the owner computes, and that small changes need not wake.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ __all__ = ["Board"]
 
 _PAGE = 4096
 _WORDS = _PAGE // 4
-_BELL, _STATE, _PID, _SLEEPERS, _TEXT_LENGTH, _AT_FAULT = range(6)
+_STATE, _PID, _TEXT_LENGTH, _AT_FAULT = range(4)
+# Each is a bell; the word after it counts who sleeps on it.
+_OWNER, _HELPERS = 4, 6
 _TEXT_START = 64
 _ABSENT, _HERE, _LEFT, _FAILED = range(4)
 
@@ -55,10 +59,13 @@ class Board:
         self._bytes = memoryview(segment.buffer)
         self._words = self._bytes.cast("I")
         base = ctypes.addressof(ctypes.c_char.from_buffer(segment.buffer))
-        self._bells = [Bell(base + r * _PAGE + _BELL * 4) for r in range(size)]
+        self._bells = {
+            kind: [Bell(base + r * _PAGE + kind * 4) for r in range(size)]
+            for kind in (_OWNER, _HELPERS)
+        }
         self._rings = itertools.count(1)  # unlike an integer, safe to advance from many threads
         self._pidfds: dict[int, int] = {}
-        self._num_sleepers = 0
+        self._num_sleepers = {_OWNER: 0, _HELPERS: 0}
         self._sleep_lock = threading.Lock()
         self.spin_s = _SPIN_S if size <= len(os.sched_getaffinity(0)) else _SPIN_S / 20
 
@@ -82,7 +89,7 @@ class Board:
         self.ring(everyone)
         deadline = time.monotonic() + timeout
         while missing := [r for r in everyone if self._state(r) == _ABSENT]:
-            self._sleep(lambda: self._state(missing[0]) != _ABSENT, _LOOK_S)
+            self._sleep(_OWNER, lambda: self._state(missing[0]) != _ABSENT, _LOOK_S)
             if time.monotonic() > deadline:
                 raise CommTimeout(
                     f"rank {self.rank}, starting a world of {self.size} ranks,", missing, timeout
@@ -118,16 +125,23 @@ class Board:
 
     def ring(self, ranks: Iterable[int]) -> None:
         """Tell ``ranks`` that something they may wait for has changed. Call after the change."""
+        self._ring(_OWNER, ranks)
+
+    def call_helpers(self, rank: int) -> None:
+        """Tell ``rank`` that there is something to be done while its owner computes."""
+        self._ring(_HELPERS, (rank,))
+
+    def _ring(self, kind: int, ranks: Iterable[int]) -> None:
         value = (next(self._rings) * self.size + self.rank) & 0xFFFFFFFF  # no other ring has it
         words = self._words
         sleepers = []
         for rank in ranks:
-            words[rank * _WORDS + _BELL] = value
+            words[rank * _WORDS + kind] = value
             sleepers.append(rank)
         fence()  # or the sleepers might be read before the change is seen
         for rank in sleepers:
-            if words[rank * _WORDS + _SLEEPERS]:
-                self._bells[rank].wake()
+            if words[rank * _WORDS + kind + 1]:
+                self._bells[kind][rank].wake()
 
     def wait(
         self,
@@ -158,7 +172,7 @@ class Board:
                     return
         deadline = now() + timeout
         while not ready():
-            self._sleep(ready, min(_LOOK_S, max(0.0, deadline - now())))
+            self._sleep(_OWNER, ready, min(_LOOK_S, max(0.0, deadline - now())))
             failure = self._failure(doing, missing)
             # After that, and not before: a rank that left may have done its part first.
             if ready():
@@ -168,14 +182,18 @@ class Board:
             if now() >= deadline:
                 raise CommTimeout(doing(), missing(), timeout)
 
-    def doze(self, act: Callable[[], None]) -> None:
-        """Run ``act``, then sleep until a bell rings that was not heard before ``act`` began."""
+    def help(self, act: Callable[[], None], seconds: float) -> None:
+        """Run ``act``, then sleep until helpers are called who were not before ``act`` began.
+
+        Args:
+            seconds: sleep no longer.
+        """
 
         def acted() -> bool:
             act()
             return False
 
-        self._sleep(acted, _LOOK_S)
+        self._sleep(_HELPERS, acted, seconds)
 
     def _failure(
         self, doing: Callable[[], str], missing: Callable[[], Sequence[int]]
@@ -195,21 +213,21 @@ class Board:
                 return RankFailed(rank, "died: it was killed, crashed or called os._exit", doing())
         return None
 
-    def _sleep(self, done: Callable[[], bool], seconds: float) -> None:
+    def _sleep(self, kind: int, done: Callable[[], bool], seconds: float) -> None:
         """Sleep until a bell rings after ``done()`` was false; at most ``seconds``."""
-        words, at = self._words, self._at(self.rank, _SLEEPERS)
+        words, at = self._words, self._at(self.rank, kind)
         with self._sleep_lock:
-            self._num_sleepers += 1
-            words[at] = self._num_sleepers
+            self._num_sleepers[kind] += 1
+            words[at + 1] = self._num_sleepers[kind]
         try:
-            seen = words[self._at(self.rank, _BELL)]
+            seen = words[at]
             fence()  # the others must see a sleeper before we look for the last time
             if not done():
-                self._bells[self.rank].wait(seen, seconds)
+                self._bells[kind][self.rank].wait(seen, seconds)
         finally:
             with self._sleep_lock:
-                self._num_sleepers -= 1
-                words[at] = self._num_sleepers
+                self._num_sleepers[kind] -= 1
+                words[at + 1] = self._num_sleepers[kind]
 
     # Reading the board -----------------------------------------------------------------------
 

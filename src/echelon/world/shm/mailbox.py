@@ -2,12 +2,22 @@
 
 A message is a header and its bytes, streamed through the ring in pieces, so that a message may be
 longer than the ring. The receiver looks for a posted receive with the same tag; a message that
-nobody has asked for yet is put aside. ``_progress`` moves whatever can move and never waits;
-threads that wait call it.
+nobody has asked for yet is put aside. ``progress`` moves whatever can move and never waits; threads
+that wait call it.
+
+[Note: who moves long messages]
+What fits in the ring waits there until its receiver looks. A sender that has more to say than there
+is room for says so in a word beside the ring, and calls the receiver's helper; whoever reads from
+such a ring calls the sender's. So long messages go on while both owners compute, and short ones
+wake no thread but the one that waits for them::
+
+    sender    fill | starved = 1, call | … helper: fill | starved = 1, call | … helper: fill, 0
+    receiver              helper: read, call | …               helper: read, call | …
 """
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import threading
 from collections import deque
@@ -29,6 +39,11 @@ _HEADER = struct.Struct("<qQII")
 _HEADER_NBYTES = 64
 _ALIGN = 64  # payloads are padded to this, so that headers never wrap
 _PIECE = 1 << 18
+# The helper looks around this often uncalled; nothing depends on it.
+_LOOK_S = 1.0
+
+# Lets other threads run meanwhile, and knows nothing of the mode that a tensor was made in.
+_move = ctypes.memmove
 
 _DTYPES = sorted((item for item in vars(torch).values() if isinstance(item, torch.dtype)), key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
@@ -41,12 +56,25 @@ class _Item:
     ticket: Ticket | None  # None: arrived before it was asked for
     peer: int
     tag: int
-    payload: Tensor  # uint8, 1D
-    dtype: torch.dtype
+    memory: Tensor  # 1D
+    dtype: torch.dtype  # of what was sent
+    nbytes: int
+    address: int
     num_moved: int = 0
     has_header: bool = False
     complete: bool = False
     error: CollectiveMismatch | None = None
+
+    @classmethod
+    def of(cls, ticket: Ticket | None, peer: int, tag: int, memory: Tensor) -> _Item:
+        """One whose bytes are in ``memory``, or will be."""
+        dtype, nbytes = memory.dtype, memory.numel() * memory.element_size()
+        return cls(ticket, peer, tag, memory, dtype, nbytes, memory.data_ptr())
+
+    @property
+    def num_left(self) -> int:
+        """Bytes that have not been moved."""
+        return self.nbytes - self.num_moved
 
 
 class _Ring:
@@ -57,7 +85,11 @@ class _Ring:
         self.capacity = ring_nbytes(area.size)  # a power of two
         self._words = area._words
         self._head, self._tail = start // 4, start // 4 + 16
-        self.data = area.segment.tensor(start + RING_CONTROL_NBYTES, self.capacity)
+        self._starved = self._head + 1
+        first = start + RING_CONTROL_NBYTES
+        self._data = area.segment.tensor(first, self.capacity)
+        self._address = self._data.data_ptr()
+        self._bytes = area._bytes[first : first + self.capacity]
 
     @property
     def head(self) -> int:
@@ -69,8 +101,50 @@ class _Ring:
         """Bytes read so far, modulo 2^32; written by the receiver only."""
         return self._words[self._tail]
 
+    @property
+    def starved(self) -> bool:
+        """Whether the sender waits for room; written by the sender only."""
+        return self._words[self._starved] != 0
+
+    @starved.setter
+    def starved(self, value: bool) -> None:
+        self._words[self._starved] = value
+        fence()  # the receiver must see it before we look for room once more
+
     def num_filled(self) -> int:
+        """Bytes that may be read."""
         return (self.head - self.tail) & 0xFFFFFFFF
+
+    def write_header(self, *fields: int) -> None:
+        """Fill the next bytes, and count them as written."""
+        _HEADER.pack_into(self._bytes, self.head % self.capacity, *fields)
+        self.advance_head(_HEADER_NBYTES)
+
+    def read_header(self) -> tuple[int, ...]:
+        """What ``write_header`` wrote."""
+        fields = _HEADER.unpack_from(self._bytes, self.tail % self.capacity)
+        self.advance_tail(_HEADER_NBYTES)
+        return fields
+
+    def write(self, item: _Item, room: int) -> int:
+        """Move as many bytes of ``item`` as there is room for in one stretch; how many."""
+        at, left = self.head % self.capacity, item.num_left
+        count = min(left, room, self.capacity - at, _PIECE)
+        if count:
+            _move(self._address + at, item.address + item.num_moved, count)
+            item.num_moved += count
+            self.advance_head(count if count < left else _padded(count))
+        return count
+
+    def read(self, item: _Item, filled: int) -> int:
+        """Move as many bytes to ``item`` as there are in one stretch; how many."""
+        at, left = self.tail % self.capacity, item.num_left
+        count = min(left, filled, self.capacity - at, _PIECE)
+        if count:
+            _move(item.address + item.num_moved, self._address + at, count)
+            item.num_moved += count
+            self.advance_tail(count if count < left else _padded(count))
+        return count
 
     def advance_head(self, nbytes: int) -> None:
         fence()  # the bytes before the count
@@ -89,7 +163,8 @@ class _MailWork(Work):
         self._item = item
 
     def done(self) -> bool:
-        self._mailbox.progress()
+        if not self._item.complete:
+            self._mailbox.progress()
         return self._item.complete
 
     def _wait(self, timeout: float | None) -> None:
@@ -111,13 +186,12 @@ class Mailbox:
         self._rings_out = {peer: _Ring(area, area.rank, peer) for peer in area.peers}
         self._rings_in = {peer: _Ring(area, peer, area.rank) for peer in area.peers}
         self._thread: threading.Thread | None = None
-        self._has_items = threading.Condition()
         self._closing = False
 
     def send(self, ticket: Ticket, tensor: Tensor, dst: int, tag: int) -> Work:
         """Start to send; complete when the last byte is in the ring."""
         self._check_open(ticket)
-        item = _Item(ticket, dst, tag, _bytes(tensor), tensor.dtype)
+        item = _Item.of(ticket, dst, tag, tensor)
         with self._lock:
             self._outgoing[dst].append(item)
         return self._started(item, ticket)
@@ -125,7 +199,7 @@ class Mailbox:
     def recv(self, ticket: Ticket, tensor: Tensor, src: int, tag: int) -> Work:
         """Start to receive the next message from ``src`` with this tag."""
         self._check_open(ticket)
-        item = _Item(ticket, src, tag, _bytes(tensor), tensor.dtype)
+        item = _Item.of(ticket, src, tag, tensor)
         with self._lock:
             early = next((e for e in self._early[src] if e.tag == tag), None)
             if early is None:
@@ -162,12 +236,14 @@ class Mailbox:
 
     def progress(self) -> None:
         """Move whatever can move; never waits."""
+        area = self._area
         with self._lock:
-            for peer in self._area.peers:
-                moved = self._push(peer)
-                moved |= self._pull(peer)
-                if moved:
-                    self._area.board.ring((self._area.ranks[peer],))
+            for peer in area.peers:
+                fed, read = self._feed(peer), self._pull(peer)
+                if fed or read:
+                    area.board.ring((area.ranks[peer],))
+                if read and self._rings_in[peer].starved:
+                    area.board.call_helpers(area.ranks[peer])
 
     def close(self) -> None:
         """Send what is still outgoing, then end the background thread."""
@@ -188,10 +264,9 @@ class Mailbox:
 
     def abandon(self) -> None:
         """End the background thread and drop what is outgoing."""
-        with self._has_items:
-            self._closing = True
-            self._has_items.notify()
+        self._closing = True
         if self._thread is not None:
+            self._area.board.call_helpers(self._area.ranks[self._area.rank])
             self._thread.join()
 
     def _check_open(self, ticket: Ticket) -> None:
@@ -200,27 +275,31 @@ class Mailbox:
 
     def _started(self, item: _Item, ticket: Ticket) -> Work:
         self.progress()
-        if not item.complete and not ticket.blocking:
-            with self._has_items:
-                if self._thread is None:
-                    name = f"messages of {self._area.name}"
-                    self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-                    self._thread.start()
-                self._has_items.notify()
+        if not (item.complete or ticket.blocking or self._thread):
+            name = f"messages of {self._area.name}"
+            self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+            self._thread.start()
         return _MailWork(ticket, self, item)
 
     def _loop(self) -> None:
         """Keep long messages moving while the owner computes."""
-        board = self._area.board
         while not self._closing:
-            with self._has_items:
-                while not self._closing and not self._is_open():
-                    self._has_items.wait()
-            board.doze(self.progress)
+            self._area.board.help(self.progress, _LOOK_S)
 
-    def _is_open(self) -> bool:
-        with self._lock:
-            return any(map(bool, (*self._outgoing.values(), *self._asked.values(), self._arriving)))
+    def _feed(self, peer: int) -> bool:
+        """``_push``, and call the receiver's helper if there is no room for all of it."""
+        queue, ring = self._outgoing[peer], self._rings_out[peer]
+        if not queue:
+            return False
+        moved = news = self._push(peer)
+        if queue and not ring.starved:
+            ring.starved = news = True
+            moved |= self._push(peer)  # the receiver may have made room before it could see that
+        if not queue:
+            ring.starved = False
+        elif news:
+            self._area.board.call_helpers(self._area.ranks[peer])
+        return moved
 
     def _push(self, peer: int) -> bool:
         """Move bytes of the first outgoing message to ``peer`` into the ring."""
@@ -233,24 +312,13 @@ class Mailbox:
             if not item.has_header:
                 if room < _HEADER_NBYTES:
                     break
-                fields = (item.tag, item.payload.numel(), _CODES[item.dtype], item.ticket.position)
-                header = torch.frombuffer(bytearray(_HEADER.pack(*fields)), dtype=torch.uint8)
-                at = ring.head % ring.capacity
-                ring.data[at : at + header.numel()] = header
-                ring.advance_head(_HEADER_NBYTES)
+                code = _CODES[item.dtype]
+                ring.write_header(item.tag, item.nbytes, code, item.ticket.position)
                 item.has_header = moved = True
                 room -= _HEADER_NBYTES
-            left = item.payload.numel() - item.num_moved
-            at = ring.head % ring.capacity
-            count = min(left, room, ring.capacity - at, _PIECE)
-            if count:
-                ring.data[at : at + count].copy_(
-                    item.payload[item.num_moved : item.num_moved + count]
-                )
-                item.num_moved += count
-                ring.advance_head(count if count < left else _padded(count))
-                moved = True
-            if item.num_moved < item.payload.numel():
+            count = ring.write(item, room)
+            moved |= count > 0
+            if item.num_left:
                 if not count:
                     break
                 continue
@@ -272,16 +340,9 @@ class Mailbox:
                 item = self._arriving[peer] = self._open(peer, ring)
                 moved = True
                 continue
-            left = item.payload.numel() - item.num_moved
-            at = ring.tail % ring.capacity
-            count = min(left, filled, ring.capacity - at, _PIECE)
-            if count:
-                target = item.payload[item.num_moved : item.num_moved + count]
-                _copy(target, ring.data[at : at + count])
-                item.num_moved += count
-                ring.advance_tail(count if count < left else _padded(count))
-                moved = True
-            if item.num_moved < item.payload.numel():
+            count = ring.read(item, filled)
+            moved |= count > 0
+            if item.num_left:
                 if not count:
                     return moved
                 continue
@@ -290,19 +351,17 @@ class Mailbox:
 
     def _open(self, peer: int, ring: _Ring) -> _Item:
         """Read a header and find or make the place for its bytes."""
-        at = ring.tail % ring.capacity
-        raw = bytes(ring.data[at : at + _HEADER.size].numpy())
-        tag, nbytes, code, position = _HEADER.unpack(raw)
-        ring.advance_tail(_HEADER_NBYTES)
+        tag, nbytes, code, position = ring.read_header()
         dtype = _DTYPES[code]
         asked = next((item for item in self._asked[peer] if item.tag == tag), None)
         if asked is not None:
             self._asked[peer].remove(asked)
-            if asked.payload.numel() == nbytes and asked.dtype == dtype:
+            if asked.nbytes == nbytes and asked.dtype == dtype:
                 return asked
             asked.error = self._differs(asked, peer, position, dtype, nbytes)
             asked.complete = True
-        early = _Item(None, peer, tag, torch.empty(nbytes, dtype=torch.uint8), dtype)
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        early = _Item(None, peer, tag, memory, dtype, nbytes, memory.data_ptr())
         if asked is None:
             self._early[peer].append(early)
         return early
@@ -310,15 +369,15 @@ class Mailbox:
     def _match(self, early: _Item, item: _Item) -> None:
         """Give a receive the message that came before it was asked for."""
         self._early[early.peer].remove(early)
-        if early.payload.numel() != item.payload.numel() or early.dtype != item.dtype:
-            item.error = self._differs(item, early.peer, -1, early.dtype, early.payload.numel())
+        if early.nbytes != item.nbytes or early.dtype != item.dtype:
+            item.error = self._differs(item, early.peer, -1, early.dtype, early.nbytes)
             item.complete = True
-        elif early.complete:
-            _copy(item.payload, early.payload)
+            return
+        _move(item.address, early.address, early.num_moved)
+        item.num_moved = early.num_moved
+        if early.complete:
             item.complete = True
         else:  # the rest of it goes straight to the receiver's tensor
-            _copy(item.payload[: early.num_moved], early.payload[: early.num_moved])
-            item.num_moved = early.num_moved
             self._arriving[early.peer] = item
 
     def _differs(
@@ -330,16 +389,6 @@ class Mailbox:
         sent = f"send {name}[{nbytes // dtype.itemsize}] with tag {item.tag}{number}"
         calls = {self._area.rank: f"{item.ticket.call} at {item.ticket.place}", peer: sent}
         return CollectiveMismatch.of_message(self._area.name, calls)
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Write a tensor whatever mode it was made in; whoever waits moves the messages of others."""
-    with torch.inference_mode():
-        target.copy_(source)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def _padded(nbytes: int) -> int:

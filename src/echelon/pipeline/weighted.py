@@ -1,0 +1,127 @@
+"""Linear and embedding layers that ask their stage what becomes of the gradient of their weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.pipeline.deferred import WeightGradients
+from echelon.streams import autocasts
+
+__all__ = ["take_over"]
+
+# Below that, what a step saves by it is less than what a call of Python costs.
+_LARGE = 1 << 16  # elements
+
+
+def take_over(module: nn.Module, home: WeightGradients, *, every: bool) -> None:
+    """Let the layers in ``module`` ask ``home``.
+
+    A layer whose class has a forward of its own is left alone, and so is a call whose weight is no
+    parameter, under autocast, or inside of a transform or a compiled graph: autograd does the rest.
+
+    Args:
+        every: linear layers with small weights, too.
+    """
+    for layer in module.modules():
+        forward = type(layer).forward
+        if forward is nn.Linear.forward:
+            assert isinstance(layer, nn.Linear)
+            if every or layer.weight.numel() >= _LARGE:
+                vars(layer)["forward"] = _linear(layer, home)
+        elif forward is nn.Embedding.forward:
+            assert isinstance(layer, nn.Embedding)
+            if layer.weight.numel() >= _LARGE and _is_plain(layer):
+                vars(layer)["forward"] = _embedding(layer, home)
+
+
+def _is_plain(layer: nn.Embedding) -> bool:
+    unusual = layer.sparse, layer.scale_grad_by_freq, layer.max_norm, layer.padding_idx
+    return unusual == (False, False, None, None)
+
+
+def _may_ask(weight: Tensor, x: Tensor) -> bool:
+    return (
+        weight.is_leaf
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+        and x.dim() > 0
+        and not autocasts(x.device)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+# --- linear ------------------------------------------------------------------------------------
+
+
+class _Linear(torch.autograd.Function):
+    """``F.linear`` whose backward leaves the weight's gradient to its stage."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, home: WeightGradients
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        # Recomputation gives back another tensor than the parameter that was saved.
+        ctx.weight, ctx.home = weight, home
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ weight
+        grad_weight = ctx.home.linear(ctx.weight, x, grad)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _linear(layer: nn.Linear, home: WeightGradients) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        weight = layer.weight
+        if not _may_ask(weight, x):
+            return F.linear(x, weight, layer.bias)
+        output: Tensor = _Linear.apply(x, weight, layer.bias, home)  # type: ignore[no-untyped-call]
+        return output
+
+    return forward
+
+
+# --- embedding ---------------------------------------------------------------------------------
+
+
+class _Embedding(torch.autograd.Function):
+    """``F.embedding`` whose backward leaves the weight's gradient to its stage."""
+
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, weight: Tensor, home: WeightGradients) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.weight, ctx.home = weight, home
+        return F.embedding(index, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        weight = ctx.weight
+        if ctx.home.embedding(weight, index, grad):
+            return None, None, None
+        whole = torch.ops.aten.embedding_dense_backward(grad, index, len(weight), -1, False)
+        return None, whole, None
+
+
+def _embedding(layer: nn.Embedding, home: WeightGradients) -> Callable[[Tensor], Tensor]:
+    def forward(index: Tensor) -> Tensor:
+        weight = layer.weight
+        if not _may_ask(weight, index):
+            return F.embedding(index, weight)
+        output: Tensor = _Embedding.apply(index, weight, home)  # type: ignore[no-untyped-call]
+        return output
+
+    return forward

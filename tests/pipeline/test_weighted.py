@@ -1,0 +1,151 @@
+"""Gradients of large weights are added where they lie, unless somebody wants to see them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import echelon as ec
+from echelon.pipeline.stage import Stage
+from echelon.world.base import World
+from tests.pipeline.models import mse
+
+WORDS, WIDTH = 300, 256  # both weights are large enough to be cared for
+MICROBATCHES = 4
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(5)
+    stages = [
+        nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)),
+    ]
+    return [stage.double() for stage in stages]
+
+
+def tokens_and_targets() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    tokens = torch.randint(8, (10, 3), generator=generator)  # each many times
+    return tokens, torch.randn(10, 3, 2, generator=generator, dtype=torch.float64)
+
+
+def plain_gradients() -> list[Tensor]:
+    model = nn.Sequential(*layers())
+    tokens, targets = tokens_and_targets()
+    for _ in range(2):
+        mse(model(tokens), targets).backward()
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def piped_gradients(world: World, schedule: str, watch: Callable[[nn.Module], Any]) -> list[Tensor]:
+    stages = layers()
+    for stage in stages:
+        watch(stage)
+    pipe = ec.Pipeline(
+        stages, world.group, microbatches=MICROBATCHES, schedule=schedule, loss_fn=mse
+    )
+    tokens, targets = tokens_and_targets()
+    for _ in range(2):
+        pipe.step(tokens, target=targets)
+    return [param.grad for param in pipe.parameters() if param.grad is not None]
+
+
+def nobody(stage: nn.Module) -> None:
+    """Leaves the parameters alone."""
+
+
+def tensor_hooks(stage: nn.Module) -> None:
+    for param in stage.parameters():
+        param.register_hook(lambda grad: 2 * grad)
+
+
+def arrival_hooks(stage: nn.Module) -> None:
+    def add_one(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad += 1
+
+    for param in stage.parameters():
+        param.register_post_accumulate_grad_hook(add_one)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    ("watch", "factor", "shift"),
+    [(nobody, 1, 0), (tensor_hooks, 2, 0), (arrival_hooks, 1, 2 * MICROBATCHES)],
+)
+def test_gradients_are_those_of_the_plain_model_and_hooks_see_all_of_them(
+    schedule: str, watch: Callable[[nn.Module], Any], factor: int, shift: int
+) -> None:
+    found = [g for own in ec.run(piped_gradients, 2, args=(schedule, watch)) for g in own]
+    for mine, plain in zip(found, plain_gradients(), strict=True):
+        torch.testing.assert_close(mine, factor * plain + shift, rtol=1e-12, atol=1e-12)
+
+
+class Results(TorchDispatchMode):
+    """Counts operations that make a new tensor of a weight's shape."""
+
+    def __init__(self, shapes: set[torch.Size]) -> None:
+        super().__init__()
+        self.shapes, self.names = shapes, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.shape in self.shapes:
+            self.names.append(func.__name__.split(".")[0])
+        return result
+
+
+def backward_of(module: nn.Module, x: Tensor, num_hooks: int = 0) -> list[str]:
+    """What the backward of a second microbatch makes in the shape of a weight."""
+    stage = Stage(module, 0)
+    shapes = {param.shape for param in module.parameters() if param.dim() > 1}
+    for i in range(2):
+        output = stage.forward(i, x, {})
+        names = Results(shapes)
+        with names:
+            stage.backward(i, [torch.ones_like(one) for one in output.tensors])
+    return [name for name in names.names if name not in ("t", "detach", "alias")]
+
+
+def test_a_later_gradient_of_a_large_linear_layer_is_added_by_the_multiplication() -> None:
+    assert backward_of(nn.Linear(WIDTH, WIDTH + 1), torch.randn(3, WIDTH)) == ["addmm_"]
+
+
+def test_a_later_gradient_of_a_large_embedding_touches_its_rows_only() -> None:
+    assert backward_of(nn.Embedding(WORDS, WIDTH), torch.tensor([1, 1, 7])) == ["index_add_"]
+
+
+def test_small_layers_are_left_to_autograd() -> None:
+    assert backward_of(nn.Linear(4, 5), torch.randn(3, 4)) == ["mm", "add_"]
+
+
+@pytest.mark.parametrize("unusual", [{"padding_idx": 0}, {"scale_grad_by_freq": True}])
+def test_embeddings_with_options_are_left_to_autograd(unusual: dict[str, Any]) -> None:
+    made = backward_of(nn.Embedding(WORDS, WIDTH, **unusual), torch.tensor([1, 1, 7]))
+    assert "index_add_" not in made
+    assert "embedding_dense_backward" in made
+
+
+def test_a_gradient_that_the_model_takes_in_its_forward_is_not_added() -> None:
+    class Penalty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.inner(x).sum(), x, create_graph=True)
+            return slope.square().sum()
+
+    torch.manual_seed(0)
+    module, x = Penalty(), torch.randn(3, WIDTH)
+    plain = torch.autograd.grad(module(x), module.inner.weight)[0]
+    module.inner.weight.grad = torch.zeros_like(plain)
+    stage = Stage(module, 0)
+    stage.forward(0, x, {})
+    assert not module.inner.weight.grad.any()
+    stage.backward(0, [torch.ones(())])
+    torch.testing.assert_close(module.inner.weight.grad, plain)
