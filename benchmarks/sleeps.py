@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.pipeline.deferred import Deferred
+from echelon.pipeline import deferred, shardable
 from echelon.pipeline.schedules import FAMILIES
 
 __all__ = ["Case", "cases", "measure"]
 
 # Of each of F, I and W, over all stages of a rank. All ranks share one interpreter, which has to
 # run 8 or 16 computations in that time: shorter sleeps would measure the interpreter.
-UNIT_S = 0.06
+UNIT_S = 0.08
 
 # Stages on each rank, of every schedule that trains.
 CHUNKS = {name: one.chunks or 2 for name, one in FAMILIES.items() if name != "forward-only"}
@@ -83,14 +83,21 @@ class Sleeps(nn.Module):
 
 @contextmanager
 def _sleeping_weights(unit_s: float) -> Iterator[None]:
-    """The second half of a backward takes ``unit_s`` longer."""
-    run = Deferred.run
+    """Layers that can defer take ``unit_s`` for the gradient of their weight: in a W or in a B."""
+    made, added = deferred.product, deferred.add_product
 
-    def slow(self: Deferred, add: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+    def slowly_made(x: Tensor, grad: Tensor) -> Tensor:
         time.sleep(unit_s)
-        run(self, add)
+        return made(x, grad)
 
-    with patch.object(Deferred, "run", slow):
+    def slowly_added(weight: Tensor, x: Tensor, grad: Tensor) -> None:
+        time.sleep(unit_s)
+        added(weight, x, grad)
+
+    with (
+        patch.multiple(deferred, product=slowly_made, add_product=slowly_added),
+        patch.object(shardable, "add_product", slowly_added),
+    ):
         yield
 
 
