@@ -32,6 +32,7 @@ from sleeps import cases, measure
 from variants import ALONE
 
 import echelon as ec
+from echelon.pipeline.schedules import FAMILIES
 
 OURS, THEIRS = "echelon 1f1b", "PyTorch 1F1B"
 OVER_GLOO = "echelon 1f1b, gloo"
@@ -157,17 +158,25 @@ def judged_sleeps(rows: Sequence[dict[str, Any]]) -> list[Outcome]:
     return outcomes
 
 
+# Every schedule, with each number of stages on a rank.
+PROVEN = [
+    (name, chunks)
+    for name, family in FAMILIES.items()
+    for chunks in ([family.chunks] if family.chunks else (1, 2, 4))
+]
+
+
 def proven() -> list[Outcome]:
-    """Generators and ``check`` for 64 ranks and 512 microbatches."""
-    outcomes = []
-    for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zb", 2), ("zb-v", 2)):
-        start_s = time.perf_counter()
+    """Generators and ``check`` for 64 ranks and 512 microbatches: the slowest, on a processor."""
+    seconds = {}
+    for name, chunks in PROVEN:
+        start_s = time.process_time()
         ec.pipeline.check(ec.pipeline.schedule(name, 64 * chunks, 512, 64))
-        seconds = time.perf_counter() - start_s
-        bar = f"≤ {PROVEN_S:g} s"
-        task = "make and check, p = 64, m = 512"
-        outcomes.append(Outcome(task, name, bar, seconds, "s", seconds <= PROVEN_S))
-    return outcomes
+        seconds[f"{name}, {chunks} a rank"] = time.process_time() - start_s
+    worst = max(seconds, key=seconds.__getitem__)
+    task = f"make and check, p = 64, m = 512, worst of {len(PROVEN)}"
+    found = seconds[worst]
+    return [Outcome(task, worst, f"≤ {PROVEN_S:g} s", found, "s", found <= PROVEN_S)]
 
 
 def main(

@@ -14,26 +14,17 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.pipeline import deferred
+from echelon.pipeline import deferred, shardable
+from echelon.pipeline.schedules import FAMILIES
 
-__all__ = ["SCHEDULES", "Case", "cases", "measure"]
+__all__ = ["Case", "cases", "measure"]
 
-UNIT_S = 0.024  # of each of F, I and W, over all stages of a rank
+# Of each of F, I and W, over all stages of a rank. All ranks share one interpreter, which has to
+# run 8 or 16 computations in that time: shorter sleeps would measure the interpreter.
+UNIT_S = 0.08
 
-# Stages on each rank, and options, by name.
-SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
-    "gpipe": (1, {}),
-    "1f1b": (1, {}),
-    "interleaved": (2, {}),
-    "looped-bfs": (2, {}),
-    "zb-h1": (1, {}),
-    "zb-h2": (1, {}),
-    "zb": (2, {"k": 2}),
-    "zb-v": (2, {}),
-    "v-half": (2, {}),
-    "v-min": (2, {}),
-    "dualpipe-v": (2, {}),
-}
+# Stages on each rank, of every schedule that trains.
+CHUNKS = {name: one.chunks or 2 for name, one in FAMILIES.items() if name != "forward-only"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,7 @@ def cases(ranks: list[int], microbatches: list[int]) -> list[Case]:
         Case(name, p, m)
         for p in ranks
         for m in microbatches
-        for name in SCHEDULES
+        for name in CHUNKS
         if name != "dualpipe-v" or m >= 2 * p
     ]
 
@@ -92,21 +83,28 @@ class Sleeps(nn.Module):
 
 @contextmanager
 def _sleeping_weights(unit_s: float) -> Iterator[None]:
-    """Linear layers that can defer take ``unit_s`` for the gradient of their weight."""
-    compute = deferred._weight_gradient
+    """Layers that can defer take ``unit_s`` for the gradient of their weight: in a W or in a B."""
+    made, added = deferred.product, deferred.add_product
 
-    def slow(x: Tensor, grad: Tensor) -> Tensor:
+    def slowly_made(x: Tensor, grad: Tensor) -> Tensor:
         time.sleep(unit_s)
-        return compute(x, grad)
+        return made(x, grad)
 
-    with patch.object(deferred, "_weight_gradient", slow):
+    def slowly_added(weight: Tensor, x: Tensor, grad: Tensor) -> None:
+        time.sleep(unit_s)
+        added(weight, x, grad)
+
+    with (
+        patch.multiple(deferred, product=slowly_made, add_product=slowly_added),
+        patch.object(shardable, "add_product", slowly_added),
+    ):
         yield
 
 
 def _rank(world: ec.World, case: Case, unit_s: float) -> float:
-    chunks, options = SCHEDULES[case.name]
+    chunks = CHUNKS[case.name]
     count = case.ranks * chunks
-    schedule = ec.pipeline.schedule(case.name, count, case.microbatches, case.ranks, **options)
+    schedule = ec.pipeline.schedule(case.name, count, case.microbatches, case.ranks)
     splits = any(item.kind is ec.pipeline.Kind.W for order in schedule.orders for item in order)
     stages = [Sleeps(splits=splits) for _ in range(count)]
     pipe = ec.Pipeline(
@@ -127,13 +125,11 @@ def _rank(world: ec.World, case: Case, unit_s: float) -> float:
 
 def measure(case: Case) -> dict[str, Any]:
     """The time of a step, and what the simulation says of these sleeps."""
-    chunks, options = SCHEDULES[case.name]
+    chunks = CHUNKS[case.name]
     unit_s = UNIT_S / chunks
     with _sleeping_weights(unit_s):
         measured = statistics.median(ec.run(_rank, case.ranks, args=(case, unit_s)))
-    schedule = ec.pipeline.schedule(
-        case.name, case.ranks * chunks, case.microbatches, case.ranks, **options
-    )
+    schedule = ec.pipeline.schedule(case.name, case.ranks * chunks, case.microbatches, case.ranks)
     simulated = ec.pipeline.simulate(
         schedule, {"F": unit_s, "B": 2 * unit_s, "I": unit_s, "W": unit_s}
     )

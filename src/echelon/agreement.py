@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from echelon.errors import ArgumentError, ModelMismatch
+from echelon.world.flat import is_expanded
 
 __all__ = ["check_agreement", "check_model", "option_facts"]
 
@@ -32,8 +33,8 @@ def check_model(module: nn.Module, device: torch.device, *, meta: bool = False) 
         meta: whether parameters and buffers may be on the meta device.
 
     Raises:
-        ArgumentError: scripted modules; lazy, sparse, quantized or misplaced parameters, or none
-            that needs a gradient.
+        ArgumentError: scripted modules; lazy, sparse, quantized, expanded or misplaced parameters,
+            or none that needs a gradient.
     """
     for name, submodule in module.named_modules():
         if isinstance(submodule, nn.SyncBatchNorm):
@@ -73,6 +74,12 @@ def check_model(module: nn.Module, device: torch.device, *, meta: bool = False) 
             raise ArgumentError(
                 f"{name!r} is on {tensor.device} and the group is on {device}: "
                 f"move the model there before wrapping it"
+            )
+    for name, param in module.named_parameters():
+        if is_expanded(param):
+            raise ArgumentError(
+                f"parameter {name!r} was expanded: several of its {param.numel()} elements are one "
+                "place in memory, which no optimizer can update. Make it with .contiguous()"
             )
     if not any(param.requires_grad for param in module.parameters()):
         raise ArgumentError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Sequence
@@ -11,13 +12,24 @@ import torch
 
 from echelon.errors import ArgumentError
 
-__all__ = ["Reduction", "floating", "number", "one_of", "optimizer", "reduction", "whole", "wholes"]
+__all__ = [
+    "Reduction",
+    "floating",
+    "number",
+    "one_of",
+    "optimizer",
+    "positive",
+    "reduction",
+    "whole",
+    "wholes",
+]
 
 # How gradients of several ranks become one: their mean, their sum, or their sum over a number.
 Reduction = Literal["mean", "sum"] | float
 
 # Larger sizes overflow the addresses of a process once they are multiplied by an element's size.
 MOST = 2**48
+LARGEST = sys.float_info.max
 
 
 def whole(name: str, value: object, low: int = 0, high: int = MOST) -> int:
@@ -48,13 +60,40 @@ def wholes(name: str, values: object) -> list[int]:
     return [whole(f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 
-def number(name: str, value: object, low: float, high: float = sys.float_info.max) -> float:
+def number(name: str, value: object, low: float, high: float = LARGEST) -> float:
     """``value`` as a float, if it is a number with ``low <= value <= high``."""
+    found = _number(value)
+    if found is None or not low <= found <= high:
+        raise ArgumentError(_limits(name, value, f"of at least {low:g}", high))
+    return found
+
+
+def positive(name: str, value: object, high: float = LARGEST) -> float:
+    """``value`` as a float, if it is a number with ``0 < value <= high``.
+
+    Example:
+        >>> positive("timeout", 0)
+        Traceback (most recent call last):
+        echelon.errors.ArgumentError: timeout is 0; it must be a number > 0
+    """
+    found = _number(value)
+    if found is None or not 0 < found <= high:
+        raise ArgumentError(_limits(name, value, "> 0", high))
+    return found
+
+
+def _number(value: object) -> float | None:
+    """``value`` as a float; None if it is no number."""
     known = isinstance(value, int | float) and not isinstance(value, bool)
-    if not known or not low <= value <= high:  # type: ignore[operator]
-        limits = f"of at least {low:g}" + ("" if high >= sys.float_info.max else f", up to {high}")
-        raise ArgumentError(f"{name} is {value!r:.80}; it must be a number {limits}")
-    return float(value)  # type: ignore[arg-type]
+    try:
+        return float(value) if known else None  # type: ignore[arg-type]
+    except OverflowError:  # an int beyond all floats
+        return math.nan
+
+
+def _limits(name: str, value: object, low: str, high: float) -> str:
+    up_to = "" if high >= LARGEST else f", up to {high:.10g}"
+    return f"{name} is {value!r:.80}; it must be a number {low}{up_to}"
 
 
 def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
@@ -81,8 +120,8 @@ def reduction(value: object) -> None:
     """Refuse what is no ``Reduction``."""
     if isinstance(value, str) and value in ("mean", "sum"):
         return
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    if not known or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
+    found = _number(value)
+    if found is None or not 0 < found <= LARGEST:
         raise ArgumentError(
             f"reduction is {value!r:.80}; use 'mean', 'sum' or the number > 0 that divides the sum"
         )

@@ -123,3 +123,15 @@ def test_a_norm_that_would_silently_be_local_is_refused() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
     with pytest.raises(ArgumentError, match="module '1' is a SyncBatchNorm"):
         check_model(model, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("wrapper", [ec.DDP, ec.FSDP])
+def test_an_expanded_parameter_is_refused_by_its_name_on_every_rank(wrapper) -> None:
+    def main(world):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        model[1].weight = torch.nn.Parameter(torch.ones(1, 2).expand(2, 2))
+        with pytest.raises(ArgumentError, match=r"'1\.weight' was expanded") as info:
+            wrapper(model, world.group)
+        return str(info.value)
+
+    assert len(set(ec.run(main, 2))) == 1

@@ -16,37 +16,22 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.world.base import World
+from tests.transformers_models import VOCABULARY, of_gpt2, of_llama
 from tests.worlds import run_world
 
-RANKS, STEPS, VOCABULARY = 2, 3, 32
+RANKS, STEPS = 2, 3
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=16,
-            tie_word_embeddings=True,
-        )
-    )
+    return LlamaForCausalLM(of_llama("Llama", width=16, layers=2))
 
 
 def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=2, n_head=2, **no_dropout
-        )
-    )
+    return GPT2LMHeadModel(of_gpt2(width=16, layers=2))
 
 
 def t5() -> nn.Module:

@@ -13,6 +13,7 @@ from echelon.errors import ArgumentError, StageError
 from echelon.pipeline.splitting import split
 from echelon.world.base import World
 from tests.pipeline.split_models import LENGTH, VOCABULARY, Decoder, Layered, step_like_the_whole
+from tests.transformers_models import of_gpt2, of_llama
 from tests.worlds import run_world
 
 MASK = torch.ones(7, LENGTH, dtype=torch.long)
@@ -59,39 +60,15 @@ def test_several_stages_on_a_rank_train_as_the_model_does() -> None:
 
 def transformers_models() -> list[nn.Module]:
     transformers = pytest.importorskip("transformers")
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 16,
-        "tie_word_embeddings": True,
-    }
     # Layers of two kinds of attention: each must keep its own mask.
     window = {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 1}
-    gpt2 = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=8,
-        n_layer=3,
-        n_head=2,
-        n_positions=16,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        resid_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    makers = {
-        transformers.LlamaForCausalLM: transformers.LlamaConfig(**sizes),
-        transformers.MistralForCausalLM: transformers.MistralConfig(**sizes),
-        transformers.Qwen2ForCausalLM: transformers.Qwen2Config(**sizes, **window),
-        transformers.Qwen3ForCausalLM: transformers.Qwen3Config(**sizes, **window, head_dim=4),
-        transformers.GPT2LMHeadModel: gpt2,
-    }
+    kinds = {"Llama": {}, "Mistral": {}, "Qwen2": window, "Qwen3": {**window, "head_dim": 4}}
+    configs = [of_llama(kind, width=8, layers=3, **options) for kind, options in kinds.items()]
     # Built here: transformers changes torch.nn.init while it builds, under the other ranks' feet.
-    return [seeded(lambda cls=cls, config=config: cls(config)) for cls, config in makers.items()]
+    return [
+        seeded(lambda config=config: transformers.AutoModelForCausalLM.from_config(config))
+        for config in (*configs, of_gpt2(width=8, layers=3))
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

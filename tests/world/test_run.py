@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -117,7 +118,7 @@ def test_a_function_that_cannot_be_sent_is_refused_with_what_to_do() -> None:
         ({"ranks": -1}, "ranks is -1"),
         ({"ranks": 2.0}, "ranks is 2.0"),
         ({"ranks": 1, "world": "gloo"}, "unknown world 'gloo': use 'threads' or 'processes'"),
-        ({"ranks": 1, "timeout": 0}, "timeout is 0; give seconds > 0"),
+        ({"ranks": 1, "timeout": 0}, "timeout is 0; it must be a number > 0"),
         ({"ranks": 1, "timeout": float("nan")}, "timeout is nan"),
         ({"ranks": 1, "world": "processes", "device": "cuda"}, "torchrun and NCCL"),
     ],
@@ -300,9 +301,9 @@ def test_run_is_what_the_package_exports() -> None:
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), 1e18, None, "5"])
 def test_a_timeout_that_is_none_is_refused(timeout) -> None:
-    with pytest.raises(ArgumentError, match="give seconds > 0"):
+    with pytest.raises(ArgumentError, match="it must be a number > 0, up to"):
         ec.run(describe, 1, timeout=timeout)
-    with pytest.raises(ArgumentError, match="give seconds > 0"):
+    with pytest.raises(ArgumentError, match="it must be a number > 0, up to"):
         ec.init(timeout=timeout)
 
 
@@ -317,3 +318,13 @@ def chooses(world: ec.World) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backend_that_cannot_be_had_is_refused(kind) -> None:
     ec.run(chooses, 2, kind)
+
+
+def test_a_script_that_starts_ranks_while_it_is_imported_is_told_what_to_do_once(tmp_path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text("import echelon as ec\ndef main(world): pass\nec.run(main, 2, 'processes')\n")
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.count("Traceback") == 1
+    assert "ArgumentError: the script starts ranks while it is imported" in ended.stderr
+    assert 'under `if __name__ == "__main__":`' in ended.stderr

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.fsdp.cuts import Cut, numel_of
+from echelon.fsdp.parts import Part
 from echelon.fsdp.places import Places
 from echelon.fsdp.units import Member
 
@@ -45,6 +46,7 @@ class Storage(ABC):
 
     sharded = True
     moves = False
+    _part: Part | None = None  # none where own parts are views of a whole buffer that all share
 
     def __init__(
         self,
@@ -150,14 +152,14 @@ class Storage(ABC):
         return self.places.offloads or self.dtype != self.compute_dtype
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Bytes of this rank's parts on the device."""
+        return self.own_numel * self.dtype.itemsize if self._part is None else self._part.nbytes
 
     @property
-    @abstractmethod
     def host_nbytes(self) -> int:
         """Bytes of this rank's parts on the host, where that is another memory."""
+        return 0 if self._part is None else self._part.host_nbytes
 
     @property
     @abstractmethod

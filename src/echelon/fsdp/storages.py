@@ -35,7 +35,6 @@ class Shared(Storage):
         self.full = self.group.shared_tensor(self.cut.numel, self.compute_dtype)
         self.wholes = self.whole_views(self.full)
         in_full = [self.cut.starts[piece.member] + piece.start for piece in self.own]
-        self._part: Part | None = None
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
         if self.compute_dtype == self.dtype and not self.places.offloads:
@@ -69,16 +68,6 @@ class Shared(Storage):
             torch._foreach_copy_(self.locals, self._targets)
 
     @property
-    def nbytes(self) -> int:
-        if self._part is None:
-            return self.own_numel * self.dtype.itemsize
-        return self._part.nbytes
-
-    @property
-    def host_nbytes(self) -> int:
-        return 0 if self._part is None else self._part.host_nbytes
-
-    @property
     def whole_nbytes(self) -> int:
         return 0 if self._part is None else self.own_numel * self.compute_dtype.itemsize
 
@@ -94,6 +83,7 @@ class Gathered(Storage):
     """
 
     moves = True
+    _part: Part
 
     def _allocate(self) -> None:
         places = self.places
@@ -152,14 +142,6 @@ class Gathered(Storage):
         self.adopt(self.wholes)
 
     @property
-    def nbytes(self) -> int:
-        return self._part.nbytes
-
-    @property
-    def host_nbytes(self) -> int:
-        return self._part.host_nbytes
-
-    @property
     def whole_nbytes(self) -> int:
         return self.full.untyped_storage().nbytes()
 
@@ -169,6 +151,7 @@ class Replicated(Storage):
     """Everything on every rank: small units, and ``NO_SHARD``."""
 
     sharded = False
+    _part: Part
 
     def _allocate(self) -> None:
         self.own = tuple(cut_flat(self.cut.shapes, 1).pieces[0])
@@ -203,14 +186,6 @@ class Replicated(Storage):
     def keep(self) -> None:
         if self._whole is not self._part.masters:
             self._part.masters.copy_(self._whole)
-
-    @property
-    def nbytes(self) -> int:
-        return self._part.nbytes
-
-    @property
-    def host_nbytes(self) -> int:
-        return self._part.host_nbytes
 
     @property
     def whole_nbytes(self) -> int:

@@ -27,6 +27,10 @@ _COMPUTE = (FORWARD, BACKWARD, INPUT, WEIGHT)
 _SENDS = (Kind.SEND_F, Kind.SEND_B)
 _ENDS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 
+# Positions in the lists of ranks, by kind and by stage * num_microbatches + microbatch; -1 for
+# those that are not there.
+Places = dict[Kind, list[int]]
+
 
 def check(schedule: Schedule, memory_cap: float | Sequence[float] | None = None) -> None:
     """Apply all rules to ``schedule``.
@@ -45,8 +49,7 @@ def check(schedule: Schedule, memory_cap: float | Sequence[float] | None = None)
         echelon.errors.ScheduleError: the schedule cannot run: rank 1, index 0 (1B0): it stands \
 before 1F0, which is at index 1
     """
-    placed_and_complete(schedule)
-    local_order(schedule)
+    local_order(schedule, placed_and_complete(schedule))
     if schedule.is_lowered:
         transfers(schedule)
         channel_order(schedule)
@@ -56,48 +59,39 @@ before 1F0, which is at index 1
         memory(schedule, memory_cap)
 
 
-def placed_and_complete(schedule: Schedule) -> None:
+def placed_and_complete(schedule: Schedule) -> Places:
     """Each stage does each microbatch once, on its own rank: one F, and one B or one I and one W.
 
     A schedule without any backward needs forwards only.
 
+    Returns:
+        where each computation stands.
+
     Raises:
         ScheduleError: an action is missing, is there twice, or is on the wrong rank.
     """
-    num_stages, m = schedule.num_stages, schedule.num_microbatches
+    num_stages, m, placement = schedule.num_stages, schedule.num_microbatches, schedule.placement
     places = {kind: [-1] * (num_stages * m) for kind in _COMPUTE}
     for rank, order in enumerate(schedule.orders):
         for index, item in enumerate(order):
-            for part in item.parts:
-                kind, i, stage = part
+            for kind, i, stage in (item,) if isinstance(item, Action) else item.parts:
+                wrong = None
                 if not (0 <= stage < num_stages and (i is None or 0 <= i < m)):
-                    raise ScheduleError(
-                        f"there are {num_stages} stages and {m} microbatches, counted from 0",
-                        rank=rank,
-                        index=index,
-                        action=item,
-                    )
-                if schedule.placement[stage] != rank:
-                    raise ScheduleError(
-                        f"stage {stage} is on rank {schedule.placement[stage]}",
-                        rank=rank,
-                        index=index,
-                        action=item,
-                    )
-                if kind in places:
-                    n = stage * m + (i or 0)
-                    if places[kind][n] >= 0:
-                        raise ScheduleError(
-                            f"it is at index {places[kind][n]} already",
-                            rank=rank,
-                            index=index,
-                            action=item,
-                        )
-                    places[kind][n] = index
+                    wrong = f"there are {num_stages} stages and {m} microbatches, counted from 0"
+                elif placement[stage] != rank:
+                    wrong = f"stage {stage} is on rank {placement[stage]}"
+                elif kind in places:
+                    found, n = places[kind], stage * m + (i or 0)
+                    if found[n] >= 0:
+                        wrong = f"it is at index {found[n]} already"
+                    found[n] = index
+                if wrong is not None:
+                    raise ScheduleError(wrong, rank=rank, index=index, action=item)
     _complete(schedule, places)
+    return places
 
 
-def _complete(schedule: Schedule, places: dict[Kind, list[int]]) -> None:
+def _complete(schedule: Schedule, places: Places) -> None:
     """Name the first computation that is missing or too much."""
     m = schedule.num_microbatches
     for n, (f, b, i, w) in enumerate(zip(*(places[kind] for kind in _COMPUTE), strict=True)):
@@ -122,19 +116,17 @@ def _complete(schedule: Schedule, places: dict[Kind, list[int]]) -> None:
             )
 
 
-def local_order(schedule: Schedule) -> None:
+def local_order(schedule: Schedule, places: Places) -> None:
     """On a rank, for each stage and microbatch: F, then B or I, then W.
+
+    Args:
+        schedule: the schedule.
+        places: what ``placed_and_complete`` returned for it.
 
     Raises:
         ScheduleError: an action stands before one that it needs.
     """
     m = schedule.num_microbatches
-    places = {kind: [-1] * (schedule.num_stages * m) for kind in _COMPUTE}
-    for order in schedule.orders:
-        for index, item in enumerate(order):
-            for kind, i, stage in item.parts:
-                if i is not None and kind in places:
-                    places[kind][stage * m + i] = index
     for first, second in ((FORWARD, BACKWARD), (FORWARD, INPUT), (INPUT, WEIGHT)):
         pairs = zip(places[first], places[second], strict=True)
         for n, (before, after) in enumerate(pairs):

@@ -11,8 +11,11 @@ Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024, sectio
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
+from typing import final
 
 from echelon.pipeline.ir import FORWARD, INPUT, WEIGHT, Action, Kind, Schedule
 from echelon.pipeline.placement import v_shape
@@ -178,54 +181,108 @@ class _Row:
         self._row = row
         self._kinds = {slot: kind for kind, slots in enumerate(row) for slot in slots}
         self.backwards = sorted(row[B1] + row[B0])
-        self._explicit = len(row) > W
-        self._states: list[tuple[int, int]] = []  # after each slot: activations, weights waiting
-        self._states.extend(self._after(0, max(self._kinds, default=0) + 1))
+        self._memory = (_Placed if len(row) > W else _Filled)(self._kinds)
 
     def peak(self) -> int:
         """Most activations alive."""
-        return max((alive for alive, _ in self._states), default=0)
-
-    def _after(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        alive, waiting = self._states[start - 1] if start else (0, 0)
-        for slot in range(start, stop):
-            kind = self._kinds.get(slot)
-            if kind in (F0, F1):
-                alive += 1
-            elif kind in (B1, B0):
-                waiting += 1
-            elif kind == W or (kind is None and not self._explicit and waiting):
-                alive, waiting = alive - 1, waiting - 1
-            yield alive, waiting
+        return self._memory.peak()
 
     def pull(self, kind: int, i: int, first: int, slot: int, cap: int) -> None:
         """Move one computation to the earliest free slot at which the peak stays below the cap."""
-        del self._kinds[slot]
+        kinds = self._kinds
+        del kinds[slot]
         for candidate in range(first, slot):
-            if candidate in self._kinds:
+            if candidate in kinds:
                 continue
-            self._kinds[candidate] = kind
-            changed = self._changed(candidate, slot, cap)
-            if changed is not None:
-                self._states[candidate : candidate + len(changed)] = changed
+            kinds[candidate] = kind
+            if self._memory.move(kind, candidate, slot, cap):
                 self._row[kind][i] = candidate
                 if kind in (B1, B0):
                     del self.backwards[bisect_left(self.backwards, slot)]
                     insort(self.backwards, candidate)
                 return
-            del self._kinds[candidate]
-        self._kinds[slot] = kind
+            del kinds[candidate]
+        kinds[slot] = kind
 
-    def _changed(self, start: int, moved_from: int, cap: int) -> list[tuple[int, int]] | None:
-        """The states from ``start`` on until all is as it was; None if memory exceeds the cap."""
+
+class _Memory(ABC):
+    """Activations alive after each slot of a rank.
+
+    Args:
+        kinds: by slot; read again at each move.
+    """
+
+    def __init__(self, kinds: Mapping[int, int]) -> None:
+        self._kinds = kinds
+        self._length = max(kinds, default=0) + 1
+
+    @abstractmethod
+    def peak(self) -> int:
+        """Most of them."""
+
+    @abstractmethod
+    def move(self, kind: int, start: int, end: int, cap: int) -> bool:
+        """Count with what moved from ``end`` to ``start``; false if that exceeds the cap."""
+
+
+@final
+class _Placed(_Memory):
+    """Gradients of weights have slots: a move changes only what is between its two slots."""
+
+    def __init__(self, kinds: Mapping[int, int]) -> None:
+        super().__init__(kinds)
+        changes = (_CHANGE.get(kinds.get(slot), 0) for slot in range(self._length))
+        self._alive = list(accumulate(changes))
+
+    def peak(self) -> int:
+        return max(self._alive)
+
+    def move(self, kind: int, start: int, end: int, cap: int) -> bool:
+        change, between = _CHANGE.get(kind, 0), self._alive[start:end]
+        if change > 0 and max(between) >= cap:
+            return False
+        if change:
+            self._alive[start:end] = [alive + change for alive in between]
+        return True
+
+
+_CHANGE: dict[int | None, int] = {F0: 1, F1: 1, W: -1}
+
+
+@final
+class _Filled(_Memory):
+    """Gradients of weights take the slots that are free: all after a move is replayed."""
+
+    def __init__(self, kinds: Mapping[int, int]) -> None:
+        super().__init__(kinds)
+        self._states: list[tuple[int, int]] = []  # alive, and gradients of weights that wait
+        self._states.extend(self._after(0))
+
+    def peak(self) -> int:
+        return max(alive for alive, _ in self._states)
+
+    def move(self, kind: int, start: int, end: int, cap: int) -> bool:
         changed = []
-        for slot, state in enumerate(self._after(start, len(self._states)), start):
+        for slot, state in enumerate(self._after(start), start):
             if state[0] > cap:
-                return None
-            if slot >= moved_from and state == self._states[slot]:
+                return False
+            if slot >= end and state == self._states[slot]:
                 break
             changed.append(state)
-        return changed
+        self._states[start : start + len(changed)] = changed
+        return True
+
+    def _after(self, start: int) -> Iterator[tuple[int, int]]:
+        alive, waiting = self._states[start - 1] if start else (0, 0)
+        for slot in range(start, self._length):
+            kind = self._kinds.get(slot)
+            if kind in (F0, F1):
+                alive += 1
+            elif kind in (B1, B0):
+                waiting += 1
+            elif waiting:
+                alive, waiting = alive - 1, waiting - 1
+            yield alive, waiting
 
 
 def _squeeze(grid: Grid) -> Grid:

@@ -51,7 +51,7 @@ class Kind(StrEnum):
 # The names under which the hot loops of this package know the four kinds of computation.
 FORWARD, BACKWARD, INPUT, WEIGHT = Kind.F, Kind.B, Kind.I, Kind.W
 COMPUTE = (FORWARD, BACKWARD, INPUT, WEIGHT)
-TRANSFER = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 WHOLE_STAGE = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE)  # these have no microbatch
 
 _TEXT = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)(\d*)")

@@ -24,6 +24,7 @@ from echelon.pipeline.boundary import Form, TensorForm
 from echelon.pipeline.packet import Packet
 from echelon.pipeline.stage import Output
 from echelon.world.group import Group
+from echelon.world.randomness import draws_nothing
 from echelon.world.work import Work
 
 __all__ = ["Arrival", "GradientArrival", "Link", "Sending"]
@@ -87,6 +88,7 @@ class Link:
             return []
         return [self._group.irecv(tensor, self._peer, self._tag(microbatch, kind))]
 
+    @draws_nothing
     def send(self, microbatch: int, output: Output, *, training: bool) -> Sending:
         """Send what a stage gave to the next one."""
         device = self._group.device
@@ -121,10 +123,12 @@ class Link:
             message(_TENSOR, tensor.contiguous())
         return Sending(works, memory, is_cheap=self._group.shares_memory)
 
+    @draws_nothing
     def expect(self, microbatch: int, *, training: bool) -> Arrival:
         """Make ready for what the stage before sends."""
         return Arrival(self, microbatch, training)
 
+    @draws_nothing
     def send_gradients(
         self, microbatch: int, forms: Sequence[TensorForm], grads: Sequence[Tensor | None]
     ) -> Sending:
@@ -148,6 +152,7 @@ class Link:
             works += self._send(microbatch, _GRADIENT, tensor)
         return Sending(works, memory, is_cheap=self._group.shares_memory)
 
+    @draws_nothing
     def expect_gradients(self, microbatch: int, forms: Sequence[TensorForm]) -> GradientArrival:
         """Make ready for the gradients of a value that was sent."""
         return GradientArrival(self, microbatch, forms)
@@ -191,6 +196,7 @@ class Arrival:
         packet = Packet(_LENGTH, forms, self._link._group.device)
         return _Memory(self._link, self._microbatch, (_PACKET, _TENSOR), packet)
 
+    @draws_nothing
     def take(self) -> tuple[Form, list[Tensor]]:
         """Wait for it; its tensors are leaves that need a gradient where those sent did."""
         self._memory.wait()
@@ -223,6 +229,7 @@ class GradientArrival:
             packet = Packet(len(forms), tuple(forms), link._group.device)
             self._memory = _Memory(link, microbatch, (_GRADIENTS, _GRADIENT), packet)
 
+    @draws_nothing
     def take(self) -> list[Tensor | None]:
         """Wait for them; None where a tensor was not used."""
         if not self._count:

@@ -23,7 +23,16 @@ from enum import Enum
 from typing import NamedTuple
 
 from echelon.errors import ScheduleError
-from echelon.pipeline.ir import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Item, Kind, Schedule
+from echelon.pipeline.ir import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Action,
+    Item,
+    Kind,
+    Schedule,
+)
 
 __all__ = ["Channel", "Moment", "Transfer", "Values", "transfer_of", "walk"]
 
@@ -164,6 +173,9 @@ def walk(schedule: Schedule, channel: Channel = Channel.PAIR) -> Iterator[Moment
     return _Walk(schedule, channel).run()
 
 
+_Numbers = dict[Kind, list[tuple[int, ...]]]  # by kind and stage
+
+
 class _Walk:
     """Ranks that go on until they need something, and are woken when it is there."""
 
@@ -171,70 +183,88 @@ class _Walk:
         self._schedule, self._channel, self._lowered = schedule, channel, schedule.is_lowered
         self._values = Values(schedule)
         self._heads = [0] * schedule.num_ranks
-        self._computed = bytearray(self._values.count)
-        self._arrived = bytearray(self._values.count)
-        # Who sleeps until a value is computed (its number) or arrives (count + its number).
+        # What is there: a value that is computed at its number, one that has arrived where another
+        # rank needs it at ``count`` more. Ranks sleep until one of these numbers is there.
+        self._there = bytearray(2 * self._values.count)
         self._sleepers: dict[int, list[int]] = {}
+        self._needs, self._gives = self._by_stage(schedule)
         self._awake = deque(range(schedule.num_ranks))
         self._queues: dict[tuple[int, object], deque[Transfer]] = {}  # what each end asked for
         self._sends: dict[Transfer, tuple[int, Action]] = {}  # where its send stands
 
+    def _by_stage(self, schedule: Schedule) -> tuple[_Numbers, _Numbers]:
+        """What computations of microbatch 0 need and give, by kind and stage.
+
+        Numbers of another microbatch are as much larger: a walk looks these up and adds.
+        """
+        values, placement = self._values, schedule.placement
+        needs, gives = _Numbers(), _Numbers()
+        for kind in Kind:
+            needs[kind], gives[kind] = [], []
+            for stage, rank in enumerate(placement):
+                first = Action(kind, 0, stage)
+                needed, given = values.needed(first), values.given(first)
+                is_far = [
+                    schedule.is_lowered and placement[values.stage(v)] != rank for v in needed
+                ]
+                needs[kind].append(
+                    tuple(v + values.count * far for v, far in zip(needed, is_far, strict=True))
+                )
+                gives[kind].append(() if given is None else (given,))
+        return needs, gives
+
     def run(self) -> Iterator[Moment]:
         """All moments, until every list is at its end."""
-        orders, heads = self._schedule.orders, self._heads
-        given = self._values.given
-        while self._awake:
-            rank = self._awake.popleft()
+        orders, heads, lowered = self._schedule.orders, self._heads, self._lowered
+        # Hundreds of thousands of computations pass here: one loop, and no calls in it.
+        there, sleepers, awake = self._there, self._sleepers, self._awake
+        needs, gives = self._needs, self._gives
+        while awake:
+            rank = awake.popleft()
             order = orders[rank]
             for index in range(heads[rank], len(order)):
-                heads[rank] = index
                 item = order[index]
-                is_end = self._lowered and item.kind in _ENDS
+                parts = (item,) if isinstance(item, Action) else item.parts
+                missing = None
+                is_end = lowered and item.kind in _ENDS
                 if is_end:
-                    assert isinstance(item, Action)  # a pair has the kind OVERLAP
-                    yield from self._exchange(rank, index, item)
-                missing = self._missing(rank, item)
+                    yield from self._exchange(rank, index, parts[0])
+                    missing = self._untaken(parts[0])
+                for kind, i, stage in parts:
+                    for first in needs[kind][stage]:
+                        if not there[first + (i or 0)] and missing is None:
+                            missing = first + (i or 0)
                 if missing is not None:
-                    self._sleepers.setdefault(missing, []).append(rank)
+                    sleepers.setdefault(missing, []).append(rank)
+                    heads[rank] = index
                     break
                 if is_end:
                     continue
                 yield rank, index, item, None
-                for part in item.parts:
-                    value = given(part)
-                    if value is not None:
-                        self._computed[value] = 1
-                        if value in self._sleepers:
-                            self._awake.extend(self._sleepers.pop(value))
+                for kind, i, stage in parts:
+                    for first in gives[kind][stage]:
+                        number = first + (i or 0)
+                        there[number] = 1
+                        if number in sleepers:
+                            awake.extend(sleepers.pop(number))
             else:
                 heads[rank] = len(order)
         if any(head < len(order) for head, order in zip(heads, orders, strict=True)):
             raise ScheduleError(self._circle())
 
-    def _missing(self, rank: int, item: Item) -> int | None:
-        """What ``item`` waits for: a value, or ``count`` more than a value that must arrive."""
-        values = self._values
-        if self._lowered and item.kind in _SENDS:
-            assert isinstance(item, Action)  # a pair has the kind OVERLAP
-            value = transfer_of(item, self._schedule, values).value
-            if not self._computed[value]:
-                return value
-            return None if self._arrived[value] else values.count + value
-        lowered, placement = self._lowered, self._schedule.placement
-        for part in item.parts:
-            for value in values.needed(part):
-                if lowered and placement[values.stage(value)] != rank:
-                    if not self._arrived[value]:
-                        return values.count + value
-                elif not self._computed[value]:
-                    return value
-        return None
+    def _untaken(self, action: Action) -> int | None:
+        """The number of what a send waits for: its value, then the other end."""
+        if action.kind not in _SENDS:
+            return None
+        value = transfer_of(action, self._schedule, self._values).value
+        numbers = value, self._values.count + value
+        return next((number for number in numbers if not self._there[number]), None)
 
     def _exchange(self, rank: int, index: int, action: Action) -> Iterator[Moment]:
         """Post one end of a transfer, once, and make all transfers that became possible."""
         transfer = transfer_of(action, self._schedule, self._values)
         if action.kind in _SENDS:
-            if transfer in self._sends or not self._computed[transfer.value]:
+            if transfer in self._sends or not self._there[transfer.value]:
                 return
             self._sends[transfer] = index, action
         else:
@@ -251,8 +281,9 @@ class _Walk:
                 fronts.extend(list(queue)[:1])
             position, send = self._sends[front]
             yield front.src, position, send, front
-            self._arrived[front.value] = 1
-            self._awake.extend(self._sleepers.pop(self._values.count + front.value, ()))
+            number = self._values.count + front.value
+            self._there[number] = 1
+            self._awake.extend(self._sleepers.pop(number, ()))
 
     def _queue(self, rank: int, transfer: Transfer) -> deque[Transfer]:
         """What ``rank`` asked for on the channel of ``transfer``."""
@@ -279,12 +310,11 @@ class _Walk:
         """What a rank waits for, and the rank that would have to give it."""
         index = self._heads[rank]
         item, values = self._schedule.orders[rank][index], self._values
-        missing = self._missing(rank, item)
-        assert missing is not None  # it would not have stopped
+        missing = next(number for number, ranks in self._sleepers.items() if rank in ranks)
         start = f"rank {rank}, index {index}: {item} waits for "
         value = missing % values.count
         owner = self._schedule.placement[values.stage(value)]
-        if missing < values.count or not self._computed[value]:
+        if missing < values.count or not self._there[value]:
             there = self._position(owner, value)
             if there is None:
                 return f"{start}{values.text(value)}, which is in no list", None

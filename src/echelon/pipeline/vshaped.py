@@ -37,7 +37,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
         "zb-v",
         ranks,
         microbatches,
-        lambda r: (a for a in _zb_v_order(r, ranks, whole) if _microbatch(a) < microbatches),
+        lambda r: (a for a in _zb_v_order(r, ranks, whole) if (a.microbatch or 0) < microbatches),
     )
 
 
@@ -156,26 +156,19 @@ class _Rank:
 
     def __init__(self, r: int, ranks: int) -> None:
         self._stages = (r, 2 * ranks - 1 - r)
-        self._counts: dict[tuple[Kind, int], int] = {}
+        backwards = [0, 0]  # whole and split ones count together
+        self._counts = {FORWARD: [0, 0], BACKWARD: backwards, INPUT: backwards, WEIGHT: [0, 0]}
 
     def count(self, kind: Kind, chunk: int) -> int:
-        """How many actions of this kind there were; whole and split backwards count together."""
-        return self._counts.get((_family(kind), chunk), 0)
+        """How many actions of this kind there were."""
+        return self._counts[kind][chunk]
 
     def next(self, kind: Kind, chunk: int) -> Action:
         """The action of the next microbatch."""
-        microbatch = self.count(kind, chunk)
-        self._counts[_family(kind), chunk] = microbatch + 1
+        counts = self._counts[kind]
+        microbatch = counts[chunk]
+        counts[chunk] = microbatch + 1
         return Action(kind, microbatch, self._stages[chunk])
-
-
-def _family(kind: Kind) -> Kind:
-    return BACKWARD if kind is INPUT else kind
-
-
-def _microbatch(action: Action) -> int:
-    assert action.microbatch is not None  # computations have one
-    return action.microbatch
 
 
 def _schedule(name: str, ranks: int, microbatches: int, order: _Order) -> Schedule:

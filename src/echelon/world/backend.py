@@ -11,6 +11,7 @@ from torch import Tensor
 
 from echelon import arguments, events
 from echelon.errors import ArgumentError, RankError
+from echelon.world.flat import is_expanded
 from echelon.world.signature import Call, caller
 from echelon.world.work import Ticket, Window, Work, emit_issue
 
@@ -253,7 +254,7 @@ def check_tensors(op: str, what: str, tensors: object) -> None:
 
 def _check_writable(op: str, tensor: Tensor) -> None:
     """Refuse an output whose elements share memory, as after ``expand``."""
-    if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
+    if is_expanded(tensor):
         raise ArgumentError(
             f"{op} cannot write to a tensor of shape {tuple(tensor.shape)} and strides "
             f"{tensor.stride()}: several of its elements are one place in memory (it was "

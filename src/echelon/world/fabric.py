@@ -18,7 +18,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from echelon.errors import CommTimeout, DeadlockError, RankFailed
+from echelon.errors import CommTimeout, DeadlockError, RankFailed, StateError
 from echelon.world.work import Ticket
 
 __all__ = ["Fabric", "Meeting", "Pending", "Transfer"]
@@ -84,7 +84,7 @@ class Fabric:
         self._finished: set[int] = set()
 
     def finish(self, rank: int) -> None:
-        """Note that a rank has returned; whoever waits for it never gets an answer."""
+        """Note that a rank has returned, or closed its world; it never answers again."""
         with self.lock:
             self._finished.add(rank)
             if any(rank in wait.pending.absent for wait in self._all_waits()):
@@ -134,6 +134,17 @@ class Fabric:
                         )
         if pending.error is not None:
             raise copy.copy(pending.error)  # each rank gets its own traceback
+
+    def admit(self, ticket: Ticket) -> None:
+        """Refuse a call of a rank whose world has ended; the caller holds the lock.
+
+        Raises:
+            StateError: its world was closed.
+            RankFailed, DeadlockError: a rank failed.
+        """
+        if ticket.rank in self._finished and self.failure is None:
+            raise StateError(f"{ticket} was issued after its world was closed")
+        self.raise_failure(ticket)
 
     def raise_failure(self, ticket: Ticket) -> None:
         """Raise if a rank failed; the caller holds the lock."""

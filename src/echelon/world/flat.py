@@ -11,7 +11,7 @@ from torch import Tensor
 
 from echelon.errors import ArgumentError
 
-__all__ = ["apart", "flattened", "pickled"]
+__all__ = ["apart", "flattened", "is_expanded", "pickled"]
 
 
 def apart(part: Tensor, outputs: Sequence[Tensor], own: int | None = None) -> Tensor:
@@ -32,6 +32,11 @@ def apart(part: Tensor, outputs: Sequence[Tensor], own: int | None = None) -> Te
 def _span(flat: Tensor) -> tuple[int, int]:
     """The addresses of a 1D buffer."""
     return flat.data_ptr(), flat.data_ptr() + flat.nbytes
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several of its elements are one place in memory, as after ``expand``."""
+    return not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1
 
 
 def flattened(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:

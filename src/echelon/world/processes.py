@@ -32,6 +32,13 @@ __all__ = ["GRACE_S", "call", "run_processes"]
 GRACE_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
+_NAME = "rank "  # of our processes, before the number
+_UNGUARDED = 79  # exit code of a rank that was asked to start ranks while it imported the script
+_ADVICE = (
+    "the script starts ranks while it is imported, and each rank imports it to find the function: "
+    'put the call of run(..., world="processes") under `if __name__ == "__main__":`'
+)
+
 Enter = Callable[[World], None]
 
 
@@ -59,9 +66,11 @@ def run_processes(
         enter: called in each child with its world before ``fn``.
 
     Raises:
-        ArgumentError: ``fn`` or ``args`` cannot be sent to another process.
+        ArgumentError: ``fn`` or ``args`` cannot be sent to another process, or the script calls
+            this while a rank imports it.
         Exception: the first failure of a rank, with a note that names the rank.
     """
+    _refuse_import()
     try:
         method = multiprocessing.get_start_method(allow_none=True)
         job = pickle.dumps((fn, args, timeout, enter, method))
@@ -84,7 +93,7 @@ def run_processes(
             process = context.Process(
                 target=_child,
                 args=(rank, ranks, tokens, job, theirs, lifeline),
-                name=f"rank {rank}",
+                name=f"{_NAME}{rank}",
             )
             process.start()
             theirs.close()
@@ -100,6 +109,15 @@ def run_processes(
         for segment in segments:
             segment.unpublish()
         del segments, segment  # or the traceback of a failure would keep the memory
+
+
+def _refuse_import() -> None:
+    """Do not start ranks from a process that is still importing the script of its caller."""
+    process = multiprocessing.current_process()
+    if getattr(process, "_inheriting", False):  # as multiprocessing itself asks
+        if process.name.startswith(_NAME):
+            os._exit(_UNGUARDED)  # not a traceback of each rank: the caller raises, once
+        raise ArgumentError(_ADVICE)
 
 
 def call(fn: Callable[..., Any], world: World, args: tuple[Any, ...]) -> Any:
@@ -148,6 +166,8 @@ def _receive(process: BaseProcess, pipe: Connection) -> tuple[Any] | BaseExcepti
         kind, payload, text = pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join()
+        if process.exitcode == _UNGUARDED:
+            return ArgumentError(_ADVICE)
         return _Died(process.exitcode or 0)
     if kind == "result":
         return (pickle.loads(payload),)

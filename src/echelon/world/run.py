@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from echelon.arguments import whole
+from echelon.arguments import positive, whole
 from echelon.errors import ArgumentError, WorldError
 from echelon.streams import is_cpu, local_device
 from echelon.world import shm
@@ -70,7 +70,7 @@ def run(
     ranks = whole("ranks", ranks, low=1, high=MOST_RANKS)
     if not isinstance(args, list | tuple):
         raise ArgumentError(f"args is {args!r:.80}; give a tuple of what fn takes after the world")
-    _check_timeout(timeout)
+    timeout = positive("timeout", timeout, threading.TIMEOUT_MAX)
     if world == "threads":
         return _run_threads(fn, ranks, tuple(args), timeout, _device(device))
     if world == "processes":
@@ -95,14 +95,6 @@ def _device(device: str | torch.device) -> torch.device:
         ) from error
 
 
-def _check_timeout(timeout: float) -> None:
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not number or not 0 < timeout <= threading.TIMEOUT_MAX:
-        raise ArgumentError(
-            f"timeout is {timeout!r}; give seconds > 0, at most {threading.TIMEOUT_MAX:.0f}"
-        )
-
-
 def _enter(world: World) -> None:
     """Make ``world`` what ``init`` returns on this thread."""
     _current.world = world
@@ -120,13 +112,14 @@ def _run_threads(
             # one another.
             with random_stream(), torch.autograd.set_multithreading_enabled(False):
                 group = ThreadGroup(fabric, rank, range(ranks), device=device)
-                world = World(group, backend="threads")
+                world = World(
+                    group, backend="threads", close=lambda error: _leave(fabric, rank, error)
+                )
                 _enter(world)
                 results[rank] = call(fn, world, args)
+                world.close()
         except BaseException as error:
             fabric.fail(rank, error)
-        else:
-            fabric.finish(rank)
 
     threads = [
         threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -146,6 +139,14 @@ def _run_threads(
     if fabric.failure is not None:
         _raise_first(fabric, threads)
     return results
+
+
+def _leave(fabric: Fabric, rank: int, error: BaseException | None) -> None:
+    """What a simulated rank does when it closes its world."""
+    if error is None:
+        fabric.finish(rank)
+    else:
+        fabric.fail(rank, error)
 
 
 def _raise_first(fabric: Fabric, threads: Sequence[threading.Thread]) -> None:
@@ -184,7 +185,7 @@ def init(
     """
     if backend is not None and backend not in BACKENDS:
         raise ArgumentError(f"backend is {backend!r}; use one of {', '.join(BACKENDS)}, or None")
-    _check_timeout(timeout)
+    timeout = positive("timeout", timeout, threading.TIMEOUT_MAX)
     world: World | None = getattr(_current, "world", None)
     if world is not None:
         if backend not in (None, world.backend):

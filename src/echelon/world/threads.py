@@ -59,7 +59,7 @@ class ThreadGroup(Group):
         """Bring ``item``; the last rank that comes runs ``act`` on all items in rank order."""
         fabric = self._fabric
         with fabric.lock:
-            fabric.raise_failure(ticket)
+            fabric.admit(ticket)
             key = (self.name, ticket.position)
             meeting = fabric.meetings.get(key)
             if meeting is None:
@@ -170,7 +170,7 @@ class ThreadGroup(Group):
     def _mail(self, ticket: Ticket, tensor: Tensor, src: int, dst: int, tag: int) -> Work:
         fabric, op = self._fabric, ticket.call.op
         with fabric.lock:
-            fabric.raise_failure(ticket)
+            fabric.admit(ticket)
             queue = fabric.mail.setdefault((self.name, src, dst, tag), deque())
             if not queue or op in queue[0].sides:  # the other side has not come yet
                 transfer = Transfer((self.ranks[src], self.ranks[dst]))

@@ -27,7 +27,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from echelon.errors import CollectiveMismatch
+from echelon.errors import CollectiveMismatch, StateError
 from echelon.world.shm.area import RING_CONTROL_NBYTES, Area, ring_nbytes
 from echelon.world.shm.futex import fence
 from echelon.world.work import Ticket, Work
@@ -190,6 +190,7 @@ class Mailbox:
 
     def send(self, ticket: Ticket, tensor: Tensor, dst: int, tag: int) -> Work:
         """Start to send; complete when the last byte is in the ring."""
+        self._check_open(ticket)
         item = _Item.of(ticket, dst, tag, tensor)
         with self._lock:
             self._outgoing[dst].append(item)
@@ -197,6 +198,7 @@ class Mailbox:
 
     def recv(self, ticket: Ticket, tensor: Tensor, src: int, tag: int) -> Work:
         """Start to receive the next message from ``src`` with this tag."""
+        self._check_open(ticket)
         item = _Item.of(ticket, src, tag, tensor)
         with self._lock:
             early = next((e for e in self._early[src] if e.tag == tag), None)
@@ -266,6 +268,10 @@ class Mailbox:
         if self._thread is not None:
             self._area.board.call_helpers(self._area.ranks[self._area.rank])
             self._thread.join()
+
+    def _check_open(self, ticket: Ticket) -> None:
+        if self._closing:
+            raise StateError(f"{ticket} cannot run, because this rank has closed the world")
 
     def _started(self, item: _Item, ticket: Ticket) -> Work:
         self.progress()
