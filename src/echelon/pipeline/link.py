@@ -177,7 +177,9 @@ class _Memory:
     def tensors(self, count: int) -> list[Tensor]:
         """All of them, none of which shares memory with another."""
         large, self._large = iter(self._large), []
-        rooms = (self.packet.room(index) for index in range(count))
+        rooms = [self.packet.room(index) for index in range(count)]
+        if len(rooms) == 1 and rooms[0] is not None:
+            return [rooms[0]]
         return [next(large) if room is None else room.clone() for room in rooms]
 
 
@@ -200,7 +202,7 @@ class Arrival:
     def take(self) -> tuple[Form, list[Tensor]]:
         """Wait for it; its tensors are leaves that need a gradient where those sent did."""
         self._memory.wait()
-        length = int(self._memory.packet.head.view(torch.int64).item())
+        length = self._memory.packet.number()
         if length:
             device = self._link._group.device
             raw = torch.empty(length, dtype=torch.uint8, device=device)

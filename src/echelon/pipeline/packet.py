@@ -42,6 +42,10 @@ class Packet:
         """The first bytes."""
         return self.bytes[: self._head]
 
+    def number(self) -> int:
+        """The head, if it is one number of 64 bits."""
+        return int(self.bytes.view(torch.int64)[0].item())
+
     def room(self, index: int) -> Tensor | None:
         """Where the tensor of this index lies; None if it is large."""
         place = self._places[index]

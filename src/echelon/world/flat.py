@@ -43,7 +43,7 @@ def flattened(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
     """``tensor`` as a 1D buffer; and where that had to be a copy, a step that copies it back."""
     data = tensor.detach()
     if data.is_contiguous() and not data.is_conj() and not data.is_neg():
-        return data.view(-1), None
+        return data if data.dim() == 1 else data.view(-1), None
     buffer = data.resolve_conj().resolve_neg().contiguous().view(-1)
 
     def restore() -> None:
