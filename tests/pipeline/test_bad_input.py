@@ -154,3 +154,61 @@ def test_a_stage_on_another_device_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"stage 3 has 'weight' on cpu.*computes on cuda:0"):
         check_devices({3: nn.Linear(2, 2)}, torch.device("cuda", 0))
     check_devices({3: nn.Linear(2, 2), 4: nn.Linear(2, 2, device="meta")}, torch.device("cpu"))
+    with pytest.raises(ArgumentError, match="stage 3 has 'weight', which has no shape yet"):
+        check_devices({3: nn.LazyLinear(2)}, torch.device("cpu"))
+
+
+def test_what_ranks_without_use_for_it_are_given_is_not_looked_at() -> None:
+    def main(world: World) -> list[float]:
+        pipe = ec.Pipeline(build("plain", 2), world.group, microbatches=2, loss_fn=mse)
+        x, y = batch(8)
+        found = []
+        for others in (None, x[:1], torch.tensor(1.0), "text"):
+            mine, target = (x, others) if pipe.has_input else (others, y)
+            loss = pipe.step(mine, target=target, loss_everywhere=True)
+            found.append(loss.item())
+        return found
+
+    (found, again) = ec.run(main, 2)
+    assert found == again
+    assert len(set(found)) == 1
+
+
+def test_weights_may_come_one_by_one() -> None:
+    def main(world: World) -> bool:
+        pipe = ec.Pipeline(build("plain", 2), world.group, microbatches=2, loss_fn=mse)
+        x, y = batch(8)
+        one = pipe.step(x, target=y, weights=[1, 3], loss_everywhere=True)
+        return torch.equal(pipe.step(x, target=y, weights=iter([1, 3]), loss_everywhere=True), one)
+
+    assert ec.run(main, 2) == [True, True]
+
+
+def test_a_step_where_nothing_has_gradients_is_refused() -> None:
+    def main(world: World) -> None:
+        pipe = ec.Pipeline(build("plain", 2), world.group, microbatches=2, loss_fn=mse)
+        x, y = batch(8)
+        with torch.inference_mode():
+            with pytest.raises(ArgumentError, match=r"under torch.inference_mode\(\) nothing has"):
+                pipe.step(x, target=y)
+            pipe.eval_step(x, target=y)
+        pipe.step(x, target=y)
+
+    ec.run(main, 2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"schedule": None}, "schedule is None; give a name such as '1f1b', or a Schedule"),
+        ({"stages": None}, "stages is None; give a list of modules"),
+        ({"stages": iter(())}, "stages is <.*; give a list of modules"),
+    ],
+)
+def test_stages_and_schedules_of_another_kind_are_refused(wrong, sentence) -> None:
+    def main(world: World) -> None:
+        given = {"stages": build("plain", 2), "microbatches": 2, **wrong}
+        with pytest.raises(ArgumentError, match=sentence):
+            ec.Pipeline(group=world.group, **given)
+
+    ec.run(main, 2)

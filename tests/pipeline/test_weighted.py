@@ -1,5 +1,7 @@
 """Gradients of large weights are added where they lie, unless somebody wants to see them."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -149,3 +151,50 @@ def test_a_gradient_that_the_model_takes_in_its_forward_is_not_added() -> None:
     assert not module.inner.weight.grad.any()
     stage.backward(0, [torch.ones(())])
     torch.testing.assert_close(module.inner.weight.grad, plain)
+
+
+def test_a_copy_of_a_stage_uses_its_own_weight() -> None:
+    stage = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Embedding(WORDS, WIDTH))
+    Stage(stage, 0)
+    averaged = copy.deepcopy(stage)
+    loaded = pickle.loads(pickle.dumps(stage))
+    for layer in averaged:
+        with torch.no_grad():
+            layer.weight.zero_()
+    for one, is_zero in ((stage, False), (averaged, True), (loaded, False)):
+        linear, embedding = one
+        x = torch.ones(1, WIDTH)
+        assert torch.equal(linear(x), x @ linear.weight.T + linear.bias)
+        assert embedding(torch.tensor([3])).any() != is_zero
+
+
+def test_a_layer_that_the_user_has_patched_keeps_its_forward() -> None:
+    layer = nn.Linear(4, 4)
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight) * 2  # type: ignore[method-assign]
+    x = torch.randn(3, 4)
+    Stage(layer, 0, splits=True)
+    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight) * 2)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_gradients_of_complex_weights_are_those_of_the_plain_layer(splits: bool) -> None:
+    torch.manual_seed(1)
+    layer = nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)
+    x = torch.randn(3, WIDTH, dtype=torch.complex64, requires_grad=True)
+    want = torch.autograd.grad(layer(x).abs().sum(), (layer.weight, x))
+    stage = Stage(layer, 0, splits=splits)
+    output = stage.forward(0, x, {})
+    slope = output.tensors[0].sgn()
+    if splits:
+        (grad_x,) = stage.backward_input(0, [slope])
+        stage.backward_weight(0)
+    else:
+        (grad_x,) = stage.backward(0, [slope])
+    torch.testing.assert_close((layer.weight.grad, grad_x), want)
+
+
+def test_layers_take_their_input_by_name() -> None:
+    linear, embedding = nn.Linear(WIDTH, WIDTH), nn.Embedding(WORDS, WIDTH)
+    Stage(nn.ModuleList([linear, embedding]), 0)
+    assert linear(input=torch.ones(2, WIDTH)).shape == (2, WIDTH)
+    assert embedding(input=torch.tensor([1])).shape == (1, WIDTH)

@@ -97,7 +97,9 @@ class Pipeline(StagedModule):
         **schedule_options: Any,
     ) -> None:
         super().__init__()
-        check_arguments(stages, group, microbatches, loss_fn, loss_reduction, recompute, replicate)
+        check_arguments(
+            stages, group, microbatches, schedule, loss_fn, loss_reduction, recompute, replicate
+        )
         if isinstance(schedule, str):
             schedule = make_schedule(
                 schedule, len(stages), microbatches, group.size, **schedule_options

@@ -58,11 +58,12 @@ class Feed:
         Raises:
             ArgumentError: on every rank, what a rank was given cannot be used.
         """
-        problem, rows = None, 0
+        problem, rows, counts = None, 0, None
         try:
             rows = self._rows(args, kwargs, target, loss_fn is not None)
             self._check_rows(rows, training)
-            _check_weights(weights, self._most)
+            _check_mode(training)
+            counts = None if weights is None else _numbers(weights, self._most)
         except ArgumentError as error:
             problem = str(error)
         mine = torch.tensor([_WRONG if problem else rows], device=self._group.device)
@@ -74,11 +75,14 @@ class Feed:
         self._check_equal(found)
         total = found[self._first]
         count = self._most if training else min(self._most, total)
+        # What other ranks were given is not looked at: it may be None, or of another batch.
+        is_first, is_last = self._group.rank == self._first, self._group.rank == self._last
+        targets = split_batch(target, count, "target").parts if is_last and loss_fn else ()
         return Batch(
-            inputs=split_batch(args, count).parts if args else (),
+            inputs=split_batch(args, count).parts if is_first else (),
             kwargs=self._kwargs(kwargs, count),
-            targets=() if target is None else split_batch(target, count, "target").parts,
-            weights=self._weights(weights, total, count),
+            targets=targets,
+            weights=self._weights(counts, total, count),
             loss_fn=loss_fn,
             training=training,
         )
@@ -142,17 +146,23 @@ class Feed:
 
     def _weights(self, given: Sequence[float] | None, rows: int, count: int) -> list[float]:
         if given is not None:
-            numbers = [float(one) for one in given]
-            return [one / sum(numbers) for one in numbers]
+            total = sum(given)
+            return [one / total for one in given]
         if self._reduction == "sum":
             return [1.0] * count
         bounds = [shard_range(rows, count, i) for i in range(count)]
         return [(last - first) / rows for first, last in bounds]
 
 
-def _check_weights(given: Sequence[float] | None, count: int) -> None:
-    if given is None:
-        return
+def _check_mode(training: bool) -> None:
+    if training and torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            "step() trains, and under torch.inference_mode() nothing has gradients: call it "
+            "outside, or use eval_step()"
+        )
+
+
+def _numbers(given: Sequence[float], count: int) -> list[float]:
     try:
         numbers = [float(one) for one in given]
     except (TypeError, ValueError):
@@ -162,3 +172,4 @@ def _check_weights(given: Sequence[float] | None, count: int) -> None:
             f"weights are {given!r:.80}; give one number >= 0 for each of the {count} "
             "microbatches, not all of them 0"
         )
+    return numbers

@@ -21,6 +21,7 @@ def check_arguments(
     stages: Sequence[nn.Module | None],
     group: Group,
     microbatches: int,
+    schedule: str | Schedule,
     loss_fn: Callable[..., Any] | None,
     loss_reduction: str,
     recompute: bool,
@@ -38,6 +39,16 @@ def check_arguments(
         raise ArgumentError(
             f"stages is a {type(stages).__name__}; give a list of modules, such as "
             "ec.pipeline.split(model, num_stages)"
+        )
+    if not isinstance(stages, Sequence | nn.Sequential | nn.ModuleList):
+        raise ArgumentError(
+            f"stages is {stages!r:.80}; give a list of modules, such as "
+            "ec.pipeline.split(model, num_stages)"
+        )
+    if not isinstance(schedule, str | Schedule):
+        raise ArgumentError(
+            f"schedule is {schedule!r:.80}; give a name such as '1f1b', or a Schedule, such as "
+            "ec.pipeline.Schedule.from_csv(text)"
         )
     whole("microbatches", microbatches)
     if microbatches == 0:
@@ -75,6 +86,11 @@ def check_devices(own: Mapping[int, nn.Module], device: torch.device) -> None:
     """Refuse stages that are not where their values arrive; sharded ones may be offloaded."""
     for index, stage in own.items():
         for name, tensor in () if isinstance(stage, Shardable) else _tensors_of(stage):
+            if nn.parameter.is_lazy(tensor):
+                raise ArgumentError(
+                    f"stage {index} has {name!r}, which has no shape yet: run the model once "
+                    "before it is cut"
+                )
             if not tensor.is_meta and tensor.device != device:
                 raise ArgumentError(
                     f"stage {index} has {name!r} on {tensor.device}, and this rank computes on "

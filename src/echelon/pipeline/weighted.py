@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,27 +16,40 @@ __all__ = ["take_over"]
 
 # Below that, what a step saves by it is less than what a call of Python costs.
 _LARGE = 1 << 16  # elements
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def take_over(module: nn.Module, home: WeightGradients, *, every: bool) -> None:
     """Let the layers in ``module`` ask ``home``.
 
-    A layer whose class has a forward of its own is left alone, and so is a call whose weight is no
-    parameter, under autocast, or inside of a transform or a compiled graph: autograd does the rest.
+    A layer that has a forward of its own, by its class or by itself, is left alone, and so is one
+    of complex numbers and a call whose weight is no parameter, on a subclass of tensors, under
+    autocast, or inside of a transform or a compiled graph: autograd does the rest.
 
     Args:
         every: linear layers with small weights, too.
     """
     for layer in module.modules():
         forward = type(layer).forward
+        if _is_patched(layer):
+            continue
+        # No closures: a copy of the layer asks for its own weight, and it can be pickled.
         if forward is nn.Linear.forward:
             assert isinstance(layer, nn.Linear)
-            if every or layer.weight.numel() >= _LARGE:
-                vars(layer)["forward"] = _linear(layer, home)
+            small = not every and layer.weight.numel() < _LARGE
+            if not small and layer.weight.is_floating_point():
+                vars(layer)["forward"] = partial(_linear, layer, home)
         elif forward is nn.Embedding.forward:
             assert isinstance(layer, nn.Embedding)
             if layer.weight.numel() >= _LARGE and _is_plain(layer):
-                vars(layer)["forward"] = _embedding(layer, home)
+                vars(layer)["forward"] = partial(_embedding, layer, home)
+
+
+def _is_patched(layer: nn.Module) -> bool:
+    """Whether somebody gave this layer a forward, who is not a pipeline."""
+    own = vars(layer).get("forward")
+    ours = isinstance(own, partial) and own.func in (_linear, _embedding)
+    return own is not None and not ours
 
 
 def _is_plain(layer: nn.Embedding) -> bool:
@@ -46,7 +59,9 @@ def _is_plain(layer: nn.Embedding) -> bool:
 
 def _may_ask(weight: Tensor, x: Tensor) -> bool:
     return (
-        weight.is_leaf
+        type(x) in _PLAIN
+        and type(weight) in _PLAIN
+        and weight.is_leaf
         and weight.requires_grad
         and torch.is_grad_enabled()
         and x.dim() > 0
@@ -83,15 +98,13 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _linear(layer: nn.Linear, home: WeightGradients) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        weight = layer.weight
-        if not _may_ask(weight, x):
-            return F.linear(x, weight, layer.bias)
-        output: Tensor = _Linear.apply(x, weight, layer.bias, home)  # type: ignore[no-untyped-call]
-        return output
-
-    return forward
+# ``input`` is what the layers of torch call it.
+def _linear(layer: nn.Linear, home: WeightGradients, input: Tensor) -> Tensor:
+    weight = layer.weight
+    if not _may_ask(weight, input):
+        return F.linear(input, weight, layer.bias)
+    output: Tensor = _Linear.apply(input, weight, layer.bias, home)  # type: ignore[no-untyped-call]
+    return output
 
 
 # --- embedding ---------------------------------------------------------------------------------
@@ -116,12 +129,9 @@ class _Embedding(torch.autograd.Function):
         return None, whole, None
 
 
-def _embedding(layer: nn.Embedding, home: WeightGradients) -> Callable[[Tensor], Tensor]:
-    def forward(index: Tensor) -> Tensor:
-        weight = layer.weight
-        if not _may_ask(weight, index):
-            return F.embedding(index, weight)
-        output: Tensor = _Embedding.apply(index, weight, home)  # type: ignore[no-untyped-call]
-        return output
-
-    return forward
+def _embedding(layer: nn.Embedding, home: WeightGradients, input: Tensor) -> Tensor:
+    weight = layer.weight
+    if not _may_ask(weight, input):
+        return F.embedding(input, weight)
+    output: Tensor = _Embedding.apply(input, weight, home)  # type: ignore[no-untyped-call]
+    return output
