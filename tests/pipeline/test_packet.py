@@ -1,13 +1,14 @@
 """What goes between stages: few messages, and the values that were sent."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.pipeline.boundary import TensorForm, take_apart
+from echelon.errors import ArgumentError
+from echelon.pipeline.boundary import Form, TensorForm, take_apart
 from echelon.pipeline.packet import SMALL, Packet
 from echelon.world.base import World
 from tests.worlds import run_world
@@ -103,3 +104,27 @@ def test_what_stages_send_may_change_from_step_to_step(kind: str) -> None:
     assert num_sent == 2 * (
         (new + large) + (new + large) + new + (new + large) + (1 + large) + (new + 2 * large)
     )
+
+
+class Halves(NamedTuple):
+    left: Tensor
+    factor: float
+
+
+def test_values_of_classes_that_both_sides_can_find_are_sent() -> None:
+    value = Halves(torch.ones(2), 0.5), [None, {"largest": torch.randn(3, 2).max(1)}]
+    form, tensors = take_apart(value, "stage 0")
+    found = Form.from_bytes(form.to_bytes())
+    assert found.same(form)
+    (halves, rest) = found.assemble(tensors)
+    assert (type(halves), halves.factor) == (Halves, 0.5)
+    assert torch.equal(rest[1]["largest"].indices, value[1][1]["largest"].indices)
+
+
+def test_values_that_cannot_be_sent_are_named_with_what_to_do() -> None:
+    local = NamedTuple("Local", [("x", Tensor)])  # noqa: UP014
+    form, _ = take_apart(local(torch.ones(1)), "stage 0")
+    with pytest.raises(ArgumentError, match=r"Local.*define the class at the top of a module"):
+        form.to_bytes()
+    with pytest.raises(ArgumentError, match=r"stage 0 gave a tensor of layout torch.sparse_coo"):
+        take_apart(torch.eye(2).to_sparse(), "stage 0")

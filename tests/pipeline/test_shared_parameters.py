@@ -95,3 +95,22 @@ def test_stages_that_share_a_parameter_train_as_one_process_does(world: str) -> 
 
 def test_a_shared_parameter_on_a_mesh_of_three_axes_trains_as_in_one_process() -> None:
     run_world("threads", trains_all, 8, ([plan("zb-v", dp=2, shard=2)],))
+
+
+def test_gradients_that_are_given_up_before_they_are_complete_are_gone() -> None:
+    def main(world: World) -> None:
+        plain, pipe = make(plan("1f1b"), world)
+        (x, y), (other, target) = tokens_of(0, ROWS), tokens_of(1, ROWS)
+        for by, of in ((x, y), (other, target)):
+            pipe.step(by, target=of)
+            pipe.step(other, target=target, finalize=False)
+            pipe.zero_grad(set_to_none=by is x)
+            plain.zero_grad()
+            pipe.step(by, target=of)
+            loss_fn(plain(by), of).backward()
+            own = dict(pipe.named_parameters())
+            for name, param in plain.named_parameters():
+                if name in own:
+                    torch.testing.assert_close(own[name].grad, param.grad, **CLOSE)
+
+    ec.run(main, 2)

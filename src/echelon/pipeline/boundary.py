@@ -55,7 +55,7 @@ class Form:
 
     Attributes:
         leaves: by position, a ``TensorForm`` or the plain value itself.
-        spec: how leaves are nested, as text and as an object.
+        spec: how leaves are nested.
     """
 
     leaves: tuple[Any, ...]
@@ -84,14 +84,26 @@ class Form:
         return pickle.dumps(self.leaves) == pickle.dumps(other.leaves)
 
     def to_bytes(self) -> bytes:
-        """For the stage that receives."""
-        return pickle.dumps((self.leaves, pytree.treespec_dumps(self.spec)))
+        """For the stage that receives.
+
+        Raises:
+            ArgumentError: the receiver could not find a class that is in it.
+        """
+        try:
+            # The containers themselves, with numbers in them: all classes go that can be found.
+            numbers = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
+            return pickle.dumps((self.leaves, numbers))
+        except (pickle.PicklingError, AttributeError) as error:
+            raise ArgumentError(
+                f"what goes to the next stage cannot be written down: {error}; define the class "
+                "at the top of a module"
+            ) from error
 
     @staticmethod
     def from_bytes(data: bytes) -> Form:
         """What ``to_bytes`` gave on the stage before."""
-        leaves, spec = pickle.loads(data)
-        return Form(leaves, pytree.treespec_loads(spec))
+        leaves, numbers = pickle.loads(data)
+        return Form(leaves, pytree.tree_structure(numbers))
 
 
 def take_apart(value: Any, where: str) -> tuple[Form, list[Tensor]]:
@@ -110,11 +122,11 @@ def take_apart(value: Any, where: str) -> tuple[Form, list[Tensor]]:
         ((2,), 3)
     """
     if isinstance(value, Tensor):  # what most stages give, without a walk
-        return Form((_form(value),), _ALONE), [value]
+        return Form((_form(value, where),), _ALONE), [value]
     leaves, spec = pytree.tree_flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     forms = tuple(
-        _form(leaf) if isinstance(leaf, Tensor) else _plain(leaf, where) for leaf in leaves
+        _form(leaf, where) if isinstance(leaf, Tensor) else _plain(leaf, where) for leaf in leaves
     )
     return Form(forms, spec), tensors
 
@@ -122,7 +134,12 @@ def take_apart(value: Any, where: str) -> tuple[Form, list[Tensor]]:
 _ALONE = pytree.tree_flatten(0)[1]  # of a value that is no container
 
 
-def _form(tensor: Tensor) -> TensorForm:
+def _form(tensor: Tensor, where: str) -> TensorForm:
+    if tensor.layout is not torch.strided:
+        raise ArgumentError(
+            f"{where} gave a tensor of layout {tensor.layout}, which cannot go to another stage: "
+            "give dense tensors, such as its indices and its values"
+        )
     return TensorForm(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 

@@ -57,17 +57,21 @@ class Tie:
                 group.broadcast(param.data, 0, label="a parameter that stages share")
 
     def begin(self) -> None:
-        """A step begins: gradients that were reduced already are not reduced again."""
-        if not self._is_open:
-            # Memory of its own: ``.grad`` of a replicated parameter is where the next one travels.
-            before = self.param.grad
-            self._before, self.param.grad = None if before is None else before.clone(), None
-            self._is_open = True
+        """A step begins: gradients that were reduced already are not added up again."""
+        if self._is_open:
+            return
+        # Memory of its own: ``.grad`` of a replicated parameter is where the next one travels.
+        before = self.param.grad
+        self._before = None if before is None else before.clone()
+        # All owners have the same; it stays in one ``.grad``, and not aside, so that it goes
+        # where the user empties or scales that one before the gradients are complete.
+        if not self.counts:
+            self.param.grad = None
+        self._is_open = True
 
     def reduce(self) -> None:
-        """Reduce what all owners have added to ``.grad`` since ``begin``. All of them call it."""
-        self._is_open = False
-        before, self._before = self._before, None
+        """Reduce what all owners have in ``.grad`` since ``begin``. All of them call it."""
+        self._before, self._is_open = None, False
         grad = self.param.grad
         is_used = torch.tensor([grad is not None], dtype=torch.uint8, device=self.param.device)
         for group in self._groups:
@@ -78,9 +82,7 @@ class Tie:
                 self._owners.all_reduce(total, "sum", label="gradient of a shared parameter")
             if self._replicas is not None:
                 self._replicas.all_reduce(total, "mean", label="gradient of a shared parameter")
-            self.param.grad = total if before is None else before.add_(total)
-        else:
-            self.param.grad = before
+            self.param.grad = total
 
     def forget(self) -> None:
         """A step failed: leave what there was before."""
