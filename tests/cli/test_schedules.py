@@ -72,6 +72,7 @@ def test_a_drawing_too_wide_for_a_terminal_becomes_the_lists() -> None:
         (["--ranks", 2, "--microbatches", 4, "--chunks", "two"], "--chunks has 'two'"),
         (["--ranks", 2, "--microbatches", 4, "--option", "k=2"], "give its NAME too"),
         (["zb", "--ranks", 2, "--microbatches", 4, "--option", "k=x"], "--option has 'x'"),
+        (["1f1b", "--ranks", 2, "--microbatches", 4, "--csv", "/no/x"], "--csv is /no/x, which"),
         (["gpipe", "--ranks", 2, "--microbatches", 9, "--memory-cap", 2], "keeps 9 microbatches"),
     ],
 )

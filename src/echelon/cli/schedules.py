@@ -70,7 +70,13 @@ def show(request: Request) -> int:
         simulation = choice.recommended.simulation
     for form, path in request.files.items():
         if path is not None:
-            path.write_text(_file(form, simulation))
+            try:
+                path.write_text(_file(form, simulation))
+            except OSError as error:
+                raise ArgumentError(
+                    f"--{form} is {path}, which cannot be written: {error.strerror}; give a file "
+                    "in a folder that is there"
+                ) from error
             typer.echo(f"{simulation.schedule.name} is in {path}")
     return 0
 
