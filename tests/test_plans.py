@@ -19,11 +19,18 @@ KEPT = ec.Strategy.SHARD_GRAD_OP
 
 TWO: dict[str, Any] = {"pp": 2, "microbatches": 2}
 
+PP = {"pp": 2, "microbatches": 4}
+THREE = ec.pipeline.schedule("1f1b", 3, 4, 3)
+
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"dp": 0}, "dp is 0"),
+        ({**PP, "pipeline": {"recompute": "x"}}, "recompute is 'x'; use one of True, False"),
+        ({**PP, "pipeline": {"reduce_every": "x"}}, "reduce_every is 'x'; use one of"),
+        ({**PP, "pipeline": {"window_nbytes": -1}}, "window_nbytes is -1; give a whole"),
+        ({**PP, "schedule": THREE}, "3 ranks, 3 stages and 4 microbatches, and pp is 2"),
         ({"pp": 2}, "pp is 2 without microbatches"),
         ({"microbatches": 2}, "microbatches is 2, which is for pipelines"),
         ({"schedule": "1f1b"}, "schedule is '1f1b', which is for pipelines"),

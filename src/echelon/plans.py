@@ -16,6 +16,7 @@ from echelon.fsdp import FSDP, Strategy
 from echelon.fsdp.policy import MixedPrecision
 from echelon.fsdp.policy import Options as FSDPOptions
 from echelon.pipeline.api import Pipeline
+from echelon.pipeline.fit import check_options
 from echelon.pipeline.ir import Schedule
 from echelon.pipeline.schedules import FAMILIES
 from echelon.pipeline.schedules import schedule as make_schedule
@@ -131,7 +132,15 @@ class Plan:
         of_schedules = {option for family in FAMILIES.values() for option in family.options}
         unknown = {name: value for name, value in others.items() if name not in of_schedules}
         _check_names("pipeline", Pipeline, {**own, **unknown}, {})
-        self.make_schedule()
+        check_options(**own)
+        made = self.make_schedule()
+        found = (made.num_ranks, made.num_stages, made.num_microbatches)
+        if found != (self.pp, self.pp * self.chunks, self.microbatches):
+            raise ArgumentError(
+                f"schedule is for {found[0]} ranks, {found[1]} stages and {found[2]} microbatches, "
+                f"and pp is {self.pp}, pp * chunks {self.pp * self.chunks} and microbatches "
+                f"{self.microbatches}: they must agree"
+            )
 
     def _check_sharding(self) -> None:
         if self.shard == 1:

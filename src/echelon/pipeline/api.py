@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from echelon.errors import ArgumentError
 from echelon.pipeline.execute import Batch, Executor, Loss
 from echelon.pipeline.feed import Feed
-from echelon.pipeline.fit import check_agreement, check_arguments, check_devices, own_stages
+from echelon.pipeline.fit import (
+    check_agreement,
+    check_arguments,
+    check_devices,
+    check_options,
+    own_stages,
+)
 from echelon.pipeline.ir import Action, Item, Kind, Schedule
 from echelon.pipeline.link import Link
 from echelon.pipeline.lowering import lower_once
@@ -97,8 +103,13 @@ class Pipeline(StagedModule):
         **schedule_options: Any,
     ) -> None:
         super().__init__()
-        check_arguments(
-            stages, group, microbatches, schedule, loss_fn, loss_reduction, recompute, replicate
+        check_arguments(stages, group, microbatches, schedule, loss_fn, replicate)
+        check_options(
+            loss_reduction=loss_reduction,
+            recompute=recompute,
+            reduce_every=reduce_every,
+            window_nbytes=window_nbytes,
+            materialize=materialize,
         )
         if isinstance(schedule, str):
             schedule = make_schedule(

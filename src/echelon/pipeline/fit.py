@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from echelon.arguments import one_of, whole
 from echelon.errors import ArgumentError, ModelMismatch
 from echelon.pipeline.ir import Schedule
-from echelon.pipeline.shardable import Shardable
+from echelon.pipeline.shardable import ReduceEvery, Shardable
 from echelon.world.group import Group
 
-__all__ = ["check_agreement", "check_arguments", "check_devices", "own_stages"]
+__all__ = ["check_agreement", "check_arguments", "check_devices", "check_options", "own_stages"]
 
 
 def check_arguments(
@@ -23,8 +23,6 @@ def check_arguments(
     microbatches: int,
     schedule: str | Schedule,
     loss_fn: Callable[..., Any] | None,
-    loss_reduction: str,
-    recompute: bool,
     replicate: Group | None,
 ) -> None:
     """Refuse arguments that no pipeline can be made of."""
@@ -55,8 +53,24 @@ def check_arguments(
         raise ArgumentError("microbatches must be > 0")
     if loss_fn is not None and not callable(loss_fn):
         raise ArgumentError(f"loss_fn is {loss_fn!r:.80}; give a function of output and target")
+
+
+def check_options(
+    *,
+    loss_reduction: object = "mean",
+    recompute: object = False,
+    reduce_every: object = "step",
+    window_nbytes: object = None,
+    materialize: object = None,
+) -> None:
+    """Refuse values of those options of a pipeline that say something without its stages."""
     one_of("loss_reduction", loss_reduction, ("mean", "sum"))
     one_of("recompute", recompute, (True, False))
+    one_of("reduce_every", reduce_every, get_args(ReduceEvery))
+    if window_nbytes is not None:
+        whole("window_nbytes", window_nbytes)
+    if materialize is not None and not callable(materialize):
+        raise ArgumentError(f"materialize is {materialize!r:.80}; give a function of a module")
 
 
 def own_stages(

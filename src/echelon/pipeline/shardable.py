@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol, final, get_args, runtime_checkable
+from typing import Literal, Protocol, final, runtime_checkable
 
 from torch import Tensor, nn
 
 from echelon.accumulation import add_product, product
-from echelon.arguments import one_of, whole
 from echelon.errors import ArgumentError
 from echelon.world.group import Group
 
@@ -81,7 +80,6 @@ class Sharing:
     """
 
     def __init__(self, module: nn.Module, every: ReduceEvery) -> None:
-        one_of("reduce_every", every, get_args(ReduceEvery))
         self._module = module
         self._replica = module if isinstance(module, Replicated) else None
         self._shards = module if isinstance(module, Shardable) else None
@@ -166,8 +164,6 @@ class Gathering:
         Raises:
             ArgumentError: an option is for stages that are sharded, or replicated, and none is.
         """
-        if window_nbytes is not None:
-            whole("window_nbytes", window_nbytes)
         mine = {index: (one.nbytes, one._replica is not None) for index, one in own.items()}
         found: dict[int, tuple[int | None, bool]] = {}
         for theirs in group.all_gather_object(mine):

@@ -58,8 +58,6 @@ def start(
     Raises:
         ArgumentError: on every rank, if a module of one cannot make its values.
     """
-    if materialize is not None and not callable(materialize):
-        raise ArgumentError(f"materialize is {materialize!r:.80}; give a function of a module")
     places: dict[int, Place] = {}
     waiting: dict[int, Tensor] = {}
     for index, stage in sorted(stages.items()):
