@@ -115,8 +115,10 @@ class _Ring:
         """Bytes that may be read."""
         return (self.head - self.tail) & 0xFFFFFFFF
 
-    def write_header(self, *fields: int) -> None:
+    def write_header(self, item: _Item) -> None:
         """Fill the next bytes, and count them as written."""
+        assert item.ticket is not None
+        fields = item.tag, item.nbytes, _CODES[item.dtype], item.ticket.position
         _HEADER.pack_into(self._bytes, self.head % self.capacity, *fields)
         self.advance_head(_HEADER_NBYTES)
 
@@ -194,7 +196,8 @@ class Mailbox:
         item = _Item.of(ticket, dst, tag, tensor)
         with self._lock:
             self._outgoing[dst].append(item)
-        return self._started(item, ticket)
+            self._feed(dst)
+        return self._started(item)
 
     def recv(self, ticket: Ticket, tensor: Tensor, src: int, tag: int) -> Work:
         """Start to receive the next message from ``src`` with this tag."""
@@ -206,7 +209,9 @@ class Mailbox:
                 self._asked[src].append(item)
             else:
                 self._match(early, item)
-        return self._started(item, ticket)
+            if not item.complete:
+                self._drain(src)
+        return self._started(item)
 
     def probe(self, tag: int) -> int | None:
         """A rank whose message with this tag has begun to arrive and is not asked for yet."""
@@ -236,14 +241,10 @@ class Mailbox:
 
     def progress(self) -> None:
         """Move whatever can move; never waits."""
-        area = self._area
         with self._lock:
-            for peer in area.peers:
-                fed, read = self._feed(peer), self._pull(peer)
-                if fed or read:
-                    area.board.ring((area.ranks[peer],))
-                if read and self._rings_in[peer].starved:
-                    area.board.call_helpers(area.ranks[peer])
+            for peer in self._area.peers:
+                self._feed(peer)
+                self._drain(peer)
 
     def close(self) -> None:
         """Send what is still outgoing, then end the background thread."""
@@ -273,33 +274,44 @@ class Mailbox:
         if self._closing:
             raise StateError(f"{ticket} cannot run, because this rank has closed the world")
 
-    def _started(self, item: _Item, ticket: Ticket) -> Work:
-        self.progress()
-        if not (item.complete or ticket.blocking or self._thread):
+    def _started(self, item: _Item) -> Work:
+        assert item.ticket is not None
+        if not (item.complete or item.ticket.blocking or self._thread):
             name = f"messages of {self._area.name}"
             self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
             self._thread.start()
-        return _MailWork(ticket, self, item)
+        return _MailWork(item.ticket, self, item)
 
     def _loop(self) -> None:
         """Keep long messages moving while the owner computes."""
         while not self._closing:
             self._area.board.help(self.progress, _LOOK_S)
 
-    def _feed(self, peer: int) -> bool:
+    def _feed(self, peer: int) -> None:
         """``_push``, and call the receiver's helper if there is no room for all of it."""
         queue, ring = self._outgoing[peer], self._rings_out[peer]
         if not queue:
-            return False
+            return
         moved = news = self._push(peer)
         if queue and not ring.starved:
             ring.starved = news = True
             moved |= self._push(peer)  # the receiver may have made room before it could see that
-        if not queue:
+        board, receiver = self._area.board, self._area.ranks[peer]
+        if not queue and ring.starved:
             ring.starved = False
-        elif news:
-            self._area.board.call_helpers(self._area.ranks[peer])
-        return moved
+        if moved:
+            board.ring((receiver,))
+        if queue and news:
+            board.call_helpers(receiver)
+
+    def _drain(self, peer: int) -> None:
+        """``_pull``, and tell the sender if it waits for room: its owner, and its helper."""
+        # Since bytes were last counted as read there was a fence, so a word that is 0 now is seen
+        # by a sender that looks for room once more.
+        if self._pull(peer) and self._rings_in[peer].starved:
+            sender = self._area.ranks[peer]
+            self._area.board.ring((sender,))
+            self._area.board.call_helpers(sender)
 
     def _push(self, peer: int) -> bool:
         """Move bytes of the first outgoing message to ``peer`` into the ring."""
@@ -307,13 +319,11 @@ class Mailbox:
         moved = False
         while queue:
             item = queue[0]
-            assert item.ticket is not None
             room = ring.capacity - ring.num_filled()
             if not item.has_header:
                 if room < _HEADER_NBYTES:
                     break
-                code = _CODES[item.dtype]
-                ring.write_header(item.tag, item.nbytes, code, item.ticket.position)
+                ring.write_header(item)
                 item.has_header = moved = True
                 room -= _HEADER_NBYTES
             count = ring.write(item, room)
