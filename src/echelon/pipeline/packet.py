@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import final
 
 import torch
-from torch import Tensor
 
 from echelon.pipeline.boundary import TensorForm
 
