@@ -11,8 +11,8 @@ from torch import nn
 import echelon as ec
 from echelon.world.base import World
 from tests.pipeline.models import batch, build, mse
-from tests.pipeline.test_api import Embedding, Head
 from tests.pipeline.sizes import TRAINING, VARIANTS
+from tests.pipeline.test_api import Embedding, Head
 from tests.worlds import KINDS, run_world
 
 MICROBATCHES = 4
