@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.errors import ArgumentError, CommError, ModelMismatch, StateError
+from echelon.errors import ArgumentError, ModelMismatch, StateError
 from echelon.world.base import World
 from tests.fsdp.checking import same_grads, whole_grads
 from tests.worlds import run_world
@@ -158,7 +158,7 @@ def test_a_rule_that_matches_nothing_lists_the_classes_that_there_are() -> None:
 
 def test_a_group_of_a_world_that_has_ended_is_an_error_on_every_rank() -> None:
     groups = dict(ec.run(lambda world: (world.rank, world.group), 2))
-    raises(CommError, "returned already", lambda w: ec.FSDP(Ties(), groups[w.rank]))
+    raises(StateError, "after its world was closed", lambda w: ec.FSDP(Ties(), groups[w.rank]))
 
 
 def test_replicas_of_another_world_are_refused() -> None:

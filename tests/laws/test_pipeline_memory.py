@@ -12,27 +12,27 @@ import echelon as ec
 from echelon.pipeline.packet import SMALL
 from echelon.world.base import World
 from tests.pipeline.models import Alive, Counted, batch, build, mse
-from tests.pipeline.test_parity import SCHEDULES
+from tests.pipeline.sizes import VARIANTS
 from tests.worlds import KINDS, run_world
 
 MICROBATCHES = 8
 # Of each shape; that a rank holds what was simulated, ``test_parity`` asks of all.
-SOME = ["gpipe", "1f1b", "interleaved", "zb-h2", "v-min", "dualpipe-v, fused"]
+SOME = ["gpipe", "1f1b", "interleaved-v2", "zb-h2", "v-min", "dualpipe-v-fused"]
 
 
 # --- how many ------------------------------------------------------------------------------------
 
 
-def count(world: World, name: str) -> tuple[int, int]:
+def count(world: World, variant: str) -> tuple[int, int]:
     """Most graphs that autograd kept on this rank, and most microbatches that it held."""
-    chunks, options = SCHEDULES[name]
+    name, chunks, options = VARIANTS[variant]
     graphs = Alive()
     stages = [Counted(block, graphs) for block in build("plain", world.size * chunks)]
     pipe = ec.Pipeline(
         stages,
         world.group,
         microbatches=MICROBATCHES,
-        schedule=name.partition(",")[0],
+        schedule=name,
         loss_fn=mse,
         **options,
     )
@@ -52,11 +52,9 @@ def count_all(world: World, names: list[str]) -> list[tuple[int, int]]:
 )
 def test_activations_alive_are_those_of_the_simulation(kind, ranks, names) -> None:
     by_rank = run_world(kind, count_all, ranks, (names,))
-    for i, name in enumerate(names):
-        chunks, options = SCHEDULES[name]
-        schedule = ec.pipeline.schedule(
-            name.partition(",")[0], ranks * chunks, MICROBATCHES, ranks, **options
-        )
+    for i, variant in enumerate(names):
+        name, chunks, options = VARIANTS[variant]
+        schedule = ec.pipeline.schedule(name, ranks * chunks, MICROBATCHES, ranks, **options)
         peaks = [round(one * chunks) for one in ec.pipeline.simulate(schedule).peak]
         if name == "1f1b":
             assert peaks == [4, 3, 2, 1][4 - ranks :]
@@ -109,9 +107,9 @@ WIDTH = 64
 ROWS = 2 * SMALL // (8 * WIDTH)  # of a microbatch, which then is a message of its own
 
 
-def watch(world: World, name: str, rows: int) -> list[tuple[int, int, int]]:
+def watch(world: World, variant: str, rows: int) -> list[tuple[int, int, int]]:
     """Inputs, outputs and gradients of each stage of this rank that were alive at once."""
-    chunks, options = SCHEDULES[name]
+    name, chunks, options = VARIANTS[variant]
     stages = [Passes(index == 0).double() for index in range(world.size * chunks)]
     pipe = ec.Pipeline(
         stages, world.group, microbatches=MICROBATCHES, schedule=name, loss_fn=mse, **options

@@ -44,6 +44,26 @@ def differ(some: list[Tensor], others: list[Tensor]) -> bool:
 # --- Pipeline ------------------------------------------------------------------------------------
 
 
+@option("Pipeline.replicate")
+def replicate_averages_shared_parameters_over_replicas(world: World) -> None:
+    """Two stages on one rank share a weight that ``DDP`` leaves alone; each rank has its rows."""
+    torch.manual_seed(0)
+    inner = [nn.Linear(3, 3).double() for _ in range(3)]
+    inner[2].weight = shared = inner[0].weight
+    x, y = torch.randn(2, 8, 3, dtype=torch.float64)
+    expected = torch.autograd.grad(mse(nn.Sequential(*inner)(x), y), shared)[0]
+    mesh = world.mesh(dp=world.size, pp=1)
+    stages = [
+        ec.DDP(nn.Sequential(*own), mesh["dp"], ignored=[shared]) for own in (inner[:2], inner[2:])
+    ]
+    pipe = pipeline(
+        world, stages=stages, group=mesh["pp"], schedule="zb", replicate=mesh["dp"], microbatches=2
+    )
+    rows = slice(4 * world.rank, 4 * world.rank + 4)
+    pipe.step(x[rows], target=y[rows])
+    torch.testing.assert_close(shared.grad, expected, rtol=1e-12, atol=1e-12)
+
+
 @option("Pipeline.stages")
 def stages_are_what_is_trained(world: World) -> None:
     other = build("plain", 3)[1:]

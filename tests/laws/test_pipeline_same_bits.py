@@ -11,8 +11,8 @@ from torch import nn
 import echelon as ec
 from echelon.world.base import World
 from tests.pipeline.models import batch, build, mse
+from tests.pipeline.sizes import TRAINING, VARIANTS
 from tests.pipeline.test_api import Embedding, Head
-from tests.pipeline.test_parity import SCHEDULES
 from tests.worlds import KINDS, run_world
 
 MICROBATCHES = 4
@@ -49,10 +49,10 @@ def words() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, target
 
 
-def by_schedule(world: World, name: str) -> str:
-    chunks, options = SCHEDULES[name]
+def by_schedule(world: World, variant: str) -> str:
+    name, chunks, options = VARIANTS[variant]
     stages = build("nested", world.size * chunks, torch.float32)
-    return trained(world, stages, rows(), mse, schedule=name.partition(",")[0], **options)
+    return trained(world, stages, rows(), mse, schedule=name, **options)
 
 
 def tied(world: World) -> str:
@@ -65,7 +65,7 @@ def tied(world: World) -> str:
 
 
 def twice(world: World) -> dict[str, tuple[str, str]]:
-    found = {name: (by_schedule(world, name), by_schedule(world, name)) for name in SCHEDULES}
+    found = {name: (by_schedule(world, name), by_schedule(world, name)) for name in TRAINING}
     return {**found, "a shared parameter": (tied(world), tied(world))}
 
 
@@ -74,7 +74,7 @@ def found(kind: str) -> list[dict[str, tuple[str, str]]]:
     return run_world(kind, twice, 2)
 
 
-@pytest.mark.parametrize("name", [*SCHEDULES, "a shared parameter"])
+@pytest.mark.parametrize("name", [*TRAINING, "a shared parameter"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_runs_and_all_worlds_give_the_same_bits(kind: str, name: str) -> None:
     for mine, threads in zip(found(kind), found("threads"), strict=True):
@@ -85,4 +85,4 @@ def test_two_runs_and_all_worlds_give_the_same_bits(kind: str, name: str) -> Non
 
 def test_the_law_would_see_another_order_of_microbatches() -> None:
     """GPipe adds gradients up in another order than 1F1B where that makes a difference."""
-    assert len({found("threads")[0][name][0] for name in SCHEDULES}) > 1
+    assert len({found("threads")[0][name][0] for name in TRAINING}) > 1

@@ -156,13 +156,29 @@ def the_world_is_shared(world: World) -> None:
     assert list(planned(world).stages) == [str(world.rank)]
 
 
-@option("Plan.reduce_every", "Plan.window_nbytes", ranks=4)
+@option("Plan.fsdp", "Plan.ddp")
+def options_of_wrappers_reach_them(world: World) -> None:
+    """A model too small to be sharded; a bucket for each parameter, or one for all."""
+    kept = planned(world, pp=1, shard=2, fsdp={"min_num_params": 10**9})
+    assert [p.shape for p in kept.parameters()] == [p.shape for p in row().parameters()]
+    numbers = []
+    for cap in (25 * 2**20, 0):
+        model = planned(world, pp=1, dp=2, ddp={"bucket_bytes": cap, "first_bucket_bytes": cap})
+        found: list[ec.events.Event] = []
+        with ec.events.listen(found.append):
+            model(torch.ones(1, 6).double()).sum().backward()
+        own = [e for e in list(found) if e.facts.get("rank") == world.rank]
+        numbers.append(sum(e.name == "collective.issue" for e in own))
+    assert numbers[0] < numbers[1]
+
+
+@option("Plan.pipeline", ranks=4)
 def options_of_stages_that_are_shared(world: World) -> None:
     plan = {"pp": 2, "shard": 2, "microbatches": 4, "chunks": 2, "schedule": "interleaved"}
     blocks = [nn.Linear(40, 40).double() for _ in range(4)]
     counts = []
     for options in ({}, {"reduce_every": "microbatch"}, {"window_nbytes": 0}):
-        pipe = planned(world, copy.deepcopy(blocks), mse, **plan, **options)
+        pipe = planned(world, copy.deepcopy(blocks), mse, **plan, pipeline=options)
         x = torch.ones(8, 40, dtype=torch.float64)
         found: list[ec.events.Event] = []
         with ec.events.listen(found.append):

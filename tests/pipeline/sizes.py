@@ -26,6 +26,9 @@ VARIANTS: dict[str, tuple[str, int, dict[str, int | bool]]] = {
     "forward-only-v2": ("forward-only", 2, {}),
 }
 
+# Those that train; four stages a rank show nothing that two do not.
+TRAINING = [v for v, (name, chunks, _) in VARIANTS.items() if name != "forward-only" and chunks < 4]
+
 
 def make(variant: str, ranks: int, microbatches: int) -> Schedule:
     """The schedule of a variant."""

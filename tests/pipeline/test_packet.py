@@ -27,12 +27,11 @@ def test_small_tensors_of_every_dtype_share_a_packet_and_large_ones_do_not() -> 
     ]
     forms = tuple(TensorForm(tuple(t.shape), t.dtype, False) for t in tensors)
     packet = Packet(3, forms, CPU)
-    assert list(packet.large) == [forms[3]]
-    rooms = [packet.room(i) for i in range(len(tensors))]
-    for room, tensor in zip(rooms, tensors, strict=True):
+    assert packet.large == [forms[3]]
+    for room, tensor in zip(packet.rooms, tensors, strict=True):
         if room is not None:
             room.copy_(tensor)
-    for room, tensor in zip(rooms, tensors, strict=True):  # none lies on another
+    for room, tensor in zip(packet.rooms, tensors, strict=True):  # none lies on another
         assert room is None or torch.equal(room, tensor)
     assert packet.head.tolist() == [0, 0, 0]
 

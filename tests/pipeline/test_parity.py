@@ -9,12 +9,10 @@ import torch
 import echelon as ec
 from echelon.world.base import World
 from tests.pipeline.models import batch, build, mse, train_plain
-from tests.pipeline.sizes import VARIANTS, make
+from tests.pipeline.sizes import TRAINING, VARIANTS, make
 from tests.worlds import run_world
 
 STEPS = 2
-# Those that train; four stages a rank show nothing that two do not.
-TRAINING = [v for v, (name, chunks, _) in VARIANTS.items() if name != "forward-only" and chunks < 4]
 
 
 def train(

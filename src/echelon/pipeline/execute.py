@@ -275,7 +275,7 @@ class Executor:
             oldest = next(iter(self._sending))
             if not self._sending[oldest].done(ask=len(self._sending) >= self._many):
                 break
-            del self._sending[oldest]
+            self._sending.pop(oldest).wait()
         self._sending[action] = sending
 
     def _let_go(self, arrived: Sequence[Action]) -> None:

@@ -14,14 +14,14 @@ shapes of the tensors they belong to; their head has a bit for each that is ther
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
 from echelon.pipeline.boundary import Form, TensorForm
-from echelon.pipeline.packet import Packet
+from echelon.pipeline.packet import Packet, Packets
 from echelon.pipeline.stage import Output
 from echelon.world.group import Group
 from echelon.world.randomness import draws_nothing
@@ -39,10 +39,18 @@ class Sending:
 
     Args:
         is_cheap: whether a work tells for nothing that it is done; else it may take a thread.
+        then: called when the memory may be used again.
     """
 
-    def __init__(self, works: list[Work], memory: list[Tensor], *, is_cheap: bool = True) -> None:
-        self._works, self._memory, self._is_cheap = works, memory, is_cheap
+    def __init__(
+        self,
+        works: list[Work],
+        memory: list[Tensor],
+        *,
+        is_cheap: bool = True,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._works, self._memory, self._is_cheap, self._then = works, memory, is_cheap, then
 
     def done(self, *, ask: bool) -> bool:
         """Whether ``wait`` is known to return at once.
@@ -53,10 +61,11 @@ class Sending:
         return (self._is_cheap or ask) and all(work.done() for work in self._works)
 
     def wait(self) -> None:
-        """Return when the memory may be used again, and let go of it."""
+        """Return when the memory may be used again, and let go of it. Called once."""
         for work in self._works:
             work.wait()
         self._works, self._memory = [], []
+        self._then()
 
 
 @final
@@ -74,6 +83,7 @@ class Link:
         self._group, self._peer = group, peer
         self._first = cut * num_microbatches
         self._known: dict[tuple[bool, int], Form] = {}  # by training and microbatch
+        self._going, self._coming = Packets(group.device), Packets(group.device)
 
     def _tag(self, microbatch: int, kind: int) -> int:
         return (self._first + microbatch) * _KINDS + kind
@@ -91,7 +101,6 @@ class Link:
     @draws_nothing
     def send(self, microbatch: int, output: Output, *, training: bool) -> Sending:
         """Send what a stage gave to the next one."""
-        device = self._group.device
         works: list[Work] = []
         memory: list[Tensor] = []
 
@@ -101,19 +110,11 @@ class Link:
 
         known = self._known.get((training, microbatch))
         if known is None or not known.same(output.form):
-            data = output.form.to_bytes()
-            packet = Packet(_LENGTH, () if known is None else known.tensors, device)
-            packet.head.view(torch.int64).fill_(len(data))
-            message(_PACKET, packet.bytes)
-            for form in packet.large:
-                message(_TENSOR, torch.zeros(form.shape, dtype=form.dtype, device=device))
-            raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            message(_FORM, raw.to(device))
+            self._announce(output.form, () if known is None else known.tensors, message)
             self._known[training, microbatch] = output.form
-        packet = Packet(_LENGTH, output.form.tensors, device)
+        packet = self._going.take(_LENGTH, output.form.tensors)
         large = []
-        for index, tensor in enumerate(output.tensors):
-            room = packet.room(index)
+        for room, tensor in zip(packet.rooms, output.tensors, strict=True):
             if room is None:
                 large.append(tensor)
             else:
@@ -121,7 +122,26 @@ class Link:
         message(_PACKET, packet.bytes)
         for tensor in large:
             message(_TENSOR, tensor.contiguous())
-        return Sending(works, memory, is_cheap=self._group.shares_memory)
+        return self._under_way(works, memory, packet)
+
+    def _announce(
+        self, form: Form, expected: tuple[TensorForm, ...], message: Callable[[int, Tensor], None]
+    ) -> None:
+        """Fill what the receiver made ready for another form, and then send this one."""
+        device = self._group.device
+        data = form.to_bytes()
+        packet = Packet(_LENGTH, expected, device)
+        packet.number.fill_(len(data))
+        message(_PACKET, packet.bytes)
+        for one in packet.large:
+            message(_TENSOR, torch.zeros(one.shape, dtype=one.dtype, device=device))
+        message(_FORM, torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device))
+
+    def _under_way(self, works: list[Work], memory: list[Tensor], packet: Packet) -> Sending:
+        def then() -> None:
+            self._going.give_back(packet)
+
+        return Sending(works, memory, is_cheap=self._group.shares_memory, then=then)
 
     @draws_nothing
     def expect(self, microbatch: int, *, training: bool) -> Arrival:
@@ -135,22 +155,22 @@ class Link:
         """Send gradients of the inputs of a stage back; None where a tensor was not used."""
         if not forms:
             return Sending([], [])
-        device = self._group.device
-        packet = Packet(len(forms), tuple(forms), device)
+        packet = self._going.take(len(forms), tuple(forms))
         memory = [packet.bytes]
-        for index, (form, grad) in enumerate(zip(forms, grads, strict=True)):
-            room = packet.room(index)
+        for index, (form, room, grad) in enumerate(zip(forms, packet.rooms, grads, strict=True)):
             if grad is None:
                 packet.head[index] = 1
             if room is None:
-                filled = torch.zeros(form.shape, dtype=form.dtype, device=device)
-                memory.append(filled if grad is None else grad.contiguous())
+                filled = form.empty(self._group.device).zero_() if grad is None else grad
+                memory.append(filled.contiguous())
             elif grad is not None:
                 room.copy_(grad)
         works = self._send(microbatch, _GRADIENTS, packet.bytes)
         for tensor in memory[1:]:
             works += self._send(microbatch, _GRADIENT, tensor)
-        return Sending(works, memory, is_cheap=self._group.shares_memory)
+        if any(grad is None for grad in grads):
+            return Sending(works, memory, is_cheap=self._group.shares_memory)  # its head is used
+        return self._under_way(works, memory, packet)
 
     @draws_nothing
     def expect_gradients(self, microbatch: int, forms: Sequence[TensorForm]) -> GradientArrival:
@@ -162,10 +182,18 @@ class Link:
 class _Memory:
     """A packet and the tensors that travel beside it, being received."""
 
-    def __init__(self, link: Link, microbatch: int, kinds: tuple[int, int], packet: Packet) -> None:
-        self.packet = packet
-        self._works = link._recv(microbatch, kinds[0], packet.bytes)
-        self._large = [form.empty(packet.bytes.device) for form in packet.large]
+    def __init__(
+        self,
+        link: Link,
+        microbatch: int,
+        kinds: tuple[int, int],
+        head: int,
+        forms: Sequence[TensorForm],
+    ) -> None:
+        self._packets = link._coming
+        self.packet = self._packets.take(head, tuple(forms))
+        self._works = link._recv(microbatch, kinds[0], self.packet.bytes)
+        self._large = [form.empty(self.packet.bytes.device) for form in self.packet.large]
         for tensor in self._large:
             self._works += link._recv(microbatch, kinds[1], tensor)
 
@@ -174,13 +202,12 @@ class _Memory:
         for work in works:
             work.wait()
 
-    def tensors(self, count: int) -> list[Tensor]:
-        """All of them, none of which shares memory with another."""
+    def tensors(self) -> list[Tensor]:
+        """All of them, none of which shares memory with another. Called once, at the end."""
         large, self._large = iter(self._large), []
-        rooms = [self.packet.room(index) for index in range(count)]
-        if len(rooms) == 1 and rooms[0] is not None:
-            return [rooms[0]]
-        return [next(large) if room is None else room.clone() for room in rooms]
+        found = [next(large) if room is None else room.clone() for room in self.packet.rooms]
+        self._packets.give_back(self.packet)
+        return found
 
 
 @final
@@ -195,14 +222,13 @@ class Arrival:
 
     def _post(self) -> _Memory:
         forms = () if self._form is None else self._form.tensors
-        packet = Packet(_LENGTH, forms, self._link._group.device)
-        return _Memory(self._link, self._microbatch, (_PACKET, _TENSOR), packet)
+        return _Memory(self._link, self._microbatch, (_PACKET, _TENSOR), _LENGTH, forms)
 
     @draws_nothing
     def take(self) -> tuple[Form, list[Tensor]]:
         """Wait for it; its tensors are leaves that need a gradient where those sent did."""
         self._memory.wait()
-        length = self._memory.packet.number()
+        length = int(self._memory.packet.number.item())
         if length:
             device = self._link._group.device
             raw = torch.empty(length, dtype=torch.uint8, device=device)
@@ -213,9 +239,8 @@ class Arrival:
             self._memory = self._post()
             self._memory.wait()
         assert self._form is not None
-        forms = self._form.tensors
-        tensors = self._memory.tensors(len(forms))
-        for one, tensor in zip(forms, tensors, strict=True):
+        tensors = self._memory.tensors()
+        for one, tensor in zip(self._form.tensors, tensors, strict=True):
             if one.requires_grad:
                 tensor.requires_grad_()
         return self._form, tensors
@@ -226,17 +251,17 @@ class GradientArrival:
     """Gradients on their way back."""
 
     def __init__(self, link: Link, microbatch: int, forms: Sequence[TensorForm]) -> None:
-        self._count = len(forms)
+        self._memory = None
         if forms:
-            packet = Packet(len(forms), tuple(forms), link._group.device)
-            self._memory = _Memory(link, microbatch, (_GRADIENTS, _GRADIENT), packet)
+            kinds = _GRADIENTS, _GRADIENT
+            self._memory = _Memory(link, microbatch, kinds, len(forms), forms)
 
     @draws_nothing
     def take(self) -> list[Tensor | None]:
         """Wait for them; None where a tensor was not used."""
-        if not self._count:
+        if self._memory is None:
             return []
         self._memory.wait()
         missing = self._memory.packet.head.tolist()
-        grads = self._memory.tensors(self._count)
+        grads = self._memory.tensors()
         return [None if gone else grad for grad, gone in zip(grads, missing, strict=True)]

@@ -57,14 +57,12 @@ def split_batch(batch: Any, num_parts: int, what: str = "input") -> Microbatches
     leaves, spec = pytree.tree_flatten(batch)
     total = _rows_of(leaves, num_parts, what)
     bounds = [shard_range(total, num_parts, i) for i in range(num_parts)]
+    rows = tuple(last - first for first, last in bounds)
     columns = [
-        [leaf[first:last] for first, last in bounds]
-        if isinstance(leaf, Tensor)
-        else [leaf] * num_parts
-        for leaf in leaves
+        leaf.split(rows) if isinstance(leaf, Tensor) else (leaf,) * num_parts for leaf in leaves
     ]
-    parts = [pytree.tree_unflatten(list(row), spec) for row in zip(*columns, strict=True)]
-    return Microbatches(tuple(parts), tuple(last - first for first, last in bounds))
+    parts = [pytree.tree_unflatten(row, spec) for row in zip(*columns, strict=True)]
+    return Microbatches(tuple(parts), rows)
 
 
 def _rows_of(leaves: Sequence[Any], num_parts: int, what: str) -> int:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import final
 
 import torch
-from torch import Tensor
 
 from echelon.pipeline.boundary import TensorForm
 
-__all__ = ["Packet"]
+__all__ = ["Packet", "Packets"]
 
 # A message costs as much time as a copy of so many bytes, or more.
 SMALL = 1 << 15
@@ -29,36 +27,46 @@ class Packet:
     Args:
         head: bytes of it.
         forms: of all tensors; those of at most 32 KiB have room here.
+
+    Attributes:
+        bytes: all of it. 1D
+        head: the first bytes.
+        number: the same as one number, of a head of 8 bytes.
+        rooms: where each tensor lies; None if it is large.
+        large: the forms of the tensors that travel alone, in order.
     """
 
     def __init__(self, head: int, forms: tuple[TensorForm, ...], device: torch.device) -> None:
-        self._head = head
-        self._places, nbytes = _layout(head, forms)
-        self._forms = forms
+        self.kind = head, forms
+        places, nbytes = _layout(head, forms)
         self.bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.head = self.bytes[:head]
+        self.number = self.bytes.view(torch.int64)[:1]
+        self.rooms = [
+            None
+            if place is None
+            else self.bytes.view(form.dtype).as_strided(form.shape, place[1], place[0])
+            for form, place in zip(forms, places, strict=True)
+        ]
+        self.large = [form for form, room in zip(forms, self.rooms, strict=True) if room is None]
 
-    @property
-    def head(self) -> Tensor:
-        """The first bytes."""
-        return self.bytes[: self._head]
 
-    def number(self) -> int:
-        """The head, if it is one number of 64 bits."""
-        return int(self.bytes.view(torch.int64)[0].item())
+@final
+class Packets:
+    """Packets that are not in use: a step needs those of the step before again."""
 
-    def room(self, index: int) -> Tensor | None:
-        """Where the tensor of this index lies; None if it is large."""
-        place = self._places[index]
-        if place is None:
-            return None
-        form, (offset, strides) = self._forms[index], place
-        return self.bytes.view(form.dtype).as_strided(form.shape, strides, offset)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spare: dict[tuple[int, tuple[TensorForm, ...]], list[Packet]] = {}
 
-    @property
-    def large(self) -> Sequence[TensorForm]:
-        """The forms of the tensors that travel alone, in order."""
-        pairs = zip(self._forms, self._places, strict=True)
-        return [form for form, place in pairs if place is None]
+    def take(self, head: int, forms: tuple[TensorForm, ...]) -> Packet:
+        """One that nobody uses; what it holds is what its last user left."""
+        spare = self._spare.get((head, forms))
+        return spare.pop() if spare else Packet(head, forms, self._device)
+
+    def give_back(self, packet: Packet) -> None:
+        """Its user is done with it."""
+        self._spare.setdefault(packet.kind, []).append(packet)
 
 
 _Place = tuple[int, tuple[int, ...]]  # in a packet of elements of its dtype: the first, strides

@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from echelon.errors import ArgumentError
+from echelon.graph_task import run_backward
 from echelon.nested import tensors as tensors_in
 from echelon.pipeline.boundary import Form, take_apart
 from echelon.pipeline.deferred import Deferred, WeightGradients
@@ -96,7 +97,7 @@ class Stage:
         Args:
             value: a tuple is the positional arguments, anything else the only one.
         """
-        inputs = [leaf for leaf in tensors_in(value) if leaf.is_leaf and leaf.requires_grad]
+        inputs = _leaves(value)
         output = self._call(value, kwargs)
         form, tensors = take_apart(output, f"stage {self.index}")
         edges = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
@@ -112,7 +113,7 @@ class Stage:
         loss_fn: Callable[[Any], Tensor],
     ) -> Tensor:
         """Run the last module and the loss, which comes back without graph."""
-        inputs = [leaf for leaf in tensors_in(value) if leaf.is_leaf and leaf.requires_grad]
+        inputs = _leaves(value)
         loss = loss_fn(self._call(value, kwargs))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ArgumentError(f"loss_fn gave {loss!r:.80}; it must give a tensor with one number")
@@ -141,7 +142,7 @@ class Stage:
             return []
         given = [(edge, g) for edge, g in zip(kept.edges, grads, strict=True) if g is not None]
         if given:
-            torch.autograd.backward([edge for edge, _ in given], [g for _, g in given])
+            run_backward([edge for edge, _ in given], [g for _, g in given])
         found = [leaf.grad for leaf in kept.inputs]
         for leaf in kept.inputs:
             leaf.grad = None
@@ -169,3 +170,8 @@ class Stage:
         """
         self._kept.clear()
         self._later.clear()
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    """The tensors whose gradients go to the stage before."""
+    return [leaf for leaf in tensors_in(value) if leaf.is_leaf and leaf.requires_grad]

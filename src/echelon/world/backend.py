@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -131,7 +132,7 @@ class Backend(ABC):
             raise ArgumentError(f"rank {peer} cannot {op} to itself: copy the tensor instead")
         if not isinstance(tag, int) or not 0 <= tag < 2**31:
             raise ArgumentError(f"{op} got tag {tag!r:.80}: use an integer with 0 <= tag < 2**31")
-        call = Call(op, tensor.dtype, (tensor.numel(),), None, peer, f"tag {tag}")
+        call = _message(op, tensor.dtype, tensor.numel(), peer, tag)
         ticket = Ticket(
             call, caller(), self._p2p_position, self.name, self.ranks[self.rank], blocking
         )
@@ -244,6 +245,12 @@ class Backend(ABC):
             )
         row = tensor[0].numel() if rows else 0
         return [length * row for length in lengths]
+
+
+@lru_cache(maxsize=4096)
+def _message(op: str, dtype: torch.dtype, numel: int, peer: int, tag: int) -> Call:
+    """A call that a program makes in every step."""
+    return Call(op, dtype, (numel,), None, peer, f"tag {tag}")
 
 
 def check_tensors(op: str, what: str, tensors: object) -> None:

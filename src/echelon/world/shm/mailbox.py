@@ -17,147 +17,28 @@ wake no thread but the one that waits for them::
 
 from __future__ import annotations
 
-import ctypes
-import struct
 import threading
 from collections import deque
-from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
 from echelon.errors import CollectiveMismatch, StateError
-from echelon.world.shm.area import RING_CONTROL_NBYTES, Area, ring_nbytes
+from echelon.world.shm.area import Area
 from echelon.world.shm.futex import fence
+from echelon.world.shm.ring import HEADER_NBYTES, Message, Ring
 from echelon.world.work import Ticket, Work
 
 __all__ = ["Mailbox"]
 
-# tag, bytes of payload, code of the dtype, position among the sender's messages
-_HEADER = struct.Struct("<qQII")
-_HEADER_NBYTES = 64
-_ALIGN = 64  # payloads are padded to this, so that headers never wrap
-_PIECE = 1 << 18
 # The helper looks around this often uncalled; nothing depends on it.
 _LOOK_S = 1.0
-
-# Lets other threads run meanwhile, and knows nothing of the mode that a tensor was made in.
-_move = ctypes.memmove
-
-_DTYPES = sorted((item for item in vars(torch).values() if isinstance(item, torch.dtype)), key=str)
-_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-
-
-@dataclass(slots=True, eq=False)
-class _Item:
-    """One message on its way out or in."""
-
-    ticket: Ticket | None  # None: arrived before it was asked for
-    peer: int
-    tag: int
-    memory: Tensor  # 1D
-    dtype: torch.dtype  # of what was sent
-    nbytes: int
-    address: int
-    num_moved: int = 0
-    has_header: bool = False
-    complete: bool = False
-    error: CollectiveMismatch | None = None
-
-    @classmethod
-    def of(cls, ticket: Ticket | None, peer: int, tag: int, memory: Tensor) -> _Item:
-        """One whose bytes are in ``memory``, or will be."""
-        dtype, nbytes = memory.dtype, memory.numel() * memory.element_size()
-        return cls(ticket, peer, tag, memory, dtype, nbytes, memory.data_ptr())
-
-    @property
-    def num_left(self) -> int:
-        """Bytes that have not been moved."""
-        return self.nbytes - self.num_moved
-
-
-class _Ring:
-    """The bytes from one rank to another, seen from one of them."""
-
-    def __init__(self, area: Area, src: int, dst: int) -> None:
-        start = area.ring_start(src, dst)
-        self.capacity = ring_nbytes(area.size)  # a power of two
-        self._words = area._words
-        self._head, self._tail = start // 4, start // 4 + 16
-        self._starved = self._head + 1
-        first = start + RING_CONTROL_NBYTES
-        self._data = area.segment.tensor(first, self.capacity)
-        self._address = self._data.data_ptr()
-        self._bytes = area._bytes[first : first + self.capacity]
-
-    @property
-    def head(self) -> int:
-        """Bytes written so far, modulo 2^32; written by the sender only."""
-        return self._words[self._head]
-
-    @property
-    def tail(self) -> int:
-        """Bytes read so far, modulo 2^32; written by the receiver only."""
-        return self._words[self._tail]
-
-    @property
-    def starved(self) -> bool:
-        """Whether the sender waits for room; written by the sender only."""
-        return self._words[self._starved] != 0
-
-    @starved.setter
-    def starved(self, value: bool) -> None:
-        self._words[self._starved] = value
-        fence()  # the receiver must see it before we look for room once more
-
-    def num_filled(self) -> int:
-        """Bytes that may be read."""
-        return (self.head - self.tail) & 0xFFFFFFFF
-
-    def write_header(self, *fields: int) -> None:
-        """Fill the next bytes, and count them as written."""
-        _HEADER.pack_into(self._bytes, self.head % self.capacity, *fields)
-        self.advance_head(_HEADER_NBYTES)
-
-    def read_header(self) -> tuple[int, ...]:
-        """What ``write_header`` wrote."""
-        fields = _HEADER.unpack_from(self._bytes, self.tail % self.capacity)
-        self.advance_tail(_HEADER_NBYTES)
-        return fields
-
-    def write(self, item: _Item, room: int) -> int:
-        """Move as many bytes of ``item`` as there is room for in one stretch; how many."""
-        at, left = self.head % self.capacity, item.num_left
-        count = min(left, room, self.capacity - at, _PIECE)
-        if count:
-            _move(self._address + at, item.address + item.num_moved, count)
-            item.num_moved += count
-            self.advance_head(count if count < left else _padded(count))
-        return count
-
-    def read(self, item: _Item, filled: int) -> int:
-        """Move as many bytes to ``item`` as there are in one stretch; how many."""
-        at, left = self.tail % self.capacity, item.num_left
-        count = min(left, filled, self.capacity - at, _PIECE)
-        if count:
-            _move(item.address + item.num_moved, self._address + at, count)
-            item.num_moved += count
-            self.advance_tail(count if count < left else _padded(count))
-        return count
-
-    def advance_head(self, nbytes: int) -> None:
-        fence()  # the bytes before the count
-        self._words[self._head] = (self.head + nbytes) & 0xFFFFFFFF
-
-    def advance_tail(self, nbytes: int) -> None:
-        fence()
-        self._words[self._tail] = (self.tail + nbytes) & 0xFFFFFFFF
 
 
 @final
 class _MailWork(Work):
-    def __init__(self, ticket: Ticket, mailbox: Mailbox, item: _Item) -> None:
+    def __init__(self, ticket: Ticket, mailbox: Mailbox, item: Message) -> None:
         super().__init__(ticket)
         self._mailbox = mailbox
         self._item = item
@@ -179,34 +60,37 @@ class Mailbox:
         self._area = area
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._outgoing: dict[int, deque[_Item]] = {peer: deque() for peer in area.peers}
-        self._asked: dict[int, list[_Item]] = {peer: [] for peer in area.peers}  # posted receives
-        self._early: dict[int, list[_Item]] = {peer: [] for peer in area.peers}
-        self._arriving: dict[int, _Item] = {}
-        self._rings_out = {peer: _Ring(area, area.rank, peer) for peer in area.peers}
-        self._rings_in = {peer: _Ring(area, peer, area.rank) for peer in area.peers}
+        self._outgoing: dict[int, deque[Message]] = {peer: deque() for peer in area.peers}
+        self._asked: dict[int, list[Message]] = {peer: [] for peer in area.peers}  # posted receives
+        self._early: dict[int, list[Message]] = {peer: [] for peer in area.peers}
+        self._arriving: dict[int, Message] = {}
+        self._rings_out = {peer: Ring(area, area.rank, peer) for peer in area.peers}
+        self._rings_in = {peer: Ring(area, peer, area.rank) for peer in area.peers}
         self._thread: threading.Thread | None = None
         self._closing = False
 
     def send(self, ticket: Ticket, tensor: Tensor, dst: int, tag: int) -> Work:
         """Start to send; complete when the last byte is in the ring."""
         self._check_open(ticket)
-        item = _Item.of(ticket, dst, tag, tensor)
+        item = Message.of(ticket, dst, tag, tensor)
         with self._lock:
             self._outgoing[dst].append(item)
-        return self._started(item, ticket)
+            self._feed(dst)
+        return self._started(item)
 
     def recv(self, ticket: Ticket, tensor: Tensor, src: int, tag: int) -> Work:
         """Start to receive the next message from ``src`` with this tag."""
         self._check_open(ticket)
-        item = _Item.of(ticket, src, tag, tensor)
+        item = Message.of(ticket, src, tag, tensor)
         with self._lock:
             early = next((e for e in self._early[src] if e.tag == tag), None)
             if early is None:
                 self._asked[src].append(item)
             else:
                 self._match(early, item)
-        return self._started(item, ticket)
+            if not item.complete:
+                self._drain(src)
+        return self._started(item)
 
     def probe(self, tag: int) -> int | None:
         """A rank whose message with this tag has begun to arrive and is not asked for yet."""
@@ -217,7 +101,7 @@ class Mailbox:
                     return peer
         return None
 
-    def wait(self, item: _Item, timeout: float | None) -> None:
+    def wait(self, item: Message, timeout: float | None) -> None:
         """Move messages until ``item`` is complete."""
         area = self._area
 
@@ -236,14 +120,10 @@ class Mailbox:
 
     def progress(self) -> None:
         """Move whatever can move; never waits."""
-        area = self._area
         with self._lock:
-            for peer in area.peers:
-                fed, read = self._feed(peer), self._pull(peer)
-                if fed or read:
-                    area.board.ring((area.ranks[peer],))
-                if read and self._rings_in[peer].starved:
-                    area.board.call_helpers(area.ranks[peer])
+            for peer in self._area.peers:
+                self._feed(peer)
+                self._drain(peer)
 
     def close(self) -> None:
         """Send what is still outgoing, then end the background thread."""
@@ -273,33 +153,44 @@ class Mailbox:
         if self._closing:
             raise StateError(f"{ticket} cannot run, because this rank has closed the world")
 
-    def _started(self, item: _Item, ticket: Ticket) -> Work:
-        self.progress()
-        if not (item.complete or ticket.blocking or self._thread):
+    def _started(self, item: Message) -> Work:
+        assert item.ticket is not None
+        if not (item.complete or item.ticket.blocking or self._thread):
             name = f"messages of {self._area.name}"
             self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
             self._thread.start()
-        return _MailWork(ticket, self, item)
+        return _MailWork(item.ticket, self, item)
 
     def _loop(self) -> None:
         """Keep long messages moving while the owner computes."""
         while not self._closing:
             self._area.board.help(self.progress, _LOOK_S)
 
-    def _feed(self, peer: int) -> bool:
+    def _feed(self, peer: int) -> None:
         """``_push``, and call the receiver's helper if there is no room for all of it."""
         queue, ring = self._outgoing[peer], self._rings_out[peer]
         if not queue:
-            return False
+            return
         moved = news = self._push(peer)
         if queue and not ring.starved:
             ring.starved = news = True
             moved |= self._push(peer)  # the receiver may have made room before it could see that
-        if not queue:
+        board, receiver = self._area.board, self._area.ranks[peer]
+        if not queue and ring.starved:
             ring.starved = False
-        elif news:
-            self._area.board.call_helpers(self._area.ranks[peer])
-        return moved
+        if moved:
+            board.ring((receiver,))
+        if queue and news:
+            board.call_helpers(receiver)
+
+    def _drain(self, peer: int) -> None:
+        """``_pull``, and tell the sender if it waits for room: its owner, and its helper."""
+        # Since bytes were last counted as read there was a fence, so a word that is 0 now is seen
+        # by a sender that looks for room once more.
+        if self._pull(peer) and self._rings_in[peer].starved:
+            sender = self._area.ranks[peer]
+            self._area.board.ring((sender,))
+            self._area.board.call_helpers(sender)
 
     def _push(self, peer: int) -> bool:
         """Move bytes of the first outgoing message to ``peer`` into the ring."""
@@ -307,15 +198,13 @@ class Mailbox:
         moved = False
         while queue:
             item = queue[0]
-            assert item.ticket is not None
             room = ring.capacity - ring.num_filled()
             if not item.has_header:
-                if room < _HEADER_NBYTES:
+                if room < HEADER_NBYTES:
                     break
-                code = _CODES[item.dtype]
-                ring.write_header(item.tag, item.nbytes, code, item.ticket.position)
+                ring.write_header(item)
                 item.has_header = moved = True
-                room -= _HEADER_NBYTES
+                room -= HEADER_NBYTES
             count = ring.write(item, room)
             moved |= count > 0
             if item.num_left:
@@ -335,7 +224,7 @@ class Mailbox:
             fence()  # the count before the bytes
             item = self._arriving.get(peer)
             if item is None:
-                if filled < _HEADER_NBYTES:
+                if filled < HEADER_NBYTES:
                     return moved
                 item = self._arriving[peer] = self._open(peer, ring)
                 moved = True
@@ -349,10 +238,9 @@ class Mailbox:
             item.complete = True
             del self._arriving[peer]
 
-    def _open(self, peer: int, ring: _Ring) -> _Item:
+    def _open(self, peer: int, ring: Ring) -> Message:
         """Read a header and find or make the place for its bytes."""
-        tag, nbytes, code, position = ring.read_header()
-        dtype = _DTYPES[code]
+        tag, nbytes, dtype, position = ring.read_header()
         asked = next((item for item in self._asked[peer] if item.tag == tag), None)
         if asked is not None:
             self._asked[peer].remove(asked)
@@ -360,28 +248,26 @@ class Mailbox:
                 return asked
             asked.error = self._differs(asked, peer, position, dtype, nbytes)
             asked.complete = True
-        memory = torch.empty(nbytes, dtype=torch.uint8)
-        early = _Item(None, peer, tag, memory, dtype, nbytes, memory.data_ptr())
+        early = Message.unasked(peer, tag, dtype, nbytes)
         if asked is None:
             self._early[peer].append(early)
         return early
 
-    def _match(self, early: _Item, item: _Item) -> None:
+    def _match(self, early: Message, item: Message) -> None:
         """Give a receive the message that came before it was asked for."""
         self._early[early.peer].remove(early)
         if early.nbytes != item.nbytes or early.dtype != item.dtype:
             item.error = self._differs(item, early.peer, -1, early.dtype, early.nbytes)
             item.complete = True
             return
-        _move(item.address, early.address, early.num_moved)
-        item.num_moved = early.num_moved
+        item.take_over(early)
         if early.complete:
             item.complete = True
         else:  # the rest of it goes straight to the receiver's tensor
             self._arriving[early.peer] = item
 
     def _differs(
-        self, item: _Item, peer: int, position: int, dtype: torch.dtype, nbytes: int
+        self, item: Message, peer: int, position: int, dtype: torch.dtype, nbytes: int
     ) -> CollectiveMismatch:
         assert item.ticket is not None
         name = str(dtype).removeprefix("torch.")
@@ -389,7 +275,3 @@ class Mailbox:
         sent = f"send {name}[{nbytes // dtype.itemsize}] with tag {item.tag}{number}"
         calls = {self._area.rank: f"{item.ticket.call} at {item.ticket.place}", peer: sent}
         return CollectiveMismatch.of_message(self._area.name, calls)
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
