@@ -10,7 +10,7 @@ READY_BENCH := $(VENV)/.ready-bench
 
 DEMO_ARGS ?= --verify
 # Many tests wait for ranks more than they compute, so three files at once suit two cores.
-PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
 BENCHMARKS ?= collectives ddp fsdp many_ranks
 
