@@ -12,7 +12,7 @@ DEMO_ARGS ?= --verify
 # Many tests wait for ranks more than they compute, so three files at once suit two cores.
 PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
-BENCHMARKS ?= collectives ddp fsdp many_ranks
+BENCHMARKS ?= collectives ddp fsdp pipeline many_ranks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -212,3 +212,41 @@ def test_stages_and_schedules_of_another_kind_are_refused(wrong, sentence) -> No
             ec.Pipeline(group=world.group, **given)
 
     ec.run(main, 2)
+
+
+LINE = ec.pipeline.schedule("1f1b", 2, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: ec.pipeline.check("1f1b"), "schedule is '1f1b'; give a Schedule"),
+        (lambda: ec.pipeline.simulate(None), "schedule is None; give a Schedule"),
+        (lambda: ec.pipeline.lower([]), r"schedule is \[\]; give a Schedule"),
+        (
+            lambda: ec.pipeline.split(nn.Sequential(nn.Linear(1, 1)), 1, schedule="1f1b"),
+            "schedule is '1f1b'; give a Schedule",
+        ),
+        (lambda: ec.pipeline.simulate(LINE, 3), "costs is 3; give numbers by name"),
+        (lambda: ec.pipeline.choose(2, 4, chunks=0), "chunks is 0; give numbers of stages"),
+        (lambda: ec.pipeline.choose(2, 4, chunks=["x"]), r"chunks is \['x'\]; give numbers"),
+        (lambda: ec.pipeline.choose(2, 4, memory_cap=-1), "memory_cap is -1"),
+        (lambda: ec.pipeline.Schedule.from_csv(3), "text is 3; give the CSV itself"),
+    ],
+)
+def test_what_is_no_schedule_cost_or_number_is_said_so(call: Any, sentence: str) -> None:
+    with pytest.raises(ArgumentError, match=sentence):
+        call()
+
+
+def test_a_batch_that_cannot_be_cut_is_refused_on_every_rank() -> None:
+    def main(world: World) -> str:
+        pipe = ec.Pipeline(build("plain", 2), world.group, microbatches=2, loss_fn=mse)
+        x, y = batch(8)
+        with pytest.raises(
+            ArgumentError, match=r"is torch.sparse_coo, which cannot be cut"
+        ) as info:
+            pipe.step(x.to_sparse(), target=y)
+        return str(info.value)
+
+    ec.run(main, 2)

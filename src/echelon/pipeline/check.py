@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from echelon.errors import ArgumentError, ScheduleError
-from echelon.pipeline.ir import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Kind, Schedule
+from echelon.pipeline.ir import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Kind, Schedule, check_type
 from echelon.pipeline.readiness import Values, transfer_of, walk
 
 __all__ = [
@@ -40,6 +40,7 @@ def check(schedule: Schedule, memory_cap: float | Sequence[float] | None = None)
         memory_cap: as ``memory``.
 
     Raises:
+        ArgumentError: it is no schedule.
         ScheduleError: a rule is broken.
 
     Example:
@@ -49,6 +50,7 @@ def check(schedule: Schedule, memory_cap: float | Sequence[float] | None = None)
         echelon.errors.ScheduleError: the schedule cannot run: rank 1, index 0 (1B0): it stands \
 before 1F0, which is at index 1
     """
+    check_type(schedule)
     local_order(schedule, placed_and_complete(schedule))
     if schedule.is_lowered:
         transfers(schedule)

@@ -99,6 +99,9 @@ def choose(
         memory_cap: most activations alive on a rank, in those of one microbatch over the rank's
             whole share (1F1B keeps as many as there are ranks); None for no cap.
 
+    Raises:
+        ArgumentError: a number or list is none.
+
     Example:
         >>> choice = choose(4, 8, chunks=[1, 2], costs={"F": 1, "B": 2}, memory_cap=4)
         >>> str(choice.recommended)
@@ -106,9 +109,14 @@ def choose(
         >>> choice.reason.split(":")[0]
         'zb(v=2, k=1) is recommended'
     """
+    given = list(chunks) if isinstance(chunks, Iterable) else [chunks]
+    if not given or not all(isinstance(v, int) and v > 0 for v in given):
+        raise ArgumentError(f"chunks is {chunks!r:.80}; give numbers of stages per rank, each >= 1")
+    if memory_cap is not None and not (isinstance(memory_cap, int | float) and memory_cap >= 0):
+        raise ArgumentError(f"memory_cap is {memory_cap!r:.80}; give a number >= 0, or None")
     rows = []
     for name, v, options in _candidates(
-        sorted(set(chunks)), ranks, microbatches, fused=costs is not None and "F&B" in costs
+        sorted(set(given)), ranks, microbatches, fused=costs is not None and "F&B" in costs
     ):
         found = schedule(name, ranks * v, microbatches, ranks, **options)
         simulation = simulate(found, _share(costs, v))
@@ -132,8 +140,6 @@ def _candidates(
     chunks: list[int], ranks: int, microbatches: int, *, fused: bool
 ) -> Iterator[tuple[str, int, dict[str, int | bool]]]:
     """Every training schedule once: zb of one chunk goes by its own names."""
-    if not chunks or chunks[0] < 1:
-        raise ArgumentError(f"chunks is {chunks!r:.80}; give numbers of stages per rank, each >= 1")
     for name, family in FAMILIES.items():
         for v in chunks:
             if name == "forward-only" or (family.chunks is not None and family.chunks != v):

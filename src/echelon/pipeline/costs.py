@@ -62,7 +62,7 @@ def read_costs(costs: Given | None, num_stages: int) -> Costs:
         num_stages: length of the lists.
 
     Raises:
-        ArgumentError: another name, a list of another length, or no number >= 0.
+        ArgumentError: no mapping, another name, a list of another length, or no number >= 0.
 
     Example:
         >>> costs = read_costs({"F": [1, 2], "B": 3, "hop": 0.1}, num_stages=2)
@@ -70,6 +70,10 @@ def read_costs(costs: Given | None, num_stages: int) -> Costs:
         ((1.0, 2.0), (1.5, 1.5), (1.5, 1.5))
     """
     costs = {} if costs is None else costs
+    if not isinstance(costs, Mapping):
+        raise ArgumentError(
+            f"costs is {costs!r:.80}; give numbers by name, as in {{'F': 1, 'B': 2}}"
+        )
     unknown = sorted(set(costs) - set(_NAMES))
     if unknown:
         raise ArgumentError(f"costs has {unknown[0]!r}; its names are {', '.join(_NAMES)}")

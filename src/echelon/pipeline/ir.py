@@ -15,7 +15,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from echelon.errors import ScheduleError
+from echelon.errors import ArgumentError, ScheduleError
 
 __all__ = [
     "BACKWARD",
@@ -27,6 +27,7 @@ __all__ = [
     "Kind",
     "Pair",
     "Schedule",
+    "check_type",
     "parse_item",
 ]
 
@@ -223,8 +224,11 @@ class Schedule:
         """The schedule that a CSV text writes; empty cells are bubbles and mean nothing.
 
         Raises:
+            ArgumentError: it is no text.
             ScheduleError: a cell is no action, or as ``from_orders``.
         """
+        if not isinstance(text, str):
+            raise ArgumentError(f"text is {text!r:.80}; give the CSV itself, as a string")
         return cls.from_orders(list(csv.reader(io.StringIO(text))), name)
 
     @classmethod
@@ -287,3 +291,16 @@ def _read(item: Item | str, rank: int, index: int) -> Item:
     except ScheduleError as error:
         problem = str(error).split(": ", 2)[-1]
         raise ScheduleError(problem, rank=rank, index=index, action=item.strip()) from None
+
+
+def check_type(schedule: object) -> None:
+    """Refuse what is no ``Schedule``, such as its name.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError(
+            f"schedule is {schedule!r:.80}; give a Schedule, as "
+            "ec.pipeline.schedule(name, stages, microbatches, ranks) makes it"
+        )

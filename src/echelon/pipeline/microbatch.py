@@ -44,8 +44,8 @@ def split_batch(batch: Any, num_parts: int, what: str = "input") -> Microbatches
         what: the name of ``batch`` in errors.
 
     Raises:
-        ArgumentError: there is no tensor, one has no dim 0, their lengths differ, or there are
-            fewer rows than parts.
+        ArgumentError: there is no tensor, one is sparse or has no dim 0, their lengths differ, or
+            there are fewer rows than parts.
 
     Example:
         >>> parts = split_batch({"x": torch.arange(10), "scale": 2.0}, 4)
@@ -71,6 +71,12 @@ def _rows_of(leaves: Sequence[Any], num_parts: int, what: str) -> int:
     if not tensors:
         raise ArgumentError(f"{what} has no tensor, so there is nothing to cut into microbatches")
     for tensor in tensors:
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else tensor.layout
+            raise ArgumentError(
+                f"{what} has a tensor that is {kind}, which cannot be cut into microbatches: give "
+                "a dense one, and make it sparse or nested inside of the first stage"
+            )
         if not tensor.dim():
             raise ArgumentError(
                 f"{what} tensor must have at least 1 dimension to be cut into microbatches; give "

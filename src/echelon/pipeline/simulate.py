@@ -9,7 +9,7 @@ from itertools import pairwise
 from echelon.errors import ArgumentError
 from echelon.pipeline.check import placed_and_complete
 from echelon.pipeline.costs import Costs, Given, read_costs
-from echelon.pipeline.ir import BACKWARD, FORWARD, WEIGHT, Item, Kind, Schedule
+from echelon.pipeline.ir import BACKWARD, FORWARD, WEIGHT, Item, Kind, Schedule, check_type
 from echelon.pipeline.readiness import Channel, Transfer, Values, walk
 from echelon.pipeline.timeline import Step, Timeline
 
@@ -118,6 +118,7 @@ def simulate(
         >>> round(simulation.span_bubble, 3)  # (p-1)/(m+p-1)
         0.273
     """
+    check_type(schedule)
     crosses = any(one != other for one, other in pairwise(schedule.placement))
     if channel is not Channel.IDEAL and crosses and not schedule.is_lowered:
         raise ArgumentError(

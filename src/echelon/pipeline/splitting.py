@@ -13,7 +13,7 @@ from echelon.errors import ArgumentError
 from echelon.pipeline import huggingface
 from echelon.pipeline.balance import Cut, most_alive, refine
 from echelon.pipeline.block_costs import dry_run, num_parameters, seconds
-from echelon.pipeline.ir import Schedule
+from echelon.pipeline.ir import Schedule, check_type
 from echelon.pipeline.partition import partition
 from echelon.pipeline.parts import LayerRow, Row
 from echelon.pipeline.trunk import TrunkRow, find_trunk
@@ -86,6 +86,8 @@ def split(
 
 def _check_stages(module: nn.Module, row: Row, num_stages: int, schedule: Schedule | None) -> None:
     whole("num_stages", num_stages, 1)
+    if schedule is not None:
+        check_type(schedule)
     if num_stages > row.num_atoms:
         raise ArgumentError(
             f"{type(module).__name__} has {row.num_atoms} layers to cut between, fewer than the "
