@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 READY_BENCH := $(VENV)/.ready-bench
 
 DEMO_ARGS ?= --verify
-# Many tests wait for ranks more than they compute, so three files at once suit two cores.
+# Many tests wait for ranks more than they compute, so four files at once suit two cores.
 PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
 BENCHMARKS ?= collectives ddp fsdp pipeline many_ranks

@@ -103,7 +103,8 @@ class StateByName:
         """Take this rank's share of a whole state. Nothing is communicated.
 
         Raises:
-            ArgumentError: names, groups or shapes do not fit; nothing was loaded.
+            ArgumentError: names or groups do not fit, and nothing was loaded; or a shape does not,
+                and stages before that one were loaded.
         """
         if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
             raise ArgumentError("an optimizer state is a dict with 'state' and 'param_groups'")

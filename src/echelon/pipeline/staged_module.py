@@ -122,7 +122,8 @@ class StagedModule(nn.Module):
         """Load a whole state by name; every rank takes its share. Nothing is communicated.
 
         Raises:
-            ArgumentError: names, groups or shapes do not fit; nothing was loaded.
+            ArgumentError: names or groups do not fit, and nothing was loaded; or a shape does not,
+                and stages before that one were loaded.
         """
         StateByName(optimizer, self._own, self._first_names).load(state)
 
