@@ -12,7 +12,7 @@ import echelon as ec
 from echelon.pipeline.packet import SMALL
 from echelon.world.base import World
 from tests.pipeline.models import Alive, Counted, batch, build, mse
-from tests.pipeline.sizes import VARIANTS
+from tests.pipeline.sizes import VARIANTS, make, pipeline
 from tests.worlds import KINDS, run_world
 
 MICROBATCHES = 8
@@ -25,17 +25,10 @@ SOME = ["gpipe", "1f1b", "interleaved-v2", "zb-h2", "v-min", "dualpipe-v-fused"]
 
 def count(world: World, variant: str) -> tuple[int, int]:
     """Most graphs that autograd kept on this rank, and most microbatches that it held."""
-    name, chunks, options = VARIANTS[variant]
     graphs = Alive()
-    stages = [Counted(block, graphs) for block in build("plain", world.size * chunks)]
-    pipe = ec.Pipeline(
-        stages,
-        world.group,
-        microbatches=MICROBATCHES,
-        schedule=name,
-        loss_fn=mse,
-        **options,
-    )
+    blocks = build("plain", world.size * VARIANTS[variant][1])
+    stages = [Counted(block, graphs) for block in blocks]
+    pipe = pipeline(variant, stages, world.group, MICROBATCHES, mse)
     x, y = batch(MICROBATCHES)
     pipe.step(x, target=y)
     assert graphs.now == 0
@@ -53,14 +46,13 @@ def count_all(world: World, names: list[str]) -> list[tuple[int, int]]:
 def test_activations_alive_are_those_of_the_simulation(kind, ranks, names) -> None:
     by_rank = run_world(kind, count_all, ranks, (names,))
     for i, variant in enumerate(names):
-        name, chunks, options = VARIANTS[variant]
-        schedule = ec.pipeline.schedule(name, ranks * chunks, MICROBATCHES, ranks, **options)
+        chunks, schedule = VARIANTS[variant][1], make(variant, ranks, MICROBATCHES)
         peaks = [round(one * chunks) for one in ec.pipeline.simulate(schedule).peak]
-        if name == "1f1b":
+        if variant == "1f1b":
             assert peaks == [4, 3, 2, 1][4 - ranks :]
         for (graphs, held), peak in zip((found[i] for found in by_rank), peaks, strict=True):
-            assert graphs <= peak, name
-            assert held == peak, name
+            assert graphs <= peak, variant
+            assert held == peak, variant
 
 
 # --- how long ------------------------------------------------------------------------------------
@@ -109,11 +101,9 @@ ROWS = 2 * SMALL // (8 * WIDTH)  # of a microbatch, which then is a message of i
 
 def watch(world: World, variant: str, rows: int) -> list[tuple[int, int, int]]:
     """Inputs, outputs and gradients of each stage of this rank that were alive at once."""
-    name, chunks, options = VARIANTS[variant]
-    stages = [Passes(index == 0).double() for index in range(world.size * chunks)]
-    pipe = ec.Pipeline(
-        stages, world.group, microbatches=MICROBATCHES, schedule=name, loss_fn=mse, **options
-    )
+    num_stages = world.size * VARIANTS[variant][1]
+    stages = [Passes(index == 0).double() for index in range(num_stages)]
+    pipe = pipeline(variant, stages, world.group, MICROBATCHES, mse)
     x = torch.ones(rows * MICROBATCHES, WIDTH, dtype=torch.float64)
     gc.disable()  # nothing is left to the collector
     try:

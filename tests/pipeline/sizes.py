@@ -1,7 +1,11 @@
 """The schedules that tests go through, with the options that change them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from torch import nn
+
+from echelon import Group, Pipeline
 from echelon.pipeline import Schedule, schedule
 
 # Name of the file in tests/golden: name of the schedule, chunks, options.
@@ -34,6 +38,16 @@ def make(variant: str, ranks: int, microbatches: int) -> Schedule:
     """The schedule of a variant."""
     name, chunks, options = VARIANTS[variant]
     return schedule(name, ranks * chunks, microbatches, ranks, **options)
+
+
+def pipeline(
+    variant: str, stages: Sequence[nn.Module], group: Group, microbatches: int, loss_fn: Any
+) -> Pipeline:
+    """A pipeline on the schedule of a variant."""
+    name, _, options = VARIANTS[variant]
+    return Pipeline(
+        stages, group, microbatches=microbatches, schedule=name, loss_fn=loss_fn, **options
+    )
 
 
 def fewest(variant: str, ranks: int) -> int:

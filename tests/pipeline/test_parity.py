@@ -9,7 +9,7 @@ import torch
 import echelon as ec
 from echelon.world.base import World
 from tests.pipeline.models import batch, build, mse, train_plain
-from tests.pipeline.sizes import TRAINING, VARIANTS, make
+from tests.pipeline.sizes import TRAINING, VARIANTS, make, pipeline
 from tests.worlds import run_world
 
 STEPS = 2
@@ -18,16 +18,8 @@ STEPS = 2
 def train(
     world: World, variant: str, kind: str, rows: int, microbatches: int
 ) -> tuple[list[float], dict[int, list[torch.Tensor]], int]:
-    name, chunks, options = VARIANTS[variant]
-    stages = build(kind, world.size * chunks)
-    pipe = ec.Pipeline(
-        stages,
-        world.group,
-        microbatches=microbatches,
-        schedule=name,
-        loss_fn=mse,
-        **options,
-    )
+    stages = build(kind, world.size * VARIANTS[variant][1])
+    pipe = pipeline(variant, stages, world.group, microbatches, mse)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
     losses, alive = [], 0
     for step in range(STEPS):
