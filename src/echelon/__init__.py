@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from echelon.ddp import DDP
     from echelon.errors import (
         ArgumentError,
+        CheckpointCorrupt,
+        CheckpointError,
+        CheckpointMismatch,
+        CheckpointNotFound,
         CollectiveMismatch,
         CommError,
         CommTimeout,
@@ -45,6 +49,10 @@ __all__ = [
     "FSDP",
     "ArgumentError",
     "BackwardPrefetch",
+    "CheckpointCorrupt",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "CheckpointNotFound",
     "CollectiveMismatch",
     "CommError",
     "CommTimeout",

@@ -20,7 +20,7 @@ from torch import Tensor
 from echelon.errors import ArgumentError, UnsupportedError
 from echelon.world import arithmetic
 from echelon.world.backend import Backend, check_tensors
-from echelon.world.flat import apart, flattened, pickled
+from echelon.world.flat import apart, flattened, from_bytes, pickled
 from echelon.world.signature import Call
 from echelon.world.work import Window, Work
 
@@ -42,6 +42,7 @@ class Group(Backend):
         device: where tensors of this group live.
         timeout: seconds that a rank waits for others before it raises.
         shares_memory: whether windows of this group reach the peers' memory.
+        parent: the group that it was made from; None for that of all ranks.
     """
 
     # Collectives -----------------------------------------------------------------------------
@@ -267,13 +268,21 @@ class Group(Backend):
     @final
     def all_gather_object(self, item: Any) -> list[Any]:
         """The picklable ``item`` of every rank, in rank order; for set-up, not for training."""
-        mine = pickled(item).to(self.device)
+        return [pickle.loads(part) for part in self._gather_bytes(pickled(item), "objects")]
+
+    @final
+    def all_gather_bytes(self, data: bytes, *, label: str = "bytes") -> list[bytes]:
+        """The ``data`` of every rank, in rank order; lengths may differ."""
+        return self._gather_bytes(from_bytes(data), label)
+
+    def _gather_bytes(self, data: Tensor, label: str) -> list[bytes]:
+        mine = data.to(self.device)
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         length = torch.tensor([mine.numel()], dtype=torch.int64, device=self.device)
-        self.all_gather_single(lengths, length, label="object lengths")
+        self.all_gather_single(lengths, length, label=f"lengths of {label}")
         parts = [mine.new_empty(n) for n in lengths.tolist()]
-        self.all_gather(parts, mine, label="objects")
-        return [pickle.loads(part.cpu().numpy().tobytes()) for part in parts]
+        self.all_gather(parts, mine, label=label)
+        return [part.cpu().numpy().tobytes() for part in parts]
 
     @final
     def broadcast_object(self, item: Any = None, src: int = 0) -> Any:
@@ -353,7 +362,7 @@ class Group(Backend):
         ticket = self._ticket(
             Call("subgroup", None, tuple(members), None, None, name), async_op=False
         )
-        return self._subgroup(ticket, name, members)
+        return self._born(self._subgroup(ticket, name, members))
 
     @final
     def window(self, numel: int, dtype: torch.dtype = torch.float32) -> Window:
