@@ -59,6 +59,14 @@ class EchelonError(Exception):
         # The constructors take facts, not the sentence, so the default would call them wrongly.
         return _revive, (type(self), str(self), self.__dict__)
 
+    @classmethod
+    def revived(cls, name: str, message: str, facts: dict[str, object]) -> EchelonError | None:
+        """The exception of the class ``name`` that another rank raised; None if there is none."""
+        if cls.__name__ == name:
+            return _revive(cls, message, facts)
+        found = (below.revived(name, message, facts) for below in cls.__subclasses__())
+        return next((error for error in found if error is not None), None)
+
 
 _Error = TypeVar("_Error", bound=EchelonError)
 _MOST_ROWS = 20  # of a message that lists what does not fit
@@ -167,6 +175,12 @@ class CheckpointError(EchelonError):
         self.path, self.rank, self.errno = str(path), rank, errno
         where = "" if rank is None else f"rank {rank}: "
         super().__init__(f"{where}{self.path}: {what}")
+
+    def on_rank(self, rank: int) -> Self:
+        """The same, which happened on ``rank``."""
+        found = _revive(type(self), f"rank {rank}: {self}", {**self.__dict__, "rank": rank})
+        found.__cause__, found.__traceback__ = self.__cause__, self.__traceback__
+        return found
 
 
 class CheckpointNotFound(CheckpointError):
