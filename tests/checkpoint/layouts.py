@@ -15,10 +15,12 @@ from echelon.world.base import World
 
 ROWS = 24  # of a batch of all ranks: 1, 2, 3 and 4 of them have equal parts
 
-Optimizers = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIMIZERS: Mapping[str, Optimizers] = {
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.05),
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
+    "adamw": lambda model: torch.optim.AdamW(groups_of(model), lr=0.05),
+    # One group: a flat parameter cannot be in two.
+    "adamw-one": lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, amsgrad=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
 }
 
 
@@ -77,14 +79,12 @@ class Trainee:
             found.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(found)
+        return float(found.detach())
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """Two groups, by whether a parameter decays, and one without parameters."""
-    named = list(nn.Module.named_parameters(model))
-    if isinstance(model, ec.FSDP | ec.Pipeline):
-        named = list(model.named_parameters())
+    named = list(model.named_parameters())
     decays = [p for name, p in named if "up" in name]
     others = [p for name, p in named if "up" not in name]
     return [
@@ -135,7 +135,7 @@ class Layout:
             shared = ec.parallelize(stages, plan, world, loss_fn=mse, units=units)
         else:
             shared = ec.parallelize(model, plan, world, units=units)
-        made = OPTIMIZERS[optimizer](groups_of(shared))
+        made = OPTIMIZERS[optimizer](shared)
         return Trainee(shared, made, world.rank % lines, lines)
 
 

@@ -211,7 +211,7 @@ class Saving:
 def _versions() -> dict[str, str]:
     return {
         "echelon": version("echelon"),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
