@@ -12,7 +12,9 @@ from tests.checkpoint.whole import State, check_equal, whole_state
 
 # Each layout saves and each loads at least twice; every pair is in the long tests.
 NAMES = list(LAYOUTS)
-PAIRS = sorted({(a, NAMES[(i * k + k) % len(NAMES)]) for i, a in enumerate(NAMES) for k in (1, 3, 5)})
+PAIRS = sorted(
+    {(a, NAMES[(i * k + k) % len(NAMES)]) for i, a in enumerate(NAMES) for k in (1, 3, 5)}
+)
 
 
 def save(world: World, layout: Layout, optimizer: str, folder: Path) -> State:

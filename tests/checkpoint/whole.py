@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import echelon as ec
-from echelon.held import Held
 from tests.checkpoint.layouts import Trainee
 
 State = dict[str, Any]

@@ -127,8 +127,8 @@ def load(
 ) -> Loaded:
     """Load a step into what is given, in place. All ranks that share it call it.
 
-    The number of ranks and the techniques may be others than when it was saved. What is not given is
-    not loaded; values of Python come back in the result.
+    The number of ranks and the techniques may be others than when it was saved. What is not given
+    is not loaded; values of Python come back in the result.
 
     Law: either all of it is loaded, or an error is raised and nothing has changed. Each byte of the
     checkpoint is compared with its checksum before.

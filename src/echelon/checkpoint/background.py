@@ -1,8 +1,8 @@
 """Saves that go on while training does: a copy is made at once, and written by another thread.
 
 [Note: ranks of their own order]
-The thread exchanges facts with the other ranks while training communicates, so it has a group of its
-own: two threads of one rank in one group could not agree with those of another who is first.
+The thread exchanges facts with the other ranks while training communicates, so it has a group of
+its own: two threads of one rank in one group could not agree with those of another who is first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -34,8 +34,9 @@ _ALIGN_NBYTES = 64
 class AsyncSave:
     """A save that is under way.
 
-    What went wrong is raised, on all ranks, by the first of: ``wait``, the next step of an optimizer
-    that is saved, the next save, the end of the world or of the script, which then has failed.
+    What went wrong is raised, on all ranks, by the first of: ``wait``, the next step of an
+    optimizer that is saved, the next save, the end of the world or of the script, which then has
+    failed.
     """
 
     def __init__(self, saving: Saving, path: Path) -> None:
@@ -125,8 +126,8 @@ class Background:
         group: the same ranks, for the exchange of facts. See [Note: ranks of their own order].
     """
 
-    _known: weakref.WeakKeyDictionary[Group, Background] = weakref.WeakKeyDictionary()
-    _alone: Background | None = None
+    _known: ClassVar[weakref.WeakKeyDictionary[Group, Background]] = weakref.WeakKeyDictionary()
+    _alone: ClassVar[Background | None] = None
 
     def __init__(self, group: Group | None) -> None:
         self.group: Group | None = None

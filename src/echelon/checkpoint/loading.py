@@ -122,7 +122,8 @@ def load_step(council: Council, contents: Contents, request: Request, tried: int
         CheckpointMismatch: with ``strict``, it is of something else; nothing was changed.
         CheckpointNotFound: there are no more steps to try.
     """
-    asked = {"call": "load", "directory": str(request.root), "step": request.step}
+    asked: dict[str, Any] = {"call": "load", "directory": str(request.root)}
+    asked |= {"step": request.step}
     asked |= {"names": sorted(_names(contents)), "strict": request.strict, "rng": request.rng}
     asked |= {"fallback": request.fallback}
 
@@ -181,7 +182,7 @@ class _Loading:
         fitting = self._fitting = Fitting(
             manifest=manifest, path=str(self._folder), rank=rank, size=size
         )
-        sections = manifest.sections
+        sections = self.step.sections
         for name, holdings in contents.modules.items():
             if self._section(name, "module") is not None:
                 for held in holdings.tensors:
@@ -206,7 +207,7 @@ class _Loading:
 
     def _section(self, name: str, kind: str) -> Json | None:
         """What the step has under a name; notes what does not fit."""
-        section = self.step.manifest.sections.get(name)
+        section = self.step.sections.get(name)
         if section is None:
             self._fitting.missing.append(name)
         elif section.get("kind") != kind:
@@ -230,7 +231,7 @@ class _Loading:
             if name.split("/", 1)[0] in asked and name.split("/", 1)[0] != "own"
         }
         for name in self._contents.optimizers:
-            for group in manifest.sections.get(name, {}).get("groups", ()):
+            for group in self.step.sections.get(name, {}).get("groups", ()):
                 names |= {f"{name}/{param}" for param in group["params"]}
         return sorted(names)
 

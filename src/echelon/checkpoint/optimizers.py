@@ -109,6 +109,7 @@ def states_of(optimizer: Optimizer) -> Iterator[State]:
     many = {key for key, value in with_dims if isinstance(value, Tensor) and value.dim()}
     numbers = {key for key, value in with_dims if key not in many} | {"step"} - many
     for param, key, value in entries:
+        assert isinstance(param, nn.Parameter)
         like = isinstance(value, Tensor) and value.shape == param.shape
         yield State(param, key, value, like and (param.dim() > 0 or key not in numbers))
 

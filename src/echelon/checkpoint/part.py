@@ -107,8 +107,8 @@ def _optimizers(name: str, by_rank: Mapping[int, Json]) -> Json:
             for param in own["params"]:
                 if place.setdefault(param, i) != i:
                     raise StateError(
-                        f"parameter {param!r} is in groups {place[param]} and {i} of the optimizers "
-                        f"{name!r} of the ranks: put it into the same group on all ranks"
+                        f"parameter {param!r} is in groups {place[param]} and {i} of the "
+                        f"optimizers {name!r} of the ranks: put it into the same group everywhere"
                     )
                 names.append(param)
         groups.append({**first["groups"][i], "params": list(dict.fromkeys(names))})

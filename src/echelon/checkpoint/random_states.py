@@ -23,8 +23,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
-        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position]
-        + [has_gauss, cached],
+        "numpy": [kind, _tensor(keys), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
         "device": streams.random_state(device),
     }
@@ -40,3 +39,7 @@ def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
     found: Tensor | None = states["device"]
     if found is not None:
         streams.set_random_state(device, found)
+
+
+def _tensor(keys: object) -> Tensor:
+    return torch.from_numpy(np.asarray(keys).astype(np.int64))

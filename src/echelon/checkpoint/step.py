@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
-from typing import Self, final
+from typing import Any, Self, final
 
 from torch import Tensor
 
@@ -47,6 +47,7 @@ class Step:
         path = str(folder / MANIFEST)
         self.manifest = Manifest.parse(data, path)
         check_facts(self.manifest, path)
+        self.sections: Mapping[str, Any] = self.manifest.sections  # of the form that was checked
         if folder.name.startswith("step-") and folder.name != step_name(self.manifest.step):
             raise CheckpointCorrupt(f"holds step {self.manifest.step}", folder)
         check_entries(folder, {file.name for file in self.manifest.files})

@@ -33,7 +33,7 @@ def memory_of(flat: Tensor) -> memoryview:
     """The memory of a plain tensor, 1D."""
     if not flat.numel():
         return memoryview(b"")
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def landing(tensor: Tensor, dtype: torch.dtype) -> Tensor:
