@@ -17,6 +17,7 @@ from echelon.checkpoint.bounded import brief
 from echelon.checkpoint.checksum import are_checksums, is_checksum
 from echelon.checkpoint.dtypes import DTYPES
 from echelon.checkpoint.names import MAX_STEP, is_file_name, is_tensor_name
+from echelon.checkpoint.sizes import TOO_MANY, is_size, tensor_problem
 from echelon.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ __all__ = ["MAX_PIECES", "Inconsistent", "check_manifest"]
 Whole = npt.NDArray[np.int64]
 
 MAX_PIECES = 1_000_000
-_TOO_MANY = 2**60  # of elements or bytes; sums of two still fit into 64 bits
-_MAX_DIMS = 64  # as in PyTorch and NumPy
 _MIN_HEADER, _MAX_HEADER = 10, 8 + 100_000_000  # bytes; as in safetensors
 _MAX_THREADS = 2**20
 
@@ -52,10 +51,10 @@ def check_manifest(manifest: Manifest) -> None:
     Raises:
         Inconsistent: says what is wrong, and in which tensor.
     """
-    if not _is_whole(manifest.step, MAX_STEP + 1):
+    if not is_size(manifest.step, MAX_STEP + 1):
         raise Inconsistent(f"the step is {brief(manifest.step)}, which is none")
     for count in manifest.threads:
-        if not _is_whole(count, _MAX_THREADS) or count == 0:
+        if not is_size(count, _MAX_THREADS) or count == 0:
             raise Inconsistent(f"a rank has {brief(count)} threads, which cannot be")
     for package, version in manifest.versions.items():
         if type(package) is not str or type(version) is not str:
@@ -64,14 +63,12 @@ def check_manifest(manifest: Manifest) -> None:
     _check_names(manifest.tensors)
     tensors = tuple(manifest.tensors.values())
     for tensor in tensors:
-        _check_tensor(tensor)
+        problem = tensor_problem(tensor.dtype, tensor.shape)
+        if problem is not None:
+            raise Inconsistent(problem, tensor.name)
     pieces = _Pieces.of(tensors)
     _check_ranges(pieces, tensors)
     _check_places(pieces, tensors, manifest.files)
-
-
-def _is_whole(found: object, limit: int = _TOO_MANY) -> bool:
-    return type(found) is int and 0 <= found < limit  # a bool is none
 
 
 def _check_files(files: tuple[SavedFile, ...]) -> None:
@@ -83,8 +80,8 @@ def _check_files(files: tuple[SavedFile, ...]) -> None:
             raise Inconsistent(f"file {file.name} comes after {last}; files come by rank, once")
         last = file.name
         if not (
-            _is_whole(file.nbytes)
-            and _is_whole(file.header_nbytes, _MAX_HEADER + 1)
+            is_size(file.nbytes)
+            and is_size(file.header_nbytes, _MAX_HEADER + 1)
             and _MIN_HEADER <= file.header_nbytes <= file.nbytes
         ):
             raise Inconsistent(
@@ -110,18 +107,6 @@ def _check_names(tensors: Mapping[str, SavedTensor]) -> None:
             if name in seen:
                 raise Inconsistent(f"two tensors are named {brief(name)}")
             seen.add(name)
-
-
-def _check_tensor(tensor: SavedTensor) -> None:
-    """Refuse a tensor that PyTorch could not make."""
-    if type(tensor.dtype) is not str or tensor.dtype not in DTYPES:
-        raise Inconsistent(f"the dtype {brief(tensor.dtype)} is not known here", tensor.name)
-    dims = tensor.shape
-    if len(dims) > _MAX_DIMS or not all(map(_is_whole, dims)):
-        raise Inconsistent(f"the shape {dims!r:.80} cannot be one", tensor.name)
-    # An empty tensor may have long dims, too, and strides that are their products.
-    if prod(max(dim, 1) for dim in dims) * DTYPES[tensor.dtype].itemsize >= _TOO_MANY:
-        raise Inconsistent(f"the shape {dims!r:.80} has too many elements", tensor.name)
 
 
 @final
@@ -154,9 +139,9 @@ class _Pieces:
             if (
                 set(map(type, column)) - {int}
                 or min(column, default=0) < 0
-                or max(column, default=0) >= _TOO_MANY
+                or max(column, default=0) >= TOO_MANY
             ):
-                wrong = next(i for i, found in enumerate(column) if not _is_whole(found))
+                wrong = next(i for i, found in enumerate(column) if not is_size(found))
                 raise Inconsistent(
                     f"a piece has {brief(column[wrong])} in it", tensors[owner[wrong]].name
                 )
@@ -169,11 +154,10 @@ class _Pieces:
 
 def _check_ranges(pieces: _Pieces, tensors: Sequence[SavedTensor]) -> None:
     """Refuse pieces that do not cover their tensors exactly once, in order."""
-    # Where each piece must begin: where the last one of its tensor ends. One more piece at the end
-    # of each tensor would begin at its end.
     stop = pieces.start + pieces.numel
     is_first = np.diff(pieces.tensor, prepend=-1) > 0
-    expected = np.where(is_first, 0, np.roll(stop, 1))
+    is_last = np.diff(pieces.tensor, append=len(tensors)) > 0
+    expected = np.where(is_first, 0, np.roll(stop, 1))  # each begins where the one before it ends
     for index in np.flatnonzero((pieces.start != expected) | (pieces.numel == 0))[:1]:
         raise Inconsistent(
             f"its pieces cover [0:{expected[index]}], and the next is "
@@ -181,7 +165,7 @@ def _check_ranges(pieces: _Pieces, tensors: Sequence[SavedTensor]) -> None:
             tensors[pieces.tensor[index]].name,
         )
     covered = np.zeros(len(tensors), np.int64)
-    covered[pieces.tensor] = stop  # of the last one, because they are in order
+    covered[pieces.tensor[is_last]] = stop[is_last]
     for tensor, numel in zip(tensors, covered.tolist(), strict=True):
         if numel != prod(tensor.shape):
             raise Inconsistent(
@@ -203,6 +187,7 @@ def _check_places(
     end = begin + (pieces.numel * pieces.itemsize)[order]
     headers = np.array([one.header_nbytes for one in files], np.int64)
     is_first = np.diff(file, prepend=-1) > 0
+    is_last = np.diff(file, append=len(files)) > 0
     expected = np.where(is_first, headers[file], np.roll(end, 1))
     for index in np.flatnonzero(begin != expected)[:1]:
         raise Inconsistent(
@@ -211,7 +196,7 @@ def _check_places(
             tensors[pieces.tensor[order[index]]].name,
         )
     covered = headers.copy()
-    covered[file] = end
+    covered[file[is_last]] = end[is_last]
     for one, nbytes in zip(files, covered.tolist(), strict=True):
         if nbytes != one.nbytes:
             raise Inconsistent(

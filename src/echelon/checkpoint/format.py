@@ -67,7 +67,7 @@ from echelon.checkpoint.bounded import Json, brief, read_json, write_json
 from echelon.checkpoint.checksum import checksum
 from echelon.checkpoint.consistency import Inconsistent, check_manifest
 from echelon.checkpoint.dtypes import DTYPES, dtype_name
-from echelon.checkpoint.names import file_name, step_name, step_of
+from echelon.checkpoint.names import file_name, is_tensor_name, step_name, step_of
 from echelon.errors import ArgumentError, CheckpointCorrupt
 
 __all__ = [
@@ -311,14 +311,16 @@ def _file(found: Json) -> SavedFile:
 
 
 def _tensor(name: str, found: Json) -> SavedTensor:
+    if not is_tensor_name(name):
+        raise Inconsistent(f"a tensor is named {brief(name)}, which cannot be a name")
     names = ("dtype", "shape", "pieces", "ties")
-    dtype, shape, pieces, ties = _members(found, f"tensor {name!r:.80}", names)
+    dtype, shape, pieces, ties = _members(found, f"tensor {brief(name)}", names)
     return SavedTensor(
         name=name,
         dtype=cast(str, dtype),
-        shape=cast(tuple[int, ...], tuple(_list(shape, f"shape of {name!r:.80}"))),
-        pieces=_pieces(name, _list(pieces, f"pieces of {name!r:.80}")),
-        ties=cast(tuple[str, ...], tuple(_list(ties, f"ties of {name!r:.80}"))),
+        shape=cast(tuple[int, ...], tuple(_list(shape, f"shape of {brief(name)}"))),
+        pieces=_pieces(name, _list(pieces, f"pieces of {brief(name)}")),
+        ties=cast(tuple[str, ...], tuple(_list(ties, f"ties of {brief(name)}"))),
     )
 
 

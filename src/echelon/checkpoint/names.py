@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import re
+from typing import cast
 
 from echelon.errors import ArgumentError
 
-__all__ = ["MAX_STEP", "file_name", "is_file_name", "is_tensor_name", "step_name", "step_of"]
+__all__ = [
+    "MAX_STEP",
+    "file_name",
+    "is_file_name",
+    "is_key",
+    "is_tensor_name",
+    "step_name",
+    "step_of",
+]
 
 MAX_STEP = 10**9 - 1  # so that names sort as steps do
 _STEP = re.compile(r"step-([0-9]{9})")
 _FILE = re.compile(r"rank-([0-9]{5,9})\.safetensors")
-_MAX_TENSOR_NAME = 1024  # characters
+_MAX_NAME = 1024  # characters
+_MAX_KEY = _MAX_NAME + 64  # two numbers of at most 19 digits, and what is around them
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters, surrogates
 
 
@@ -61,8 +71,9 @@ def is_file_name(found: object) -> bool:
 
 def is_tensor_name(found: object) -> bool:
     """Whether a tensor can have this name: 1 to 1024 characters, none of them for control."""
-    return (
-        type(found) is str
-        and 0 < len(found) <= _MAX_TENSOR_NAME
-        and _UNPRINTABLE.search(found) is None
-    )
+    return is_key(found) and len(cast(str, found)) <= _MAX_NAME
+
+
+def is_key(found: object) -> bool:
+    """Whether a range of a tensor can have this key in a file: a name, and perhaps a range."""
+    return type(found) is str and 0 < len(found) <= _MAX_KEY and _UNPRINTABLE.search(found) is None
