@@ -176,7 +176,7 @@ def state_name(name: str, param: str, key: str) -> str:
 
 def options_of(name: str, i: int, group: Mapping[str, Any]) -> Json:
     """The options of a group, without its parameters."""
-    options = {}
+    options: dict[str, Json] = {}
     for key, value in group.items():
         if key not in ("params", "param_names"):
             where = f"{name}.param_groups[{i}].{key}"
