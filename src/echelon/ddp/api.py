@@ -321,6 +321,10 @@ class DDP(Wrapper, Holder):
         sent = self._buffer_state.tensors() if self._options.broadcast_buffers else ()
         return holdings_of_replica(self.module, self._group, sent)
 
+    def shared_over(self) -> tuple[Group, ...]:
+        """The group, as one of the axes of a mesh."""
+        return (self._group,)
+
     def unwrap(self) -> nn.Module:
         """Take the wrapper off and return the module; gradients stay, in memory of their own.
 

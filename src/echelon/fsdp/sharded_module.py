@@ -208,6 +208,10 @@ class ShardedModule(Wrapper, Holder):
         hooks = self._hooks
         return holdings_of_shards(self.module, self._storages(), self._ranks, hooks.before_write)
 
+    def shared_over(self) -> tuple[Group, ...]:
+        """The group, and that of the replicas where there are several."""
+        return self._ranks.groups
+
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The whole state of ``optimizer`` by the names of parameters. All ranks call it.
 
