@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
@@ -27,7 +27,7 @@ __all__ = ["HeldStages"]
 @final
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """A parameter that several stages have.
+    """A tensor that several stages may have.
 
     Attributes:
         names: in the model, those of the first stage first.
@@ -40,12 +40,11 @@ class _Shared:
 
 @final
 class HeldStages:
-    """The stages of one rank, as ranges of the model.
+    """The stages of one rank, as ranges of the model. All ranks of ``group`` make one.
 
     Args:
         own: of this rank, by number.
         stages: all, as far as this rank has them.
-        placement: the rank of each stage.
         group: the ranks that share the stages.
         replicate: of ``Pipeline``.
         num_ranks: how many share one stage, as far as the stages of any rank know.
@@ -55,14 +54,14 @@ class HeldStages:
         self,
         own: Mapping[int, nn.Module],
         stages: Sequence[nn.Module | None],
-        placement: Sequence[int],
         group: Group,
         replicate: Group | None,
         num_ranks: int,
     ) -> None:
         self._own, self._group = dict(own), group
         self._replicate, self._num_ranks = replicate, num_ranks
-        self._shared = _shared(stages, placement)
+        told: list[list[tuple[str, ...]]] = group.all_gather_object([*_shared(own, stages)])
+        self._shared = _together(told)
 
     @property
     def axes(self) -> tuple[Group, ...]:
@@ -111,30 +110,62 @@ class HeldStages:
         if found is None:
             return one
         place, num_owners = found.owners.index(self._group.rank), len(found.owners)
-        is_reduced = self._replicate is not None or one.num_copies == 1
+        kept = one.kept
+        if not isinstance(one.tensor, nn.Parameter):
+            kept = kept if num_owners == 1 else Kept.OWN  # every stage changes its own
+        elif self._replicate is not None or one.num_copies == 1:
+            kept = Kept.EQUAL  # it is reduced over all that have it
         return replace(
             one,
             names=found.names,
             copy=place * one.num_copies + one.copy,
             num_copies=num_owners * one.num_copies,
-            kept=Kept.EQUAL if is_reduced else one.kept,
+            kept=kept,
         )
 
 
-def _shared(stages: Sequence[nn.Module | None], placement: Sequence[int]) -> dict[str, _Shared]:
-    """The parameters that several stages have, by each of their names."""
-    places: dict[nn.Parameter, dict[str, int]] = {}
+def _shared(
+    own: Mapping[int, nn.Module], stages: Sequence[nn.Module | None]
+) -> Iterator[tuple[str, ...]]:
+    """The names of what this rank has and others may have, too.
+
+    Those are parameters of which several stages are known to be theirs. Who was not given the
+    stages of others cannot know it of buffers, so these are all of them.
+    """
+    names: dict[int, dict[str, None]] = {}  # by tensor, in order
+    places: dict[int, set[int]] = {}
     for index, stage in enumerate(stages):
-        for names, tensor in () if stage is None else named_state(stage):
-            if stage is not None and isinstance(tensor, nn.Parameter):
-                own = places.setdefault(tensor, {})
-                own |= {_name(stage, index, name): index for name in names}
-    found: dict[str, _Shared] = {}
-    for own in places.values():
-        if len(set(own.values())) > 1:
-            owners = tuple(sorted({placement[index] for index in own.values()}))
-            found |= dict.fromkeys(own, _Shared(tuple(own), owners))
-    return found
+        if stage is not None:
+            for local, tensor in named_state(stage):
+                full = dict.fromkeys(_name(stage, index, one) for one in local)
+                names.setdefault(id(tensor), {}).update(full)
+                places.setdefault(id(tensor), set()).add(index)
+    for stage in own.values():
+        for _, tensor in named_state(stage):
+            if not isinstance(tensor, nn.Parameter) or len(places[id(tensor)]) > 1:
+                yield tuple(names[id(tensor)])
+
+
+def _together(told: Sequence[Sequence[tuple[str, ...]]]) -> dict[str, _Shared]:
+    """What ranks share, by each of its names.
+
+    Args:
+        told: by rank, the names of each tensor.
+    """
+    found: dict[str, tuple[dict[str, None], set[int]]] = {}
+    for rank, tensors in enumerate(told):
+        for names in tensors:
+            all_names: dict[str, None] = {}
+            owners = {rank}
+            for known_names, known_owners in [found[name] for name in names if name in found]:
+                all_names |= known_names
+                owners |= known_owners
+            all_names |= dict.fromkeys(names)
+            found |= dict.fromkeys(all_names, (all_names, owners))
+    return {
+        name: _Shared(tuple(names), tuple(sorted(owners)))
+        for name, (names, owners) in found.items()
+    }
 
 
 def _name(stage: nn.Module, index: int, local: str) -> str:

@@ -41,7 +41,7 @@ class StagedModule(nn.Module, Holder):
         self.stages = nn.ModuleDict({str(index): stage for index, stage in own.items()})
         self._first_names = _first_names(stages)
         self._placement, self._group = placement, group
-        self._held = HeldStages(own, stages, placement, group, replicate, num_ranks)
+        self._held = HeldStages(own, stages, group, replicate, num_ranks)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
