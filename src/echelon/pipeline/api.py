@@ -133,6 +133,7 @@ class Pipeline(StagedModule):
         lowered = self._lower(schedule)
         check_agreement(lowered, group)
         self._group, self._schedule, self._loss_fn = group, schedule, loss_fn
+        self._replicate = replicate
         self._feed = Feed(group, schedule, loss_reduction)
         self._ties = find_ties(stages, schedule.placement, group, replicate)
         self._attach(own, stages, schedule.placement, group)
@@ -260,6 +261,14 @@ class Pipeline(StagedModule):
     def schedule(self) -> Schedule:
         """The computations of every rank."""
         return self._schedule
+
+    @property
+    def training_groups(self) -> tuple[Group, ...]:
+        """The groups over which the model is trained; for whoever must ask all their ranks.
+
+        Those over which a stage is replicated or sharded are the stage's own.
+        """
+        return (self._group,) if self._replicate is None else (self._group, self._replicate)
 
     @property
     def has_input(self) -> bool:
