@@ -23,7 +23,15 @@ from echelon.accumulation import add_product, product
 from echelon.errors import ArgumentError
 from echelon.world.group import Group
 
-__all__ = ["Gathering", "ReduceEvery", "Replicated", "Shardable", "Sharing", "unwrapped"]
+__all__ = [
+    "Gathering",
+    "ReduceEvery",
+    "Replicated",
+    "Shardable",
+    "Sharing",
+    "is_torchs",
+    "unwrapped",
+]
 
 ReduceEvery = Literal["step", "microbatch"]
 
@@ -60,7 +68,7 @@ class Shardable(Replicated, Protocol):
         """Return when no rank reads the parts of this one any more. All ranks call it."""
 
 
-def _is_torchs(module: nn.Module) -> bool:
+def is_torchs(module: nn.Module) -> bool:
     """Whether torch's own wrappers see its gradients, in ways that leave no trace on parameters."""
     home = type(module).__module__
     return home.startswith(("torch.nn.parallel", "torch.distributed"))
@@ -88,7 +96,7 @@ class Sharing:
     @property
     def is_local(self) -> bool:
         """Whether no other rank waits for gradients of this module."""
-        return self._replica is None and not any(map(_is_torchs, self._module.modules()))
+        return self._replica is None and not any(map(is_torchs, self._module.modules()))
 
     @property
     def nbytes(self) -> int | None:
