@@ -139,12 +139,8 @@ class Pipeline(StagedModule):
         self._window_nbytes = window_nbytes
         lowered = self._lower(schedule)
         check_agreement(lowered, group)
-        self._group, self._replicate, self._schedule, self._loss_fn = (
-            group,
-            replicate,
-            schedule,
-            loss_fn,
-        )
+        self._group, self._replicate = group, replicate
+        self._schedule, self._loss_fn = schedule, loss_fn
         self._feed = Feed(group, schedule, loss_reduction)
         self._ties = find_ties(stages, schedule.placement, group, replicate)
         self._attach(own, stages, schedule.placement, group)
