@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import errno
+import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch._C import _distributed_c10d as c10d
 
-from echelon.errors import CommTimeout, WorldError
+from echelon.errors import CommTimeout, StartMismatch, WorldError
 from echelon.world.environment import JobEnvironment
+from echelon.world.facts import difference, encode
 
-__all__ = ["meet", "open_store"]
+__all__ = ["check_start", "meet", "open_store"]
 
 _LOOPBACK = "127.0.0.1"
 _GRACE_S = 2.0  # beyond its own limit, for a store that keeps to it
@@ -137,6 +139,44 @@ def meet(store: c10d.Store, env: JobEnvironment, backend: str, timeout: float) -
         return tuple(rank for rank in range(env.size) if not store.check([f"here/{rank}"]))
 
     _await(store, lambda: store.add("num_here", 0) >= env.size, end, missing, timeout)
+
+
+def check_start(
+    store: c10d.Store, env: JobEnvironment, facts: Mapping[str, Any], timeout: float
+) -> None:
+    """Refuse ranks that were started differently. All ranks call it, after ``meet``.
+
+    Rank 0 reads what all bring, and the others read what it found: so a large job does not send
+    everything to everyone.
+
+    Args:
+        facts: of this rank.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        StartMismatch: on every rank, the first field that differs.
+        CommTimeout: names a rank that did not come.
+    """
+    end = time.monotonic() + timeout
+    keys = [f"facts/{rank}" for rank in range(env.size)]
+    store.set(keys[env.rank], encode(facts).decode())
+    if env.rank == 0:
+
+        def missing() -> tuple[int, ...]:
+            return tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
+
+        _await(store, lambda: store.check(keys), end, missing, timeout)
+        store.set("difference", json.dumps(difference(store.multi_get(keys))))
+    _await(store, lambda: store.check(["difference"]), end, lambda: (0,), timeout)
+    if (found := json.loads(store.get("difference"))) is None:
+        return
+    store.add("num_told", 1)
+    if env.rank == 0:  # which may hold the store, and the others have yet to read it
+        end = time.monotonic() + min(timeout, _GRACE_S)
+        with suppress(CommTimeout):
+            _await(store, lambda: store.add("num_told", 0) >= env.size, end, tuple, timeout)
+    field, values = found
+    raise StartMismatch(field, {int(rank): value for rank, value in values.items()})
 
 
 def _refuse(store: c10d.Store, why: str) -> NoReturn:

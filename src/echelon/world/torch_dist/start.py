@@ -15,11 +15,12 @@ from torch._C import _distributed_c10d as c10d
 from echelon.errors import ArgumentError, WorldError
 from echelon.world.base import DEFAULT_TIMEOUT_S, World
 from echelon.world.environment import JobEnvironment
+from echelon.world.facts import agree, start_facts
 from echelon.world.torch_dist.group import PeerGroup, TorchGroup
 from echelon.world.torch_dist.job import Job
 from echelon.world.torch_dist.native import NativeGroup
 from echelon.world.torch_dist.peers import Engine, Peers
-from echelon.world.torch_dist.rendezvous import meet, open_store
+from echelon.world.torch_dist.rendezvous import check_start, meet, open_store
 
 __all__ = ["check_wanted", "connect", "from_process_group"]
 
@@ -59,22 +60,27 @@ def connect(
 
     Raises:
         CommTimeout: some ranks did not start; names them.
+        StartMismatch: the ranks were started differently; on all of them.
         WorldError: the store or the engine could not start.
     """
     device = torch.device("cpu") if backend == "gloo" else device
+    check = check_wanted() if check is None else check
+    facts = start_facts(timeout=timeout, check=check)
     default = dist.group.WORLD  # None if there is none
     if default is not None and backend in _backends(default).values():
         wrapped = from_process_group(default, device=device, timeout=timeout, check=check)
+        agree(wrapped, facts)
         return World(wrapped, backend=backend, local_rank=env.local_rank, close=wrapped.close)
     store = open_store(env, timeout)
     meet(store, env, backend, timeout)
+    check_start(store, env, facts, timeout)
     holds_store = env.rank == 0 and not env.agent_store
     maker = _Maker(
         job=Job(store, env.rank, env.size if holds_store else 0),
         backend=backend,
         device=device,
         timeout=timeout,
-        check=check_wanted() if check is None else check,
+        check=check,
         loopback=env.one_host and "GLOO_SOCKET_IFNAME" not in os.environ,
     )
     try:
