@@ -16,9 +16,9 @@ from torch._C import _distributed_c10d as c10d
 from echelon.errors import CommTimeout, WorldError
 from echelon.world.environment import JobEnvironment
 
-__all__ = ["meet", "open_store"]
+__all__ = ["LOOPBACK", "meet", "open_store", "serve_store"]
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _GRACE_S = 2.0  # beyond its own limit, for a store that keeps to it
 _SLICE_S = 0.1  # how soon a rank that waits hears that the job cannot start
 
@@ -35,25 +35,35 @@ def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
     Raises:
         WorldError: the port is in use, or the store cannot be reached in time.
     """
-    host = _LOOPBACK if env.one_host and not env.agent_store else env.master_addr
-    limit = timedelta(seconds=timeout)
+    host = LOOPBACK if env.one_host and not env.agent_store else env.master_addr
     if env.rank == 0 and not env.agent_store:
-        listener = _listen(host, env.master_port)
-        # The store owns the socket from here on, also when it fails to start.
-        store: c10d.Store = c10d.TCPStore(
-            host,
-            env.master_port,
-            is_master=True,
-            timeout=limit,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),
-        )
+        store: c10d.Store = serve_store(_listen(host, env.master_port), host, timeout)
     else:
         store = _reach(env, host, timeout)
     # The agent's store outlives the job when the number of hosts changes.
     name = f"echelon/{env.attempt}" + (f"/{env.size}" if env.agent_store else "")
     return c10d.PrefixStore(name, store)
+
+
+def serve_store(listener: socket.socket, host: str, timeout: float) -> c10d.TCPStore:
+    """A store in this process, which answers on ``listener`` and nowhere else.
+
+    Args:
+        listener: a socket that listens; it belongs to the store from here on, also when that
+            fails to start.
+        host: an address of this host on which ``listener`` can be reached.
+        timeout: seconds that a call to the store waits.
+    """
+    port = listener.getsockname()[1]
+    return c10d.TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _reach(env: JobEnvironment, host: str, timeout: float) -> c10d.Store:

@@ -19,11 +19,9 @@ from echelon.world.torch_dist.group import PeerGroup, TorchGroup
 from echelon.world.torch_dist.job import Job
 from echelon.world.torch_dist.native import NativeGroup
 from echelon.world.torch_dist.peers import Engine, Peers
-from echelon.world.torch_dist.rendezvous import meet, open_store
+from echelon.world.torch_dist.rendezvous import LOOPBACK, meet, open_store
 
 __all__ = ["check_wanted", "connect", "from_process_group"]
-
-_LOOPBACK = "127.0.0.1"
 
 
 def check_wanted(environ: dict[str, str] | None = None) -> bool:
@@ -196,7 +194,7 @@ class _Maker:
         if not self.loopback:
             return cast(Engine, c10d.ProcessGroupGloo(store, rank, size, limit))
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
         options._timeout = limit
         return cast(Engine, c10d.ProcessGroupGloo(store, rank, size, options))
 
