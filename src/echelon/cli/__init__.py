@@ -31,6 +31,20 @@ class WorldKind(StrEnum):
     THREADS = "threads"
 
 
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="How many ranks to start; without it, those of a --plan among ARGUMENTS."
+    ),
+]
+World = Annotated[
+    WorldKind,
+    typer.Option(help="Processes of this host, or simulated ranks: threads of one process."),
+]
+LogDir = Annotated[
+    Path | None,
+    typer.Option(help="Keep what the processes print here; otherwise only after a failure."),
+]
 MaxRestarts = Annotated[
     int, typer.Option(min=0, help="How often all ranks start again after a failure.")
 ]
@@ -54,21 +68,9 @@ def _run(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="For the script.")
     ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="How many ranks to start; without it, those of a --plan among ARGUMENTS.",
-        ),
-    ] = None,
-    world: Annotated[
-        WorldKind,
-        typer.Option(help="Processes of this host, or simulated ranks: threads of one process."),
-    ] = WorldKind.PROCESSES,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(help="Keep what the processes print here; otherwise only after a failure."),
-    ] = None,
+    ranks: Ranks = None,
+    world: World = WorldKind.PROCESSES,
+    log_dir: LogDir = None,
     max_restarts: MaxRestarts = 0,
     grace: Grace = None,
     timeout: Timeout = None,
