@@ -25,10 +25,10 @@ def leaving_line(attempt: Attempt, grace: float) -> str:
             f"{reason}all ranks have left to go on later: the same command resumes (exit code 75)"
         )
     if attempt.killed:
-        verb = "was" if len(attempt.killed) == 1 else "were"
+        time = "when it was asked again" if attempt.hurried else f"after {grace:g} s"
         return (
-            f"{reason}{_named(attempt.killed)} had not left after {grace:g} s and {verb} killed: "
-            "what was not saved by then is lost"
+            f"{reason}{_named(attempt.killed)} had not left {time} and {_were(attempt.killed)} "
+            "killed: what was not saved by then is lost"
         )
     left = [rank for rank, code in sorted(attempt.codes.items()) if code == os.EX_TEMPFAIL]
     return f"{reason}all ranks have ended" + (f", only {_named(left)} with code 75" if left else "")
@@ -73,14 +73,18 @@ def failure_lines(
     if left and attempt.killed and not attempt.raised:
         return [
             f"{_named(attempt.killed)} had not left {grace:g} s after {_named(left)} did with exit "
-            "code 75, and was killed",
-            "  all ranks must decide together to stop: give every rank's decision to the others",
+            f"code 75, and {_were(attempt.killed)} killed",
+            "  ranks must decide together to stop: let them agree in a collective, after each step",
             "",
             *notes,
         ]
     if any(exit.own and rank not in records for rank, exit in others.items()):
         exits = others  # one that asks to be started again is not the cause
     return cause_text(records, exits, logs, "", notes)
+
+
+def _were(ranks: Collection[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"
 
 
 def _named(ranks: Collection[int]) -> str:

@@ -44,6 +44,7 @@ class Attempt:
         raised: ranks that left a record of an exception of their own.
         noticed: ranks that left a record which only says that another rank failed.
         stop: the name of the signal that asked the job to stop; None: it was not asked.
+        hurried: whether it was asked again, and ranks had less time than they were promised.
     """
 
     number: int
@@ -54,6 +55,7 @@ class Attempt:
     raised: tuple[int, ...] = ()
     noticed: tuple[int, ...] = ()
     stop: str | None = None
+    hurried: bool = False
 
     @property
     def outcome(self) -> Outcome:

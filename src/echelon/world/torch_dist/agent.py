@@ -92,12 +92,13 @@ class LocalAgent(LocalElasticAgent):
         self._most = spec.max_restarts + 1
         self._stop: signal.Signals | None = None
         self._stop_s = 0.0  # when
-        self._hurry = False
+        self._hurried = False
         self._open_attempt()
 
     def _open_attempt(self) -> None:
         self._ending: _Ending | None = None
         self._deadline_s = 0.0
+        self._hurrying = False
         self._told: tuple[int, ...] = ()
         self._killed: tuple[int, ...] = ()
 
@@ -106,7 +107,7 @@ class LocalAgent(LocalElasticAgent):
         now, quits = time.monotonic(), number == signal.SIGQUIT
         presses = number == signal.SIGINT and self._stop is signal.SIGINT
         if quits or (presses and now - self._stop_s > _SECOND_PRESS_S):
-            self._hurry = True
+            self._hurried = True
         if self._stop is None:
             self._stop = signal.SIGTERM if quits else signal.Signals(number)
             self._stop_s = now
@@ -145,8 +146,8 @@ class LocalAgent(LocalElasticAgent):
                     self._told = tuple(running)
         if self._ending is None:
             return False
-        if self._hurry:
-            self._hurry, self._deadline_s = False, min(self._deadline_s, now + HURRY_S)
+        if self._hurried and not self._hurrying:
+            self._hurrying, self._deadline_s = True, min(self._deadline_s, now + HURRY_S)
         return now >= self._deadline_s
 
     def _close_attempt(self, codes: Mapping[int, int], result: RunResult) -> None:
@@ -165,6 +166,7 @@ class LocalAgent(LocalElasticAgent):
             raised=tuple(rank for rank, record in records.items() if not record.follows),
             noticed=tuple(rank for rank, record in records.items() if record.follows),
             stop=None if self._stop is None else self._stop.name,
+            hurried=self._hurried,
         )
         if not attempt.restarts:
             self._remaining_restarts = 0

@@ -36,7 +36,7 @@ class LoopbackRendezvous(RendezvousHandler):
     def __init__(self, run_id: str, timeout: float = 60.0) -> None:
         self._run_id = run_id
         listener = socket.create_server((LOOPBACK, 0), backlog=2048)
-        self._store = serve_store(listener, LOOPBACK, timeout)
+        self._store = serve_store(listener, timeout)
         self._round = 0
 
     @property

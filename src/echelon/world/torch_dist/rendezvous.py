@@ -15,6 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 from echelon.errors import CommTimeout, WorldError
 from echelon.world.environment import JobEnvironment
+from echelon.world.listeners import announced
 
 __all__ = ["LOOPBACK", "meet", "open_store", "serve_store"]
 
@@ -27,7 +28,7 @@ def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
     """The store of a job: the one that torchrun's agent holds, or else one that rank 0 holds.
 
     A store has no authentication. If all ranks are on one host, rank 0's listens on the
-    loopback interface only, otherwise on the interface of ``env.master_addr``.
+    loopback interface only, otherwise on the interface of ``env.master_addr``, and says so.
 
     Args:
         timeout: seconds to wait for rank 0 to open it.
@@ -37,7 +38,9 @@ def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
     """
     host = LOOPBACK if env.one_host and not env.agent_store else env.master_addr
     if env.rank == 0 and not env.agent_store:
-        store: c10d.Store = serve_store(_listen(host, env.master_port), host, timeout)
+        with announced(env.rank, "the store", one_host=env.one_host):
+            listener = _listen(host, env.master_port)
+        store: c10d.Store = serve_store(listener, timeout)
     else:
         store = _reach(env, host, timeout)
     # The agent's store outlives the job when the number of hosts changes.
@@ -45,18 +48,17 @@ def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
     return c10d.PrefixStore(name, store)
 
 
-def serve_store(listener: socket.socket, host: str, timeout: float) -> c10d.TCPStore:
+def serve_store(listener: socket.socket, timeout: float) -> c10d.TCPStore:
     """A store in this process, which answers on ``listener`` and nowhere else.
 
     Args:
         listener: a socket that listens; it belongs to the store from here on, also when that
             fails to start.
-        host: an address of this host on which ``listener`` can be reached.
         timeout: seconds that a call to the store waits.
     """
-    port = listener.getsockname()[1]
+    host, port = listener.getsockname()
     return c10d.TCPStore(
-        host,
+        LOOPBACK if host == "0.0.0.0" else host,
         port,
         is_master=True,
         timeout=timedelta(seconds=timeout),

@@ -15,6 +15,7 @@ from torch._C import _distributed_c10d as c10d
 from echelon.errors import ArgumentError, WorldError
 from echelon.world.base import DEFAULT_TIMEOUT_S, World
 from echelon.world.environment import JobEnvironment
+from echelon.world.listeners import announced
 from echelon.world.torch_dist.group import PeerGroup, TorchGroup
 from echelon.world.torch_dist.job import Job
 from echelon.world.torch_dist.native import NativeGroup
@@ -74,6 +75,7 @@ def connect(
         timeout=timeout,
         check=check_wanted() if check is None else check,
         loopback=env.one_host and "GLOO_SOCKET_IFNAME" not in os.environ,
+        one_host=env.one_host,
     )
     try:
         group = maker.make("world", tuple(range(env.size)))
@@ -128,6 +130,7 @@ def from_process_group(
         timeout=timeout,
         check=check_wanted() if check is None else check,
         loopback=False,
+        one_host=True,  # as far as we know: what other hosts can reach is told then, too
     )
     return maker.make("world", ranks, group)
 
@@ -149,6 +152,7 @@ class _Maker:
 
     Attributes:
         loopback: whether gloo uses the loopback interface.
+        one_host: whether all ranks are on this host.
     """
 
     job: Job
@@ -157,6 +161,7 @@ class _Maker:
     timeout: float
     check: bool
     loopback: bool
+    one_host: bool
 
     def make(
         self, name: str, ranks: tuple[int, ...], made: dist.ProcessGroup | None = None
@@ -169,12 +174,12 @@ class _Maker:
         store = c10d.PrefixStore(f"group/{name}", self.job.store)
         rank = ranks.index(self.job.rank)
         if self.backend == "gloo":
-            engine = self._gloo(store, rank, len(ranks)) if made is None else _cpu_engine(made)
+            engine = self._gloo(store, name, ranks) if made is None else _cpu_engine(made)
             peers = Peers(engine, rank, len(ranks), self.timeout)
             return PeerGroup(peers, self.job, name, ranks, self.device, self.make, self.check)
         check = None
         if self.check:
-            side = self._gloo(c10d.PrefixStore("check", store), rank, len(ranks))
+            side = self._gloo(c10d.PrefixStore("check", store), name, ranks)
             check = Peers(side, rank, len(ranks), self.timeout)
         native, end = self._native(store, name, ranks) if made is None else (made, _leave)
         return NativeGroup(
@@ -189,7 +194,13 @@ class _Maker:
             check,
         )
 
-    def _gloo(self, store: c10d.Store, rank: int, size: int) -> Engine:
+    def _gloo(self, store: c10d.Store, name: str, ranks: tuple[int, ...]) -> Engine:
+        """A new engine for ``ranks``, which says where it listens if other hosts can see it."""
+        what = f"gloo for group {name!r}"
+        with announced(self.job.rank, what, one_host=self.one_host):
+            return self._start_gloo(store, ranks.index(self.job.rank), len(ranks))
+
+    def _start_gloo(self, store: c10d.Store, rank: int, size: int) -> Engine:
         limit = timedelta(seconds=self.timeout)
         if not self.loopback:
             return cast(Engine, c10d.ProcessGroupGloo(store, rank, size, limit))
