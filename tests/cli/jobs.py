@@ -39,6 +39,14 @@ sys.exit(75)
 """
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended; where nobody waits for orphans it may still be listed."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() == b""
+    except OSError:
+        return True
+
+
 class Job:
     """One ``echelon run`` in a session of its own, and all processes that come of it.
 

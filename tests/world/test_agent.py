@@ -16,7 +16,7 @@ import pytest
 
 from echelon.world.attempt import Attempt, Outcome
 from echelon.world.torch_dist import agent
-from tests.cli.jobs import SAVES
+from tests.cli.jobs import SAVES, has_ended
 
 WAIT_S = 60.0
 
@@ -144,14 +144,6 @@ if mode == "again" and rank == "1":
 """
 
 
-def ended(pid: int) -> bool:
-    """Whether a process has ended; nobody here waits for orphans, so it may still be listed."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes() == b""
-    except OSError:
-        return True
-
-
 @pytest.mark.parametrize(("mode", "codes"), [("", {0: 0, 1: 0}), ("again", None)])
 def test_after_a_failure_all_ranks_start_again_and_nothing_of_before_is_left(
     mode: str, codes: dict[int, int] | None, tmp_path: Path
@@ -163,7 +155,7 @@ def test_after_a_failure_all_ranks_start_again_and_nothing_of_before_is_left(
     assert first.codes == {0: -9, 1: -9}
     assert (first.told, first.killed) == ((0,), (0,))  # rank 0 did not listen
     assert first.restarts
-    assert ended(int((tmp_path / "child").read_text()))
+    assert has_ended(int((tmp_path / "child").read_text()))
     assert not second.restarts
     if codes is not None:
         assert second.codes == codes
