@@ -54,11 +54,17 @@ class Job:
         folder: of the test; logs and temporary files go below it.
         script: the text of the script.
         options: of ``echelon run``, before the script.
+        ignores: a signal that the caller ignores, as ``nohup`` does.
         arguments: of the script.
     """
 
     def __init__(
-        self, folder: Path, script: str, *arguments: str, options: tuple[str, ...] = ()
+        self,
+        folder: Path,
+        script: str,
+        *arguments: str,
+        options: tuple[str, ...] = (),
+        ignores: str | None = None,
     ) -> None:
         self.folder = folder
         self.temporary = folder / "temporary"
@@ -66,6 +72,8 @@ class Job:
         (folder / "job.py").write_text(script)
         self._mark = uuid.uuid4().hex
         command = [sys.executable, "-m", "echelon", "run", "--ranks", "2", *options]
+        if ignores is not None:
+            command = ["sh", "-c", f"trap '' {ignores}; exec \"$@\"", "sh", *command]
         self.launcher = subprocess.Popen(
             [*command, str(folder / "job.py"), *arguments],
             stdout=subprocess.PIPE,

@@ -1,6 +1,8 @@
 """Jobs that are asked to stop, as their user sees it; tests/world/test_agent.py has the rest."""
 
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -30,8 +32,10 @@ def test_ranks_that_save_and_leave_after_a_signal_are_not_a_failure(tmp_path: Pa
 
 
 def test_ranks_that_do_not_leave_in_time_are_killed_and_the_text_says_so(tmp_path: Path) -> None:
-    with Job(tmp_path, SAVES, "deaf", str(tmp_path), options=("--grace", "1.5")) as job:
+    options = ("--grace", "1.5")
+    with Job(tmp_path, SAVES, "deaf", str(tmp_path), options=options, ignores="HUP") as job:
         job.wait_for(*READY)
+        job.launcher.send_signal(signal.SIGHUP)  # as a terminal does that closes
         start_s = time.monotonic()
         job.launcher.send_signal(signal.SIGTERM)
         code, _, errors = job.end()
@@ -42,3 +46,18 @@ def test_ranks_that_do_not_leave_in_time_are_killed_and_the_text_says_so(tmp_pat
             "then is lost"
         )
         assert errors[1:] == [f"all output is in {job.log_folders()[0]}"]
+
+
+def test_the_command_that_print_shows_does_the_same(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(SAVES)
+    for rank in range(2):
+        (tmp_path / f"go-{rank}").touch()
+    arguments = ["--ranks", "2", "--max-restarts", "2", "--print", "job.py", "", "."]
+    show = [sys.executable, "-m", "echelon", "run", *arguments]
+    shown = subprocess.run(show, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(shown.stdout, shell=True, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 75
+    assert (
+        "attempt 1 of 3: the ranks left on request, and can go on from what they have saved (exit "
+        "codes by rank: 0: 75, 1: 75)"
+    ) in done.stderr

@@ -174,3 +174,13 @@ def test_a_stop_is_never_followed_by_another_attempt(tmp_path: Path) -> None:
         (attempt,) = attempts(process, tmp_path)
     assert attempt.codes == {0: 1, 1: 1}
     assert (attempt.stop, attempt.restarts) == ("SIGTERM", False)
+
+
+def test_every_rank_has_files_of_its_own_past_the_ninth_too(tmp_path: Path) -> None:
+    script = "import os; print('this is rank', os.environ['RANK'])"
+    with started(tmp_path, script, options=("--ranks", "11")) as process:
+        (attempt,) = attempts(process, tmp_path)
+    assert attempt.codes == dict.fromkeys(range(11), 0)
+    for rank in range(11):
+        (file,) = (tmp_path / "logs").glob(f"*/attempt_0/{rank}/stdout.log")
+        assert file.read_text() == f"this is rank {rank}\n"
