@@ -316,12 +316,24 @@ class CommTimeout(CommError, TimeoutError):
 
     Attributes:
         missing: the ranks (in the job) that were waited for.
+        doing: the call that waited, with its place.
+        seconds: how long.
+        others: what is known of the other ranks, a row each.
+        stuck: the ranks that hold up the others, and what each was found to do; empty where
+            nothing is known of them.
     """
 
     def __init__(
-        self, doing: str, missing: Sequence[int], seconds: float, others: str = ""
+        self,
+        doing: str,
+        missing: Sequence[int],
+        seconds: float,
+        others: str = "",
+        *,
+        stuck: Mapping[int, str] | None = None,
     ) -> None:
-        self.missing = tuple(missing)
+        self.doing, self.missing, self.seconds = doing, tuple(missing), seconds
+        self.others, self.stuck = others, dict(stuck or {})
         tail = f"\n{others}" if others else ""
         super().__init__(f"{doing} waited {seconds:.1f} s for {_ranks(missing)} in vain{tail}")
 

@@ -27,7 +27,11 @@ __all__ = ["FailureRecord", "error_file", "install_failure_record", "outlive_ter
 # Of these, the first one set names the file; torchrun sets the second in every rank.
 VARIABLES = ("ECHELON_ERROR_FILE", "TORCHELASTIC_ERROR_FILE")
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+_NOT_THE_USERS = (
+    str(Path(__file__).resolve().parent.parent) + os.sep,
+    os.path.dirname(os.__file__) + os.sep,  # Python's own modules, and mostly what is installed
+    "<frozen",
+)
 # Enough to see that a peer is gone, wherever this rank was; the agent waits longer before it kills.
 _LAST_WORDS_S = 1.5
 _MAX_MESSAGE = 4000  # characters; a message may hold a tensor
@@ -172,12 +176,14 @@ def _cut(message: str) -> str:
     return f"{message[:half]} … {message[-half:]}"
 
 
+def is_user_file(path: str) -> bool:
+    """Whether a file of Python code is neither of this package, nor Python's own, nor installed."""
+    return not path.startswith(_NOT_THE_USERS) and f"{os.sep}site-packages{os.sep}" not in path
+
+
 def _place(error: BaseException) -> str:
-    """The innermost frame that is neither of this package nor installed."""
+    """The innermost frame of the user's code."""
     frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((_PACKAGE, "<frozen"))
-        and f"{os.sep}site-packages{os.sep}" not in frame.filename
+        frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)
     ]
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
