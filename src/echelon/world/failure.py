@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from echelon.errors import CollectiveMismatch, CommError, DeadlockError, RankFailed
+from echelon.errors import CollectiveMismatch, CommError, CommTimeout, DeadlockError, RankFailed
 
 __all__ = ["FailureRecord", "error_file", "install_failure_record", "outlive_termination"]
 
@@ -49,7 +49,11 @@ class FailureRecord:
         traceback: as Python prints it.
         time_s: when, in seconds since the epoch.
         follows: whether it only reports that communication broke, because another rank failed.
-        failed_rank: the rank that this one names as failed, if it does.
+        failed_rank: the rank that this one names as failed, or waited for in vain, if it does.
+        where: how far the rank had come, ``at step 4``; empty where that is not known.
+        stuck: what the rank was found to do that was waited for in vain; empty where that is not
+            known.
+        stacks: of all ranks of the host, where this one waited in vain.
     """
 
     rank: int
@@ -60,10 +64,20 @@ class FailureRecord:
     time_s: float
     follows: bool = False
     failed_rank: int | None = None
+    where: str = ""
+    stuck: str = ""
+    stacks: str = ""
 
     @classmethod
-    def of(cls, error: BaseException, rank: int) -> FailureRecord:
+    def of(cls, error: BaseException, rank: int, where: str = "") -> FailureRecord:
         """The record of ``error`` raised on ``rank``."""
+        failed_rank, stuck, stacks = None, "", ""
+        if isinstance(error, RankFailed):
+            failed_rank = error.failed_rank
+        elif isinstance(error, CommTimeout):
+            failed_rank = next(iter([*error.stuck, *error.missing]), None)
+            stuck = next(iter(error.stuck.values()), "")
+            stacks = "\n".join(getattr(error, "__notes__", ()))
         return cls(
             rank=rank,
             type=type(error).__name__,
@@ -73,14 +87,28 @@ class FailureRecord:
             time_s=time.time(),
             follows=isinstance(error, CommError)
             and not isinstance(error, CollectiveMismatch | DeadlockError),
-            failed_rank=error.failed_rank if isinstance(error, RankFailed) else None,
+            failed_rank=failed_rank,
+            where=where,
+            stuck=stuck,
+            stacks=stacks,
         )
 
     @property
     def headline(self) -> str:
-        """One line: the rank, the exception and the first line of its message."""
+        """One line: the rank, where it was, the exception and the first line of its message.
+
+        Of a rank that waited in vain, the rank that held it up comes first.
+        """
         first = self.message.strip().split("\n", 1)[0]
-        return f"rank {self.rank} raised {self.type}" + (f": {first}" if first else "")
+        if self.type == CommTimeout.__name__ and self.failed_rank is not None:
+            stuck = self.stuck or "did not come"
+            return f"rank {self.failed_rank} {stuck}; on rank {self.rank}, {first}"
+        return f"{self.subject} raised {self.type}" + (f": {first}" if first else "")
+
+    @property
+    def subject(self) -> str:
+        """The rank, and where it was."""
+        return f"rank {self.rank} {self.where}".rstrip()
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the record; a reader sees all of it or nothing."""
@@ -114,11 +142,16 @@ def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
     return None
 
 
-def install_failure_record(path: str | os.PathLike[str], rank: int) -> Callable[[], None]:
+def install_failure_record(
+    path: str | os.PathLike[str], rank: int, where: Callable[[], str] = lambda: ""
+) -> Callable[[], None]:
     """Write a record to ``path`` when an exception ends this process.
 
     Python's own report of the exception still follows. A second call replaces the first one's
     path and rank.
+
+    Args:
+        where: says how far the rank has come.
 
     Returns:
         a function that takes the hook out again.
@@ -130,7 +163,7 @@ def install_failure_record(path: str | os.PathLike[str], rank: int) -> Callable[
     ) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             try:
-                FailureRecord.of(error, rank).write(path)
+                FailureRecord.of(error, rank, where()).write(path)
             except OSError as problem:  # the exception itself must still be seen
                 print(f"cannot write the failure record {path}: {problem}", file=sys.stderr)
         before(kind, error, trace)

@@ -226,7 +226,13 @@ def _join_job(
     job: JobEnvironment, backend: str | None, timeout: float, check: bool | None
 ) -> World:
     watch = Watch.of_job(job, os.environ)
-    world = _meet_job(job, backend, timeout, check, watch)
+    path = error_file()
+    if path is None:
+        world = _meet_job(job, backend, timeout, check, watch)
+    else:
+        remove = install_failure_record(path, job.rank, lambda: "in echelon.init()")
+        world = _meet_job(job, backend, timeout, check, watch)
+        remove()  # when the world could not be started, it tells so
     watch.run()
     return world
 
@@ -269,7 +275,7 @@ def _meet_job(
 def _close_at_exit(world: World) -> None:
     """Leave in good order when the script ends; tell the others of an exception that ends it."""
     if path := error_file():
-        install_failure_record(path, world.rank)
+        install_failure_record(path, world.rank, lambda: f"at step {world.step}")
         outlive_termination()
     before = sys.excepthook
 

@@ -24,7 +24,16 @@ from echelon.world.failure import is_user_file
 from echelon.world.logbook import Entry
 from echelon.world.process_status import ProcessStatus
 
-__all__ = ["ask", "innermost", "is_ours", "of_this_process", "of_thread", "offer", "shown"]
+__all__ = [
+    "ask",
+    "innermost",
+    "is_ours",
+    "of_crash",
+    "of_this_process",
+    "of_thread",
+    "offer",
+    "shown",
+]
 
 _NAME = "echelon stacks"
 _SIGNAL = signal.SIGUSR2
@@ -90,9 +99,14 @@ def _last_dump(text: str) -> str:
 
 def of_thread(dump: str, thread: int) -> Stack:
     """The stack of one thread in a dump, the innermost line last."""
-    start = re.search(rf"hread 0x0*{thread:x} .*\n((?:  .*\n?)*)", dump)
-    lines = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', start[1] if start else "", re.M)
-    return [f"{file}:{line} in {function}" for file, line, function in reversed(lines)]
+    found = re.search(rf"hread 0x0*{thread:x} .*\n((?:  .*\n?)*)", dump)
+    return _lines(found[1]) if found else []
+
+
+def of_crash(log: str) -> Stack:
+    """The stack that ``faulthandler`` has written of a process that crashed, if it has."""
+    start = re.search(r"^Current (thread 0x.* .*\n(?:  .*\n?)*)", log, re.M)
+    return _lines(start[1]) if start and "Fatal Python error:" in log else []
 
 
 def of_this_process(thread: int) -> Stack:
@@ -120,6 +134,12 @@ def shown(stacks: Mapping[int, str]) -> str:
         f"-- rank {rank}, most recent call first --\n{text}"
         for rank, text in sorted(stacks.items())
     )
+
+
+def _lines(section: str) -> Stack:
+    """The lines of one thread, the innermost last."""
+    lines = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', section, re.M)
+    return [f"{file}:{line} in {function}" for file, line, function in reversed(lines)]
 
 
 def _answers(entry: Entry) -> bool:
