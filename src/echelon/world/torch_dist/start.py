@@ -16,17 +16,16 @@ from torch._C import _distributed_c10d as c10d
 from echelon.errors import ArgumentError, WorldError
 from echelon.world.base import DEFAULT_TIMEOUT_S, World
 from echelon.world.environment import JobEnvironment
+from echelon.world.listeners import announced
 from echelon.world.steps import Steps
 from echelon.world.torch_dist.group import PeerGroup, TorchGroup
 from echelon.world.torch_dist.job import Job
 from echelon.world.torch_dist.native import NativeGroup
 from echelon.world.torch_dist.peers import Engine, Peers
-from echelon.world.torch_dist.rendezvous import meet, open_store
+from echelon.world.torch_dist.rendezvous import LOOPBACK, meet, open_store
 from echelon.world.watch import Watch
 
 __all__ = ["check_wanted", "connect", "from_process_group"]
-
-_LOOPBACK = "127.0.0.1"
 
 
 def check_wanted(environ: dict[str, str] | None = None) -> bool:
@@ -82,6 +81,7 @@ def connect(
         timeout=timeout,
         check=check_wanted() if check is None else check,
         loopback=env.one_host and "GLOO_SOCKET_IFNAME" not in os.environ,
+        one_host=env.one_host,
     )
     try:
         group = maker.make("world", tuple(range(env.size)))
@@ -156,6 +156,7 @@ def _wrapped(
         timeout=timeout,
         check=check_wanted() if check is None else check,
         loopback=False,
+        one_host=True,  # as far as we know: what other hosts can reach is told then, too
     )
     return maker.make("world", ranks, group)
 
@@ -177,6 +178,7 @@ class _Maker:
 
     Attributes:
         loopback: whether gloo uses the loopback interface.
+        one_host: whether all ranks are on this host.
     """
 
     job: Job
@@ -185,6 +187,7 @@ class _Maker:
     timeout: float
     check: bool
     loopback: bool
+    one_host: bool
 
     def make(
         self, name: str, ranks: tuple[int, ...], made: dist.ProcessGroup | None = None
@@ -197,12 +200,12 @@ class _Maker:
         store = c10d.PrefixStore(f"group/{name}", self.job.store)
         rank = ranks.index(self.job.rank)
         if self.backend == "gloo":
-            engine = self._gloo(store, rank, len(ranks)) if made is None else _cpu_engine(made)
+            engine = self._gloo(store, name, ranks) if made is None else _cpu_engine(made)
             peers = Peers(engine, rank, len(ranks), self.timeout, partial(self._tell, ranks))
             return PeerGroup(peers, self.job, name, ranks, self.device, self.make, self.check)
         check = None
         if self.check:
-            side = self._gloo(c10d.PrefixStore("check", store), rank, len(ranks))
+            side = self._gloo(c10d.PrefixStore("check", store), name, ranks)
             check = Peers(side, rank, len(ranks), self.timeout)
         native, end = self._native(store, name, ranks) if made is None else (made, _leave)
         return NativeGroup(
@@ -220,12 +223,18 @@ class _Maker:
     def _tell(self, ranks: tuple[int, ...], peer: int | None) -> None:
         self.job.watch.await_rank(None if peer is None else ranks[peer])
 
-    def _gloo(self, store: c10d.Store, rank: int, size: int) -> Engine:
+    def _gloo(self, store: c10d.Store, name: str, ranks: tuple[int, ...]) -> Engine:
+        """A new engine for ``ranks``, which says where it listens if other hosts can see it."""
+        what = f"gloo for group {name!r}"
+        with announced(self.job.rank, what, one_host=self.one_host):
+            return self._start_gloo(store, ranks.index(self.job.rank), len(ranks))
+
+    def _start_gloo(self, store: c10d.Store, rank: int, size: int) -> Engine:
         limit = timedelta(seconds=self.timeout)
         if not self.loopback:
             return cast(Engine, c10d.ProcessGroupGloo(store, rank, size, limit))
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
         options._timeout = limit
         return cast(Engine, c10d.ProcessGroupGloo(store, rank, size, options))
 
