@@ -8,7 +8,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from echelon.world.failure import FailureRecord
+from echelon.world.failure import STACKS_FILE, FailureRecord
 from echelon.world.logbook import Entry
 from echelon.world.stacks import innermost, of_crash
 
@@ -126,9 +126,13 @@ def _hang_text(
         record = replace(record, stuck=f"{_where(rank, entries)} did not come".strip())
     rows = record.message.strip().split("\n")[1:]
     found = [row for row in rows if row.strip() != f"rank {rank} {record.stuck}"][:_STUCK_LINES]
-    lines = [_cut(record.headline), *map(_cut, found)]
-    if record.place:
-        lines.append(_cut(f"  rank {record.rank} waited at {record.place}"))
+    lines = [record.headline, *found, f"  rank {record.rank} waited in {record.doing}"]
+    if record.stacks:
+        name = STACKS_FILE.format("error")
+        lines.append(
+            f"  the stacks of all ranks are in {name}, in the folder of rank {record.rank}"
+        )
+    lines = [_cut(line) for line in lines]
     return _closed(lines, others, notes)
 
 

@@ -19,10 +19,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 from echelon.errors import CollectiveMismatch, CommError, CommTimeout, DeadlockError, RankFailed
 
 __all__ = ["FailureRecord", "error_file", "install_failure_record", "outlive_termination"]
+
+STACKS_FILE = "{}-stacks.txt"  # beside the file of a record, with its name
 
 # Of these, the first one set names the file; torchrun sets the second in every rank.
 VARIABLES = ("ECHELON_ERROR_FILE", "TORCHELASTIC_ERROR_FILE")
@@ -53,6 +56,8 @@ class FailureRecord:
         where: how far the rank had come, ``at step 4``; empty where that is not known.
         stuck: what the rank was found to do that was waited for in vain; empty where that is not
             known.
+        doing: the call in which this one waited in vain.
+        seconds: how long it did.
         stacks: of all ranks of the host, where this one waited in vain.
     """
 
@@ -66,18 +71,21 @@ class FailureRecord:
     failed_rank: int | None = None
     where: str = ""
     stuck: str = ""
+    doing: str = ""
+    seconds: float = 0.0
     stacks: str = ""
 
     @classmethod
     def of(cls, error: BaseException, rank: int, where: str = "") -> FailureRecord:
         """The record of ``error`` raised on ``rank``."""
-        failed_rank, stuck, stacks = None, "", ""
+        more: dict[str, Any] = {}
         if isinstance(error, RankFailed):
-            failed_rank = error.failed_rank
+            more["failed_rank"] = error.failed_rank
         elif isinstance(error, CommTimeout):
-            failed_rank = next(iter([*error.stuck, *error.missing]), None)
-            stuck = next(iter(error.stuck.values()), "")
-            stacks = "\n".join(getattr(error, "__notes__", ()))
+            more["failed_rank"] = next(iter([*error.stuck, *error.missing]), None)
+            more["stuck"] = next(iter(error.stuck.values()), "")
+            more["doing"], more["seconds"] = error.doing, error.seconds
+            more["stacks"] = "\n".join(getattr(error, "__notes__", ()))
         return cls(
             rank=rank,
             type=type(error).__name__,
@@ -87,10 +95,8 @@ class FailureRecord:
             time_s=time.time(),
             follows=isinstance(error, CommError)
             and not isinstance(error, CollectiveMismatch | DeadlockError),
-            failed_rank=failed_rank,
             where=where,
-            stuck=stuck,
-            stacks=stacks,
+            **more,
         )
 
     @property
@@ -99,19 +105,16 @@ class FailureRecord:
 
         Of a rank that waited in vain, the rank that held it up comes first.
         """
-        first = self.message.strip().split("\n", 1)[0]
-        if self.type == CommTimeout.__name__ and self.failed_rank is not None:
+        if self.doing and self.failed_rank is not None:
             stuck = self.stuck or "did not come"
-            return f"rank {self.failed_rank} {stuck}; on rank {self.rank}, {first}"
-        return f"{self.subject} raised {self.type}" + (f": {first}" if first else "")
-
-    @property
-    def subject(self) -> str:
-        """The rank, and where it was."""
-        return f"rank {self.rank} {self.where}".rstrip()
+            waited = f"rank {self.rank} waited {self.seconds:.1f} s for it"
+            return f"rank {self.failed_rank} {stuck}; {waited}"
+        first = self.message.strip().split("\n", 1)[0]
+        subject = f"rank {self.rank} {self.where}".rstrip()
+        return f"{subject} raised {self.type}" + (f": {first}" if first else "")
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the record; a reader sees all of it or nothing."""
+        """Write the record, of which a reader sees all or nothing, and beside it the stacks."""
         facts = asdict(self)
         torchrun = {
             "message": f"{self.type}: {self.message}",
@@ -122,6 +125,8 @@ class FailureRecord:
         part = target.with_name(f"{target.name}.{os.getpid()}.part")
         part.write_text(json.dumps({"message": torchrun, "echelon": facts}))
         part.replace(target)
+        if self.stacks:
+            target.with_name(STACKS_FILE.format(target.stem)).write_text(self.stacks)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> FailureRecord | None:

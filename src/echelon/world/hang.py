@@ -38,10 +38,10 @@ class Finding:
     def lines(self) -> list[str]:
         """As rows of an error."""
         rows = [f"  rank {self.rank} {self.where} {self.activity}"]
-        rows.append(f"    its last call: {self.call or 'none'}")
+        rows.append(f"  its last call: {self.call or 'none'}")
         if not self.stack:
-            return [*rows, f"    its stack is not known: {self.silence}"]
-        return [*rows, "    its stack:", *(f"      {line}" for line in innermost(self.stack))]
+            return [*rows, f"  its stack is not known: {self.silence}"]
+        return [*rows, "  its stack:", *(f"    {line}" for line in innermost(self.stack))]
 
 
 def explained(

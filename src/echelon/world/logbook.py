@@ -266,11 +266,10 @@ class Logbook:
         """Let nobody open it any more; its pages stay readable here."""
         self._release()
 
-    def entries(self) -> dict[int, Entry]:
-        """What ranks have written in the last attempt, by rank in the job."""
+    def entries(self, attempt: int = 0) -> dict[int, Entry]:
+        """What ranks have written in an attempt, by rank in the job."""
         found = [entry for page in self.pages if (entry := page.read()) is not None]
-        last = max((entry.attempt for entry in found), default=0)
-        return {entry.rank: entry for entry in found if entry.attempt == last}
+        return {entry.rank: entry for entry in found if entry.attempt == attempt}
 
 
 def _optional(field: int) -> int | None:

@@ -132,13 +132,13 @@ class Watch:
 
     def entry(self, rank: int) -> Entry | None:
         """The page of ``rank`` (in the job); None if it is not on this host."""
-        return self._logbook.entries().get(rank)
+        return self._logbook.entries(self._attempt).get(rank)
 
     def explained(self, error: CommTimeout) -> CommTimeout:
         """``error`` with what the ranks of this host do that hold up the others."""
         if not self.is_shared:
             return error
-        entries = self._logbook.entries()
+        entries = self._logbook.entries(self._attempt)
         roots = {self._root(rank, entries) for rank in error.missing}
         dumps = stacks.ask(entries.values())
         found = [self._finding(rank, entries, dumps) for rank in sorted(roots)]
