@@ -7,10 +7,9 @@ it, or train on with weights that belong to no model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, final, runtime_checkable
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,11 @@ from torch import Tensor, nn
 from echelon.arguments import one_of, whole
 from echelon.errors import ArgumentError, NonFiniteError, StateError
 from echelon.gradients import by_kind
+from echelon.held import Holder
 from echelon.world.facts import agree, gather_json
 from echelon.world.group import Group
 
-__all__ = ["FiniteGuard", "NonFinite", "Together"]
+__all__ = ["FiniteGuard", "NonFinite"]
 
 MOST_SKIPS = 10
 
@@ -32,15 +32,6 @@ class NonFinite(Enum):
     RAISE = "every rank raises NonFiniteError"
     SKIP = "the step is left out, its gradients are dropped, and training goes on"
     STOP = "the step is left out, its gradients are dropped, and training is to end"
-
-
-@runtime_checkable
-class Together(Protocol):
-    """A module that several ranks train together."""
-
-    @property
-    def training_groups(self) -> Sequence[Group]:
-        """The groups of this rank over which it is shared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +241,7 @@ def _check_arguments(model: object, group: object) -> None:
     if not isinstance(group, Group):
         raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
     for name, module in model.named_modules():
-        for over in module.training_groups if isinstance(module, Together) else ():
+        for over in module.shared_over() if isinstance(module, Holder) else ():
             if missing := sorted({*over.ranks} - {*group.ranks}):
                 raise ArgumentError(
                     f"group has ranks {list(group.ranks)}, and {name or 'the model'} "

@@ -291,11 +291,6 @@ class DDP(Wrapper, Holder):
         return self._group
 
     @property
-    def training_groups(self) -> tuple[Group, ...]:
-        """The groups over which the model is trained; for whoever must ask all their ranks."""
-        return (self._group,)
-
-    @property
     def buckets(self) -> tuple[BucketInfo, ...]:
         """The buckets, in the order in which they leave; empty in a copy that was not trained.
 

@@ -263,11 +263,6 @@ class ShardedModule(Wrapper, Holder):
         return self._group
 
     @property
-    def training_groups(self) -> tuple[Group, ...]:
-        """The groups over which the model is trained; for whoever must ask all their ranks."""
-        return self._ranks.groups
-
-    @property
     def units(self) -> tuple[facts.UnitInfo, ...]:
         """The units, the root first."""
         return facts.unit_facts(self._units)

@@ -271,14 +271,6 @@ class Pipeline(StagedModule):
         return self._schedule
 
     @property
-    def training_groups(self) -> tuple[Group, ...]:
-        """The groups over which the model is trained; for whoever must ask all their ranks.
-
-        Those over which a stage is replicated or sharded are the stage's own.
-        """
-        return (self._group,) if self._replicate is None else (self._group, self._replicate)
-
-    @property
     def has_input(self) -> bool:
         """Whether the first stage is on this rank, which needs the input."""
         return self._schedule.placement[0] == self._group.rank

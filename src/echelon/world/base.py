@@ -11,6 +11,7 @@ import torch
 from echelon.world import facts as shared_facts
 from echelon.world.group import Group
 from echelon.world.mesh import Mesh
+from echelon.world.steps import Steps
 
 __all__ = ["DEFAULT_TIMEOUT_S", "World"]
 
@@ -27,6 +28,7 @@ class World:
         group: the group of all ranks.
         local_rank: position of this rank among the ranks of its host.
         backend: ``"threads"``, ``"shm"``, ``"gloo"``, ``"nccl"`` or ``"single"``.
+        steps: counts the optimizer steps of this rank.
     """
 
     def __init__(
@@ -36,10 +38,12 @@ class World:
         backend: str,
         local_rank: int | None = None,
         close: Callable[[BaseException | None], None] = lambda error: None,
+        steps: Steps | None = None,
     ) -> None:
         self.group = group
         self.backend = backend
         self.local_rank = group.rank if local_rank is None else local_rank
+        self.steps = Steps() if steps is None else steps
         self._close = close
         self._closed = False
 
@@ -57,6 +61,22 @@ class World:
     def device(self) -> torch.device:
         """Where tensors of this rank live."""
         return self.group.device
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that this rank has made; reports of a failure tell it.
+
+        Every ``torch.optim.Optimizer`` that steps on the thread of this rank is counted; of
+        several, the one that made most steps. Set it after a resume, or in a loop without one.
+
+        Raises:
+            ArgumentError: it is set to something else than a whole number.
+        """
+        return self.steps.number
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self.steps.number = number
 
     def mesh(self, **axes: int) -> Mesh:
         """Arrange all ranks on named axes; one length may be -1.

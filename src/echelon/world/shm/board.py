@@ -29,6 +29,7 @@ from typing import final
 from echelon.errors import CommTimeout, RankFailed
 from echelon.world.shm.futex import Bell, fence
 from echelon.world.shm.segment import Segment
+from echelon.world.watch import Watch
 
 __all__ = ["Board"]
 
@@ -56,10 +57,11 @@ class Board:
         segment: of ``Board.nbytes(size)``.
         rank: of this process in the job.
         size: number of ranks in the job.
+        watch: what this process tells of itself, and sees of the others.
     """
 
-    def __init__(self, segment: Segment, rank: int, size: int) -> None:
-        self.segment, self.rank, self.size = segment, rank, size
+    def __init__(self, segment: Segment, rank: int, size: int, watch: Watch) -> None:
+        self.segment, self.rank, self.size, self.watch = segment, rank, size, watch
         self._bytes = memoryview(segment.buffer)
         self._words = self._bytes.cast("I")
         base = ctypes.addressof(ctypes.c_char.from_buffer(segment.buffer))
@@ -102,9 +104,8 @@ class Board:
         while missing := [r for r in everyone if self._state(r) == _ABSENT]:
             self._sleep(_OWNER, lambda: self._state(missing[0]) != _ABSENT, _LOOK_S)
             if time.monotonic() > deadline:
-                raise CommTimeout(
-                    f"rank {self.rank}, starting a world of {self.size} ranks,", missing, timeout
-                )
+                late = f"rank {self.rank}, starting a world of {self.size} ranks,"
+                raise self.watch.explained(CommTimeout(late, missing, timeout))
         for r in everyone:
             # One that died already has no descriptor, and counts as dead by that.
             with suppress(ProcessLookupError):
@@ -140,6 +141,7 @@ class Board:
         for descriptor in self._pidfds.values():
             os.close(descriptor)
         self._pidfds.clear()
+        self.watch.close()
 
     # Sleeping and waking ---------------------------------------------------------------------
 
@@ -191,16 +193,24 @@ class Board:
                 if ready():
                     return
         deadline = now() + timeout
-        while not ready():
-            self._sleep(_OWNER, ready, min(_LOOK_S, max(0.0, deadline - now())))
-            failure = self._failure(doing, missing)
-            # After that, and not before: a rank that left may have done its part first.
-            if ready():
-                return
-            if failure is not None:
-                raise failure
-            if now() >= deadline:
-                raise CommTimeout(doing(), missing(), timeout)
+        told = False
+        try:
+            while not ready():
+                self._sleep(_OWNER, ready, min(_LOOK_S, max(0.0, deadline - now())))
+                failure = self._failure(doing, missing)
+                # After that, and not before: a rank that left may have done its part first.
+                if ready():
+                    return
+                if failure is not None:
+                    raise failure
+                if now() >= deadline:
+                    raise CommTimeout(doing(), missing(), timeout)
+                if not told and (late := missing()):
+                    self.watch.await_rank(late[0])
+                    told = True
+        finally:
+            if told:
+                self.watch.await_rank(None)
 
     def help(self, act: Callable[[], None], seconds: float) -> None:
         """Run ``act``, then sleep until helpers are called who were not before ``act`` began.
@@ -230,8 +240,13 @@ class Board:
             if self._state(rank) == _LEFT:
                 return RankFailed(rank, "returned and left the world", doing())
             if rank in dead:
-                return RankFailed(rank, "died: it was killed, crashed or called os._exit", doing())
+                died = f"died{self._where(rank)}: it was killed, crashed or called os._exit"
+                return RankFailed(rank, died, doing())
         return None
+
+    def _where(self, rank: int) -> str:
+        entry = self.watch.entry(rank)
+        return "" if entry is None else f" {entry.where}"
 
     def _sleep(self, kind: int, done: Callable[[], bool], seconds: float) -> None:
         """Sleep until a bell rings after ``done()`` was false; at most ``seconds``."""
