@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from echelon.parallel import parallelize
     from echelon.pipeline.api import Pipeline
     from echelon.plans import Plan
+    from echelon.sampling import ResumableSampler
     from echelon.scaling import GradScaler
     from echelon.world.base import World
     from echelon.world.group import Group
@@ -60,6 +61,7 @@ __all__ = [
     "Plan",
     "RankError",
     "RankFailed",
+    "ResumableSampler",
     "ScheduleError",
     "SharedMemoryError",
     "StageError",
@@ -93,6 +95,7 @@ _HOMES = {
     "Pipeline": "echelon.pipeline.api",
     "Plan": "echelon.plans",
     "parallelize": "echelon.parallel",
+    "ResumableSampler": "echelon.sampling",
     "GradScaler": "echelon.scaling",
     "clip_grad_norm_": "echelon.gradients",
     "World": "echelon.world.base",
