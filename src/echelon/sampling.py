@@ -213,7 +213,7 @@ class ResumableSampler(Sampler[Any]):
                 "write `for batch in sampler.batches(loader)`, not `for batch in loader`"
             )
         lists = self._lists(reading)
-        return chain.from_iterable(lists) if reading.single else lists
+        yield from chain.from_iterable(lists) if reading.single else lists
 
     def _batches(
         self, loader: Iterable[Batch], single: bool, epochs: int | None
@@ -267,14 +267,11 @@ class ResumableSampler(Sampler[Any]):
         """This rank's samples of each batch; batches in which it has none are left out."""
         shares = filter(None, map(self._share, self._order.batches(reading.position)))
         num_together = max(1, _BLOCK * self._size // self._order.batch_size)
-        num_drawn = 0
         while block := list(islice(shares, num_together)):
             positions = list(chain.from_iterable(block))
             samples = iter(self._order.samples(reading.epoch, positions))
             for share in block:
-                num_drawn += 1
-                # A loader may ask for an iterator and not use it.
-                reading.num_drawn = max(reading.num_drawn, num_drawn)
+                reading.num_drawn += 1
                 yield list(islice(samples, len(share)))
 
     def _share(self, batch: range) -> range:
