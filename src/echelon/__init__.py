@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from echelon.plans import Plan
     from echelon.sampling import ResumableSampler
     from echelon.scaling import GradScaler
+    from echelon.stopping import EXIT_RESUMABLE, StopSignals
     from echelon.world.base import World
     from echelon.world.group import Group
     from echelon.world.mesh import Mesh
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DDP",
+    "EXIT_RESUMABLE",
     "FSDP",
     "ArgumentError",
     "BackwardPrefetch",
@@ -66,6 +68,7 @@ __all__ = [
     "SharedMemoryError",
     "StageError",
     "StateError",
+    "StopSignals",
     "Strategy",
     "UnsupportedError",
     "Window",
@@ -97,6 +100,8 @@ _HOMES = {
     "parallelize": "echelon.parallel",
     "ResumableSampler": "echelon.sampling",
     "GradScaler": "echelon.scaling",
+    "EXIT_RESUMABLE": "echelon.stopping",
+    "StopSignals": "echelon.stopping",
     "clip_grad_norm_": "echelon.gradients",
     "World": "echelon.world.base",
     "Group": "echelon.world.group",
