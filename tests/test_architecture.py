@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
     {"accumulation", "axes", "census", "claims", "events", "gradients", "graph_task", "ignored"}
     | {"layout", "nested", "sample_order", "streams", "wrapper"},
     {"world"},
-    {"agreement", "c10d", "initial", "sampling", "scaling", "stopping", "testing"},
+    {"agreement", "c10d", "held", "initial", "sampling", "scaling", "stopping", "testing"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
     {"plans"},
     {"planner"},

@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from echelon import errors, events, observe, pipeline, testing
+    from echelon.checkpoint.api import async_save, load, save, steps
+    from echelon.checkpoint.background import AsyncSave
+    from echelon.checkpoint.loading import Loaded
     from echelon.ddp import DDP
     from echelon.errors import (
         ArgumentError,
+        CheckpointCorrupt,
+        CheckpointError,
+        CheckpointMismatch,
+        CheckpointNotFound,
         CollectiveMismatch,
         CommError,
         CommTimeout,
@@ -47,7 +54,12 @@ __all__ = [
     "EXIT_RESUMABLE",
     "FSDP",
     "ArgumentError",
+    "AsyncSave",
     "BackwardPrefetch",
+    "CheckpointCorrupt",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "CheckpointNotFound",
     "CollectiveMismatch",
     "CommError",
     "CommTimeout",
@@ -55,6 +67,7 @@ __all__ = [
     "EchelonError",
     "GradScaler",
     "Group",
+    "Loaded",
     "Mesh",
     "MixedPrecision",
     "ModelMismatch",
@@ -75,20 +88,30 @@ __all__ = [
     "Work",
     "World",
     "WorldError",
+    "async_save",
     "clip_grad_norm_",
     "errors",
     "events",
     "init",
+    "load",
     "observe",
     "parallelize",
     "pipeline",
     "run",
+    "save",
+    "steps",
     "testing",
     "units",
 ]
 
 # Where each name lives; a module itself where the value ends in its own name.
 _HOMES = {
+    "AsyncSave": "echelon.checkpoint.background",
+    "Loaded": "echelon.checkpoint.loading",
+    "async_save": "echelon.checkpoint.api",
+    "load": "echelon.checkpoint.api",
+    "save": "echelon.checkpoint.api",
+    "steps": "echelon.checkpoint.api",
     "DDP": "echelon.ddp",
     "FSDP": "echelon.fsdp",
     "BackwardPrefetch": "echelon.fsdp",

@@ -10,6 +10,10 @@
     ├── StateError (RuntimeError)       the right call at the wrong time
     ├── ModelMismatch                   the ranks hold different models
     ├── StageError                      a stage of a pipeline raised
+    ├── CheckpointError                 a checkpoint that could not be written or read
+    │   ├── CheckpointNotFound          there is no committed checkpoint
+    │   ├── CheckpointCorrupt           its bytes are not those that were written
+    │   └── CheckpointMismatch          it is of another model, optimizer or state
     ├── WorldError                      a world that could not be started
     │   └── SharedMemoryError           not enough shared memory
     └── CommError                       ranks that fail to communicate
@@ -27,6 +31,10 @@ from typing import Self, TypeVar
 
 __all__ = [
     "ArgumentError",
+    "CheckpointCorrupt",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "CheckpointNotFound",
     "CollectiveMismatch",
     "CommError",
     "CommTimeout",
@@ -51,8 +59,17 @@ class EchelonError(Exception):
         # The constructors take facts, not the sentence, so the default would call them wrongly.
         return _revive, (type(self), str(self), self.__dict__)
 
+    @classmethod
+    def revived(cls, name: str, message: str, facts: dict[str, object]) -> EchelonError | None:
+        """The exception of the class ``name`` that another rank raised; None if there is none."""
+        if cls.__name__ == name:
+            return _revive(cls, message, facts)
+        found = (below.revived(name, message, facts) for below in cls.__subclasses__())
+        return next((error for error in found if error is not None), None)
+
 
 _Error = TypeVar("_Error", bound=EchelonError)
+_MOST_ROWS = 20  # of a message that lists what does not fit
 
 
 class ArgumentError(EchelonError, ValueError):
@@ -141,6 +158,82 @@ class StageError(EchelonError):
             f"Its last actions: {' '.join(recent) or 'none'}"
         )
         self.stage, self.microbatch = stage, microbatch
+
+
+class CheckpointError(EchelonError):
+    """A checkpoint that could not be written or read.
+
+    Attributes:
+        path: of the file or folder.
+        rank: the rank in the group on which it happened; None where it is the same on all.
+        errno: of the operating system; None where it raised nothing.
+    """
+
+    def __init__(
+        self, what: str, path: object, *, rank: int | None = None, errno: int | None = None
+    ) -> None:
+        self.path, self.rank, self.errno = str(path), rank, errno
+        where = "" if rank is None else f"rank {rank}: "
+        super().__init__(f"{where}{self.path}: {what}")
+
+    def on_rank(self, rank: int) -> Self:
+        """The same, which happened on ``rank``."""
+        found = _revive(type(self), f"rank {rank}: {self}", {**self.__dict__, "rank": rank})
+        found.__cause__, found.__traceback__ = self.__cause__, self.__traceback__
+        return found
+
+
+class CheckpointNotFound(CheckpointError):
+    """There is no committed checkpoint where one was asked for."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """The bytes of a checkpoint are not those that were written, or are no checkpoint.
+
+    Attributes:
+        tensor: whose bytes they are; None where they belong to no single tensor.
+    """
+
+    def __init__(
+        self, what: str, path: object, *, tensor: str | None = None, rank: int | None = None
+    ) -> None:
+        super().__init__(what if tensor is None else f"{tensor!r}: {what}", path, rank=rank)
+        self.tensor = tensor
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint of another model, optimizer or state; nothing was changed.
+
+    Attributes:
+        missing: what the checkpoint does not have.
+        unexpected: what it has and nothing here takes.
+        differing: what does not fit, by name.
+    """
+
+    def __init__(
+        self,
+        path: object,
+        missing: Sequence[str],
+        unexpected: Sequence[str],
+        differing: Mapping[str, str],
+        *,
+        rank: int | None = None,
+    ) -> None:
+        self.missing, self.unexpected = tuple(missing), tuple(unexpected)
+        self.differing = dict(differing)
+        rows = [f"  missing: {name}" for name in self.missing]
+        rows += [f"  unexpected: {name}" for name in self.unexpected]
+        rows += [f"  {name}: {what}" for name, what in self.differing.items()]
+        shown = rows[:_MOST_ROWS]
+        if len(rows) > len(shown):
+            shown.append(f"  and {len(rows) - len(shown)} more")
+        super().__init__(
+            "the checkpoint does not fit, and nothing was loaded:\n"
+            + "\n".join(shown)
+            + "\nBuild what was saved, or load with strict=False what fits.",
+            path,
+            rank=rank,
+        )
 
 
 class WorldError(EchelonError):

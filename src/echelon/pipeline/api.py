@@ -135,7 +135,8 @@ class Pipeline(StagedModule):
         self._group, self._schedule, self._loss_fn = group, schedule, loss_fn
         self._feed = Feed(group, schedule, loss_reduction)
         self._ties = find_ties(stages, schedule.placement, group, replicate)
-        self._attach(own, stages, schedule.placement, group)
+        num_ranks = self._gathering.num_ranks
+        self._attach(own, stages, schedule.placement, group, replicate, num_ranks)
         self._before, self._after = self._links(microbatches)
         self._training = self._executor(lowered)
         self._evaluating: dict[int, Executor] = {}

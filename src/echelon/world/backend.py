@@ -12,6 +12,7 @@ from torch import Tensor
 
 from echelon import arguments, events
 from echelon.errors import ArgumentError, RankError
+from echelon.world.family import Family
 from echelon.world.flat import is_expanded
 from echelon.world.signature import Call, caller
 from echelon.world.work import Ticket, Window, Work, emit_issue
@@ -24,7 +25,7 @@ __all__ = ["Backend", "check_tensors"]
 _QUANTIZED = "torch.q"  # qint8, quint4x2, …
 
 
-class Backend(ABC):
+class Backend(Family, ABC):
     """The part of a ``Group`` that differs between worlds.
 
     Tensors that reach the abstract methods are 1D, contiguous and on ``device``. Each method starts
@@ -42,6 +43,7 @@ class Backend(ABC):
         *,
         shares_memory: bool,
     ) -> None:
+        super().__init__()
         self.name = name
         self.rank = rank
         self.ranks = tuple(ranks)

@@ -70,10 +70,20 @@ class World:
 
         Args:
             error: why this rank leaves early; the other ranks raise it as the cause.
+
+        Raises:
+            Exception: what was still under way, such as an asynchronous save, failed.
         """
-        if not self._closed:
-            self._closed = True
-            self._close(error)
+        if self._closed:
+            return
+        self._closed = True
+        if error is None:
+            try:
+                self.group.prepare_close()
+            except BaseException as problem:
+                self._close(problem)
+                raise
+        self._close(error)
 
     def __enter__(self) -> Self:
         return self

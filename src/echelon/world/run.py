@@ -254,5 +254,15 @@ def _close_at_exit(world: World) -> None:
         world.close(error)
         before(kind, error, trace)
 
+    def close() -> None:
+        try:
+            world.close()
+        except BaseException as error:
+            # The interpreter would print this and still exit with 0.
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
     sys.excepthook = tell
-    atexit.register(world.close)
+    atexit.register(close)

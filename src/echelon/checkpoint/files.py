@@ -1,0 +1,293 @@
+"""Files that are there whole or not at all, in folders that appear by one rename.
+
+::
+
+    runs/a/                      one folder for each run
+      .lock                      held by the save that is under way
+      .saving-000000020-1f3c…/   what it has written; becomes a step, or is swept away
+      .removing-7ab2…/           what retention takes away, or a damaged step
+      step-000000010/            committed, and never written again
+
+Nothing else in this package writes to a disk. Every call may raise ``OSError``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self, final
+
+from echelon.checkpoint.checksum import Checksum
+from echelon.checkpoint.format import step_name, step_of
+from echelon.errors import CheckpointCorrupt, CheckpointError
+
+__all__ = [
+    "MANIFEST",
+    "NewFile",
+    "SavedBytes",
+    "check_entries",
+    "commit",
+    "discard",
+    "lock",
+    "make_folder",
+    "prune",
+    "read_manifest",
+    "steps",
+    "sweep",
+    "sync_folder",
+    "temporary",
+    "write_file",
+]
+
+MANIFEST = "manifest.json"
+_LOCK, _SAVING, _REMOVING = ".lock", ".saving-", ".removing-"
+_CHUNK_NBYTES = 1 << 20  # hashed and then written while it is in the cache
+
+
+# Writing -------------------------------------------------------------------------------------
+
+
+@final
+class NewFile:
+    """A file that is being written; a context manager, after which it is on the disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.nbytes = 0
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+
+    def write(self, data: memoryview) -> str:
+        """Append ``data``; its checksum."""
+        checksum = Checksum()
+        for start in range(0, len(data), _CHUNK_NBYTES):
+            chunk = data[start : start + _CHUNK_NBYTES]
+            checksum.update(chunk)
+            while chunk:
+                chunk = chunk[os.write(self._fd, chunk) :]
+        self.nbytes += len(data)
+        return checksum.hexdigest()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        fd, self._fd = self._fd, -1
+        try:
+            if error is None:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file and see it onto the disk."""
+    with NewFile(path) as file:
+        file.write(memoryview(data))
+
+
+def sync_folder(path: Path) -> None:
+    """See the entries of a folder onto the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, and see them onto the disk."""
+    missing = [one for one in (path, *path.parents) if not one.is_dir()]
+    for one in reversed(missing):
+        os.makedirs(one, exist_ok=True)  # another rank may make it, too
+        sync_folder(one.parent)
+
+
+# Steps ---------------------------------------------------------------------------------------
+
+
+def steps(root: Path) -> list[int]:
+    """The committed steps in a folder, oldest first; none where there is no folder."""
+    try:
+        entries = list(os.scandir(root))
+    except FileNotFoundError:
+        return []
+    found = (step_of(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False))
+    return sorted(step for step in found if step is not None)
+
+
+@contextmanager
+def lock(root: Path) -> Iterator[None]:
+    """Be the only one that saves into ``root``; the lock goes with the process that holds it.
+
+    Raises:
+        CheckpointError: another one saves into it.
+    """
+    path = root / _LOCK
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                "another save into this folder is under way: wait for it, or give each job a "
+                "folder of its own",
+                root,
+            ) from error
+        try:
+            yield
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, too
+    finally:
+        os.close(fd)
+
+
+def temporary(root: Path, step: int) -> Path:
+    """A new folder for what a save of ``step`` writes."""
+    path = root / f"{_SAVING}{step:09}-{uuid.uuid4().hex}"
+    os.mkdir(path)
+    return path
+
+
+def sweep(root: Path) -> None:
+    """Remove what killed saves have left in ``root``. The caller holds the lock."""
+    for entry in list(os.scandir(root)):
+        if entry.name.startswith((_SAVING, _REMOVING)) and entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+
+
+def commit(made: Path, root: Path, step: int, *, replaces: bool) -> Path:
+    """Make a folder that is complete a step: from here on, and not before, it is there.
+
+    Args:
+        replaces: whether there is a damaged one, which goes.
+
+    Raises:
+        CheckpointError: there is such a step.
+    """
+    target = root / step_name(step)
+    sync_folder(made)
+    if replaces:
+        _set_aside(target)
+    elif target.exists():  # a rename would replace an empty folder
+        raise CheckpointError("there is such a step already, and steps are never replaced", target)
+    os.rename(made, target)
+    sync_folder(root)
+    return target
+
+
+def discard(made: Path) -> None:
+    """Remove the folder of a save that failed."""
+    shutil.rmtree(made, ignore_errors=True)  # the failure itself is told; the next save sweeps
+
+
+def prune(root: Path, step: int, keep: int) -> None:
+    """Remove steps older than the newest ``keep`` up to ``step``, which is committed and stays."""
+    old = [one for one in steps(root) if one <= step][:-keep]
+    gone = [_set_aside(root / step_name(one)) for one in old]
+    if gone:
+        sync_folder(root)
+    for path in gone:
+        shutil.rmtree(path)
+
+
+def _set_aside(path: Path) -> Path:
+    """Take a folder's name away, so that nobody finds a part of it; returns where it is."""
+    aside = path.with_name(f"{_REMOVING}{uuid.uuid4().hex}")
+    os.rename(path, aside)
+    return aside
+
+
+# Reading -------------------------------------------------------------------------------------
+
+
+@final
+class SavedBytes:
+    """A file of a checkpoint, open for reading. A context manager."""
+
+    def __init__(self, path: Path, nbytes: int | None = None) -> None:
+        """Open it.
+
+        Args:
+            nbytes: that it must have; None: any number.
+
+        Raises:
+            CheckpointCorrupt: it is not there, no ordinary file, or has another size.
+        """
+        self.path = path
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # no wait for a pipe's other end
+        try:
+            self._fd = os.open(path, flags)
+        except FileNotFoundError as error:
+            raise CheckpointCorrupt("the file is not there", path) from error
+        except OSError as error:
+            if path.is_symlink():
+                raise CheckpointCorrupt("is a symbolic link, not a file", path) from error
+            raise
+        found = os.fstat(self._fd)
+        self.nbytes = found.st_size
+        problem = None
+        if not stat.S_ISREG(found.st_mode):
+            problem = "is no ordinary file"
+        elif nbytes is not None and nbytes != found.st_size:
+            problem = f"has {found.st_size} bytes instead of {nbytes}"
+        if problem is not None:
+            os.close(self._fd)
+            raise CheckpointCorrupt(problem, path)
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill ``target`` with the bytes from ``offset`` on."""
+        while target:
+            count = os.preadv(self._fd, [target], offset)
+            if not count:
+                raise CheckpointCorrupt(f"ends at byte {offset}", self.path)
+            target, offset = target[count:], offset + count
+
+    def close(self) -> None:
+        """Let it go."""
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_manifest(folder: Path, most_nbytes: int) -> bytes:
+    """The bytes of the manifest of a step.
+
+    Raises:
+        CheckpointCorrupt: there is none, or it is larger than ``most_nbytes``.
+    """
+    with SavedBytes(folder / MANIFEST) as file:
+        if file.nbytes > most_nbytes:
+            raise CheckpointCorrupt(f"has {file.nbytes} bytes, too many for a manifest", file.path)
+        data = bytearray(file.nbytes)
+        file.read_into(memoryview(data), 0)
+    return bytes(data)
+
+
+def check_entries(folder: Path, names: set[str]) -> None:
+    """Refuse a step that has other files than ``names`` and its manifest.
+
+    Raises:
+        CheckpointCorrupt: names the first.
+    """
+    found = {entry.name for entry in os.scandir(folder)}
+    for name in sorted(names | {MANIFEST}):
+        if name not in found:
+            raise CheckpointCorrupt("the file is not there", folder / name)
+    for name in sorted(found - names - {MANIFEST}):
+        raise CheckpointCorrupt("the checkpoint has no such file", folder / name)
