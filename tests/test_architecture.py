@@ -28,6 +28,7 @@ LAYERS: list[set[str]] = [
     | {"layout", "nested", "sample_order", "streams", "wrapper"},
     {"world"},
     {"agreement", "c10d", "held", "initial", "sampling", "scaling", "stopping", "testing"},
+    {"finite"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
     {"plans"},
     {"planner"},

@@ -299,7 +299,12 @@ def test_run_is_what_the_package_exports() -> None:
     assert ec.run is run
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), 1e18, None, "5"])
+def test_run_needs_a_timeout() -> None:
+    with pytest.raises(ArgumentError, match="it must be a number > 0, up to"):
+        ec.run(describe, 1, timeout=None)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), 1e18, "5"])
 def test_a_timeout_that_is_none_is_refused(timeout) -> None:
     with pytest.raises(ArgumentError, match="it must be a number > 0, up to"):
         ec.run(describe, 1, timeout=timeout)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, TextIO
 
-from echelon.cli.failures import MAX_LINES, failure_text, threads_per_rank
+from echelon.cli.failures import MAX_LINES, cause_text, threads_per_rank
 from echelon.errors import DeadlockError
 from echelon.world.failure import FailureRecord
 
@@ -23,27 +23,39 @@ __all__ = ["run_threads"]
 GRACE_S = 2.0  # for ranks that still compute when the script has failed
 
 
-def run_threads(script: Path, arguments: Sequence[str], ranks: int) -> int:
+def run_threads(
+    script: Path, arguments: Sequence[str], ranks: int, timeout: float | None = None
+) -> int:
     """Run ``script`` once for each of ``ranks`` threads; the exit code.
 
     Each rank has its own ``__main__`` namespace; imported modules are shared.
+
+    Args:
+        timeout: seconds that a rank waits for others in one call; None: as long as by default.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))  # torch reads it once
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
-    raised: list[tuple[BaseException, int]] = []
+    raised: list[tuple[BaseException, FailureRecord]] = []
     try:
         code = compile(script.read_bytes(), str(script), "exec")
     except (SyntaxError, ValueError) as error:
-        raised.append((error, 0))
         return _fail(error, raised, ranks)
-    from echelon.world.run import run  # brings torch; mistakes above need not wait for it
+    # They bring torch; mistakes above need not wait for it.
+    from echelon.world.base import DEFAULT_TIMEOUT_S
+    from echelon.world.run import run
 
     before = frozenset(threading.enumerate())  # of them, none is a rank of this run
     output = sys.stdout
     sys.stdout = _WholeLines(output)
     try:
-        run(_rank_main, ranks, world="threads", args=(code, str(script), raised))
+        run(
+            _rank_main,
+            ranks,
+            world="threads",
+            args=(code, str(script), raised),
+            timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
+        )
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _leave(130, before)
@@ -99,27 +111,32 @@ class _WholeLines(io.TextIOBase):
 
 
 def _rank_main(
-    world: World, code: CodeType, script: str, raised: list[tuple[BaseException, int]]
+    world: World,
+    code: CodeType,
+    script: str,
+    raised: list[tuple[BaseException, FailureRecord]],
 ) -> None:
     """Run the script as if it were the only one; ``echelon.init`` finds the world by the thread."""
     try:
         exec(code, {"__name__": "__main__", "__file__": script, "__builtins__": __builtins__})
     except BaseException as error:
-        raised.append((error, world.rank))
+        raised.append((error, FailureRecord.of(error, world.rank, f"at step {world.step}")))
         raise
 
 
-def _fail(error: BaseException, raised: Sequence[tuple[BaseException, int]], ranks: int) -> int:
+def _fail(
+    error: BaseException, raised: Sequence[tuple[BaseException, FailureRecord]], ranks: int
+) -> int:
     """Print what happened; the exit code."""
     notes = [f"simulated ranks: {ranks}, threads of one process"]
     if isinstance(error, DeadlockError):  # of all ranks, and it names their lines itself
         lines = [line[:200] for line in str(error).splitlines()]
         print("\n".join([*lines[: MAX_LINES - 2], "", *notes]), file=sys.stderr)
         return 1
-    rank = next((rank for seen, rank in raised if seen is error), 0)
-    record = FailureRecord.of(error, rank)
-    others = [FailureRecord.of(seen, rank) for seen, rank in raised if seen is not error]
-    print("\n".join(failure_text(record, others, notes)), file=sys.stderr)
+    records = {seen.rank: seen for _, seen in raised}
+    first = next((seen.rank for found, seen in raised if found is error), 0)
+    records.setdefault(first, FailureRecord.of(error, first))
+    print("\n".join(cause_text(records, {}, {}, "", notes)), file=sys.stderr)
     return 1
 
 

@@ -25,7 +25,15 @@ from echelon.errors import ArgumentError
 from echelon.held import axes_in
 from echelon.world.group import Group
 
-__all__ = ["Gathering", "ReduceEvery", "Replicated", "Shardable", "Sharing", "unwrapped"]
+__all__ = [
+    "Gathering",
+    "ReduceEvery",
+    "Replicated",
+    "Shardable",
+    "Sharing",
+    "is_torchs",
+    "unwrapped",
+]
 
 ReduceEvery = Literal["step", "microbatch"]
 
@@ -62,7 +70,7 @@ class Shardable(Replicated, Protocol):
         """Return when no rank reads the parts of this one any more. All ranks call it."""
 
 
-def _is_torchs(module: nn.Module) -> bool:
+def is_torchs(module: nn.Module) -> bool:
     """Whether torch's own wrappers see its gradients, in ways that leave no trace on parameters."""
     home = type(module).__module__
     return home.startswith(("torch.nn.parallel", "torch.distributed"))
@@ -90,7 +98,7 @@ class Sharing:
     @property
     def is_local(self) -> bool:
         """Whether no other rank waits for gradients of this module."""
-        return self._replica is None and not any(map(_is_torchs, self._module.modules()))
+        return self._replica is None and not any(map(is_torchs, self._module.modules()))
 
     @property
     def num_ranks(self) -> int:

@@ -42,6 +42,7 @@ class Backend(Family, ABC):
         timeout: float,
         *,
         shares_memory: bool,
+        note: Callable[[Ticket], None],
     ) -> None:
         super().__init__()
         self.name = name
@@ -51,6 +52,7 @@ class Backend(Family, ABC):
         self.device = device
         self.timeout = timeout
         self.shares_memory = shares_memory
+        self._note = note  # of each call, for whoever reports that this rank died or hangs
         self._position = 0
         self._p2p_position = 0
         self._num_subgroups = 0
@@ -121,6 +123,7 @@ class Backend(Family, ABC):
             call, caller(), self._position, self.name, self.ranks[self.rank], not async_op
         )
         self._position += 1
+        self._note(ticket)
         if events.listening():
             emit_issue(ticket)
         return ticket
@@ -139,6 +142,7 @@ class Backend(Family, ABC):
             call, caller(), self._p2p_position, self.name, self.ranks[self.rank], blocking
         )
         self._p2p_position += 1
+        self._note(ticket)
         if events.listening():
             emit_issue(ticket)
         return ticket
