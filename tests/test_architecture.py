@@ -25,9 +25,9 @@ LAYERS: list[set[str]] = [
     {"errors"},
     {"arguments"},
     {"accumulation", "axes", "census", "claims", "events", "gradients", "graph_task", "ignored"}
-    | {"layout", "nested", "streams", "wrapper"},
+    | {"layout", "nested", "sample_order", "streams", "wrapper"},
     {"world"},
-    {"agreement", "c10d", "held", "initial", "scaling", "testing"},
+    {"agreement", "c10d", "held", "initial", "sampling", "scaling", "stopping", "testing"},
     {"finite"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
     {"plans"},

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
     from echelon.parallel import parallelize
     from echelon.pipeline.api import Pipeline
     from echelon.plans import Plan
+    from echelon.sampling import ResumableSampler
     from echelon.scaling import GradScaler
+    from echelon.stopping import EXIT_RESUMABLE, StopSignals
     from echelon.world.base import World
     from echelon.world.group import Group
     from echelon.world.mesh import Mesh
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DDP",
+    "EXIT_RESUMABLE",
     "FSDP",
     "ArgumentError",
     "AsyncSave",
@@ -79,11 +82,13 @@ __all__ = [
     "Plan",
     "RankError",
     "RankFailed",
+    "ResumableSampler",
     "ScheduleError",
     "SharedMemoryError",
     "StageError",
     "StartMismatch",
     "StateError",
+    "StopSignals",
     "Strategy",
     "UnsupportedError",
     "Window",
@@ -124,8 +129,11 @@ _HOMES = {
     "Plan": "echelon.plans",
     "parallelize": "echelon.parallel",
     "FiniteGuard": "echelon.finite",
-    "GradScaler": "echelon.scaling",
     "NonFinite": "echelon.finite",
+    "ResumableSampler": "echelon.sampling",
+    "GradScaler": "echelon.scaling",
+    "EXIT_RESUMABLE": "echelon.stopping",
+    "StopSignals": "echelon.stopping",
     "clip_grad_norm_": "echelon.gradients",
     "World": "echelon.world.base",
     "Group": "echelon.world.group",

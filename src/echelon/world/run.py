@@ -21,6 +21,7 @@ from echelon.world.base import DEFAULT_TIMEOUT_S, World
 from echelon.world.environment import JobEnvironment, environment, timeout_wanted
 from echelon.world.fabric import Fabric
 from echelon.world.failure import error_file, install_failure_record, outlive_termination
+from echelon.world.main_thread import serve, serving
 from echelon.world.processes import call, run_processes
 from echelon.world.randomness import random_stream
 from echelon.world.steps import Steps
@@ -31,6 +32,7 @@ __all__ = ["init", "run"]
 
 # After one rank failed, how long the others may take to notice, in seconds.
 GRACE_S = 2.0
+POLL_S = 0.1  # how often the thread that waits for simulated ranks looks what they want
 MOST_RANKS = 1 << 16  # of one machine; more is a mistake
 BACKENDS = ("shm", "gloo", "nccl", "mpi", "ucc", "xccl")
 
@@ -132,20 +134,25 @@ def _run_threads(
         threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
         for rank in range(ranks)
     ]
-    try:
-        for thread in threads:  # within the try: a rank may run, and wait, before the last starts
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.1)
-                if fabric.failure is not None:
-                    break
-    except BaseException as error:  # Ctrl-C: free the ranks before we leave
-        fabric.fail(-1, error)
-        raise
-    if fabric.failure is not None:
-        _raise_first(fabric, threads)
+    with serving():
+        try:
+            for thread in threads:  # within the try: one may run, and wait, before the last starts
+                thread.start()
+            for thread in threads:
+                while thread.is_alive() and fabric.failure is None:
+                    _join(thread, POLL_S)
+        except BaseException as error:  # Ctrl-C: free the ranks before we leave
+            fabric.fail(-1, error)
+            raise
+        if fabric.failure is not None:
+            _raise_first(fabric, threads)
     return results
+
+
+def _join(thread: threading.Thread, seconds: float) -> None:
+    """Wait for the end of a rank, and do what ranks ask of this thread."""
+    thread.join(max(0.0, min(POLL_S, seconds)))
+    serve()
 
 
 def _leave(fabric: Fabric, rank: int, error: BaseException | None) -> None:
@@ -162,7 +169,8 @@ def _raise_first(fabric: Fabric, threads: Sequence[threading.Thread]) -> None:
     rank, error = fabric.failure
     deadline = time.monotonic() + GRACE_S
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        while thread.is_alive() and time.monotonic() < deadline:
+            _join(thread, deadline - time.monotonic())
     error.add_note(f"raised on rank {rank} of {fabric.size}")
     if step := fabric.sightings[rank].step:
         error.add_note(f"rank {rank} was at step {step}")
