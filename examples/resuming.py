@@ -46,9 +46,7 @@ class Checkpoints:
             return 0
         if not known:
             return 0
-        loaded = ec.load(
-            self.folder, model=self._model, optimizer=self._optimizer, fallback=True
-        )
+        loaded = ec.load(self.folder, model=self._model, optimizer=self._optimizer, fallback=True)
         return loaded.step
 
     def stopping(self, world: ec.World) -> AbstractContextManager[ec.StopSignals | None]:

@@ -16,9 +16,9 @@ from __future__ import annotations
 import argparse
 import math
 
+import resuming
 import torch
 from gpt import GPT, GPTConfig
-import resuming
 from optimizer import learning_rate, make_optimizer
 from steps import cross_entropy, evaluate, train
 from text import Text, load_text

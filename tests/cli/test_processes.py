@@ -1,4 +1,3 @@
-import os
 import re
 import signal
 import subprocess
@@ -7,6 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tests.children import environ
 
 SCRIPT = """
 import os, signal, sys, time
@@ -44,7 +45,7 @@ def start(folder: Path, mode: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TMPDIR": str(folder)},  # where it keeps its logs
+        env=environ(TMPDIR=str(folder)),  # where it keeps its logs
     )
 
 

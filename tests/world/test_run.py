@@ -17,6 +17,7 @@ import torch
 import echelon as ec
 from echelon.errors import ArgumentError, CommError, DeadlockError, RankFailed, WorldError
 from echelon.world.run import run
+from tests.children import environ
 
 KINDS = ("threads", "processes")
 
@@ -328,7 +329,9 @@ def test_a_backend_that_cannot_be_had_is_refused(kind) -> None:
 def test_a_script_that_starts_ranks_while_it_is_imported_is_told_what_to_do_once(tmp_path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text("import echelon as ec\ndef main(world): pass\nec.run(main, 2, 'processes')\n")
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=60, env=environ()
+    )
     assert ended.returncode == 1
     assert ended.stderr.count("Traceback") == 1
     assert "ArgumentError: the script starts ranks while it is imported" in ended.stderr
