@@ -57,6 +57,11 @@ class World:
         """Where tensors of this rank live."""
         return self.group.device
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed."""
+        return not self._closed
+
     def mesh(self, **axes: int) -> Mesh:
         """Arrange all ranks on named axes; one length may be -1.
 

@@ -25,7 +25,7 @@ from echelon.world.processes import call, run_processes
 from echelon.world.randomness import random_stream
 from echelon.world.threads import ThreadGroup
 
-__all__ = ["init", "run"]
+__all__ = ["entered", "init", "run"]
 
 # After one rank failed, how long the others may take to notice, in seconds.
 GRACE_S = 2.0
@@ -93,6 +93,12 @@ def _device(device: str | torch.device) -> torch.device:
         raise ArgumentError(
             f"device is {device!r:.80}, which cannot be used here: {error}"
         ) from error
+
+
+def entered() -> World | None:
+    """The world that this thread is a rank of; None outside of any, and after its end."""
+    world: World | None = getattr(_current, "world", None)
+    return world if world is not None and world.is_open else None
 
 
 def _enter(world: World) -> None:
