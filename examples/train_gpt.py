@@ -107,6 +107,7 @@ def verify(data: Tensor, args: argparse.Namespace, world: ec.World) -> str:
 
 
 def main(world: ec.World, args: argparse.Namespace) -> None:
+    world.agree(**vars(args))
     text = load_text(args.data, world.device)
     check(args, text, world)
     verified = verify(text.train, args, world) if args.verify else None

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 import echelon.ddp.api
 import echelon.fsdp.api
 import echelon.world.processes
-import echelon.world.torch_dist
+import echelon.world.torch_dist.agent
 import tests.worlds
 
 __all__ = ["echelon", "pytest", "tests", "torch"]

@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
     {"accumulation", "axes", "census", "claims", "events", "gradients", "graph_task", "ignored"}
     | {"layout", "nested", "streams", "wrapper"},
     {"world"},
-    {"agreement", "c10d", "held", "initial", "scaling", "testing"},
+    {"agreement", "c10d", "finite", "held", "initial", "scaling", "testing"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
     {"plans"},
     {"planner"},

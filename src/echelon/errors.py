@@ -14,8 +14,10 @@
     │   ├── CheckpointNotFound          there is no committed checkpoint
     │   ├── CheckpointCorrupt           its bytes are not those that were written
     │   └── CheckpointMismatch          it is of another model, optimizer or state
+    ├── NonFiniteError (FloatingPointError)  NaN or Inf in a loss or in gradients
     ├── WorldError                      a world that could not be started
-    │   └── SharedMemoryError           not enough shared memory
+    │   ├── SharedMemoryError           not enough shared memory
+    │   └── StartMismatch               the ranks were started differently
     └── CommError                       ranks that fail to communicate
         ├── CollectiveMismatch          different collectives at one position
         ├── RankFailed                  another rank raised, left or died
@@ -41,11 +43,13 @@ __all__ = [
     "DeadlockError",
     "EchelonError",
     "ModelMismatch",
+    "NonFiniteError",
     "RankError",
     "RankFailed",
     "ScheduleError",
     "SharedMemoryError",
     "StageError",
+    "StartMismatch",
     "StateError",
     "UnsupportedError",
     "WorldError",
@@ -69,7 +73,7 @@ class EchelonError(Exception):
 
 
 _Error = TypeVar("_Error", bound=EchelonError)
-_MOST_ROWS = 20  # of a message that lists what does not fit
+_MOST_ROWS = 12  # of a message that lists names; a model has thousands
 
 
 class ArgumentError(EchelonError, ValueError):
@@ -236,6 +240,44 @@ class CheckpointMismatch(CheckpointError):
         )
 
 
+class NonFiniteError(EchelonError, FloatingPointError):
+    """A step whose loss or gradients have NaN or Inf on some rank.
+
+    Attributes:
+        step: its number.
+        losses: the losses that are not finite, by rank in the job.
+        gradients: what is not finite in them, by name of the parameter and rank in the job.
+        norms: the norms of all gradients that are not finite although each gradient is, by rank.
+        skipped: how many steps in a row before this one were not finite either, and left out.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        losses: Mapping[int, str],
+        gradients: Mapping[str, Mapping[int, str]],
+        norms: Mapping[int, str] | None = None,
+        *,
+        skipped: int = 0,
+    ) -> None:
+        self.step, self.skipped = step, skipped
+        self.losses, self.norms = dict(losses), dict(norms or {})
+        self.gradients = {name: dict(found) for name, found in gradients.items()}
+        rows = [f"  loss: {_by_value(self.losses)}"] if losses else []
+        shown = list(self.gradients.items())[:_MOST_ROWS]
+        rows += [f"  gradient of {name!r}: {_by_value(found)}" for name, found in shown]
+        if more := len(self.gradients) - len(shown):
+            rows.append(f"  and the gradients of {more} more parameters")
+        if self.norms:
+            rows.append(f"  norm of the gradients: {_by_value(self.norms)}")
+        before = f", after {skipped} steps in a row that were skipped" if skipped else ""
+        super().__init__(
+            f"step {step} is not finite{before}:\n" + "\n".join(rows) + "\n"
+            "No rank has taken it. Look at the batches of the ranks whose loss is named, or else "
+            "at the learning rate and at divisions, logarithms and roots of the model."
+        )
+
+
 class WorldError(EchelonError):
     """A world that could not be started."""
 
@@ -249,6 +291,22 @@ class SharedMemoryError(WorldError):
             f"{what} needs {needed / 2**20:.1f} MiB of shared memory and "
             f"{available / 2**20:.1f} MiB are available: "
             "use fewer ranks or a smaller model, free memory, or raise the container's limit"
+        )
+
+
+class StartMismatch(WorldError):
+    """The ranks were started differently: other versions, threads or options.
+
+    Attributes:
+        field: the first thing that differs.
+        found: what each rank has, by rank in the job.
+    """
+
+    def __init__(self, field: str, found: Mapping[int, str]) -> None:
+        self.field, self.found = field, dict(found)
+        super().__init__(
+            f"the ranks were started differently: {field} is not the same:\n{_rows(self.found)}\n"
+            "Start every rank with the same versions, OMP_NUM_THREADS and options."
         )
 
 
@@ -363,3 +421,11 @@ def _rows(found: Mapping[int, str]) -> str:
         f"  rank {rank}: {text}" + ("" if text == usual else "   <-- differs")
         for rank, text in sorted(found.items())
     )
+
+
+def _by_value(found: Mapping[int, str]) -> str:
+    """``nan on ranks 0, 2; inf on rank 1``."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in sorted(found.items()):
+        ranks.setdefault(value, []).append(rank)
+    return "; ".join(f"{value} on {_ranks(at)}" for value, at in ranks.items())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from math import prod
@@ -34,6 +34,7 @@ __all__ = [
     "Holder",
     "Holdings",
     "Kept",
+    "axes_in",
     "holdings_in",
     "named_extras",
     "named_state",
@@ -79,7 +80,7 @@ class Held:
     copy: int = 0
     num_copies: int = 1
     kept: Kept = Kept.EQUAL
-    tensor: Tensor | None = None
+    tensor: Tensor | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -168,6 +169,10 @@ class Holder(ABC):
             ArgumentError: a tensor cannot be saved or loaded.
         """
 
+    @abstractmethod
+    def shared_over(self) -> tuple[Group, ...]:
+        """The groups over which it is shared, one for each axis of the mesh."""
+
 
 # Of any module -------------------------------------------------------------------------------
 
@@ -200,6 +205,15 @@ def holdings_in(
             else:
                 parts.append((True, _own_holdings(one, in_model, copy, num_copies)))
     return _merged(parts)
+
+
+def axes_in(module: nn.Module) -> tuple[Group, ...]:
+    """The groups over which the Holders in ``module`` are shared, each once."""
+    found: dict[tuple[int, ...], Group] = {}
+    for _, one in _places(module):
+        for axis in one.shared_over() if isinstance(one, Holder) else ():
+            found.setdefault(axis.ranks, axis)
+    return tuple(found.values())
 
 
 def _places(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

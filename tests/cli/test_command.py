@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from echelon.cli import app
 
 HELP_S = 0.3
+THREADS = ("--ranks", "2", "--world", "threads")
 
 
 def call(*arguments: str | Path) -> tuple[int, str]:
@@ -52,8 +53,14 @@ def test_help_needs_no_torch_and_little_time() -> None:
         (["--ranks", "2", "--world", "mars", "{script}"], "--world"),
         (["--ranks", "2", "--bad", "{script}"], "No such option: --bad"),
         (["--ranks", "2"], "Missing argument"),
-        (["--ranks", "2", "--world", "threads", "--print", "{script}"], "need no torchrun"),
-        (["--ranks", "2", "--world", "threads", "--log-dir", "x", "{script}"], "need no torchrun"),
+        (["--ranks", "2", "--max-restarts", "-1", "{script}"], "greater than or equal to 0"),
+        (["--ranks", "2", "--grace", "-1", "{script}"], "greater than or equal to 0"),
+        (["--ranks", "2", "--timeout", "0", "{script}"], "greater than or equal to 0.001"),
+        (["--ranks", "2", "--timeout", "soon", "{script}"], "--timeout"),
+        ([*THREADS, "--print", "{script}"], "--print: simulated ranks are threads"),
+        ([*THREADS, "--log-dir", "x", "{script}"], "--log-dir: simulated ranks are threads"),
+        ([*THREADS, "--max-restarts", "1", "{script}"], "--max-restarts: simulated ranks"),
+        ([*THREADS, "--grace", "1", "{script}"], "--grace: simulated ranks are threads"),
     ],
 )
 def test_a_call_that_cannot_be_carried_out_ends_with_code_2(
@@ -64,24 +71,37 @@ def test_a_call_that_cannot_be_carried_out_ends_with_code_2(
     assert message in output
 
 
-def test_print_shows_the_torchrun_command_and_starts_nothing(
+def test_print_shows_the_command_that_does_it_and_starts_nothing(
     script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     code, output = call("run", "--ranks", "2", "--print", script, "--steps", "3", "--help")
     assert code == 0
-    assert "ran" not in output
+    assert output.count("\n") == 1
     assert f"OMP_NUM_THREADS={max(1, len(os.sched_getaffinity(0)) // 2)} " in output
     assert "GLOO_SOCKET_IFNAME=lo " in output
-    assert "-m torch.distributed.run --nproc-per-node 2 " in output
+    assert "-m echelon.world.torch_dist.agent --ranks 2 --max-restarts 0 --grace 5 " in output
+    assert "--end-with" not in output
+    assert "ECHELON_TIMEOUT" not in output
     assert output.rstrip().endswith(f"{script} --steps 3 --help")
+
+
+def test_the_command_has_what_the_options_say(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ECHELON_TIMEOUT", "7")
+    options = ["--max-restarts", "3", "--grace", "0.5", "--timeout", "90", "--log-dir", "logs"]
+    code, output = call("run", "--ranks", "2", *options, "--print", script)
+    assert code == 0
+    assert "ECHELON_TIMEOUT=90 " in output
+    assert " --max-restarts 3 --grace 0.5 --log-dir logs " in output
 
 
 def test_a_plan_of_the_script_says_how_many_ranks_to_start(script: Path) -> None:
     for ranks, plan in (([], ["--plan", "pp=2,shard=3"]), (["--ranks", "6"], ["--plan=dp=6"])):
         code, output = call("run", *ranks, "--print", script, *plan)
         assert code == 0
-        assert "--nproc-per-node 6 " in output
+        assert "agent --ranks 6 " in output
 
 
 def test_variables_that_the_user_has_set_stay(

@@ -7,37 +7,13 @@ from echelon.cli.failures import (
     Exit,
     cause_text,
     failure_text,
-    parse_agent_log,
     threads_per_rank,
 )
 from echelon.errors import CollectiveMismatch, RankFailed
 from echelon.world.failure import FailureRecord
 
-AGENT_LOG = """
-W1121 07:17:33.194000 6232 torch/api.py:1028] Sending process 6236 closing signal SIGTERM
-E1121 07:17:33.211000 6232 torch/api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 6237)
-======================================================
-train.py FAILED
-------------------------------------------------------
-Failures:
-[1]:
-  time      : 2026-11-21_07:17:33
-  host      : localhost
-  rank      : 0 (local_rank: 0)
-  exitcode  : -15 (pid: 6236)  (SIGTERM)
-  error_file: <N/A>
-  traceback : Signal 15 (SIGTERM) received by PID 6236
-------------------------------------------------------
-Root Cause (first observed failure):
-[0]:
-  time      : 2026-11-21_07:17:33
-  host      : localhost
-  rank      : 1 (local_rank: 1)
-  exitcode  : -9 (pid: 6237)  (SIGKILL)
-  error_file: <N/A>
-  traceback : Signal 9 (SIGKILL) received by PID 6237
-======================================================
-"""
+# Rank 1 was killed, and the agent then told rank 0 to end.
+KILLED = {0: Exit(-15, closed=True), 1: Exit(-9, closed=False)}
 
 
 def record(error: BaseException, rank: int, time_s: float = 0.0) -> FailureRecord:
@@ -66,12 +42,8 @@ def noticed(rank: int, failed: int) -> FailureRecord:
     return record(RankFailed(failed, "died", "all_reduce #4"), rank)
 
 
-def test_the_agents_log_tells_how_ranks_ended_and_whom_it_ended_itself() -> None:
-    assert parse_agent_log(AGENT_LOG) == {0: Exit(-15, closed=True), 1: Exit(-9, closed=False)}
-
-
 def test_a_killed_rank_comes_before_those_that_noticed() -> None:
-    lines = text(records={0: noticed(0, 1)}, exits=parse_agent_log(AGENT_LOG))
+    lines = text(records={0: noticed(0, 1)}, exits=KILLED)
     assert lines[0] == "rank 1 was killed by SIGKILL"
     assert any(line.startswith("then rank 0 raised RankFailed: rank 1 died") for line in lines)
 

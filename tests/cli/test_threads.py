@@ -25,14 +25,18 @@ class Done(NamedTuple):
 
 
 def run(
-    folder: Path, body: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    body: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    timeout: float | None = None,
 ) -> Done:
     """What ``echelon run --ranks 3 --world threads train.py --lr 3`` does, in this process."""
     script = folder / "train.py"
     script.write_text(PRELUDE + body)
     monkeypatch.setattr(sys, "argv", ["echelon"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    code = run_threads(script, ["--lr", "3"], 3)
+    code = run_threads(script, ["--lr", "3"], 3, timeout)
     printed = capsys.readouterr()
     return Done(code, printed.out.splitlines(), printed.err.splitlines())
 
@@ -72,6 +76,21 @@ with ec.init() as world:
     assert done.errors[0] == "rank 1 raised ValueError: boom"
     assert done.errors[1] == f"  at {tmp_path / 'train.py'}:9 in <module>"
     assert len(done.errors) <= 25
+
+
+def test_ranks_wait_for_one_another_as_long_as_the_timeout_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+import time
+with ec.init() as world:
+    if world.rank == 1:
+        time.sleep(2)
+    world.group.barrier()
+"""
+    done = run(tmp_path, body, monkeypatch, capsys, timeout=0.25)
+    assert done.code == 1
+    assert "waited 0.2 s for rank 1 in vain" in done.errors[0]
 
 
 def test_a_script_that_is_no_python_is_a_short_message(

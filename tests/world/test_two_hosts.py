@@ -112,14 +112,14 @@ def facts(folder: Path, kind: str, agents: list[subprocess.Popen[bytes]]) -> lis
     return [json.loads(file.read_text()) for file in files]
 
 
-def stop(agent: subprocess.Popen[bytes]) -> None:
-    """End an agent, which ends its ranks; then whatever of its session is left."""
+def stop(agent: subprocess.Popen[bytes]) -> str:
+    """End an agent, which ends its ranks; then whatever of its session is left. What they said."""
     agent.terminate()
     with suppress(subprocess.TimeoutExpired):  # it waits for the other host, out of its reach
-        agent.communicate(timeout=2.0)
+        agent.wait(timeout=2.0)
     with suppress(ProcessLookupError):  # nothing was left
         os.killpg(agent.pid, signal.SIGKILL)
-    agent.communicate()
+    return agent.communicate()[0].decode(errors="replace")
 
 
 @pytest.mark.hosts
@@ -129,6 +129,7 @@ def test_two_hosts_train_as_one_process_does_and_name_each_other_when_the_link_i
 ) -> None:
     script = Path(two_hosts_job.__file__)
     agents = [hosts.torchrun(host, script, str(tmp_path)) for host in range(2)]
+    said: list[str] = []
     try:
         trained = facts(tmp_path, "trained", agents)
         alone = two_hosts_job.train(two_hosts_job.model(), [0, 1])
@@ -150,5 +151,6 @@ def test_two_hosts_train_as_one_process_does_and_name_each_other_when_the_link_i
             assert found["text"].endswith(f"s for rank {1 - rank} in vain")
             assert found["seconds"] < two_hosts_job.TIMEOUT_S + 8.0
     finally:
-        for agent in agents:
-            stop(agent)
+        said += [stop(agent) for agent in agents]
+    for rank, (text, address) in enumerate(zip(said, hosts.addresses, strict=True)):
+        assert f"echelon: rank {rank}: gloo for group 'world' listens on {address}:" in text

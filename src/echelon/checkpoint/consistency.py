@@ -182,10 +182,19 @@ def _check_places(
             f"a piece is in file {pieces.file[index]} of {len(files)}",
             tensors[pieces.tensor[index]].name,
         )
-    order = np.lexsort((pieces.offset, pieces.file))
-    file, begin = pieces.file[order], pieces.offset[order]
-    end = begin + (pieces.numel * pieces.itemsize)[order]
     headers = np.array([one.header_nbytes for one in files], np.int64)
+    lengths = np.array([one.nbytes for one in files], np.int64)
+    ends = pieces.offset + pieces.numel * pieces.itemsize
+    outside = (pieces.offset < headers[pieces.file]) | (ends > lengths[pieces.file])
+    for index in np.flatnonzero(outside)[:1]:
+        one = files[pieces.file[index]]
+        raise Inconsistent(
+            f"it would be bytes {pieces.offset[index]} to {ends[index]} of {one.name}, "
+            f"which has data in bytes {one.header_nbytes} to {one.nbytes}",
+            tensors[pieces.tensor[index]].name,
+        )
+    order = np.lexsort((pieces.offset, pieces.file))
+    file, begin, end = pieces.file[order], pieces.offset[order], ends[order]
     is_first = np.diff(file, prepend=-1) > 0
     is_last = np.diff(file, append=len(files)) > 0
     expected = np.where(is_first, headers[file], np.roll(end, 1))

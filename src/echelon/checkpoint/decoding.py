@@ -188,9 +188,12 @@ def _device(found: Json) -> torch.device:
     if _DEVICE.fullmatch(_as(str, found)) is None:
         raise ValueError
     try:
-        return torch.device(_as(str, found))
+        device = torch.device(_as(str, found))
     except RuntimeError as error:
         raise ValueError from error
+    if str(device) != found:  # an index that torch has no room for
+        raise ValueError
+    return device
 
 
 def _size(found: Json) -> torch.Size:

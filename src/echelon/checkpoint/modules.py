@@ -8,7 +8,7 @@ from math import prod
 from torch import nn
 
 from echelon.errors import ArgumentError
-from echelon.held import Holdings, holdings_in
+from echelon.held import Holdings, axes_in, holdings_in
 from echelon.world.group import Group
 
 __all__ = ["group_of", "holdings_of"]
@@ -45,13 +45,12 @@ def group_of(modules: Sequence[nn.Module], given: Group | None) -> Group | None:
         None if nothing was given and no module is shared: this rank is alone.
 
     Raises:
-        StateError: in the middle of a step of a module.
-        ArgumentError: a tensor of a module cannot be saved or loaded; ``given`` is no group, or
-            lacks ranks; or no group has just the ranks that share the modules.
+        ArgumentError: ``given`` is no group or lacks ranks, or no group is known that has just the
+            ranks that share the modules.
     """
     if given is not None and not isinstance(given, Group):
         raise ArgumentError(f"group is {given!r:.80}; give a Group, such as world.group")
-    axes = [axis for module in modules for axis in holdings_of(module, given).axes]
+    axes = [axis for module in modules for axis in axes_in(module)]
     ranks = {rank for axis in axes for rank in axis.ranks}
     if given is not None:
         if missing := sorted(ranks.difference(given.ranks)):

@@ -13,6 +13,8 @@ from typing import Annotated
 
 import typer
 
+from echelon.cli.checkpoint_commands import app as checkpoints_app
+
 __all__ = ["app", "main"]
 
 app = typer.Typer(
@@ -24,11 +26,42 @@ app = typer.Typer(
 )
 
 
+app.add_typer(checkpoints_app, name="checkpoint")
+
+
 class WorldKind(StrEnum):
     """What a rank of ``echelon run`` is."""
 
     PROCESSES = "processes"
     THREADS = "threads"
+
+
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="How many ranks to start; without it, those of a --plan among ARGUMENTS."
+    ),
+]
+World = Annotated[
+    WorldKind,
+    typer.Option(help="Processes of this host, or simulated ranks: threads of one process."),
+]
+LogDir = Annotated[
+    Path | None,
+    typer.Option(help="Keep what the processes print here; otherwise only after a failure."),
+]
+MaxRestarts = Annotated[
+    int, typer.Option(min=0, help="How often all ranks start again after a failure.")
+]
+Grace = Annotated[
+    float | None,
+    typer.Option(
+        min=0, help="Seconds to save and leave after a signal, before ranks are killed. Default: 5."
+    ),
+]
+Timeout = Annotated[
+    float | None, typer.Option(min=0.001, help="Seconds that a rank waits for others in one call.")
+]
 
 
 # Options end at the script; what follows is the script's, dashes included.
@@ -40,51 +73,63 @@ def _run(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="For the script.")
     ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="How many ranks to start; without it, those of a --plan among ARGUMENTS.",
-        ),
-    ] = None,
-    world: Annotated[
-        WorldKind,
-        typer.Option(help="Processes of this host, or simulated ranks: threads of one process."),
-    ] = WorldKind.PROCESSES,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(help="Keep what the processes print here; otherwise only after a failure."),
-    ] = None,
+    ranks: Ranks = None,
+    world: World = WorldKind.PROCESSES,
+    log_dir: LogDir = None,
+    max_restarts: MaxRestarts = 0,
+    grace: Grace = None,
+    timeout: Timeout = None,
     show_command: Annotated[
-        bool, typer.Option("--print", help="Show the torchrun command and start nothing.")
+        bool, typer.Option("--print", help="Show the command that does it and start nothing.")
     ] = False,
 ) -> None:
     """Run SCRIPT on many ranks of this machine.
 
-    The script gets its world from echelon.init(). Processes are started and ended by torchrun's
+    The script gets its world from echelon.init(). Processes are started and ended by torch's
     agent, and what rank 0 prints is shown. Simulated ranks all print to the same place.
+
+    SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks. If they leave with exit code 75, so does
+    this command: the job was stopped, and the same command resumes it.
     """
     ranks = _num_ranks(ranks, arguments or [])
     if world is WorldKind.THREADS:
-        if show_command or log_dir is not None:
-            option = "--print" if show_command else "--log-dir"
-            raise typer.BadParameter(
-                "simulated ranks are threads of this process and need no torchrun: "
-                "use it with --world processes",
-                param_hint=option,
-            )
+        _refuse_for_threads(
+            {
+                "--print": show_command,
+                "--log-dir": log_dir is not None,
+                "--max-restarts": max_restarts > 0,
+                "--grace": grace is not None,
+            }
+        )
         from echelon.cli.threads import run_threads
 
-        raise typer.Exit(run_threads(script, arguments or [], ranks))
+        raise typer.Exit(run_threads(script, arguments or [], ranks, timeout))
     from echelon.cli import processes
 
     launch = processes.Launch(
-        script=script, arguments=tuple(arguments or ()), ranks=ranks, log_dir=log_dir
+        script=script,
+        arguments=tuple(arguments or ()),
+        ranks=ranks,
+        log_dir=log_dir,
+        max_restarts=max_restarts,
+        grace=processes.GRACE_S if grace is None else grace,
+        timeout=timeout,
     )
     if show_command:
         typer.echo(launch.shown())
         return
     raise typer.Exit(processes.run_processes(launch))
+
+
+def _refuse_for_threads(given: dict[str, bool]) -> None:
+    """Refuse the first of the options that was given: it is about processes."""
+    for option, was_given in given.items():
+        if was_given:
+            raise typer.BadParameter(
+                "simulated ranks are threads of this process and need no agent: "
+                "use it with --world processes",
+                param_hint=option,
+            )
 
 
 def _num_ranks(ranks: int | None, arguments: list[str]) -> int:

@@ -14,9 +14,7 @@ __all__ = [
     "MAX_LINES",
     "Exit",
     "cause_text",
-    "closing_processes",
     "failure_text",
-    "parse_agent_log",
     "threads_per_rank",
 ]
 
@@ -46,21 +44,6 @@ class Exit:
 def threads_per_rank(ranks: int) -> int:
     """How many torch threads each rank gets when the ranks of one host share its cores."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)
-
-
-def parse_agent_log(text: str) -> dict[int, Exit]:
-    """How ranks ended, by rank, from the text that torchrun writes when one fails.
-
-    Ranks that ended with code 0 are not in it.
-    """
-    closed = closing_processes(text)
-    rows = re.findall(r"^\s*rank\s*: (\d+) .*\n\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)", text, re.M)
-    return {int(rank): Exit(int(code), int(pid) in closed) for rank, code, pid in rows}
-
-
-def closing_processes(text: str) -> set[int]:
-    """The processes that torchrun has told to end."""
-    return {int(pid) for pid in re.findall(r"Sending process (\d+) closing signal", text)}
 
 
 def cause_text(

@@ -1,35 +1,37 @@
-"""Local processes of ``echelon run``: a thin front over torchrun's agent.
+"""Local processes of ``echelon run``: a thin front over torch's agent.
 
-torchrun starts, watches and ends the ranks. This file gives it better defaults, shows what rank 0
-prints while it runs, and says in a few lines what went wrong.
+The agent starts, watches, restarts and ends the ranks. This file gives it better defaults, shows
+what rank 0 prints while it runs, and says in a few lines how it ended.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
-from echelon.cli.failures import cause_text, closing_processes, parse_agent_log, threads_per_rank
+from echelon.cli.endings import failure_lines, leaving_line, restart_lines
+from echelon.cli.failures import cause_text, threads_per_rank
+from echelon.cli.run_folders import RunFolder
+from echelon.cli.screen import Screen
+from echelon.world.attempt import Attempt, Outcome
 from echelon.world.failure import FailureRecord
 
-__all__ = ["Launch", "run_processes"]
+__all__ = ["GRACE_S", "Launch", "run_processes"]
 
+GRACE_S = 5.0
 POLL_S = 0.05
-SHUTDOWN_S = 5  # what ranks get to end in good order before the agent kills them
-HOLD_S = 15.0  # how long a traceback of rank 0 is held back: it may be the end of the run
-_PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_AGENT = "echelon.world.torch_dist.agent"
+_LOG = "agent.log"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,205 +43,164 @@ class Launch:
         arguments: of the script.
         ranks: how many processes.
         log_dir: where their output goes; None: a folder that goes away after success.
+        max_restarts: how often all ranks start again after a failure.
+        grace: seconds that ranks get to save and leave after a signal, before they are killed.
+        timeout: seconds that a rank waits for others in one call, for ``ec.init``; None: its own.
     """
 
     script: Path
     arguments: tuple[str, ...]
     ranks: int
     log_dir: Path | None = None
+    max_restarts: int = 0
+    grace: float = GRACE_S
+    timeout: float | None = None
 
-    def command(self, log_dir: str, live: bool) -> list[str]:
-        """The torchrun command.
+    def command(self, log_dir: str, live: bool, launcher: int | None = None) -> list[str]:
+        """The command that starts torch's agent.
 
         Args:
             live: rank 0 writes straight to our standard output, because that is a terminal.
+            launcher: the process with which the agent ends, if it is to end with one.
         """
-        files = [f"{rank}:{2 if live and rank == 0 else 3}" for rank in range(self.ranks)]
         options = {
-            "--nproc-per-node": str(self.ranks),
-            "--rdzv-backend": "c10d",
-            "--rdzv-endpoint": "127.0.0.1:0",  # any free port
-            "--rdzv-id": "echelon",
-            "--local-addr": "127.0.0.1",
+            "--ranks": str(self.ranks),
+            "--max-restarts": str(self.max_restarts),
+            "--grace": f"{self.grace:g}",
             "--log-dir": log_dir,
-            "--redirects": ",".join(files),
         }
-        flags = [part for option in options.items() for part in option]
-        module = [sys.executable, "-m", "torch.distributed.run"]
-        return [*module, *flags, str(self.script), *self.arguments]
+        if launcher is not None:
+            options["--end-with"] = str(launcher)
+        flags = [part for option in options.items() for part in option] + ["--live"] * live
+        return [sys.executable, "-m", _AGENT, *flags, str(self.script), *self.arguments]
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The variables to set; those that the user has set stay."""
+        """The variables to set; those that the user has set stay, but for what the call says."""
         wanted = {
             "OMP_NUM_THREADS": str(threads_per_rank(self.ranks)),
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONUNBUFFERED": "1",  # or lines in files would come late
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
         }
-        return {name: value for name, value in wanted.items() if name not in environ}
+        said = {} if self.timeout is None else {"ECHELON_TIMEOUT": f"{self.timeout:g}"}
+        return {name: value for name, value in wanted.items() if name not in environ} | said
 
     def shown(self) -> str:
         """The command as one would type it."""
         variables = [f"{k}={shlex.quote(v)}" for k, v in self.environment(os.environ).items()]
         log_dir = str(self.log_dir) if self.log_dir is not None else "LOG_DIR"
-        return " ".join([*variables, shlex.join(self.command(log_dir, sys.stdout.isatty()))])
+        return " ".join([*variables, shlex.join(self.command(log_dir, live=True))])
 
 
 def run_processes(launch: Launch) -> int:
-    """Run the ranks to their end; 0, or after a failure another exit code."""
-    if launch.log_dir is not None:
-        launch.log_dir.mkdir(parents=True, exist_ok=True)
-    # Its own folder for each run, so that records of an earlier one are not taken for ours.
-    log_dir = Path(tempfile.mkdtemp(prefix="echelon-run-", dir=launch.log_dir))
-    caught, code = _watch(launch, log_dir)
-    if caught is None and code != 0:
-        return _explain(launch, log_dir)
-    if launch.log_dir is None:
-        shutil.rmtree(log_dir, ignore_errors=True)
-    if caught is not None:
-        print(f"{caught.name}: all ranks have ended", file=sys.stderr)
-        return 128 + caught
-    return 0
+    """Run the ranks to their end; 0, or another exit code if they did not finish."""
+    folder = RunFolder(launch.log_dir)
+    caught, code = _watch(launch, folder.path)
+    attempts = Attempt.read(folder.path)
+    if not attempts or code != attempts[-1].exit_code or attempts[-1].restarts:
+        return _end_without_agent(folder, caught, code)
+    last = attempts[-1]
+    if last.outcome is Outcome.FAILED:
+        notes = [f"all output is in {folder.keep()}"]
+        print("\n".join(_failure(last, launch, folder.path, notes)), file=sys.stderr)
+        return code
+    if last.outcome is not Outcome.FINISHED:
+        print(leaving_line(last, launch.grace), file=sys.stderr)
+    if last.killed:
+        print(f"all output is in {folder.keep()}", file=sys.stderr)
+    else:
+        folder.drop()
+    return code
 
 
-def _watch(launch: Launch, log_dir: Path) -> tuple[signal.Signals | None, int]:
-    """Run torchrun, show what rank 0 writes; the signal that ended it, if one did, and its code."""
+def _watch(launch: Launch, log_dir: Path) -> tuple[list[signal.Signals], int]:
+    """Run the agent and show what rank 0 writes; the signals that came meanwhile, and its code."""
     live = sys.stdout.isatty()
-    caught: list[signal.Signals] = []
-    with open(log_dir / "torchrun.log", "w") as agent_log:
+    with open(log_dir / _LOG, "w") as log:
         process = subprocess.Popen(
-            launch.command(str(log_dir), live),
+            launch.command(str(log_dir), live, os.getpid()),
             env={**os.environ, **launch.environment(os.environ)},
             stdin=subprocess.DEVNULL,
-            stdout=None if live else agent_log,
-            stderr=agent_log,
-            # Ctrl-C reaches this process alone, which passes it on once.
+            stdout=None if live else log,
+            stderr=log,
+            # Ctrl-C reaches this process alone, which passes it on.
             start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
-
-        def forward(number: int, frame: FrameType | None) -> None:
-            if caught and process.poll() is None:
-                process.kill() if len(caught) > 2 else process.terminate()
-            else:
-                process.send_signal(number)
-            caught.append(signal.Signals(number))
-
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, forward) for number in numbers}
-        hurry = _Hurry(process.pid, log_dir / "torchrun.log")
-        tails = [_Tail(log_dir, "stderr.log", sys.stderr)]
-        if not live:
-            tails.append(_Tail(log_dir, "stdout.log", sys.stdout))
-        try:
+        screen = Screen(log_dir, live)
+        shown = 0
+        with _passing_on(process) as caught:
             while process.poll() is None:
                 time.sleep(POLL_S)
-                for tail in tails:
-                    tail.show()
-                hurry.look()
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        for tail in tails:
-            tail.show(last=True, failed=process.returncode != 0)
-    return (caught[0] if caught else None), process.returncode
+                screen.show()
+                for attempt in Attempt.read(log_dir)[shown:]:
+                    if attempt.restarts:
+                        screen.close_attempt(failed=True)
+                        lines = restart_lines(attempt, _failure(attempt, launch, log_dir), log_dir)
+                        print("\n".join(lines), file=sys.stderr, flush=True)
+                        shown += 1
+        screen.close_attempt(failed=process.returncode != 0)
+    return caught, process.returncode
 
 
-class _Hurry:
-    """Ends ranks that do not end when torchrun tells them to, such as stopped ones.
+@contextmanager
+def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]:
+    """Pass signals on to the agent, which knows what to do; the list of those that came."""
+    caught: list[signal.Signals] = []
 
-    torchrun itself waits half a minute for them.
-    """
+    def forward(number: int, frame: FrameType | None) -> None:
+        caught.append(signal.Signals(number))
+        process.send_signal(number)
 
-    def __init__(self, agent: int, log: Path) -> None:
-        self._agent, self._log = agent, log
-        self._told: dict[int, float] = {}  # by process, when it was seen to be told
-        self._next = 0.0
-
-    def look(self) -> None:
-        """Call often; looks once a second."""
-        now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + 1.0
-        for pid in closing_processes(_text(self._log)):
-            self._told.setdefault(pid, now)
-        for pid, since in self._told.items():
-            if now - since > SHUTDOWN_S and _parent(pid) == self._agent:
-                os.kill(pid, signal.SIGKILL)
-
-
-def _parent(pid: int) -> int | None:
-    """The process that started ``pid``; None where that has ended."""
+    # A signal that is ignored stays so, as nohup wants it.
+    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in heard}
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
+        yield caught
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-class _Tail:
-    """Copies what rank 0 writes to a file onto a stream, as it grows.
+def _failure(
+    attempt: Attempt, launch: Launch, log_dir: Path, notes: Sequence[str] = ()
+) -> list[str]:
+    """What went wrong in one attempt, in at most 25 lines."""
+    records, logs = {}, {}
+    for rank in range(launch.ranks):
+        for folder in log_dir.glob(f"*/attempt_{attempt.number - 1}/{rank}"):
+            if record := FailureRecord.read(folder / "error.json"):
+                records[rank] = record
+            logs[rank] = _text(folder / "stderr.log")
+    return failure_lines(attempt, records, logs, launch.grace, notes)
 
-    A traceback may be the end of the run, whose cause is told at the end by its first line; so
-    it is held back for a moment, and dropped if the run has failed.
-    """
 
-    def __init__(self, log_dir: Path, name: str, stream: TextIO) -> None:
-        self._log_dir, self._name, self._stream = log_dir, name, stream
-        self._file: TextIO | None = None
-        self._held = ""
-        self._held_since = 0.0
+def _end_without_agent(folder: RunFolder, caught: Sequence[signal.Signals], code: int) -> int:
+    """Say how a run ended whose agent could not; end what it has left. The exit code."""
+    _kill_run(folder.path.name)
+    if caught and not any(folder.path.glob("*/attempt_*")):
+        print(f"{caught[0].name}: the ranks had not started yet", file=sys.stderr)
+        folder.drop()
+        return 128 + caught[0]
+    notes = [f"all output is in {folder.keep()}"]
+    if code < 0:
+        name = signal.Signals(-code).name
+        lines = [f"torch's agent was killed by {name}, and the ranks with it", *notes]
+    else:
+        lines = cause_text({}, {}, {}, _text(folder.path / _LOG), notes)
+    print("\n".join(lines), file=sys.stderr)
+    return 1
 
-    def show(self, last: bool = False, failed: bool = False) -> None:
-        """Copy what is new; with ``last``, also what was held back, unless the run ``failed``."""
-        if self._file is None:
-            found = list(self._log_dir.glob(f"*/attempt_*/0/{self._name}"))
-            if not found:
-                return
-            self._file = open(found[0], encoding="utf-8", errors="replace")  # noqa: SIM115
-        text = self._held + self._file.read()
-        start = text.find("Traceback (most recent call last)")
-        if start < 0 or (last and not failed):
-            shown, self._held = text, ""
-        else:
-            if not self._held:
-                self._held_since = time.monotonic()
-            shown, self._held = text[:start], text[start:]
-            if time.monotonic() - self._held_since > HOLD_S and not last:
-                shown, self._held = text, ""
-        if shown:
-            self._stream.write(shown)
-            self._stream.flush()
-        if last:
-            self._file.close()
+
+def _kill_run(run_id: str) -> None:
+    """End what a killed agent has left: the kernel ends its ranks, but not their children."""
+    mark = f"TORCHELASTIC_RUN_ID={run_id}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # of another user, or gone
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def _text(log: Path) -> str:
     return log.read_text(encoding="utf-8", errors="replace")
-
-
-def _explain(launch: Launch, log_dir: Path) -> int:
-    """Print what went wrong, in at most 25 lines; the exit code of the rank that failed."""
-    records, logs = {}, {}
-    for rank in range(launch.ranks):
-        for folder in log_dir.glob(f"*/attempt_*/{rank}"):
-            if record := FailureRecord.read(folder / "error.json"):
-                records[rank] = record
-            logs[rank] = _text(folder / "stderr.log")
-    agent_log = _text(log_dir / "torchrun.log")
-    exits = parse_agent_log(agent_log)
-    notes = [f"all output is in {log_dir}"]
-    print("\n".join(cause_text(records, exits, logs, agent_log, notes)), file=sys.stderr)
-    followers = {rank for rank, record in records.items() if record.follows}
-    codes = (
-        exit.code for rank, exit in sorted(exits.items()) if exit.code > 0 and rank not in followers
-    )
-    return next(codes, 1)  # torchrun passes on none of them
-
-
-def _end_with_parent() -> None:
-    """In the child before it starts: end in good order if the parent is killed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -23,10 +23,15 @@ __all__ = ["run_threads"]
 GRACE_S = 2.0  # for ranks that still compute when the script has failed
 
 
-def run_threads(script: Path, arguments: Sequence[str], ranks: int) -> int:
+def run_threads(
+    script: Path, arguments: Sequence[str], ranks: int, timeout: float | None = None
+) -> int:
     """Run ``script`` once for each of ``ranks`` threads; the exit code.
 
     Each rank has its own ``__main__`` namespace; imported modules are shared.
+
+    Args:
+        timeout: seconds that a rank waits for others in one call; None: as long as by default.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))  # torch reads it once
     sys.argv = [str(script), *arguments]
@@ -37,13 +42,21 @@ def run_threads(script: Path, arguments: Sequence[str], ranks: int) -> int:
     except (SyntaxError, ValueError) as error:
         raised.append((error, 0))
         return _fail(error, raised, ranks)
-    from echelon.world.run import run  # brings torch; mistakes above need not wait for it
+    # They bring torch; mistakes above need not wait for it.
+    from echelon.world.base import DEFAULT_TIMEOUT_S
+    from echelon.world.run import run
 
     before = frozenset(threading.enumerate())  # of them, none is a rank of this run
     output = sys.stdout
     sys.stdout = _WholeLines(output)
     try:
-        run(_rank_main, ranks, world="threads", args=(code, str(script), raised))
+        run(
+            _rank_main,
+            ranks,
+            world="threads",
+            args=(code, str(script), raised),
+            timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
+        )
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _leave(130, before)

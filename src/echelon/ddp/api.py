@@ -291,6 +291,11 @@ class DDP(Wrapper, Holder):
         return self._group
 
     @property
+    def training_groups(self) -> tuple[Group, ...]:
+        """The groups over which the model is trained; for whoever must ask all their ranks."""
+        return (self._group,)
+
+    @property
     def buckets(self) -> tuple[BucketInfo, ...]:
         """The buckets, in the order in which they leave; empty in a copy that was not trained.
 
@@ -320,6 +325,10 @@ class DDP(Wrapper, Holder):
             raise StateError("holdings() inside backward: ask after loss.backward()")
         sent = self._buffer_state.tensors() if self._options.broadcast_buffers else ()
         return holdings_of_replica(self.module, self._group, sent)
+
+    def shared_over(self) -> tuple[Group, ...]:
+        """The group, as one of the axes of a mesh."""
+        return (self._group,)
 
     def unwrap(self) -> nn.Module:
         """Take the wrapper off and return the module; gradients stay, in memory of their own.

@@ -208,6 +208,10 @@ class ShardedModule(Wrapper, Holder):
         hooks = self._hooks
         return holdings_of_shards(self.module, self._storages(), self._ranks, hooks.before_write)
 
+    def shared_over(self) -> tuple[Group, ...]:
+        """The group, and that of the replicas where there are several."""
+        return self._ranks.groups
+
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The whole state of ``optimizer`` by the names of parameters. All ranks call it.
 
@@ -257,6 +261,11 @@ class ShardedModule(Wrapper, Holder):
     def group(self) -> Group:
         """The ranks that share the model."""
         return self._group
+
+    @property
+    def training_groups(self) -> tuple[Group, ...]:
+        """The groups over which the model is trained; for whoever must ask all their ranks."""
+        return self._ranks.groups
 
     @property
     def units(self) -> tuple[facts.UnitInfo, ...]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self, final
+from typing import Any, Self, final
 
 import torch
 
+from echelon.world import facts as shared_facts
 from echelon.world.group import Group
 from echelon.world.mesh import Mesh
 
@@ -69,6 +70,29 @@ class World:
             ArgumentError: the lengths do not multiply to the number of ranks.
         """
         return Mesh(self.group, axes)
+
+    def agree(self, /, **facts: Any) -> None:
+        """Compare what each rank was told, such as the options of a script. All ranks call it.
+
+        Two values are the same if they are the same JSON: 1 is neither 1.0 nor True, a tuple is a
+        list, and the order in a dict does not matter.
+
+        Raises:
+            ArgumentError: JSON has no word for a value.
+            StartMismatch: on every rank, the first field that differs and what each rank has.
+
+        Example:
+            >>> def main(world):
+            ...     try:
+            ...         world.agree(steps=100, lr=0.001 if world.rank else 0.002)
+            ...     except StartMismatch as error:
+            ...         return error.field, error.found
+            >>> from echelon.errors import StartMismatch
+            >>> from echelon.world.run import run
+            >>> run(main, ranks=2)
+            [('lr', {0: '0.002', 1: '0.001'}), ('lr', {0: '0.002', 1: '0.001'})]
+        """
+        shared_facts.agree(self.group, facts)
 
     def close(self, error: BaseException | None = None) -> None:
         """End communication in good order. A second call does nothing.

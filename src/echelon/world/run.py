@@ -186,6 +186,7 @@ def init(
 
     Raises:
         ArgumentError: an unknown backend, another than that of the world, or no time at all.
+        StartMismatch: the ranks have other versions, numbers of torch threads or arguments.
         WorldError: the variables contradict each other, or the ranks cannot reach each other.
         CommTimeout: some rank did not come.
     """

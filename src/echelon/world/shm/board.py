@@ -3,7 +3,10 @@
 The board is one segment with a page a rank; each word has one writer, so no atomic operation is
 needed::
 
-    rank r:  | state | pid | text length | at fault | bell | sleepers | bell | sleepers | … text … |
+    rank r:  | state | pid | text length | at fault | bell | sleepers | bell | sleepers |
+             | note length | … note … | … text … |
+
+The note is what a rank brings to the job, the text how it failed.
 
 A bell is the exception: anyone writes it, always with a value that nobody wrote before, so that a
 thread which read it, looked around and then goes to sleep on it cannot miss a change in between.
@@ -34,7 +37,8 @@ _WORDS = _PAGE // 4
 _STATE, _PID, _TEXT_LENGTH, _AT_FAULT = range(4)
 # Each is a bell; the word after it counts who sleeps on it.
 _OWNER, _HELPERS = 4, 6
-_TEXT_START = 64
+_NOTE_LENGTH = 8
+_NOTE_START, _TEXT_START = 64, 1024  # in bytes
 _ABSENT, _HERE, _LEFT, _FAILED = range(4)
 
 # A sleeping rank looks around this often even if no bell rings: peers can die without a sound.
@@ -76,12 +80,19 @@ class Board:
 
     # Joining and leaving ---------------------------------------------------------------------
 
-    def join(self, timeout: float) -> None:
+    def join(self, note: bytes, timeout: float) -> None:
         """Put this rank on the board and return when all are on it.
+
+        Args:
+            note: for ``notes`` of all ranks.
 
         Raises:
             CommTimeout: some rank did not come.
         """
+        assert len(note) <= _TEXT_START - _NOTE_START, "facts of a start are short"
+        start = self.rank * _PAGE + _NOTE_START
+        self._bytes[start : start + len(note)] = note
+        self._words[self._at(self.rank, _NOTE_LENGTH)] = len(note)
         self._words[self._at(self.rank, _PID)] = os.getpid()
         fence()
         self._words[self._at(self.rank, _STATE)] = _HERE
@@ -98,6 +109,15 @@ class Board:
             # One that died already has no descriptor, and counts as dead by that.
             with suppress(ProcessLookupError):
                 self._pidfds[r] = os.pidfd_open(self._words[self._at(r, _PID)])
+
+    def notes(self) -> list[bytes]:
+        """What each rank brought when it joined, in rank order."""
+        found = []
+        for rank in range(self.size):
+            start = rank * _PAGE + _NOTE_START
+            length = self._words[self._at(rank, _NOTE_LENGTH)]
+            found.append(bytes(self._bytes[start : start + length]))
+        return found
 
     def leave(self, failure: str | None, at_fault: int | None = None) -> None:
         """Note that this rank ends, and why if it failed; wakes all ranks.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from echelon.errors import StartMismatch
+from echelon.world.facts import compare, encode, start_facts
 from echelon.world.shm.area import Area
 from echelon.world.shm.board import Board
 from echelon.world.shm.group import ShmGroup
@@ -36,6 +38,7 @@ def join(
 
     Raises:
         CommTimeout: some rank did not come.
+        StartMismatch: the ranks were started differently; on all of them.
         WorldError: the memory cannot be reached from this process.
     """
     return _enter(rank, size, Segment.open(tokens[0]), Segment.open(tokens[1]), timeout, name)
@@ -49,16 +52,18 @@ def connect(rank: int, size: int, store: Store, *, timeout: float, name: str = "
 
     Raises:
         CommTimeout: some rank did not come.
+        StartMismatch: the ranks were started differently; on all of them.
         WorldError: the ranks cannot reach each other's memory.
     """
     key = f"echelon/{name}/segments"
     if rank == 0:
         segments = create_segments(size)
         store.set(key, " ".join(segment.token for segment in segments))
-        group = _enter(rank, size, *segments, timeout, name)
-        for segment in segments:
-            segment.unpublish()
-        return group
+        try:
+            return _enter(rank, size, *segments, timeout, name)
+        finally:
+            for segment in segments:
+                segment.unpublish()
     board, area = store.get(key).decode().split()
     return join(rank, size, (board, area), timeout=timeout, name=name)
 
@@ -67,7 +72,12 @@ def _enter(
     rank: int, size: int, board_segment: Segment, area_segment: Segment, timeout: float, name: str
 ) -> ShmGroup:
     board = Board(board_segment, rank, size)
-    board.join(timeout)
+    board.join(encode(start_facts(timeout=timeout)), timeout)
+    try:
+        compare(board.notes())
+    except StartMismatch as error:
+        board.leave(str(error))
+        raise
     area = Area(area_segment, board, rank, range(size), name)
     group = ShmGroup(area, timeout, on_close=lambda: board.leave(None))
     return group

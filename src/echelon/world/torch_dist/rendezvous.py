@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import errno
+import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch._C import _distributed_c10d as c10d
 
-from echelon.errors import CommTimeout, WorldError
+from echelon.errors import CommTimeout, StartMismatch, WorldError
 from echelon.world.environment import JobEnvironment
+from echelon.world.facts import difference, encode
+from echelon.world.listeners import announced
 
-__all__ = ["meet", "open_store"]
+__all__ = ["LOOPBACK", "check_start", "meet", "open_store", "serve_store"]
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _GRACE_S = 2.0  # beyond its own limit, for a store that keeps to it
 _SLICE_S = 0.1  # how soon a rank that waits hears that the job cannot start
 
@@ -27,7 +30,7 @@ def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
     """The store of a job: the one that torchrun's agent holds, or else one that rank 0 holds.
 
     A store has no authentication. If all ranks are on one host, rank 0's listens on the
-    loopback interface only, otherwise on the interface of ``env.master_addr``.
+    loopback interface only, otherwise on the interface of ``env.master_addr``, and says so.
 
     Args:
         timeout: seconds to wait for rank 0 to open it.
@@ -35,25 +38,36 @@ def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
     Raises:
         WorldError: the port is in use, or the store cannot be reached in time.
     """
-    host = _LOOPBACK if env.one_host and not env.agent_store else env.master_addr
-    limit = timedelta(seconds=timeout)
+    host = LOOPBACK if env.one_host and not env.agent_store else env.master_addr
     if env.rank == 0 and not env.agent_store:
-        listener = _listen(host, env.master_port)
-        # The store owns the socket from here on, also when it fails to start.
-        store: c10d.Store = c10d.TCPStore(
-            host,
-            env.master_port,
-            is_master=True,
-            timeout=limit,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),
-        )
+        with announced(env.rank, "the store", one_host=env.one_host):
+            listener = _listen(host, env.master_port)
+        store: c10d.Store = serve_store(listener, timeout)
     else:
         store = _reach(env, host, timeout)
     # The agent's store outlives the job when the number of hosts changes.
     name = f"echelon/{env.attempt}" + (f"/{env.size}" if env.agent_store else "")
     return c10d.PrefixStore(name, store)
+
+
+def serve_store(listener: socket.socket, timeout: float) -> c10d.TCPStore:
+    """A store in this process, which answers on ``listener`` and nowhere else.
+
+    Args:
+        listener: a socket that listens; it belongs to the store from here on, also when that
+            fails to start.
+        timeout: seconds that a call to the store waits.
+    """
+    host, port = listener.getsockname()
+    return c10d.TCPStore(
+        LOOPBACK if host == "0.0.0.0" else host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _reach(env: JobEnvironment, host: str, timeout: float) -> c10d.Store:
@@ -137,6 +151,44 @@ def meet(store: c10d.Store, env: JobEnvironment, backend: str, timeout: float) -
         return tuple(rank for rank in range(env.size) if not store.check([f"here/{rank}"]))
 
     _await(store, lambda: store.add("num_here", 0) >= env.size, end, missing, timeout)
+
+
+def check_start(
+    store: c10d.Store, env: JobEnvironment, facts: Mapping[str, Any], timeout: float
+) -> None:
+    """Refuse ranks that were started differently. All ranks call it, after ``meet``.
+
+    Rank 0 reads what all bring, and the others read what it found: so a large job does not send
+    everything to everyone.
+
+    Args:
+        facts: of this rank.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        StartMismatch: on every rank, the first field that differs.
+        CommTimeout: names a rank that did not come.
+    """
+    end = time.monotonic() + timeout
+    keys = [f"facts/{rank}" for rank in range(env.size)]
+    store.set(keys[env.rank], encode(facts).decode())
+    if env.rank == 0:
+
+        def missing() -> tuple[int, ...]:
+            return tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
+
+        _await(store, lambda: store.check(keys), end, missing, timeout)
+        store.set("difference", json.dumps(difference(store.multi_get(keys))))
+    _await(store, lambda: store.check(["difference"]), end, lambda: (0,), timeout)
+    if (found := json.loads(store.get("difference"))) is None:
+        return
+    store.add("num_told", 1)
+    if env.rank == 0:  # which may hold the store, and the others have yet to read it
+        end = time.monotonic() + min(timeout, _GRACE_S)
+        with suppress(CommTimeout):
+            _await(store, lambda: store.add("num_told", 0) >= env.size, end, tuple, timeout)
+    field, values = found
+    raise StartMismatch(field, {int(rank): value for rank, value in values.items()})
 
 
 def _refuse(store: c10d.Store, why: str) -> NoReturn:

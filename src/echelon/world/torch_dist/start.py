@@ -15,15 +15,15 @@ from torch._C import _distributed_c10d as c10d
 from echelon.errors import ArgumentError, WorldError
 from echelon.world.base import DEFAULT_TIMEOUT_S, World
 from echelon.world.environment import JobEnvironment
+from echelon.world.facts import agree, start_facts
+from echelon.world.listeners import announced
 from echelon.world.torch_dist.group import PeerGroup, TorchGroup
 from echelon.world.torch_dist.job import Job
 from echelon.world.torch_dist.native import NativeGroup
 from echelon.world.torch_dist.peers import Engine, Peers
-from echelon.world.torch_dist.rendezvous import meet, open_store
+from echelon.world.torch_dist.rendezvous import LOOPBACK, check_start, meet, open_store
 
 __all__ = ["check_wanted", "connect", "from_process_group"]
-
-_LOOPBACK = "127.0.0.1"
 
 
 def check_wanted(environ: dict[str, str] | None = None) -> bool:
@@ -59,23 +59,29 @@ def connect(
 
     Raises:
         CommTimeout: some ranks did not start; names them.
+        StartMismatch: the ranks were started differently; on all of them.
         WorldError: the store or the engine could not start.
     """
     device = torch.device("cpu") if backend == "gloo" else device
+    check = check_wanted() if check is None else check
+    facts = start_facts(timeout=timeout, check=check)
     default = dist.group.WORLD  # None if there is none
     if default is not None and backend in _backends(default).values():
         wrapped = from_process_group(default, device=device, timeout=timeout, check=check)
+        agree(wrapped, facts)
         return World(wrapped, backend=backend, local_rank=env.local_rank, close=wrapped.close)
     store = open_store(env, timeout)
     meet(store, env, backend, timeout)
+    check_start(store, env, facts, timeout)
     holds_store = env.rank == 0 and not env.agent_store
     maker = _Maker(
         job=Job(store, env.rank, env.size if holds_store else 0),
         backend=backend,
         device=device,
         timeout=timeout,
-        check=check_wanted() if check is None else check,
+        check=check,
         loopback=env.one_host and "GLOO_SOCKET_IFNAME" not in os.environ,
+        one_host=env.one_host,
     )
     try:
         group = maker.make("world", tuple(range(env.size)))
@@ -130,6 +136,7 @@ def from_process_group(
         timeout=timeout,
         check=check_wanted() if check is None else check,
         loopback=False,
+        one_host=True,  # as far as we know: what other hosts can reach is told then, too
     )
     return maker.make("world", ranks, group)
 
@@ -151,6 +158,7 @@ class _Maker:
 
     Attributes:
         loopback: whether gloo uses the loopback interface.
+        one_host: whether all ranks are on this host.
     """
 
     job: Job
@@ -159,6 +167,7 @@ class _Maker:
     timeout: float
     check: bool
     loopback: bool
+    one_host: bool
 
     def make(
         self, name: str, ranks: tuple[int, ...], made: dist.ProcessGroup | None = None
@@ -171,12 +180,12 @@ class _Maker:
         store = c10d.PrefixStore(f"group/{name}", self.job.store)
         rank = ranks.index(self.job.rank)
         if self.backend == "gloo":
-            engine = self._gloo(store, rank, len(ranks)) if made is None else _cpu_engine(made)
+            engine = self._gloo(store, name, ranks) if made is None else _cpu_engine(made)
             peers = Peers(engine, rank, len(ranks), self.timeout)
             return PeerGroup(peers, self.job, name, ranks, self.device, self.make, self.check)
         check = None
         if self.check:
-            side = self._gloo(c10d.PrefixStore("check", store), rank, len(ranks))
+            side = self._gloo(c10d.PrefixStore("check", store), name, ranks)
             check = Peers(side, rank, len(ranks), self.timeout)
         native, end = self._native(store, name, ranks) if made is None else (made, _leave)
         return NativeGroup(
@@ -191,12 +200,18 @@ class _Maker:
             check,
         )
 
-    def _gloo(self, store: c10d.Store, rank: int, size: int) -> Engine:
+    def _gloo(self, store: c10d.Store, name: str, ranks: tuple[int, ...]) -> Engine:
+        """A new engine for ``ranks``, which says where it listens if other hosts can see it."""
+        what = f"gloo for group {name!r}"
+        with announced(self.job.rank, what, one_host=self.one_host):
+            return self._start_gloo(store, ranks.index(self.job.rank), len(ranks))
+
+    def _start_gloo(self, store: c10d.Store, rank: int, size: int) -> Engine:
         limit = timedelta(seconds=self.timeout)
         if not self.loopback:
             return cast(Engine, c10d.ProcessGroupGloo(store, rank, size, limit))
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
         options._timeout = limit
         return cast(Engine, c10d.ProcessGroupGloo(store, rank, size, options))
 

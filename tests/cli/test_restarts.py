@@ -1,0 +1,96 @@
+"""What the screen says when a job starts again. Also: how a killed launcher leaves the machine."""
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from echelon.cli.run_folders import RunFolder
+from tests.cli.jobs import Job
+
+FAILS = """
+import os, signal
+
+rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
+print("rank", rank, "attempt", attempt)
+if rank == "1" and attempt == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == "1":
+    raise ValueError("boom")
+"""
+
+# A rank that is stopped, one that does not listen, and a child of each: as hard to end as can be.
+STAYS = """
+import os, pathlib, signal, subprocess, sys, time
+
+subprocess.Popen(["sleep", "300"])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(pathlib.Path(sys.argv[1]) / f"ready-{os.environ['RANK']}").touch()
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(300)
+"""
+
+END_S = 5.0
+
+
+def test_the_screen_says_who_failed_and_which_attempt_begins(tmp_path: Path) -> None:
+    with Job(tmp_path, FAILS, options=("--max-restarts", "1")) as job:
+        code, output, errors = job.end()
+        assert code == 1
+        assert output == "rank 0 attempt 1\nrank 0 attempt 2\n"
+        (logs,) = job.log_folders()
+        assert errors[:3] == [
+            "rank 1 was killed by SIGKILL",
+            f"attempt 2 of 2 begins: all ranks start again; the output of attempt 1 is in {logs}",
+            "rank 1 raised ValueError: boom",
+        ]
+        assert errors[-2:] == ["this was attempt 2 of 2", f"all output is in {logs}"]
+        assert len(errors) <= 2 + 25
+
+
+def test_attempts_before_a_success_are_told_and_leave_nothing(tmp_path: Path) -> None:
+    script = FAILS.replace('raise ValueError("boom")', "pass")
+    with Job(tmp_path, script, options=("--max-restarts", "3")) as job:
+        code, output, errors = job.end()
+        assert (code, output) == (0, "rank 0 attempt 1\nrank 0 attempt 2\n")
+        assert errors[0] == "rank 1 was killed by SIGKILL"
+        assert errors[1].startswith("attempt 2 of 4 begins")
+        assert len(errors) == 2
+        assert job.log_folders() == []
+
+
+@pytest.mark.parametrize("killed", ["launcher", "agent", "both"])
+def test_every_process_of_a_job_ends_with_its_launcher_and_with_its_agent(
+    killed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = STAYS
+    if killed == "both":  # then the kernel ends the ranks, and nobody is left to end their children
+        script = script.replace('subprocess.Popen(["sleep", "300"])', "")
+    with Job(tmp_path, script, str(tmp_path), options=("--grace", "300")) as job:
+        job.wait_for("ready-0", "ready-1")
+        agent = job.agent()
+        ours = [pid for pid in job.processes() if pid not in (agent, job.launcher.pid)]
+        assert len(ours) == (2 if killed == "both" else 4)
+        if killed != "launcher":
+            os.kill(agent, signal.SIGKILL)
+        if killed != "agent":
+            job.launcher.kill()
+        end = time.monotonic() + END_S
+        while job.processes() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert job.processes() == {}
+        code, _, errors = job.end()
+        if killed == "agent":
+            assert code == 1
+            assert errors[0] == "torch's agent was killed by SIGKILL, and the ranks with it"
+            return
+        assert code == -signal.SIGKILL
+        assert len(job.log_folders()) == 1
+        monkeypatch.setattr(tempfile, "tempdir", str(job.temporary))
+        after = RunFolder(None)  # as the next run makes it
+        assert job.log_folders() == [after.path]
+        after.drop()
