@@ -10,6 +10,7 @@ import torch.distributed
 import torch.testing
 import torch.utils.checkpoint
 
+import echelon.checkpoint.api
 import echelon.ddp.api
 import echelon.fsdp.api
 import echelon.world.processes

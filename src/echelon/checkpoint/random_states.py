@@ -56,12 +56,12 @@ class RandomStates:
         try:
             return cls._tried(states, streams.random_state(device))
         except (
+            ArithmeticError,
             AttributeError,
-            KeyError,
+            LookupError,
             RuntimeError,
             TypeError,
             ValueError,
-            OverflowError,
         ) as error:
             problem = str(error)
         raise CheckpointCorrupt(f"has no states of random generators: {problem:.200}", path)
@@ -76,9 +76,11 @@ class RandomStates:
             raise ValueError(f"NumPy's position is {position!r:.40}")
         if has_gauss not in (0, 1) or keys.shape != (_NUM_KEYS,):
             raise ValueError("NumPy's keys are none")
-        device = states["device"] if now is not None else None  # saved on another kind of device
-        if device is not None and (device.dtype, device.shape) != (now.dtype, now.shape):
-            raise ValueError("that of the device is of another form")
+        device = None
+        if now is not None and states["device"] is not None:  # else of another kind of device
+            device = states["device"]
+            if (device.dtype, device.shape) != (now.dtype, now.shape):
+                raise ValueError("that of the device is of another form")
         found = cls(
             (version, tuple(numbers.tolist()), gauss),
             (kind, keys.numpy().astype(np.uint32), position, has_gauss, cached),
