@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self
 
 from echelon.checkpoint import files
 
-__all__ = ["Call", "Disk", "FailAt", "KillAt", "Point"]
+__all__ = ["Call", "Disk", "FailAt", "KillAt", "Point", "Strike", "lets"]
 
 KINDS = {".lock": "lock", ".saving-": "save", ".removing-": "removed", "step-": "step"}
 KINDS |= {"manifest": "manifest", "rank-": "rank file"}
@@ -131,6 +131,10 @@ class FailAt:
         by_name = call.op in ("open", "mkdir", "rename", "scandir", "unlink", "rmtree")
         raise OSError(self.errno, os.strerror(self.errno), *([call.path] if by_name else []))
 
+    def __str__(self) -> str:
+        where = "nothing" if self.call is None else f"{self.call.op} of {self.call.what}"
+        return f"errno {self.errno} at call {self.number} of rank {self.rank}: {where}"
+
 
 def lets(call: Call, act: Act, part: Act) -> Any:
     """Strike nothing."""
@@ -157,6 +161,12 @@ class Disk:
 
     def __exit__(self, *_: object) -> None:
         files.os, files.shutil, files.fcntl = os, shutil, fcntl
+
+    def aim(self, strike: Strike) -> None:
+        """Count from 0 again, with another strike."""
+        self.strike = strike
+        self.calls.clear()
+        self._counts.clear()
 
     def of(self, rank: int) -> list[Call]:
         """The calls of one rank."""

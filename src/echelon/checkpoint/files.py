@@ -20,7 +20,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self, final
@@ -163,7 +163,9 @@ def lock(root: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, too
+            # Closing is not enough: a child that was forked meanwhile has it open, too.
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)
 
