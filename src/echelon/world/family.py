@@ -13,10 +13,12 @@ class Family:
 
     Attributes:
         parent: the group that it was made from; None for that of all ranks.
+        belongings: what others keep for this group, by a key of theirs; it goes with the group.
     """
 
     def __init__(self) -> None:
         self.parent: Self | None = None
+        self.belongings: dict[object, object] = {}
         self._before_close: list[Callable[[], None]] = []
 
     @property
@@ -37,10 +39,19 @@ class Family:
 
     @final
     def prepare_close(self) -> None:
-        """Run the steps that were asked for, each once; the world calls it."""
-        steps = self.root._before_close
+        """Run the steps that were asked for, each once; the world calls it.
+
+        Raises:
+            Exception: the first that a step raised, after all have run.
+        """
+        steps, problem = self.root._before_close, None
         while steps:
-            steps.pop()()
+            try:
+                steps.pop()()
+            except Exception as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
 
     def _born(self, child: Self | None) -> Self | None:
         """Note where a new group comes from."""
