@@ -47,11 +47,13 @@ class Variant:
         name: in tables.
         run: does the task once.
         ranks: those that work; the others wait in a barrier. None: all.
+        prepare: called on all ranks before each sample, and not timed.
     """
 
     name: str
     run: Callable[[], object]
     ranks: frozenset[int] | None = None
+    prepare: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ def _processor_ticks() -> tuple[int, int]:
 def _sample(meeting: Meeting, variant: Variant, num_calls: int) -> tuple[float, float]:
     """Seconds a call by the clock and of the processor."""
     run = variant.run
+    variant.prepare()
     meeting.barrier()
     if variant.ranks is not None and meeting.rank not in variant.ranks:
         return 0.0, 0.0

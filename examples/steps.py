@@ -40,12 +40,16 @@ def train(
     args: argparse.Namespace,
     rank: int,
     size: int,
+    first: int = 0,
 ) -> Iterator[Tensor]:
     """Take the optimizer steps, and yield each one's loss on this rank's part of the batch.
 
     As rank 0 of 1, with a plain model, this is training in one process.
+
+    Args:
+        first: the number of the first step; those before it are done.
     """
-    for step in range(args.steps):
+    for step in range(first, args.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
         tokens, targets = batch(

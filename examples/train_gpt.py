@@ -6,6 +6,7 @@ tensors (FSDP) or some of its layers (pipeline).
     echelon run --ranks 2 examples/train_gpt.py --technique pipeline --schedule zb-h1
     echelon run --world threads examples/train_gpt.py --steps 20 --plan pp=2,shard=2
     torchrun --nproc-per-node 2 examples/train_gpt.py --data my-notes/
+    echelon run --ranks 2 --max-restarts 3 examples/train_gpt.py --save-every 50 --resume auto
 
 The batch is cut over the ranks, or into microbatches: any number of ranks trains the same model.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 
+import resuming
 import torch
 from gpt import GPT, GPTConfig
 from optimizer import learning_rate, make_optimizer
@@ -53,13 +55,14 @@ def parse_args() -> argparse.Namespace:
     add("--eval-every", type=int, default=100, help="steps between evaluations")
     add("--trace", action="store_true", help="also write a timeline for Perfetto")
     add("--verify", action="store_true", help="compare some steps with one process")
+    resuming.add_options(parser)
     add_options(parser)
     return parser.parse_args()
 
 
 def check(args: argparse.Namespace, text: Text, world: ec.World) -> None:
     """Refuse options that cannot be carried out, before anything is built."""
-    for name in ("steps", "batch_size", "context", "eval_every"):
+    for name in ("steps", "batch_size", "context", "eval_every", "keep"):
         if getattr(args, name) < 1:
             raise ec.ArgumentError(f"--{name.replace('_', '-')} is {getattr(args, name)}, below 1")
     size = share(args, world)[1]
@@ -107,6 +110,7 @@ def verify(data: Tensor, args: argparse.Namespace, world: ec.World) -> str:
 
 
 def main(world: ec.World, args: argparse.Namespace) -> None:
+    world.agree(**vars(args))
     text = load_text(args.data, world.device)
     check(args, text, world)
     verified = verify(text.train, args, world) if args.verify else None
@@ -114,6 +118,8 @@ def main(world: ec.World, args: argparse.Namespace) -> None:
     num_parameters = sum(parameter.numel() for parameter in plain.parameters())
     optimizer = make_optimizer(plain, args)  # wrapping keeps the parameters, whatever their shape
     model = wrap(plain, args, world, cross_entropy)
+    checkpoints = resuming.Checkpoints(args, model, optimizer)
+    first = checkpoints.resume()
     info = ec.observe.RunInfo(
         total_steps=args.steps,
         unit="bits per byte",
@@ -124,9 +130,11 @@ def main(world: ec.World, args: argparse.Namespace) -> None:
         recorder.note("text", f"{text.source}, {len(text.train) + len(text.held_out):,} bytes")
         if verified is not None:
             recorder.note("verified", verified)
-        with timed(model) as measured:
-            losses = train(model, optimizer, text.train, args, *share(args, world))
-            for step, loss in enumerate(losses, start=1):
+        if first:
+            recorder.note("resumed", f"after step {first}")
+        with timed(model) as measured, checkpoints.stopping(world) as stop:
+            losses = train(model, optimizer, text.train, args, *share(args, world), first)
+            for step, loss in enumerate(losses, start=first + 1):
                 world.group.all_reduce(loss, "mean", label="loss")
                 recorder.measure(model, optimizer)
                 recorder.step(
@@ -139,6 +147,7 @@ def main(world: ec.World, args: argparse.Namespace) -> None:
                     recorder.evaluation(step, evaluate(model, text.held_out, args, world))
                 if step == WATCHED_STEP - 1 and isinstance(model, ec.FSDP):
                     recorder.watch(lambda: model.memory_stats(optimizer).by_category())
+                checkpoints.after(step, stop)
         if measured is not None:
             planned, ran = measured.simulation.timeline, measured.timeline
             recorder.timelines({"planned": planned.steps, "measured": ran.steps})

@@ -4,6 +4,7 @@ A rank that outlives its test, or a shared-memory file that outlives its rank, i
 library. So the session fails when one is left, and names it and the test that started it.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -16,7 +17,6 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; child processes inherit it
 
 import pytest
-import torch
 
 # A shell that runs tests in the background ignores interrupts for them, and children inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -118,6 +118,21 @@ def nothing_is_left() -> Iterator[None]:
         pytest.fail("the tests left behind:\n  " + "\n  ".join(left), pytrace=False)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Look for garbage only in what tests make.
+
+    What is imported and collected stays until the end. To look for garbage in it takes a fifth of
+    the time of an import and a tenth of the time of all tests.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: two workers take a file each until none is left."""
     folders, files = ("world", "cli", "c10d"), ("test_examples.py", "test_benchmarks.py")
@@ -129,4 +144,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def one_torch_thread() -> None:
     """Give each test one torch thread, whatever the test before it chose."""
+    import torch  # the process that only hands out tests to others needs none
+
     torch.set_num_threads(1)

@@ -11,6 +11,7 @@ import ast
 import importlib
 import typing
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -25,9 +26,10 @@ LAYERS: list[set[str]] = [
     {"errors"},
     {"arguments"},
     {"accumulation", "axes", "census", "claims", "events", "gradients", "graph_task", "ignored"}
-    | {"layout", "nested", "streams", "wrapper"},
+    | {"layout", "nested", "sample_order", "streams", "wrapper"},
     {"world"},
-    {"agreement", "c10d", "initial", "scaling", "testing"},
+    {"agreement", "c10d", "held", "initial", "sampling", "scaling", "stopping", "testing"},
+    {"finite"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
     {"plans"},
     {"planner"},
@@ -46,6 +48,7 @@ MAX_FUNCTION_LINES = 60
 Modules = Mapping[str, ast.Module]  # by name without the package: "world.threads"; "" is echelon
 
 
+@cache
 def read_modules() -> dict[str, ast.Module]:
     """The modules of the package, by name without the package."""
     top = ROOT / "src" / PACKAGE
@@ -87,7 +90,7 @@ def imported_names(tree: ast.Module, *, types: bool = True) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and node.args:
-            called = ast.unparse(node.func).split(".")[-1]
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
             first = node.args[0]
             if called in {"import_module", "__import__"} and isinstance(first, ast.Constant):
                 yield str(first.value)

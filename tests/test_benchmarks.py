@@ -221,6 +221,18 @@ def test_many_simulated_ranks_take_a_step_of_one_process(tmp_path: Path) -> None
     assert result["bars"][0]["reached"]
 
 
+def test_the_share_of_a_guard_is_measured_with_and_without_a_norm(tmp_path: Path) -> None:
+    import guards
+
+    result = written(guards.main, tmp_path, steps=2, batch=[1], layers=1)
+    cases = result["cases"]
+    assert [(one["wrapper"], one["with_norm"]) for one in cases] == [
+        ("DDP", False), ("DDP", True), ("FSDP", False), ("FSDP", True),
+    ]  # fmt: skip
+    assert all(0 < share < 1 for one in cases for rank in one["shares"] for share in rank)
+    assert len(result["bars"]) == 4
+
+
 def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     from ranks import run_to_end
 

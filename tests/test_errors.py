@@ -31,7 +31,13 @@ EXAMPLES = [
     StateError("no"),
     StageError(1, 2, "1F2", ["1F0", "1F1"], ValueError("too warm")),
     ModelMismatch("the shape of 'w'", {0: "[2]", 1: "[3]"}),
+    errors.CheckpointError("no space left", "runs/a/x", rank=1, errno=28),
+    errors.CheckpointNotFound("no committed step", "runs/a"),
+    errors.CheckpointCorrupt("the checksum differs", "runs/a/x", tensor="model/w", rank=0),
+    errors.CheckpointMismatch("runs/a", ["w"], ["v"], {"u": "(2,) instead of (3,)"}),
+    errors.NonFiniteError(7, {1: "nan"}, {"w": {0: "1 nan of 4", 1: "inf"}}, skipped=2),
     WorldError("no"),
+    errors.StartMismatch("version of torch", {0: "2.11.0", 1: "2.13.0"}),
     SharedMemoryError("a window", 3 * 2**20, 2**20),
     CommError("no"),
     CollectiveMismatch("world", 3, {0: "barrier", 1: "broadcast", 2: "barrier"}),
@@ -78,6 +84,8 @@ def test_an_error_travels_with_its_sentence_its_facts_and_its_notes(error, trave
         (CommTimeout, TimeoutError),
         (CollectiveMismatch, CommError),
         (SharedMemoryError, WorldError),
+        (errors.StartMismatch, WorldError),
+        (errors.NonFiniteError, FloatingPointError),
     ],
 )
 def test_errors_can_be_caught_as_what_python_calls_them(kind, builtin) -> None:

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import torch
 
 import echelon as ec
 from echelon.observe import read_metrics
+from tests.children import environ
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SCRIPT = EXAMPLES / "train_gpt.py"
@@ -51,7 +51,7 @@ def test_the_demo_learns_verifies_itself_and_leaves_its_report(tmp_path: Path, p
     done = subprocess.run(
         [*command, *SMALL, "--data", str(prose), "--verify", "--trace"],
         cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path)},  # where logs would be left
+        env=environ(TMPDIR=str(tmp_path)),  # where logs would be left
         capture_output=True,
         text=True,
         timeout=110,
@@ -90,7 +90,7 @@ def test_any_number_of_ranks_trains_the_same_model(
     plan = ["--plan", "pp=2,shard=2", "--microbatches", "2"]
     for ranks, technique in ((1, []), (4, plan), (2, pipeline)):
         options = [*SMALL, "--data", str(prose), "--name", str(ranks), "--dtype", "float64"]
-        options += technique
+        options += ["--steps", "6", "--eval-every", "3", *technique]
         monkeypatch.setattr(sys, "argv", ["train_gpt.py", *options])
         ec.run(script.main, ranks, args=(script.parse_args(),))
         lines = read_metrics(tmp_path / "runs" / str(ranks))

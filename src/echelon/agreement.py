@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from echelon.errors import ArgumentError, ModelMismatch
 from echelon.world.flat import is_expanded
 
-__all__ = ["check_agreement", "check_model", "option_facts"]
+__all__ = ["check_agreement", "check_model", "compare", "option_facts"]
 
 _ABSENT = "not there"
 
@@ -131,15 +131,24 @@ def check_agreement(
     everyone: list[tuple[dict[str, dict[str, str]], list[str], str]]
     everyone = ranks.all_gather_object((mine, on_meta, digest))
     for kind in mine:
-        _compare(kind, [facts[kind] for facts, _, _ in everyone])
+        compare(kind, [facts[kind] for facts, _, _ in everyone])
     if len({one for _, _, one in everyone}) > 1:  # so only then all of it travels
         all_details = ranks.all_gather_object(details)
         for kind in details:
-            _compare(kind, [facts[kind] for facts in all_details])
+            compare(kind, [facts[kind] for facts in all_details])
     return [frozenset(names) for _, names, _ in everyone]
 
 
-def _compare(kind: str, facts: Sequence[Mapping[str, str]]) -> None:
+def compare(kind: str, facts: Sequence[Mapping[str, str]]) -> None:
+    """Refuse facts that are not the same, and in the same order, on all ranks.
+
+    Args:
+        kind: of facts, for the message: ``"option"``.
+        facts: of each rank, by name.
+
+    Raises:
+        ModelMismatch: names the first difference and who has what.
+    """
     names = list(dict.fromkeys(name for one in facts for name in one))
     for name in names:
         found = {rank: one.get(name, _ABSENT) for rank, one in enumerate(facts)}

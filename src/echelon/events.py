@@ -16,6 +16,8 @@ Events of this library and their facts (bytes in ``nbytes``, ranks inside the jo
 ``fsdp.release``      the same: they are this rank's parts again
 ``pipeline.action``   ``rank action kind training waited_s``: one action of a schedule ran, such as
                       ``2F0``; ``waited_s`` of its time passed until its input was there
+``checkpoint.save``   ``rank step nbytes``: this rank wrote its part of a step, which is committed
+``checkpoint.load``   ``rank step nbytes``: this rank read its part of a step
 ====================  ==========================================================================
 """
 

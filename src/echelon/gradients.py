@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from echelon.arguments import number
 from echelon.errors import ArgumentError
 
-__all__ = ["Sharded", "clip_grad_norm_", "grad_norm"]
+__all__ = ["Sharded", "by_kind", "clip_grad_norm_", "grad_norm"]
 
 
 @runtime_checkable
@@ -51,8 +51,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         norm_type: at least 1; ``math.inf`` for the largest magnitude.
 
     Returns:
-        the norm before clipping, a plain scalar tensor. Where it is not finite the gradients
-        become what the arithmetic gives; look at it where that can happen.
+        the norm before clipping, a plain scalar tensor. Where it is not finite nothing is scaled,
+        so that one can still see which gradients are not; ``ec.FiniteGuard`` takes it.
 
     Raises:
         ArgumentError: ``max_norm`` is negative or no number, ``norm_type`` is below 1, or a
@@ -73,8 +73,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     if math.isinf(max_norm):
         return norm
     # The small term keeps a norm of zero from dividing by zero; it is torch's own.
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parts in _by_kind(gradients):
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).where(norm.isfinite(), 1.0)
+    for parts in by_kind(gradients):
         torch._foreach_mul_(parts, scale.to(parts[0].device))
     return norm
 
@@ -105,7 +105,7 @@ def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     home = gradients[0].device
     parts = [
         norm.to(home)
-        for kind in _by_kind(gradients)
+        for kind in by_kind(gradients)
         for norm in torch._foreach_norm(kind, norm_type)
     ]
     # Parts of several dtypes are combined in the widest of them.
@@ -116,7 +116,7 @@ def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     return cast(Tensor, torch.linalg.vector_norm(norms, norm_type))
 
 
-def _by_kind(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
+def by_kind(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
     """Gradients that one fused call can take, in order of first appearance."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:

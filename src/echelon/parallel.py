@@ -14,7 +14,7 @@ has a batch of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -102,10 +102,12 @@ def _pipeline(
     shared = shared_parameters(stages)
     _check_shared(shared, plan)
     schedule, replicas = plan.make_schedule(), plan.dp * plan.shard
+    # Nobody else can say which ranks have what no wrapper has.
+    is_unwrapped = shared or any(_stays_plain(stage, shared) for stage in stages)
     for index in schedule.stages_of(mesh.coordinates["pp"]):
         stages[index] = _share(stages[index], plan, mesh, units, list(shared))
     over: Group | None = None
-    if shared and replicas > 1:
+    if is_unwrapped and replicas > 1:
         over = world.mesh(pp=plan.pp, replicas=replicas)["replicas"]
     assert plan.microbatches is not None, "Plan has checked it"
     own, _ = plan.split_options()
@@ -156,10 +158,10 @@ def _share(
     Args:
         shared: what the pipeline reduces itself, because several stages have it.
     """
+    if plan.pp > 1 and _stays_plain(module, shared):
+        return module
     inside = set(module.parameters())
     ignored = [param for param in shared if param in inside]
-    if plan.pp > 1 and not any(param.requires_grad for param in inside.difference(ignored)):
-        return module  # such a stage stays as it is on every rank
     if plan.shard > 1:
         strategy = plan.strategy or Strategy.FULL_SHARD
         across = None if plan.dp == 1 else mesh["dp"]
@@ -175,6 +177,11 @@ def _share(
     if plan.dp > 1 or plan.pp == 1:
         return DDP(module, mesh["dp"], ignored=ignored, **plan.ddp)
     return module
+
+
+def _stays_plain(stage: nn.Module, shared: Collection[nn.Parameter]) -> bool:
+    """Whether a stage has nothing to reduce but what stages share: every rank has it as it is."""
+    return not any(param.requires_grad for param in set(stage.parameters()).difference(shared))
 
 
 def _stages_of(model: nn.Module | Sequence[nn.Module], plan: Plan) -> list[nn.Module]:

@@ -32,7 +32,9 @@ __all__ = [
     "lane",
     "local_device",
     "memory_peak",
+    "random_state",
     "seeded",
+    "set_random_state",
     "synchronize",
 ]
 
@@ -205,6 +207,17 @@ class _CurrentLane(Lane):
 
     def mark(self) -> Mark:
         return _CudaMark(torch.cuda.current_stream(self._device))
+
+
+def random_state(device: torch.device) -> Tensor | None:
+    """The state of the generator of ``device``; None where torch's default one serves it."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Let the generator of ``device`` go on from ``state``; nothing where it has none."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
 
 
 @contextmanager

@@ -255,6 +255,7 @@ class FaultyGroup(Group):
             inner.device,
             inner.timeout,
             shares_memory=inner.shares_memory,
+            note=inner._note,
         )
         self._num_subgroups = inner._num_subgroups
         self._inner, self._fault, self._at, self._sleep = inner, fault, at, sleep
@@ -343,7 +344,7 @@ class _FaultyRank:
         if world.rank != self.rank:
             return self.fn(world, *args)
         group = FaultyGroup(world.group, self.fault, self.at, self.sleep)
-        double = World(group, backend=world.backend, close=world.close)
+        double = World(group, backend=world.backend, close=world.close, steps=world.steps)
         try:
             return self.fn(double, *args)
         except _Left:

@@ -1,8 +1,9 @@
-"""Ranks that all tests of a session share."""
+"""Ranks that all tests of a file share."""
 
 import importlib
 import os
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -10,22 +11,15 @@ import torch.distributed as dist
 from tests.c10d.ranks import Ranks
 
 SIZE = 4
-MODULES = (
-    "echelon.c10d",  # registers the backend
-    "torch._dynamo",  # optimizers and DDP import it when they are first used
-    "torch.distributed.fsdp",
-    "torch.distributed.optim",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor",
-    "tests.c10d.test_errors",
-    "tests.c10d.test_process_group",
-    "tests.c10d.test_training",
-)
 
 
-def prepare() -> None:
-    """Import what the rank functions need, so that each rank need not."""
-    for name in MODULES:
+def prepare(module: str) -> None:
+    """Import the backend and the rank functions, so that each rank need not.
+
+    ``IMPORTED_BY_RANKS`` of a module names what its rank functions import when they run.
+    """
+    importlib.import_module("echelon.c10d")
+    for name in getattr(importlib.import_module(module), "IMPORTED_BY_RANKS", ()):
         importlib.import_module(name)
 
 
@@ -41,8 +35,8 @@ def setup(rank: int, size: int, store: dist.TCPStore) -> None:
     dist.init_process_group("echelon")
 
 
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Four ranks whose default process group is echelon's, made from environment variables."""
-    with Ranks(SIZE, prepare, setup) as ranks:
+    with Ranks(SIZE, partial(prepare, request.module.__name__), setup) as ranks:
         yield ranks

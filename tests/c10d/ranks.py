@@ -1,8 +1,10 @@
 """Processes that stay, one a rank, and call what a test tells them to: a start costs seconds.
 
-One process is started; it imports what the ranks need, once, and forks them.
+One process is started, as a fork of the server that has torch; it imports what else the ranks need,
+once, and forks them.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -34,7 +36,7 @@ class Ranks:
     """
 
     def __init__(self, size: int, prepare: Callable[[], None], setup: Setup) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._pipes, theirs = zip(*(context.Pipe() for _ in range(size)), strict=True)
         args = (self._store.port, prepare, setup, theirs)
@@ -81,7 +83,10 @@ def _fork_ranks(
     port: int, prepare: Callable[[], None], setup: Setup, pipes: tuple[Connection, ...]
 ) -> None:
     torch.set_num_threads(1)
+    gc.disable()
     prepare()
+    gc.freeze()  # what was imported is no garbage, and looking through it would copy its memory
+    gc.enable()
     context = multiprocessing.get_context("fork")
     ranks = [
         context.Process(target=_serve, args=(rank, len(pipes), port, setup, pipe), daemon=True)

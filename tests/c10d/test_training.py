@@ -25,6 +25,9 @@ from torch.testing import assert_close
 
 from tests.c10d.ranks import Ranks
 
+# What is used first there; and optimizers and DDP import the compiler.
+IMPORTED_BY_RANKS = ("torch._dynamo", "torch.distributed.optim", "torch.distributed.pipelining")
+
 BATCH = 6
 STEPS = 3
 

@@ -1,4 +1,4 @@
-import os
+import re
 import signal
 import subprocess
 import sys
@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tests.children import environ
 
 SCRIPT = """
 import os, signal, sys, time
@@ -16,6 +18,7 @@ with ec.init(timeout=3 if sys.argv[1] == "stop" else 60) as world:
     total = torch.tensor([world.rank + 1.0], requires_grad=True)
     total.square().backward()
     world.group.all_reduce(total.grad)
+    world.step = 2
     print("rank", world.rank, "of", world.size, "gradient", total.grad.item(), flush=True)
     if world.rank == 1:
         match sys.argv[1]:
@@ -42,19 +45,19 @@ def start(folder: Path, mode: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TMPDIR": str(folder)},  # where it keeps its logs
+        env=environ(TMPDIR=str(folder)),  # where it keeps its logs
     )
 
 
 @pytest.mark.parametrize(
     ("mode", "cause", "code"),
     [
-        ("raise", "rank 1 raised ValueError: boom", 1),
-        ("kill", "rank 1 was killed by SIGKILL", 1),
-        ("leave", "rank 1 exited with code 3", 3),
+        ("raise", "rank 1 at step 2 raised ValueError: boom", 1),
+        ("kill", "rank 1 at step 2 was killed by SIGKILL", 1),
+        ("leave", "rank 1 at step 2 exited with code 3", 3),
     ],
 )
-def test_the_first_line_of_a_failure_names_the_rank_and_the_cause(
+def test_the_first_line_of_a_failure_names_the_rank_the_step_and_the_cause(
     mode: str, cause: str, code: int, tmp_path: Path
 ) -> None:
     process = start(tmp_path, mode)
@@ -64,7 +67,8 @@ def test_the_first_line_of_a_failure_names_the_rank_and_the_cause(
     assert lines[0] == cause
     # The other rank was given the time to say what it needed the failed one for.
     waited = "while this rank was in all_reduce(sum) float32[1] of 'the last gradient' (#1 of group"
-    assert [line for line in lines if line.startswith("then rank 0 raised RankFailed: rank 1 ")]
+    then = "then rank 0 at step 2 raised RankFailed: rank 1 "
+    assert [line for line in lines if line.startswith(then)]
     assert waited in errors
     assert len(lines) <= 25
     assert output == "rank 0 of 2 gradient 6.0\n"
@@ -79,10 +83,19 @@ def test_a_rank_that_is_stopped_is_named_and_ended(tmp_path: Path) -> None:
     start_s = time.monotonic()
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 1
-    assert "rank 0 raised CommTimeout" in errors
-    assert "waited 3.0 s for rank 1 in vain" in errors
-    assert len(errors.splitlines()) <= 25
+    lines = errors.splitlines()
+    assert lines[0] == (
+        "rank 1 at step 2 is stopped by SIGSTOP or a debugger; rank 0 waited 3.0 s for it"
+    )
+    assert lines[1].startswith(
+        "  its last call: all_reduce(sum) float32[1] (#0 of group 'world 0')"
+    )
+    assert "a process that is stopped cannot tell it" in lines[2]
+    assert "  rank 0 waited in all_reduce(sum) float32[1] of 'the last gradient' (#1 of" in lines[3]
+    assert len(lines) <= 25
     assert time.monotonic() - start_s < 25  # torchrun alone would wait 30 s after the timeout
+    (stacks,) = tmp_path.glob("echelon-run-*/*/attempt_0/0/error-stacks.txt")
+    assert re.search(r'train.py", line \d+ in <module>', stacks.read_text())  # of rank 0
 
 
 def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ with ec.init() as world:
 """
     done = run(tmp_path, body, monkeypatch, capsys)
     assert done.code == 1
-    assert done.errors[0] == "rank 1 raised ValueError: boom"
+    assert done.errors[0] == "rank 1 at step 0 raised ValueError: boom"
     assert done.errors[1] == f"  at {tmp_path / 'train.py'}:9 in <module>"
     assert len(done.errors) <= 25
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -65,6 +67,7 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
+@cache
 def train_plain(size: int, steps: int, *, clip: float | None = None) -> tuple[dict, list[float]]:
     """One process on the batches of ``size`` ranks together."""
     model = build()

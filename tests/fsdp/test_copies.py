@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from functools import cache
 from typing import Any
 
 import pytest
@@ -26,8 +27,9 @@ def parts(model: ec.FSDP) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def grads_of_one_batch(world: World) -> dict[str, Tensor]:
-    return plain_grads(*(batch(0, rank) for rank in range(world.size)))
+@cache
+def grads_of_one_batch(size: int) -> dict[str, Tensor]:
+    return plain_grads(*(batch(0, rank) for rank in range(size)))
 
 
 def copies(world: World, options: dict[str, Any]) -> None:
@@ -43,8 +45,8 @@ def copies(world: World, options: dict[str, Any]) -> None:
     assert not {id(p) for p in clone.parameters()} & {id(p) for p in model.parameters()}
     # The copy trains as the model would, and neither sees the other.
     loss_of(clone, *batch(0, world.rank)).backward()
-    same_grads(whole_grads(clone, world), grads_of_one_batch(world))
-    same_grads(whole_grads(model, world), grads_of_one_batch(world))
+    same_grads(whole_grads(clone, world), grads_of_one_batch(world.size))
+    same_grads(whole_grads(model, world), grads_of_one_batch(world.size))
     assert model.memory_stats().num_all_gathers == gathers
     with torch.no_grad():
         for param in clone.parameters():
@@ -85,7 +87,7 @@ def outlives(world: World) -> None:
     second = copy.deepcopy(clone)
     del clone
     loss_of(second, *batch(0, world.rank)).backward()
-    same_grads(whole_grads(second, world), grads_of_one_batch(world))
+    same_grads(whole_grads(second, world), grads_of_one_batch(world.size))
 
 
 def test_a_copy_outlives_its_model() -> None:
@@ -101,7 +103,7 @@ def freezes(world: World) -> None:
     for name, param in clone.named_parameters():
         param.requires_grad_(name in names)
     loss_of(clone, *batch(0, world.rank)).backward()
-    same_grads(whole_grads(clone, world), grads_of_one_batch(world))
+    same_grads(whole_grads(clone, world), grads_of_one_batch(world.size))
 
 
 def test_a_frozen_copy_can_be_trained_again() -> None:

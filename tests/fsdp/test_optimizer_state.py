@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import cache
 from typing import Any
 
 import pytest
@@ -57,6 +58,7 @@ def named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
+@cache
 def plain_run(name: str, steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     model = build()
     optimizer = grouped(model, name)

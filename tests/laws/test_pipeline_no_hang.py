@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,12 +254,23 @@ def test_a_rank_that_is_gone_ends_the_others_with_what_they_were_doing(kind, how
 def disagrees(world: World) -> None:
     """Each is an error on every rank, after which the world can be used."""
     stages = build("plain", world.size)
-    for options in (
-        {"schedule": ["gpipe", "1f1b", "1f1b"][world.rank]},
-        {"microbatches": [4, 4, 5][world.rank]},
+    own_order = ec.pipeline.schedule("gpipe", 3, 4, 3)
+    if world.rank == 1:
+        own_order = replace(ec.pipeline.schedule("1f1b", 3, 4, 3), name=own_order.name)
+    for what, options in (
+        ("option 'schedule'", {"schedule": ["gpipe", "1f1b", "1f1b"][world.rank]}),
+        ("the schedule", {"schedule": own_order}),
+        ("option 'microbatches'", {"microbatches": [4, 4, 5][world.rank]}),
+        ("option 'loss_reduction'", {"loss_reduction": ["mean", "mean", "sum"][world.rank]}),
+        ("option 'reduce_every'", {"reduce_every": ["step", "microbatch", "step"][world.rank]}),
+        ("option 'window_nbytes'", {"window_nbytes": [0, 0, 1][world.rank]}),
+        ("option 'stages'", {"stages": [*stages, *([stages[0]] if world.rank == 1 else [])]}),
     ):
-        with pytest.raises(ModelMismatch, match=r"(?s)schedule.*rank \d: .*differs"):
-            ec.Pipeline(stages, world.group, **{"microbatches": 4, "loss_fn": mse, **options})
+        with pytest.raises(ModelMismatch, match=rf"(?s){what}.*rank \d: .*differs"):
+            ec.Pipeline(
+                group=world.group,
+                **{"stages": stages, "microbatches": 4, "loss_fn": mse, **options},
+            )
     pipe = ec.Pipeline(stages, world.group, microbatches=4, loss_fn=mse)
     x, y = batch(8)
     for given, target, words in (
@@ -280,20 +292,23 @@ def test_ranks_that_do_not_agree_are_told_and_can_go_on(kind) -> None:
     run_world(kind, disagrees, RANKS)
 
 
-def builds_another_number_of_stages(world: World, folder: str) -> None:
+def lacks_its_stage(world: World, folder: str) -> None:
     def body() -> None:
-        stages = build("plain", world.size + (world.rank == FAULTY))
+        stages: list[nn.Module | None] = [*build("plain", world.size)]
+        if world.rank == FAULTY:
+            stages[FAULTY] = None
         ec.Pipeline(stages, world.group, microbatches=4, loss_fn=mse)
 
     noted(world, folder, body)
 
 
-def test_a_rank_with_too_many_stages_ends_every_rank(tmp_path) -> None:
-    with pytest.raises(ArgumentError, match="world size must be >= 4"):
-        run_world("threads", builds_another_number_of_stages, RANKS, (str(tmp_path),))
+def test_a_rank_without_its_stage_ends_every_rank(tmp_path) -> None:
+    words = f"stage {FAULTY} is None on rank {FAULTY}"
+    with pytest.raises(ArgumentError, match=words):
+        run_world("threads", lacks_its_stage, RANKS, (str(tmp_path),))
     for rank in {*range(RANKS)} - {FAULTY}:
         assert (
             (tmp_path / str(rank))
             .read_text()
-            .startswith(f"RankFailed\nrank {FAULTY} raised ArgumentError: world size must be >= 4")
+            .startswith(f"RankFailed\nrank {FAULTY} raised ArgumentError: {words}")
         )

@@ -19,6 +19,7 @@ from echelon.world.torch_dist import connect, open_store
 from echelon.world.torch_dist.job import Job
 from echelon.world.torch_dist.native import NativeGroup
 from echelon.world.torch_dist.peers import Peers
+from echelon.world.watch import Watch
 
 # The server imports torch once; a rank is then a fork of it, which starts in milliseconds.
 _context = multiprocessing.get_context("forkserver")
@@ -165,7 +166,8 @@ def _native_group(
     limit = timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size, timeout=limit)
     holds_store = job.rank == 0
-    notices = Job(dist.PrefixStore("notices", store), job.rank, job.size if holds_store else 0)
+    watch = Watch.alone(job.rank)
+    notices = Job(dist.PrefixStore("notices", store), watch, job.size if holds_store else 0)
 
     def make(name: str, ranks: tuple[int, ...]) -> NativeGroup:
         rank = ranks.index(job.rank)

@@ -243,8 +243,9 @@ def test_the_timeout_of_the_world_ends_a_wait_and_names_who_is_missing(kind) -> 
         ec.run(never_comes, 3, kind, timeout=0.3)
     assert info.value.missing == (1,)
     assert "of 'loss'" in str(info.value)
-    if kind == "threads":
-        assert "rank 1 is busy outside communication" in str(info.value)
+    assert "  rank 1 at step 0 sleeps or waits outside communication" in str(info.value)
+    assert re.search(rf"\n    {re.escape(__file__)}:\d+ in never_comes$", str(info.value))
+    assert info.value.stuck == {1: "at step 0 sleeps or waits outside communication"}
 
 
 def leaves_with_a_message(world: ec.World) -> float:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
 
+import echelon
 from echelon.errors import CommTimeout, WorldError
 from echelon.world.environment import JobEnvironment
 from echelon.world.torch_dist import meet, open_store
@@ -73,21 +75,25 @@ def test_ranks_that_do_not_come_are_named() -> None:
     assert found == "CommTimeout: the start of the world waited 0.3 s for rank 0 in vain"
 
 
-def test_processes_that_contradict_each_other_end_with_the_same_sentence() -> None:
-    script = "import echelon; echelon.init(timeout=60)"
+def start_a_script(told: dict[str, str], errors: Path) -> None:
+    """What a script does that starts its world, in a process that has torch already."""
+    os.environ.update(told)
+    sys.stderr = errors.open("w")  # where multiprocessing shows what was raised
+    echelon.init(timeout=60)
+
+
+def test_processes_that_contradict_each_other_end_with_the_same_sentence(tmp_path: Path) -> None:
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env=os.environ | common | {"RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": here},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, here in (("0", "2"), ("1", "1"))
-    ]
-    for process in ranks:
-        _, text = process.communicate(timeout=60)
-        assert process.returncode == 1
+    context = multiprocessing.get_context("forkserver")
+    ranks = []
+    for rank, here in (("0", "2"), ("1", "1")):
+        told = common | {"RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": here}
+        ranks.append(context.Process(target=start_a_script, args=(told, tmp_path / rank)))
+        ranks[-1].start()
+    for rank, process in enumerate(ranks):
+        process.join(60)
+        assert process.exitcode == 1
+        text = (tmp_path / str(rank)).read_text()
         assert "WorldError: the ranks were told different things" in text
 
 

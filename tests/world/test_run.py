@@ -17,6 +17,7 @@ import torch
 import echelon as ec
 from echelon.errors import ArgumentError, CommError, DeadlockError, RankFailed, WorldError
 from echelon.world.run import run
+from tests.children import environ
 
 KINDS = ("threads", "processes")
 
@@ -299,7 +300,12 @@ def test_run_is_what_the_package_exports() -> None:
     assert ec.run is run
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), 1e18, None, "5"])
+def test_run_needs_a_timeout() -> None:
+    with pytest.raises(ArgumentError, match="it must be a number > 0, up to"):
+        ec.run(describe, 1, timeout=None)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), 1e18, "5"])
 def test_a_timeout_that_is_none_is_refused(timeout) -> None:
     with pytest.raises(ArgumentError, match="it must be a number > 0, up to"):
         ec.run(describe, 1, timeout=timeout)
@@ -323,7 +329,9 @@ def test_a_backend_that_cannot_be_had_is_refused(kind) -> None:
 def test_a_script_that_starts_ranks_while_it_is_imported_is_told_what_to_do_once(tmp_path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text("import echelon as ec\ndef main(world): pass\nec.run(main, 2, 'processes')\n")
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=60, env=environ()
+    )
     assert ended.returncode == 1
     assert ended.stderr.count("Traceback") == 1
     assert "ArgumentError: the script starts ranks while it is imported" in ended.stderr

@@ -20,6 +20,7 @@ from echelon.world.shm.area import Area
 from echelon.world.shm.direct import Direct
 from echelon.world.shm.segment import Segment
 from echelon.world.shm.staged import Staged
+from tests.children import environ
 from tests.world import path_checks
 from tests.world.checking import refuses, same
 
@@ -138,7 +139,8 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path) -> None:
         "import sys, echelon as ec; from tests.world.test_shm import stay;"
         "ec.run(stay, 3, 'processes', args=(sys.argv[1],))"
     )
-    caller = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    caller = subprocess.Popen(command, cwd=ROOT, env=environ())
     try:
         assert until(lambda: len(list(tmp_path.glob("*.pid"))) == 3, 60.0)
         time.sleep(0.1)  # they do what they are meant to do

@@ -27,6 +27,7 @@ from echelon.world.torch_dist import connect, from_process_group, open_store
 from echelon.world.torch_dist.notices import Notice, conclude
 from echelon.world.torch_dist.start import check_wanted
 from echelon.world.work import Ticket
+from tests.children import environ
 from tests.world.gloo_ranks import Died, free_port, gloo_outcomes, local_job, start
 
 TIMEOUT_S = 3.0
@@ -226,6 +227,7 @@ def test_no_way_to_end_a_script_aborts_its_process() -> None:
         capture_output=True,
         text=True,
         timeout=100,
+        env=environ(),
         cwd=Path(__file__).resolve().parents[2],
     )
     assert sorted(ended.stdout.splitlines()) == sorted(f"{way} 0" for way in ways for _ in range(4))

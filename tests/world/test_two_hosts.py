@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.children import environ
 from tests.world import two_hosts_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,9 +77,11 @@ class TwoHosts:
         torchrun += ["--master-addr", self.addresses[0], "--master-port", "29417"]
         return subprocess.Popen(
             ["ip", "netns", "exec", self.names[host], *torchrun, str(script), *args],
-            env=os.environ
-            | {"GLOO_SOCKET_IFNAME": self.cables[host], "OMP_NUM_THREADS": "1"}
-            | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])},
+            env=environ(
+                GLOO_SOCKET_IFNAME=self.cables[host],
+                OMP_NUM_THREADS="1",
+                PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "src")]),
+            ),
             start_new_session=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -13,6 +13,8 @@ from typing import Annotated
 
 import typer
 
+from echelon.cli.checkpoint_commands import app as checkpoints_app
+
 __all__ = ["app", "main"]
 
 app = typer.Typer(
@@ -22,6 +24,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+app.add_typer(checkpoints_app, name="checkpoint")
 
 
 class WorldKind(StrEnum):

@@ -80,7 +80,7 @@ def failure_lines(
         ]
     if any(exit.own and rank not in records for rank, exit in others.items()):
         exits = others  # one that asks to be started again is not the cause
-    return cause_text(records, exits, logs, "", notes)
+    return cause_text(records, exits, logs, "", notes, attempt.entries)
 
 
 def _were(ranks: Collection[int]) -> str:

@@ -6,9 +6,11 @@ import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from echelon.world.failure import FailureRecord
+from echelon.world.failure import STACKS_FILE, FailureRecord
+from echelon.world.logbook import Entry
+from echelon.world.stacks import innermost, of_crash
 
 __all__ = [
     "MAX_LINES",
@@ -19,7 +21,7 @@ __all__ = [
 ]
 
 MAX_LINES = 25
-_MESSAGE_LINES, _TRACE_LINES, _LOG_LINES, _OTHER_LINES = 8, 8, 10, 3
+_MESSAGE_LINES, _STUCK_LINES, _TRACE_LINES, _LOG_LINES, _OTHER_LINES = 8, 14, 8, 10, 3
 _WIDTH = 400  # characters of one line
 
 
@@ -52,8 +54,9 @@ def cause_text(
     logs: Mapping[int, str],
     agent_log: str,
     notes: Sequence[str],
+    entries: Mapping[int, Entry] | None = None,
 ) -> list[str]:
-    """At most 25 lines, the first of which names the rank and the cause.
+    """At most 25 lines, the first of which names the rank, where it was, and the cause.
 
     Args:
         records: what ranks wrote before they ended, by rank.
@@ -61,22 +64,31 @@ def cause_text(
         logs: the standard error of each rank.
         agent_log: what torchrun wrote.
         notes: lines for the end, such as where the logs are.
+        entries: what ranks wrote into the logbook, by rank.
     """
     others = [record for _, record in sorted(records.items())]
+
+    def died(rank: int, exit: Exit) -> list[str]:
+        lines = _process_lines(_Dead(rank, exit, logs.get(rank, ""), entries or {}))
+        return _closed(lines, others, notes)
+
     # A rank that died by itself and could not say why comes first: the others only noticed.
     for rank, exit in sorted(exits.items()):
         if not exit.closed and rank not in records and exit.code < 0:
-            return _process_text(rank, exit, logs.get(rank, ""), others, notes)
+            return died(rank, exit)
     own = sorted((r for r in records.values() if not r.follows), key=lambda r: r.time_s)
     if own:
         return failure_text(own[0], [r for r in others if r is not own[0]], notes)
     for rank, exit in sorted(exits.items()):
         if exit.own and rank not in records:
-            return _process_text(rank, exit, logs.get(rank, ""), others, notes)
+            return died(rank, exit)
+    late = sorted((r for r in others if r.type == "CommTimeout"), key=lambda r: r.time_s)
+    for record in sorted(late, key=lambda r: not r.stuck):  # the first that found something out
+        return _hang_text(record, [r for r in others if r is not record], notes, entries or {})
     for record in others:  # all that is left: somebody noticed that a rank was gone
         gone = record.failed_rank
         if gone is not None and gone not in records and gone not in exits:
-            return _process_text(gone, Exit(0, False), logs.get(gone, ""), others, notes)
+            return died(gone, Exit(0, False))
     if others:
         return failure_text(others[0], others[1:], notes)
     tail = _tail(agent_log, _LOG_LINES) or ["  it wrote nothing"]
@@ -102,23 +114,68 @@ def failure_text(
     return _closed(lines, others, notes)
 
 
-def _process_text(
-    rank: int, exit: Exit, log: str, others: Sequence[FailureRecord], notes: Sequence[str]
+def _hang_text(
+    record: FailureRecord,
+    others: Sequence[FailureRecord],
+    notes: Sequence[str],
+    entries: Mapping[int, Entry],
 ) -> list[str]:
+    """The lines for a rank that waited in vain; they are about the one that held it up."""
+    rank = record.failed_rank
+    if rank is not None and not record.stuck:  # nobody could look at it
+        record = replace(record, stuck=f"{_where(rank, entries)} did not come".strip())
+    rows = record.message.strip().split("\n")[1:]
+    found = [row for row in rows if row.strip() != f"rank {rank} {record.stuck}"][:_STUCK_LINES]
+    lines = [record.headline, *found, f"  rank {record.rank} waited in {record.doing}"]
+    if record.stacks:
+        name = STACKS_FILE.format("error")
+        lines.append(
+            f"  the stacks of all ranks are in {name}, in the folder of rank {record.rank}"
+        )
+    lines = [_cut(line) for line in lines]
+    return _closed(lines, others, notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dead:
+    """A rank that left no record."""
+
+    rank: int
+    exit: Exit
+    log: str
+    entries: Mapping[int, Entry]
+
+
+def _process_lines(dead: _Dead) -> list[str]:
     """The lines for a rank that left no record."""
-    tail = _tail(log, _LOG_LINES)
+    tail = _tail(dead.log, _LOG_LINES)
     last = tail[-1].strip() if tail else ""
-    if exit.code < 0:
-        headline = f"rank {rank} was killed by {_signal_name(-exit.code)}"
-    elif exit.code == 0:
-        headline = f"rank {rank} exited with code 0 while others were waiting"
-    elif re.match(r"[A-Za-z_][\w.]*(: |$)", last) and "Traceback (most recent call last)" in log:
-        headline = f"rank {rank} raised {last}"
+    code = dead.exit.code
+    subject = f"rank {dead.rank} {_where(dead.rank, dead.entries)}".rstrip()
+    if code < 0:
+        headline = f"{subject} was killed by {_signal_name(-code)}"
+    elif code == 0:
+        headline = f"{subject} exited with code 0 while others were waiting"
+    elif (
+        re.match(r"[A-Za-z_][\w.]*(: |$)", last) and "Traceback (most recent call last)" in dead.log
+    ):
+        headline = f"{subject} raised {last}"
     else:
-        headline = f"rank {rank} exited with code {exit.code}"
-    if tail:
-        tail = ["  the end of its standard error:", *tail]
-    return _closed([_cut(headline), *tail], others, notes)
+        headline = f"{subject} exited with code {code}"
+    lines = [_cut(headline)]
+    entry = dead.entries.get(dead.rank)
+    if entry is not None and entry.call:
+        lines.append(_cut(f"  its last call: {entry.call}"))
+    if crashed := of_crash(dead.log):
+        return [*lines, "  its stack:", *(_cut(f"    {line}") for line in innermost(crashed))]
+    return [*lines, *(["  the end of its standard error:", *tail] if tail else [])]
+
+
+def _where(rank: int, entries: Mapping[int, Entry]) -> str:
+    """How far a rank had come; empty where none of them has called ``echelon.init()``."""
+    if rank in entries:
+        return entries[rank].where
+    return "before echelon.init()" if entries else ""
 
 
 def _closed(

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, TextIO
 
-from echelon.cli.failures import MAX_LINES, failure_text, threads_per_rank
+from echelon.cli.failures import MAX_LINES, cause_text, threads_per_rank
 from echelon.errors import DeadlockError
 from echelon.world.failure import FailureRecord
 
@@ -36,11 +36,10 @@ def run_threads(
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))  # torch reads it once
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
-    raised: list[tuple[BaseException, int]] = []
+    raised: list[tuple[BaseException, FailureRecord]] = []
     try:
         code = compile(script.read_bytes(), str(script), "exec")
     except (SyntaxError, ValueError) as error:
-        raised.append((error, 0))
         return _fail(error, raised, ranks)
     # They bring torch; mistakes above need not wait for it.
     from echelon.world.base import DEFAULT_TIMEOUT_S
@@ -112,27 +111,32 @@ class _WholeLines(io.TextIOBase):
 
 
 def _rank_main(
-    world: World, code: CodeType, script: str, raised: list[tuple[BaseException, int]]
+    world: World,
+    code: CodeType,
+    script: str,
+    raised: list[tuple[BaseException, FailureRecord]],
 ) -> None:
     """Run the script as if it were the only one; ``echelon.init`` finds the world by the thread."""
     try:
         exec(code, {"__name__": "__main__", "__file__": script, "__builtins__": __builtins__})
     except BaseException as error:
-        raised.append((error, world.rank))
+        raised.append((error, FailureRecord.of(error, world.rank, f"at step {world.step}")))
         raise
 
 
-def _fail(error: BaseException, raised: Sequence[tuple[BaseException, int]], ranks: int) -> int:
+def _fail(
+    error: BaseException, raised: Sequence[tuple[BaseException, FailureRecord]], ranks: int
+) -> int:
     """Print what happened; the exit code."""
     notes = [f"simulated ranks: {ranks}, threads of one process"]
     if isinstance(error, DeadlockError):  # of all ranks, and it names their lines itself
         lines = [line[:200] for line in str(error).splitlines()]
         print("\n".join([*lines[: MAX_LINES - 2], "", *notes]), file=sys.stderr)
         return 1
-    rank = next((rank for seen, rank in raised if seen is error), 0)
-    record = FailureRecord.of(error, rank)
-    others = [FailureRecord.of(seen, rank) for seen, rank in raised if seen is not error]
-    print("\n".join(failure_text(record, others, notes)), file=sys.stderr)
+    records = {seen.rank: seen for _, seen in raised}
+    first = next((seen.rank for found, seen in raised if found is error), 0)
+    records.setdefault(first, FailureRecord.of(error, first))
+    print("\n".join(cause_text(records, {}, {}, "", notes)), file=sys.stderr)
     return 1
 
 

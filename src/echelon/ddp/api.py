@@ -16,10 +16,12 @@ from echelon.arguments import Reduction
 from echelon.census import Census
 from echelon.claims import check_unclaimed, claim, disclaim
 from echelon.ddp.buffers import Buffers, broadcast_coalesced
+from echelon.ddp.held import holdings_of_replica
 from echelon.ddp.join import Rounds, Step
 from echelon.ddp.options import Init, Options, Sync
 from echelon.ddp.reducer import Reducer
 from echelon.errors import ArgumentError, RankError, StateError
+from echelon.held import Holder, Holdings
 from echelon.ignored import ignored_parameters
 from echelon.nested import tensors
 from echelon.world.group import Group
@@ -58,7 +60,7 @@ class Unused:
     everywhere: tuple[str, ...]
 
 
-class DDP(Wrapper):
+class DDP(Wrapper, Holder):
     """Replicates ``module`` on the ranks of ``group``; reduces gradients while backward runs.
 
     Law: after ``loss.backward()`` every rank holds the same gradients, bit for bit: with
@@ -305,6 +307,23 @@ class DDP(Wrapper):
         return Unused(
             tuple(self._names[i] for i in here), tuple(self._names[i] for i in everywhere)
         )
+
+    def holdings(self) -> Holdings:
+        """All of the plain model, of which every rank has a copy. Nothing is communicated.
+
+        Raises:
+            StateError: inside backward, or the wrapper was taken off.
+            ArgumentError: a buffer cannot be saved.
+        """
+        self._check_attached()
+        if self._reducer.busy:
+            raise StateError("holdings() inside backward: ask after loss.backward()")
+        sent = self._buffer_state.tensors() if self._options.broadcast_buffers else ()
+        return holdings_of_replica(self.module, self._group, sent)
+
+    def shared_over(self) -> tuple[Group, ...]:
+        """The group, as one of the axes of a mesh."""
+        return (self._group,)
 
     def unwrap(self) -> nn.Module:
         """Take the wrapper off and return the module; gradients stay, in memory of their own.

@@ -318,6 +318,11 @@ class Reducer:
 
     # State -----------------------------------------------------------------------------------
 
+    @property
+    def busy(self) -> bool:
+        """Whether a backward is under way."""
+        return self._current() is not None
+
     def _current(self) -> Backward | None:
         """The backward under way, or None when there is none or it was aborted."""
         if self._backward is not None and self._backward.token() is None:

@@ -183,6 +183,15 @@ class Hooks:
         await_readers(self._storages)
         self.ranks.meet(what)
 
+    def before_write(self) -> None:
+        """Return when the own parts may be written, and the next pass will take what they have.
+
+        Does not communicate.
+        """
+        if self._gathers.holds:
+            self._gathers.let_go()
+        await_readers(self._storages)
+
     @property
     def num_reductions(self) -> int:
         """How often the gradients of a unit's storage were reduced."""

@@ -53,6 +53,17 @@ class Ranks:
         """What agrees on all of these agrees everywhere."""
         return (self.shard,) if self.replicas is None else (self.replicas, self.shard)
 
+    @property
+    def copy_of_part(self) -> tuple[int, int]:
+        """Which of those that hold the same part this rank is, and how many they are."""
+        return (0, 1) if self.replicas is None else (self.replicas.rank, self.replicas.size)
+
+    @property
+    def copy_of_all(self) -> tuple[int, int]:
+        """Which of all ranks this one is, and how many they are: replica by replica."""
+        replica, num_replicas = self.copy_of_part
+        return replica * self.shard.size + self.shard.rank, num_replicas * self.shard.size
+
     def broadcast(self, tensor: Tensor, label: str) -> None:
         """Give the first rank's ``tensor`` to all: to its replicas, and each on to its group."""
         for group in self.groups:

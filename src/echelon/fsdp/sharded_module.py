@@ -19,6 +19,7 @@ from echelon.fsdp.build import copy_units
 from echelon.fsdp.cuts import ShardInfo
 from echelon.fsdp.flat_parameters import flat_parameters
 from echelon.fsdp.gradients import Slots
+from echelon.fsdp.held import holdings_of_shards
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.optimizer_state import gather_optimizer_state, load_optimizer_state
 from echelon.fsdp.policy import Options
@@ -33,13 +34,14 @@ from echelon.fsdp.state import (
 )
 from echelon.fsdp.storage import Storage, await_readers
 from echelon.fsdp.unit import Unit
+from echelon.held import Holder, Holdings
 from echelon.world.group import Group
 from echelon.wrapper import Wrapper
 
 __all__ = ["ShardedModule"]
 
 
-class ShardedModule(Wrapper):
+class ShardedModule(Wrapper, Holder):
     """What a sharded model is when it does not train; ``FSDP`` makes it and trains it."""
 
     def _attach(
@@ -189,6 +191,26 @@ class ShardedModule(Wrapper):
                 loaded.
         """
         return load_state(self.module, self._storages(), state, strict=strict, parts=True)
+
+    def holdings(self) -> Holdings:
+        """This rank's ranges of the plain model. Nothing is communicated.
+
+        Ranks that hold the same range keep it equal; ignored parameters and buffers nobody does.
+
+        Raises:
+            StateError: inside a forward, a backward or ``full_parameters()``.
+            ArgumentError: what is in no unit cannot be saved.
+        """
+        if self._hooks.busy:
+            raise StateError(
+                "holdings() inside a forward, a backward or full_parameters(): ask outside"
+            )
+        hooks = self._hooks
+        return holdings_of_shards(self.module, self._storages(), self._ranks, hooks.before_write)
+
+    def shared_over(self) -> tuple[Group, ...]:
+        """The group, and that of the replicas where there are several."""
+        return self._ranks.groups
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The whole state of ``optimizer`` by the names of parameters. All ranks call it.

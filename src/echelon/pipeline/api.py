@@ -16,6 +16,7 @@ from echelon.pipeline.feed import Feed
 from echelon.pipeline.fit import (
     check_agreement,
     check_arguments,
+    check_choices,
     check_devices,
     check_options,
     own_stages,
@@ -72,7 +73,8 @@ class Pipeline(StagedModule):
     Raises:
         ArgumentError: the stages do not fit the group or the schedule.
         ScheduleError: the schedule cannot run.
-        ModelMismatch: the ranks were given different schedules.
+        ModelMismatch: the ranks were given other schedules or options, or, for one stage, modules
+            whose parameters have other shapes.
 
     Example:
         >>> def main(world):
@@ -103,7 +105,7 @@ class Pipeline(StagedModule):
         **schedule_options: Any,
     ) -> None:
         super().__init__()
-        check_arguments(stages, group, microbatches, schedule, loss_fn, replicate)
+        check_arguments(stages, group, microbatches, schedule, loss_fn, replicate, schedule_options)
         check_options(
             loss_reduction=loss_reduction,
             recompute=recompute,
@@ -111,12 +113,17 @@ class Pipeline(StagedModule):
             window_nbytes=window_nbytes,
             materialize=materialize,
         )
+        choices = {
+            "microbatches": microbatches,
+            "schedule": schedule if isinstance(schedule, str) else schedule.name,
+            "loss_reduction": loss_reduction,
+            "reduce_every": reduce_every,
+            "window_nbytes": window_nbytes,
+        }
+        check_choices(stages, choices, group)
         if isinstance(schedule, str):
-            schedule = make_schedule(
-                schedule, len(stages), microbatches, group.size, **schedule_options
-            )
-        elif schedule_options:
-            raise ArgumentError(f"options {sorted(schedule_options)} belong to a schedule's name")
+            sizes = len(stages), microbatches, group.size
+            schedule = make_schedule(schedule, *sizes, **schedule_options)
         own = own_stages(schedule, stages, group, microbatches)
         check_devices(own, group.device)
         start(own, group, materialize)
@@ -132,10 +139,12 @@ class Pipeline(StagedModule):
         self._window_nbytes = window_nbytes
         lowered = self._lower(schedule)
         check_agreement(lowered, group)
-        self._group, self._schedule, self._loss_fn = group, schedule, loss_fn
+        self._group, self._replicate = group, replicate
+        self._schedule, self._loss_fn = schedule, loss_fn
         self._feed = Feed(group, schedule, loss_reduction)
         self._ties = find_ties(stages, schedule.placement, group, replicate)
-        self._attach(own, stages, schedule.placement, group)
+        num_ranks = self._gathering.num_ranks
+        self._attach(own, stages, schedule.placement, group, replicate, num_ranks)
         self._before, self._after = self._links(microbatches)
         self._training = self._executor(lowered)
         self._evaluating: dict[int, Executor] = {}

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
+from echelon.agreement import compare
 from echelon.arguments import one_of, whole
 from echelon.errors import ArgumentError, ModelMismatch
 from echelon.pipeline.ir import Schedule
-from echelon.pipeline.shardable import ReduceEvery, Shardable
+from echelon.pipeline.shardable import ReduceEvery, Shardable, is_torchs
 from echelon.world.group import Group
 
-__all__ = ["check_agreement", "check_arguments", "check_devices", "check_options", "own_stages"]
+__all__ = [
+    "check_agreement",
+    "check_arguments",
+    "check_choices",
+    "check_devices",
+    "check_options",
+    "own_stages",
+]
 
 
 def check_arguments(
@@ -24,6 +34,7 @@ def check_arguments(
     schedule: str | Schedule,
     loss_fn: Callable[..., Any] | None,
     replicate: Group | None,
+    schedule_options: Mapping[str, object],
 ) -> None:
     """Refuse arguments that no pipeline can be made of."""
     if not isinstance(group, Group):
@@ -48,6 +59,8 @@ def check_arguments(
             f"schedule is {schedule!r:.80}; give a name such as '1f1b', or a Schedule, such as "
             "ec.pipeline.Schedule.from_csv(text)"
         )
+    if schedule_options and isinstance(schedule, Schedule):
+        raise ArgumentError(f"options {sorted(schedule_options)} belong to a schedule's name")
     whole("microbatches", microbatches)
     if microbatches == 0:
         raise ArgumentError("microbatches must be > 0")
@@ -71,6 +84,59 @@ def check_options(
         whole("window_nbytes", window_nbytes)
     if materialize is not None and not callable(materialize):
         raise ArgumentError(f"materialize is {materialize!r:.80}; give a function of a module")
+
+
+def check_choices(
+    stages: Sequence[nn.Module | None], options: Mapping[str, object], group: Group
+) -> None:
+    """Refuse ranks with other options or other stages. All ranks call it.
+
+    A stage that several ranks were given has parameters of the same shapes on all of them. Their
+    names, dtypes and devices may differ: a rank may have cast, moved or compiled its own stages.
+
+    Raises:
+        ModelMismatch: the same one on every rank.
+    """
+    facts = {name: str(value) for name, value in options.items()}
+    facts["stages"] = str(len(stages))
+    shapes = {index: _shapes_of(stage) for index, stage in enumerate(stages) if _is_whole(stage)}
+    digests = {
+        index: hashlib.blake2b(
+            repr([shape for _, shape in one]).encode(), digest_size=8
+        ).hexdigest()
+        for index, one in shapes.items()
+    }
+    everyone: list[tuple[dict[str, str], dict[int, str]]]
+    everyone = group.all_gather_object((facts, digests))
+    compare("option", [theirs for theirs, _ in everyone])
+    for index in range(len(stages)):
+        if len({theirs[index] for _, theirs in everyone if index in theirs}) > 1:
+            _refuse_stage(index, group.all_gather_object(shapes.get(index)))
+
+
+def _is_whole(stage: nn.Module | None) -> bool:
+    """Whether the parameters of a stage have the shapes of the plain module."""
+    return isinstance(stage, nn.Module) and not any(
+        isinstance(module, Shardable) or is_torchs(module) for module in stage.modules()
+    )
+
+
+def _shapes_of(stage: nn.Module | None) -> list[tuple[str, str]]:
+    """The name and the shape of each parameter."""
+    return [
+        (name, "no shape" if nn.parameter.is_lazy(param) else str(list(param.shape)))
+        for name, param in (() if stage is None else stage.named_parameters())
+    ]
+
+
+def _refuse_stage(index: int, everyone: Sequence[list[tuple[str, str]] | None]) -> None:
+    given = {rank: one for rank, one in enumerate(everyone) if one is not None}
+    for position, params in enumerate(zip_longest(*given.values(), fillvalue=("", "not there"))):
+        if len({shape for _, shape in params}) > 1:
+            found = {
+                rank: " ".join(param).strip() for rank, param in zip(given, params, strict=True)
+            }
+            raise ModelMismatch(f"parameter {position} of stage {index}", found)
 
 
 def own_stages(

@@ -15,15 +15,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, Protocol, final, runtime_checkable
 
 from torch import Tensor, nn
 
 from echelon.accumulation import add_product, product
 from echelon.errors import ArgumentError
+from echelon.held import axes_in
 from echelon.world.group import Group
 
-__all__ = ["Gathering", "ReduceEvery", "Replicated", "Shardable", "Sharing", "unwrapped"]
+__all__ = [
+    "Gathering",
+    "ReduceEvery",
+    "Replicated",
+    "Shardable",
+    "Sharing",
+    "is_torchs",
+    "unwrapped",
+]
 
 ReduceEvery = Literal["step", "microbatch"]
 
@@ -60,7 +70,7 @@ class Shardable(Replicated, Protocol):
         """Return when no rank reads the parts of this one any more. All ranks call it."""
 
 
-def _is_torchs(module: nn.Module) -> bool:
+def is_torchs(module: nn.Module) -> bool:
     """Whether torch's own wrappers see its gradients, in ways that leave no trace on parameters."""
     home = type(module).__module__
     return home.startswith(("torch.nn.parallel", "torch.distributed"))
@@ -88,7 +98,12 @@ class Sharing:
     @property
     def is_local(self) -> bool:
         """Whether no other rank waits for gradients of this module."""
-        return self._replica is None and not any(map(_is_torchs, self._module.modules()))
+        return self._replica is None and not any(map(is_torchs, self._module.modules()))
+
+    @property
+    def num_ranks(self) -> int:
+        """How many share this module, as far as it knows."""
+        return prod(axis.size for axis in axes_in(self._module))
 
     @property
     def nbytes(self) -> int | None:
@@ -146,10 +161,12 @@ class Gathering:
     Attributes:
         nbytes: of the whole parameters of each stage; None if no stage is sharded.
         reduces: whether the schedule does, and not each backward.
+        num_ranks: how many share a stage, as far as stages know.
     """
 
     nbytes: list[int] | None
     reduces: bool
+    num_ranks: int
 
     @classmethod
     def agree(
@@ -164,8 +181,11 @@ class Gathering:
         Raises:
             ArgumentError: an option is for stages that are sharded, or replicated, and none is.
         """
-        mine = {index: (one.nbytes, one._replica is not None) for index, one in own.items()}
-        found: dict[int, tuple[int | None, bool]] = {}
+        mine = {
+            index: (one.nbytes, one._replica is not None, one.num_ranks)
+            for index, one in own.items()
+        }
+        found: dict[int, tuple[int | None, bool, int]] = {}
         for theirs in group.all_gather_object(mine):
             found.update(theirs)
         sizes = [found[index][0] for index in sorted(found)]
@@ -175,10 +195,11 @@ class Gathering:
                 f"window_nbytes is {window_nbytes}, but no stage is sharded: wrap stages in "
                 "ec.FSDP, or leave it out"
             )
-        if every == "microbatch" and not any(replicated for _, replicated in found.values()):
+        if every == "microbatch" and not any(replicated for _, replicated, _ in found.values()):
             raise ArgumentError(
                 "reduce_every is 'microbatch', but nobody shares gradients with a stage: wrap "
                 "stages in ec.FSDP or ec.DDP, or leave it out"
             )
         nbytes = [size or 0 for size in sizes] if is_sharded else None
-        return cls(nbytes, every == "step")
+        num_ranks = max(own for _, _, own in found.values())
+        return cls(nbytes, every == "step", num_ranks)

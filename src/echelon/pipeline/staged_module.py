@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from echelon.arguments import one_of
+from echelon.held import Holder, Holdings
+from echelon.pipeline.held import HeldStages
 from echelon.pipeline.optimizer_state import StateByName
 from echelon.pipeline.start import name_in_model, names_of_state
 from echelon.pipeline.state import load_parts, parts_of, whole_state
@@ -18,7 +20,7 @@ from echelon.world.group import Group
 __all__ = ["StagedModule"]
 
 
-class StagedModule(nn.Module):
+class StagedModule(nn.Module, Holder):
     """Some stages of a model, under the names of the whole; ``Pipeline`` makes and trains it.
 
     Attributes:
@@ -33,10 +35,13 @@ class StagedModule(nn.Module):
         stages: Sequence[nn.Module | None],
         placement: Sequence[int],
         group: Group,
+        replicate: Group | None,
+        num_ranks: int,
     ) -> None:
         self.stages = nn.ModuleDict({str(index): stage for index, stage in own.items()})
         self._first_names = _first_names(stages)
         self._placement, self._group = placement, group
+        self._held = HeldStages(own, stages, group, replicate, num_ranks)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -103,6 +108,22 @@ class StagedModule(nn.Module):
             ArgumentError: keys (if ``strict``), sizes or dtypes do not fit.
         """
         return load_parts(self._own, state, strict=strict)
+
+    def holdings(self) -> Holdings:
+        """What this rank holds of the plain model, by its names. Nothing is communicated.
+
+        A parameter that stages share is held once by each rank that has it, under all its names.
+
+        Raises:
+            StateError: in the middle of a step.
+            ArgumentError: a tensor cannot be saved; or some stages are replicated and those of
+                this rank are not wrapped, and ``replicate`` was not given.
+        """
+        return self._held.holdings()
+
+    def shared_over(self) -> tuple[Group, ...]:
+        """The ranks of the pipeline, and the groups over which stages are shared."""
+        return self._held.axes
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The whole state of ``optimizer`` by the names of the whole model. All ranks call it.

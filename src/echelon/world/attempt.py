@@ -9,10 +9,12 @@ import json
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from echelon.world.logbook import Entry
 
 __all__ = ["Attempt", "Outcome"]
 
@@ -45,6 +47,7 @@ class Attempt:
         noticed: ranks that left a record which only says that another rank failed.
         stop: the name of the signal that asked the job to stop; None: it was not asked.
         hurried: whether it was asked again, and ranks had less time than they were promised.
+        entries: what ranks had written into the logbook, by rank.
     """
 
     number: int
@@ -56,6 +59,7 @@ class Attempt:
     noticed: tuple[int, ...] = ()
     stop: str | None = None
     hurried: bool = False
+    entries: Mapping[int, Entry] = field(default_factory=dict)
 
     @property
     def outcome(self) -> Outcome:
@@ -112,7 +116,11 @@ class Attempt:
         return [_of(**json.loads(line)) for line in whole.splitlines()]
 
 
-def _of(codes: dict[str, int], **facts: Any) -> Attempt:
+def _of(codes: dict[str, int], entries: dict[str, Any], **facts: Any) -> Attempt:
     """The attempt that a line tells of: JSON has neither numbers as keys nor tuples."""
     facts |= {name: tuple(facts[name]) for name in ("told", "killed", "raised", "noticed")}
-    return Attempt(codes={int(rank): code for rank, code in codes.items()}, **facts)
+    return Attempt(
+        codes={int(rank): code for rank, code in codes.items()},
+        entries={int(rank): Entry(**entry) for rank, entry in entries.items()},
+        **facts,
+    )

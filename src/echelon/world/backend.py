@@ -12,6 +12,7 @@ from torch import Tensor
 
 from echelon import arguments, events
 from echelon.errors import ArgumentError, RankError
+from echelon.world.family import Family
 from echelon.world.flat import is_expanded
 from echelon.world.signature import Call, caller
 from echelon.world.work import Ticket, Window, Work, emit_issue
@@ -24,7 +25,7 @@ __all__ = ["Backend", "check_tensors"]
 _QUANTIZED = "torch.q"  # qint8, quint4x2, …
 
 
-class Backend(ABC):
+class Backend(Family, ABC):
     """The part of a ``Group`` that differs between worlds.
 
     Tensors that reach the abstract methods are 1D, contiguous and on ``device``. Each method starts
@@ -41,7 +42,9 @@ class Backend(ABC):
         timeout: float,
         *,
         shares_memory: bool,
+        note: Callable[[Ticket], None],
     ) -> None:
+        super().__init__()
         self.name = name
         self.rank = rank
         self.ranks = tuple(ranks)
@@ -49,6 +52,7 @@ class Backend(ABC):
         self.device = device
         self.timeout = timeout
         self.shares_memory = shares_memory
+        self._note = note  # of each call, for whoever reports that this rank died or hangs
         self._position = 0
         self._p2p_position = 0
         self._num_subgroups = 0
@@ -119,6 +123,7 @@ class Backend(ABC):
             call, caller(), self._position, self.name, self.ranks[self.rank], not async_op
         )
         self._position += 1
+        self._note(ticket)
         if events.listening():
             emit_issue(ticket)
         return ticket
@@ -137,6 +142,7 @@ class Backend(ABC):
             call, caller(), self._p2p_position, self.name, self.ranks[self.rank], blocking
         )
         self._p2p_position += 1
+        self._note(ticket)
         if events.listening():
             emit_issue(ticket)
         return ticket

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self, final
+from typing import Any, Self, final
 
 import torch
 
+from echelon.world import facts as shared_facts
 from echelon.world.group import Group
 from echelon.world.mesh import Mesh
+from echelon.world.steps import Steps
 
 __all__ = ["DEFAULT_TIMEOUT_S", "World"]
 
@@ -26,6 +28,7 @@ class World:
         group: the group of all ranks.
         local_rank: position of this rank among the ranks of its host.
         backend: ``"threads"``, ``"shm"``, ``"gloo"``, ``"nccl"`` or ``"single"``.
+        steps: counts the optimizer steps of this rank.
     """
 
     def __init__(
@@ -35,10 +38,12 @@ class World:
         backend: str,
         local_rank: int | None = None,
         close: Callable[[BaseException | None], None] = lambda error: None,
+        steps: Steps | None = None,
     ) -> None:
         self.group = group
         self.backend = backend
         self.local_rank = group.rank if local_rank is None else local_rank
+        self.steps = Steps() if steps is None else steps
         self._close = close
         self._closed = False
 
@@ -57,6 +62,27 @@ class World:
         """Where tensors of this rank live."""
         return self.group.device
 
+    @property
+    def step(self) -> int:
+        """Optimizer steps that this rank has made; reports of a failure tell it.
+
+        Every ``torch.optim.Optimizer`` that steps on the thread of this rank is counted; of
+        several, the one that made most steps. Set it after a resume, or in a loop without one.
+
+        Raises:
+            ArgumentError: it is set to something else than a whole number.
+        """
+        return self.steps.number
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self.steps.number = number
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed."""
+        return not self._closed
+
     def mesh(self, **axes: int) -> Mesh:
         """Arrange all ranks on named axes; one length may be -1.
 
@@ -65,15 +91,48 @@ class World:
         """
         return Mesh(self.group, axes)
 
+    def agree(self, /, **facts: Any) -> None:
+        """Compare what each rank was told, such as the options of a script. All ranks call it.
+
+        Two values are the same if they are the same JSON: 1 is neither 1.0 nor True, a tuple is a
+        list, and the order in a dict does not matter.
+
+        Raises:
+            ArgumentError: JSON has no word for a value.
+            StartMismatch: on every rank, the first field that differs and what each rank has.
+
+        Example:
+            >>> def main(world):
+            ...     try:
+            ...         world.agree(steps=100, lr=0.001 if world.rank else 0.002)
+            ...     except StartMismatch as error:
+            ...         return error.field, error.found
+            >>> from echelon.errors import StartMismatch
+            >>> from echelon.world.run import run
+            >>> run(main, ranks=2)
+            [('lr', {0: '0.002', 1: '0.001'}), ('lr', {0: '0.002', 1: '0.001'})]
+        """
+        shared_facts.agree(self.group, facts)
+
     def close(self, error: BaseException | None = None) -> None:
         """End communication in good order. A second call does nothing.
 
         Args:
             error: why this rank leaves early; the other ranks raise it as the cause.
+
+        Raises:
+            Exception: what was still under way, such as an asynchronous save, failed.
         """
-        if not self._closed:
-            self._closed = True
-            self._close(error)
+        if self._closed:
+            return
+        self._closed = True
+        if error is None:
+            try:
+                self.group.prepare_close()
+            except BaseException as problem:
+                self._close(problem)
+                raise
+        self._close(error)
 
     def __enter__(self) -> Self:
         return self

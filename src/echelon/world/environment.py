@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from echelon.errors import WorldError
 
-__all__ = ["JobEnvironment", "environment", "first_host"]
+__all__ = ["JobEnvironment", "environment", "first_host", "timeout_wanted"]
 
 _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HOW = (
@@ -72,6 +72,31 @@ def environment(env: Mapping[str, str]) -> JobEnvironment | None:
     if torch_job is not None and slurm_job is not None:
         _compare(torch_job, slurm_job, env)
     return torch_job or slurm_job
+
+
+def timeout_wanted(env: Mapping[str, str]) -> float | None:
+    """The seconds of ``ECHELON_TIMEOUT``, or None where it is not set.
+
+    Raises:
+        WorldError: it is no number, or none that is more than 0.
+
+    Example:
+        >>> timeout_wanted({"ECHELON_TIMEOUT": "10"})
+        10.0
+    """
+    text = env.get("ECHELON_TIMEOUT", "")
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise WorldError(
+            f"ECHELON_TIMEOUT is {text!r}: give the seconds that a rank waits for others in one "
+            "call, a number more than 0, or unset it"
+        )
+    return seconds
 
 
 def _compare(torch_job: JobEnvironment, slurm_job: JobEnvironment, env: Mapping[str, str]) -> None:

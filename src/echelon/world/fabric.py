@@ -9,6 +9,7 @@ for stuck, because another of its threads may go on; nor is one that waits with 
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
 from collections import deque
@@ -19,6 +20,9 @@ from typing import Any, final
 from torch import Tensor
 
 from echelon.errors import CommTimeout, DeadlockError, RankFailed, StateError
+from echelon.world import stacks
+from echelon.world.hang import Finding, explained
+from echelon.world.process_status import activity
 from echelon.world.work import Ticket
 
 __all__ = ["Fabric", "Meeting", "Pending", "Transfer"]
@@ -63,6 +67,43 @@ class _Wait:
 
 
 @final
+@dataclass(slots=True)
+class _Sighting:
+    """Where a rank was seen last.
+
+    Attributes:
+        thread: Python's number of its thread; 0 before it runs.
+        native: the kernel's number of that thread.
+        step: optimizer steps that it has made.
+        ticket: its last call.
+    """
+
+    thread: int = 0
+    native: int = 0
+    step: int = 0
+    ticket: Ticket | None = None
+
+    def note_step(self, number: int) -> None:
+        """Note how many optimizer steps it has made."""
+        self.step = number
+
+    def stack(self) -> list[str]:
+        """The innermost line last."""
+        return stacks.of_this_process(self.thread)
+
+    def finding(self, rank: int) -> Finding:
+        """What is known of it now, where it does not wait."""
+        return Finding(
+            rank=rank,
+            where=f"at step {self.step}",
+            activity=activity(os.getpid(), self.native),
+            call="" if self.ticket is None else str(self.ticket),
+            stack=self.stack(),
+            silence="its thread has ended",
+        )
+
+
+@final
 class Fabric:
     """What the simulated ranks of one job share: who waits, who returned, who failed.
 
@@ -74,6 +115,7 @@ class Fabric:
     def __init__(self, size: int, timeout: float) -> None:
         self.size = size
         self.timeout = timeout
+        self.sightings = [_Sighting() for _ in range(size)]
         self.lock = threading.Lock()
         self.meetings: dict[tuple[str, int], Meeting] = {}
         self.mail: dict[tuple[str, int, int, int], deque[Transfer]] = {}
@@ -82,6 +124,15 @@ class Fabric:
         self._waits: list[dict[int, _Wait]] = [{} for _ in range(size)]  # by rank, by thread
         self._threads: list[set[int]] = [set() for _ in range(size)]  # that have ever waited
         self._finished: set[int] = set()
+
+    def enter(self, rank: int) -> None:
+        """Note on which thread a rank runs: the one that calls this."""
+        sighting = self.sightings[rank]
+        sighting.thread, sighting.native = threading.get_ident(), threading.get_native_id()
+
+    def note(self, ticket: Ticket) -> None:
+        """Note the last call of a rank."""
+        self.sightings[ticket.rank].ticket = ticket
 
     def finish(self, rank: int) -> None:
         """Note that a rank has returned, or closed its world; it never answers again."""
@@ -129,9 +180,10 @@ class Fabric:
                 if not self._wakeups[rank].wait(deadline - time.monotonic()):
                     self._waits[rank].pop(thread, None)
                     if not pending.complete:
-                        raise CommTimeout(
-                            str(ticket), sorted(pending.absent), seconds, self._others()
-                        )
+                        late = sorted(pending.absent)
+                        error = CommTimeout(str(ticket), late, seconds, self._others(rank))
+                        # Who has a timeout of his own may wait again.
+                        raise self._explained(error) if timeout is None else error
         if pending.error is not None:
             raise copy.copy(pending.error)  # each rank gets its own traceback
 
@@ -195,16 +247,26 @@ class Fabric:
         }
         self._fail(rank, DeadlockError(waits, self._finished))
 
-    def _others(self) -> str:
-        """What the other ranks do, for the message of a timeout."""
-        rows = [f"  rank {wait.ticket.rank} waits in {wait.ticket}" for wait in self._all_waits()]
-        busy = sorted(
-            set(range(self.size))
-            - {wait.ticket.rank for wait in self._all_waits()}
-            - self._finished
+    def _explained(self, error: CommTimeout) -> CommTimeout:
+        """``error`` with what the ranks do that hold up the others; the caller holds the lock."""
+        roots = sorted({self._root(rank) for rank in error.missing})
+        dumps = {rank: sighting.stack() for rank, sighting in enumerate(self.sightings)}
+        return explained(
+            error,
+            [self.sightings[rank].finding(rank) for rank in roots],
+            {rank: "\n".join(reversed(stack)) + "\n" for rank, stack in dumps.items() if stack},
         )
-        rows += [
-            f"  rank {rank} is busy outside communication, or is the one that reports this"
-            for rank in busy
-        ]
-        return "\n".join(rows)
+
+    def _root(self, rank: int) -> int:
+        """The rank that ``rank`` waits for, through others that wait, too."""
+        seen: set[int] = set()
+        while rank not in seen and self._waits[rank]:
+            seen.add(rank)
+            wait = next(iter(self._waits[rank].values()))
+            rank = min(wait.pending.absent, default=rank)
+        return rank
+
+    def _others(self, reporter: int) -> str:
+        """What the other ranks wait for, for the message of a timeout of ``reporter``."""
+        waits = (wait for wait in self._all_waits() if wait.ticket.rank != reporter)
+        return "\n".join(f"  rank {wait.ticket.rank} waits in {wait.ticket}" for wait in waits)

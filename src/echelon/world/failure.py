@@ -19,15 +19,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
-from echelon.errors import CollectiveMismatch, CommError, DeadlockError, RankFailed
+from echelon.errors import CollectiveMismatch, CommError, CommTimeout, DeadlockError, RankFailed
 
 __all__ = ["FailureRecord", "error_file", "install_failure_record", "outlive_termination"]
+
+STACKS_FILE = "{}-stacks.txt"  # beside the file of a record, with its name
 
 # Of these, the first one set names the file; torchrun sets the second in every rank.
 VARIABLES = ("ECHELON_ERROR_FILE", "TORCHELASTIC_ERROR_FILE")
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+_NOT_THE_USERS = (
+    str(Path(__file__).resolve().parent.parent) + os.sep,
+    os.path.dirname(os.__file__) + os.sep,  # Python's own modules, and mostly what is installed
+    "<frozen",
+)
 # Enough to see that a peer is gone, wherever this rank was; the agent waits longer before it kills.
 _LAST_WORDS_S = 1.5
 _MAX_MESSAGE = 4000  # characters; a message may hold a tensor
@@ -45,7 +52,13 @@ class FailureRecord:
         traceback: as Python prints it.
         time_s: when, in seconds since the epoch.
         follows: whether it only reports that communication broke, because another rank failed.
-        failed_rank: the rank that this one names as failed, if it does.
+        failed_rank: the rank that this one names as failed, or waited for in vain, if it does.
+        where: how far the rank had come, ``at step 4``; empty where that is not known.
+        stuck: what the rank was found to do that was waited for in vain; empty where that is not
+            known.
+        doing: the call in which this one waited in vain.
+        seconds: how long it did.
+        stacks: of all ranks of the host, where this one waited in vain.
     """
 
     rank: int
@@ -56,10 +69,23 @@ class FailureRecord:
     time_s: float
     follows: bool = False
     failed_rank: int | None = None
+    where: str = ""
+    stuck: str = ""
+    doing: str = ""
+    seconds: float = 0.0
+    stacks: str = ""
 
     @classmethod
-    def of(cls, error: BaseException, rank: int) -> FailureRecord:
+    def of(cls, error: BaseException, rank: int, where: str = "") -> FailureRecord:
         """The record of ``error`` raised on ``rank``."""
+        more: dict[str, Any] = {}
+        if isinstance(error, RankFailed):
+            more["failed_rank"] = error.failed_rank
+        elif isinstance(error, CommTimeout):
+            more["failed_rank"] = next(iter([*error.stuck, *error.missing]), None)
+            more["stuck"] = next(iter(error.stuck.values()), "")
+            more["doing"], more["seconds"] = error.doing, error.seconds
+            more["stacks"] = "\n".join(getattr(error, "__notes__", ()))
         return cls(
             rank=rank,
             type=type(error).__name__,
@@ -69,17 +95,26 @@ class FailureRecord:
             time_s=time.time(),
             follows=isinstance(error, CommError)
             and not isinstance(error, CollectiveMismatch | DeadlockError),
-            failed_rank=error.failed_rank if isinstance(error, RankFailed) else None,
+            where=where,
+            **more,
         )
 
     @property
     def headline(self) -> str:
-        """One line: the rank, the exception and the first line of its message."""
+        """One line: the rank, where it was, the exception and the first line of its message.
+
+        Of a rank that waited in vain, the rank that held it up comes first.
+        """
+        if self.doing and self.failed_rank is not None:
+            stuck = self.stuck or "did not come"
+            waited = f"rank {self.rank} waited {self.seconds:.1f} s for it"
+            return f"rank {self.failed_rank} {stuck}; {waited}"
         first = self.message.strip().split("\n", 1)[0]
-        return f"rank {self.rank} raised {self.type}" + (f": {first}" if first else "")
+        subject = f"rank {self.rank} {self.where}".rstrip()
+        return f"{subject} raised {self.type}" + (f": {first}" if first else "")
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the record; a reader sees all of it or nothing."""
+        """Write the record, of which a reader sees all or nothing, and beside it the stacks."""
         facts = asdict(self)
         torchrun = {
             "message": f"{self.type}: {self.message}",
@@ -90,6 +125,8 @@ class FailureRecord:
         part = target.with_name(f"{target.name}.{os.getpid()}.part")
         part.write_text(json.dumps({"message": torchrun, "echelon": facts}))
         part.replace(target)
+        if self.stacks:
+            target.with_name(STACKS_FILE.format(target.stem)).write_text(self.stacks)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> FailureRecord | None:
@@ -110,11 +147,16 @@ def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
     return None
 
 
-def install_failure_record(path: str | os.PathLike[str], rank: int) -> Callable[[], None]:
+def install_failure_record(
+    path: str | os.PathLike[str], rank: int, where: Callable[[], str] = lambda: ""
+) -> Callable[[], None]:
     """Write a record to ``path`` when an exception ends this process.
 
     Python's own report of the exception still follows. A second call replaces the first one's
     path and rank.
+
+    Args:
+        where: says how far the rank has come.
 
     Returns:
         a function that takes the hook out again.
@@ -126,7 +168,7 @@ def install_failure_record(path: str | os.PathLike[str], rank: int) -> Callable[
     ) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             try:
-                FailureRecord.of(error, rank).write(path)
+                FailureRecord.of(error, rank, where()).write(path)
             except OSError as problem:  # the exception itself must still be seen
                 print(f"cannot write the failure record {path}: {problem}", file=sys.stderr)
         before(kind, error, trace)
@@ -172,12 +214,14 @@ def _cut(message: str) -> str:
     return f"{message[:half]} … {message[-half:]}"
 
 
+def is_user_file(path: str) -> bool:
+    """Whether a file of Python code is neither of this package, nor Python's own, nor installed."""
+    return not path.startswith(_NOT_THE_USERS) and f"{os.sep}site-packages{os.sep}" not in path
+
+
 def _place(error: BaseException) -> str:
-    """The innermost frame that is neither of this package nor installed."""
+    """The innermost frame of the user's code."""
     frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((_PACKAGE, "<frozen"))
-        and f"{os.sep}site-packages{os.sep}" not in frame.filename
+        frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)
     ]
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from echelon.errors import ArgumentError
 
-__all__ = ["apart", "flattened", "is_expanded", "pickled"]
+__all__ = ["apart", "flattened", "from_bytes", "is_expanded", "pickled"]
 
 
 def apart(part: Tensor, outputs: Sequence[Tensor], own: int | None = None) -> Tensor:
@@ -52,10 +52,17 @@ def flattened(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
     return buffer, restore
 
 
+def from_bytes(data: bytes) -> Tensor:
+    """The bytes as a tensor with memory of its own. 1D uint8."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 def pickled(item: Any) -> Tensor:
     """The bytes of an object. 1D uint8."""
     try:
-        return torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+        return from_bytes(pickle.dumps(item))
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise ArgumentError(
             f"{item!r:.80} cannot be sent to other ranks ({error}): give what pickle takes"

@@ -10,7 +10,6 @@ group.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
@@ -18,9 +17,9 @@ import torch
 from torch import Tensor
 
 from echelon.errors import ArgumentError, UnsupportedError
-from echelon.world import arithmetic
+from echelon.world import arithmetic, objects
 from echelon.world.backend import Backend, check_tensors
-from echelon.world.flat import apart, flattened, pickled
+from echelon.world.flat import apart, flattened
 from echelon.world.signature import Call
 from echelon.world.work import Window, Work
 
@@ -42,6 +41,7 @@ class Group(Backend):
         device: where tensors of this group live.
         timeout: seconds that a rank waits for others before it raises.
         shares_memory: whether windows of this group reach the peers' memory.
+        parent: the group that it was made from; None for that of all ranks.
     """
 
     # Collectives -----------------------------------------------------------------------------
@@ -267,28 +267,18 @@ class Group(Backend):
     @final
     def all_gather_object(self, item: Any) -> list[Any]:
         """The picklable ``item`` of every rank, in rank order; for set-up, not for training."""
-        mine = pickled(item).to(self.device)
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
-        length = torch.tensor([mine.numel()], dtype=torch.int64, device=self.device)
-        self.all_gather_single(lengths, length, label="object lengths")
-        parts = [mine.new_empty(n) for n in lengths.tolist()]
-        self.all_gather(parts, mine, label="objects")
-        return [pickle.loads(part.cpu().numpy().tobytes()) for part in parts]
+        return objects.gather_objects(self, item)
+
+    @final
+    def all_gather_bytes(self, data: bytes, *, label: str = "bytes") -> list[bytes]:
+        """The ``data`` of every rank, in rank order; lengths may differ."""
+        return objects.gather_bytes(self, data, label)
 
     @final
     def broadcast_object(self, item: Any = None, src: int = 0) -> Any:
         """The picklable ``item`` of rank ``src``, on every rank; for set-up, not for training."""
         self._check_rank("src", src)
-        mine = torch.empty(0, dtype=torch.uint8)
-        if self.rank == src:
-            mine = pickled(item)
-        length = torch.tensor([mine.numel()], dtype=torch.int64, device=self.device)
-        self.broadcast(length, src, label="object length")
-        if self.rank != src:
-            mine = mine.new_empty(int(length.item()))
-        data = mine.to(self.device)
-        self.broadcast(data, src, label="object")
-        return pickle.loads(data.cpu().numpy().tobytes())
+        return objects.broadcast_object(self, item, src)
 
     # Point to point --------------------------------------------------------------------------
 
@@ -353,7 +343,7 @@ class Group(Backend):
         ticket = self._ticket(
             Call("subgroup", None, tuple(members), None, None, name), async_op=False
         )
-        return self._subgroup(ticket, name, members)
+        return self._born(self._subgroup(ticket, name, members))
 
     @final
     def window(self, numel: int, dtype: torch.dtype = torch.float32) -> Window:

@@ -15,7 +15,7 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -24,7 +24,10 @@ import torch
 
 from echelon.errors import ArgumentError, CommError, CommTimeout, RankFailed, WorldError
 from echelon.world.base import World
+from echelon.world.logbook import Entry, Logbook
 from echelon.world.shm.start import create_segments, join
+from echelon.world.steps import Steps
+from echelon.world.watch import Watch
 
 __all__ = ["GRACE_S", "call", "run_processes"]
 
@@ -73,7 +76,8 @@ def run_processes(
     _refuse_import()
     try:
         method = multiprocessing.get_start_method(allow_none=True)
-        job = pickle.dumps((fn, args, timeout, enter, method))
+        logbook = Logbook.create(ranks)
+        job = pickle.dumps((fn, args, timeout, enter, method, logbook.path))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ArgumentError(
             f"{fn!r} and its arguments cannot be sent to other processes ({error}): "
@@ -101,9 +105,10 @@ def run_processes(
             lifelines.append(held)
             children.append(process)
             pipes.append(ours)
-        return _collect(children, pipes)
+        return _collect(children, pipes, logbook)
     finally:
         _end(children)
+        logbook.close()
         for pipe in (*pipes, *lifelines):
             pipe.close()
         for segment in segments:
@@ -133,7 +138,9 @@ def call(fn: Callable[..., Any], world: World, args: tuple[Any, ...]) -> Any:
         return None
 
 
-def _collect(children: Sequence[BaseProcess], pipes: Sequence[Connection]) -> list[Any]:
+def _collect(
+    children: Sequence[BaseProcess], pipes: Sequence[Connection], logbook: Logbook
+) -> list[Any]:
     """The results, or the failure that came first; waits for the others a moment to learn more."""
     results: dict[int, Any] = {}
     failures: dict[int, BaseException] = {}
@@ -154,8 +161,11 @@ def _collect(children: Sequence[BaseProcess], pipes: Sequence[Connection]) -> li
         if deadline is not None and time.monotonic() >= deadline:
             break
     if failures:
-        rank, error = _first(failures)
+        entries = logbook.entries()
+        rank, error = _first(failures, entries)
         error.add_note(f"raised on rank {rank} of {len(children)}")
+        if rank in entries and entries[rank].step:
+            error.add_note(f"rank {rank} was at step {entries[rank].step}")
         raise error
     return [results[rank] for rank in range(len(children))]
 
@@ -191,7 +201,9 @@ class _Died(Exception):
         )
 
 
-def _first(failures: dict[int, BaseException]) -> tuple[int, BaseException]:
+def _first(
+    failures: dict[int, BaseException], entries: Mapping[int, Entry]
+) -> tuple[int, BaseException]:
     """The failure that caused the others, and its rank."""
     for rank, error in failures.items():
         if isinstance(error, _Died):
@@ -203,7 +215,10 @@ def _first(failures: dict[int, BaseException]) -> tuple[int, BaseException]:
                 ),
                 "no communication with it",
             )
-            return rank, RankFailed(rank, error.how, seen)
+            died = RankFailed(rank, error.how, seen)
+            if rank in entries:
+                died.add_note(f"its last call was {entries[rank].call or 'none'}")
+            return rank, died
     for rank, error in failures.items():
         if not isinstance(error, RankFailed | CommTimeout):
             return rank, error
@@ -254,14 +269,16 @@ def _child(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
     try:
-        fn, args, timeout, enter, method = pickle.loads(job)
+        fn, args, timeout, enter, method, logbook = pickle.loads(job)
+        watch = Watch(Logbook.open(logbook), rank, rank)
         # Or processes that the rank starts, as a DataLoader does, would be started our way.
         multiprocessing.set_start_method(method, force=True)
-        group = join(rank, size, tokens, timeout=timeout)
+        group = join(rank, size, tokens, timeout=timeout, watch=watch)
+        watch.run()
     except BaseException as error:
         _send_error(pipe, error)
         return
-    world = World(group, backend="shm", close=group.close)
+    world = World(group, backend="shm", close=group.close, steps=Steps(watch.step))
     try:
         enter(world)
         result = call(fn, world, args)

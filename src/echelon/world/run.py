@@ -18,17 +18,21 @@ from echelon.errors import ArgumentError, WorldError
 from echelon.streams import is_cpu, local_device
 from echelon.world import shm
 from echelon.world.base import DEFAULT_TIMEOUT_S, World
-from echelon.world.environment import JobEnvironment, environment
+from echelon.world.environment import JobEnvironment, environment, timeout_wanted
 from echelon.world.fabric import Fabric
 from echelon.world.failure import error_file, install_failure_record, outlive_termination
+from echelon.world.main_thread import serve, serving
 from echelon.world.processes import call, run_processes
 from echelon.world.randomness import random_stream
+from echelon.world.steps import Steps
 from echelon.world.threads import ThreadGroup
+from echelon.world.watch import Watch
 
-__all__ = ["init", "run"]
+__all__ = ["entered", "init", "run"]
 
 # After one rank failed, how long the others may take to notice, in seconds.
 GRACE_S = 2.0
+POLL_S = 0.1  # how often the thread that waits for simulated ranks looks what they want
 MOST_RANKS = 1 << 16  # of one machine; more is a mistake
 BACKENDS = ("shm", "gloo", "nccl", "mpi", "ucc", "xccl")
 
@@ -95,9 +99,16 @@ def _device(device: str | torch.device) -> torch.device:
         ) from error
 
 
+def entered() -> World | None:
+    """The world that this thread is a rank of; None outside of any, and after its end."""
+    world: World | None = getattr(_current, "world", None)
+    return world if world is not None and world.is_open else None
+
+
 def _enter(world: World) -> None:
-    """Make ``world`` what ``init`` returns on this thread."""
+    """Make ``world`` what ``init`` returns on this thread, and count the steps of this rank."""
     _current.world = world
+    world.steps.count()
 
 
 def _run_threads(
@@ -111,9 +122,13 @@ def _run_threads(
             # Backward runs on the rank's own thread, or hooks of several ranks would queue behind
             # one another.
             with random_stream(), torch.autograd.set_multithreading_enabled(False):
+                fabric.enter(rank)
                 group = ThreadGroup(fabric, rank, range(ranks), device=device)
                 world = World(
-                    group, backend="threads", close=lambda error: _leave(fabric, rank, error)
+                    group,
+                    backend="threads",
+                    close=lambda error: _leave(fabric, rank, error),
+                    steps=Steps(fabric.sightings[rank].note_step),
                 )
                 _enter(world)
                 results[rank] = call(fn, world, args)
@@ -125,20 +140,25 @@ def _run_threads(
         threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
         for rank in range(ranks)
     ]
-    try:
-        for thread in threads:  # within the try: a rank may run, and wait, before the last starts
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.1)
-                if fabric.failure is not None:
-                    break
-    except BaseException as error:  # Ctrl-C: free the ranks before we leave
-        fabric.fail(-1, error)
-        raise
-    if fabric.failure is not None:
-        _raise_first(fabric, threads)
+    with serving():
+        try:
+            for thread in threads:  # within the try: one may run, and wait, before the last starts
+                thread.start()
+            for thread in threads:
+                while thread.is_alive() and fabric.failure is None:
+                    _join(thread, POLL_S)
+        except BaseException as error:  # Ctrl-C: free the ranks before we leave
+            fabric.fail(-1, error)
+            raise
+        if fabric.failure is not None:
+            _raise_first(fabric, threads)
     return results
+
+
+def _join(thread: threading.Thread, seconds: float) -> None:
+    """Wait for the end of a rank, and do what ranks ask of this thread."""
+    thread.join(max(0.0, min(POLL_S, seconds)))
+    serve()
 
 
 def _leave(fabric: Fabric, rank: int, error: BaseException | None) -> None:
@@ -155,8 +175,11 @@ def _raise_first(fabric: Fabric, threads: Sequence[threading.Thread]) -> None:
     rank, error = fabric.failure
     deadline = time.monotonic() + GRACE_S
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        while thread.is_alive() and time.monotonic() < deadline:
+            _join(thread, deadline - time.monotonic())
     error.add_note(f"raised on rank {rank} of {fabric.size}")
+    if step := fabric.sightings[rank].step:
+        error.add_note(f"rank {rank} was at step {step}")
     stuck = [thread.name for thread in threads if thread.is_alive()]
     if stuck:
         error.add_note(f"still running outside communication, and left behind: {', '.join(stuck)}")
@@ -164,7 +187,7 @@ def _raise_first(fabric: Fabric, threads: Sequence[threading.Thread]) -> None:
 
 
 def init(
-    backend: str | None = None, *, timeout: float = DEFAULT_TIMEOUT_S, check: bool | None = None
+    backend: str | None = None, *, timeout: float | None = None, check: bool | None = None
 ) -> World:
     """The world that this script was started in.
 
@@ -174,17 +197,22 @@ def init(
     Args:
         backend: ``"shm"``, or any of ``torch.distributed``'s (``"gloo"``, ``"nccl"``, …), instead
             of the choice above.
-        timeout: seconds that a rank waits for others in one call before it raises.
+        timeout: seconds that a rank waits for others in one call before it raises; None: those of
+            ``ECHELON_TIMEOUT``, or else 300.
         check: compare every call of all ranks on backends of ``torch.distributed``; None: if
             ``ECHELON_CHECK=1``. Threads and shared memory always do.
 
     Raises:
         ArgumentError: an unknown backend, another than that of the world, or no time at all.
-        WorldError: the variables contradict each other, or the ranks cannot reach each other.
+        StartMismatch: the ranks have other versions, numbers of torch threads or arguments.
+        WorldError: the variables contradict each other or make no sense, or the ranks cannot reach
+            each other.
         CommTimeout: some rank did not come.
     """
     if backend is not None and backend not in BACKENDS:
         raise ArgumentError(f"backend is {backend!r}; use one of {', '.join(BACKENDS)}, or None")
+    if timeout is None:
+        timeout = timeout_wanted(os.environ) or DEFAULT_TIMEOUT_S
     timeout = positive("timeout", timeout, threading.TIMEOUT_MAX)
     world: World | None = getattr(_current, "world", None)
     if world is not None:
@@ -212,6 +240,21 @@ def _alone(timeout: float) -> World:
 def _join_job(
     job: JobEnvironment, backend: str | None, timeout: float, check: bool | None
 ) -> World:
+    watch = Watch.of_job(job, os.environ)
+    path = error_file()
+    if path is None:
+        world = _meet_job(job, backend, timeout, check, watch)
+    else:
+        remove = install_failure_record(path, job.rank, lambda: "in echelon.init()")
+        world = _meet_job(job, backend, timeout, check, watch)
+        remove()  # when the world could not be started, it tells so
+    watch.run()
+    return world
+
+
+def _meet_job(
+    job: JobEnvironment, backend: str | None, timeout: float, check: bool | None, watch: Watch
+) -> World:
     # Imported here: threads and processes need no torch.distributed, and it takes a second to
     # import.
     from echelon.world import torch_dist
@@ -229,16 +272,25 @@ def _join_job(
                 "use 'gloo' or 'nccl'"
             )
         store = torch_dist.open_store(job, timeout)
-        torch_dist.meet(store, job, backend, timeout)
-        group = shm.connect(job.rank, job.size, store, timeout=timeout, name=f"world {job.attempt}")
-        return World(group, backend="shm", local_rank=job.local_rank, close=group.close)
-    return torch_dist.connect(job, backend, device=device, timeout=timeout, check=check)
+        torch_dist.meet(store, job, backend, timeout, watch)
+        name = f"world {job.attempt}"
+        group = shm.connect(job.rank, job.size, store, timeout=timeout, name=name, watch=watch)
+        return World(
+            group,
+            backend="shm",
+            local_rank=job.local_rank,
+            close=group.close,
+            steps=Steps(watch.step),
+        )
+    return torch_dist.connect(
+        job, backend, device=device, timeout=timeout, check=check, watch=watch
+    )
 
 
 def _close_at_exit(world: World) -> None:
     """Leave in good order when the script ends; tell the others of an exception that ends it."""
     if path := error_file():
-        install_failure_record(path, world.rank)
+        install_failure_record(path, world.rank, lambda: f"at step {world.step}")
         outlive_termination()
     before = sys.excepthook
 
@@ -246,5 +298,15 @@ def _close_at_exit(world: World) -> None:
         world.close(error)
         before(kind, error, trace)
 
+    def close() -> None:
+        try:
+            world.close()
+        except BaseException as error:
+            # The interpreter would print this and still exit with 0.
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
     sys.excepthook = tell
-    atexit.register(world.close)
+    atexit.register(close)

@@ -51,7 +51,13 @@ class ThreadGroup(Group):
         device: torch.device | None = None,
     ) -> None:
         super().__init__(
-            name, rank, ranks, device or torch.device("cpu"), fabric.timeout, shares_memory=True
+            name,
+            rank,
+            ranks,
+            device or torch.device("cpu"),
+            fabric.timeout,
+            shares_memory=True,
+            note=fabric.note,
         )
         self._fabric = fabric
 

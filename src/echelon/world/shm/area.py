@@ -23,7 +23,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from echelon.errors import CollectiveMismatch
+from echelon.errors import CollectiveMismatch, CommTimeout
 from echelon.world.shm.board import Board
 from echelon.world.shm.futex import fence
 from echelon.world.shm.segment import Segment
@@ -140,8 +140,11 @@ class Area:
         def ready() -> bool:
             return (words[at] - target) & 0xFFFFFFFF < _HALF
 
-        # A background thread must not hold the interpreter while the owner computes.
-        self.board.wait(ready, lambda: str(ticket), self.absent, timeout, spin=ticket.blocking)
+        try:
+            # A background thread must not hold the interpreter while the owner computes.
+            self.board.wait(ready, lambda: str(ticket), self.absent, timeout, spin=ticket.blocking)
+        except CommTimeout as error:
+            raise self.board.watch.explained(error) from None
 
     def agree(self, ticket: Ticket, timeout: float, key: int = 0, address: int = 0) -> None:
         """First round of every call: check that all ranks make the same one.

@@ -3,7 +3,10 @@
 The board is one segment with a page a rank; each word has one writer, so no atomic operation is
 needed::
 
-    rank r:  | state | pid | text length | at fault | bell | sleepers | bell | sleepers | … text … |
+    rank r:  | state | pid | text length | at fault | bell | sleepers | bell | sleepers |
+             | note length | … note … | … text … |
+
+The note is what a rank brings to the job, the text how it failed.
 
 A bell is the exception: anyone writes it, always with a value that nobody wrote before, so that a
 thread which read it, looked around and then goes to sleep on it cannot miss a change in between.
@@ -26,6 +29,7 @@ from typing import final
 from echelon.errors import CommTimeout, RankFailed
 from echelon.world.shm.futex import Bell, fence
 from echelon.world.shm.segment import Segment
+from echelon.world.watch import Watch
 
 __all__ = ["Board"]
 
@@ -34,7 +38,8 @@ _WORDS = _PAGE // 4
 _STATE, _PID, _TEXT_LENGTH, _AT_FAULT = range(4)
 # Each is a bell; the word after it counts who sleeps on it.
 _OWNER, _HELPERS = 4, 6
-_TEXT_START = 64
+_NOTE_LENGTH = 8
+_NOTE_START, _TEXT_START = 64, 1024  # in bytes
 _ABSENT, _HERE, _LEFT, _FAILED = range(4)
 
 # A sleeping rank looks around this often even if no bell rings: peers can die without a sound.
@@ -52,10 +57,11 @@ class Board:
         segment: of ``Board.nbytes(size)``.
         rank: of this process in the job.
         size: number of ranks in the job.
+        watch: what this process tells of itself, and sees of the others.
     """
 
-    def __init__(self, segment: Segment, rank: int, size: int) -> None:
-        self.segment, self.rank, self.size = segment, rank, size
+    def __init__(self, segment: Segment, rank: int, size: int, watch: Watch) -> None:
+        self.segment, self.rank, self.size, self.watch = segment, rank, size, watch
         self._bytes = memoryview(segment.buffer)
         self._words = self._bytes.cast("I")
         base = ctypes.addressof(ctypes.c_char.from_buffer(segment.buffer))
@@ -76,12 +82,19 @@ class Board:
 
     # Joining and leaving ---------------------------------------------------------------------
 
-    def join(self, timeout: float) -> None:
+    def join(self, note: bytes, timeout: float) -> None:
         """Put this rank on the board and return when all are on it.
+
+        Args:
+            note: for ``notes`` of all ranks.
 
         Raises:
             CommTimeout: some rank did not come.
         """
+        assert len(note) <= _TEXT_START - _NOTE_START, "facts of a start are short"
+        start = self.rank * _PAGE + _NOTE_START
+        self._bytes[start : start + len(note)] = note
+        self._words[self._at(self.rank, _NOTE_LENGTH)] = len(note)
         self._words[self._at(self.rank, _PID)] = os.getpid()
         fence()
         self._words[self._at(self.rank, _STATE)] = _HERE
@@ -91,13 +104,21 @@ class Board:
         while missing := [r for r in everyone if self._state(r) == _ABSENT]:
             self._sleep(_OWNER, lambda: self._state(missing[0]) != _ABSENT, _LOOK_S)
             if time.monotonic() > deadline:
-                raise CommTimeout(
-                    f"rank {self.rank}, starting a world of {self.size} ranks,", missing, timeout
-                )
+                late = f"rank {self.rank}, starting a world of {self.size} ranks,"
+                raise self.watch.explained(CommTimeout(late, missing, timeout))
         for r in everyone:
             # One that died already has no descriptor, and counts as dead by that.
             with suppress(ProcessLookupError):
                 self._pidfds[r] = os.pidfd_open(self._words[self._at(r, _PID)])
+
+    def notes(self) -> list[bytes]:
+        """What each rank brought when it joined, in rank order."""
+        found = []
+        for rank in range(self.size):
+            start = rank * _PAGE + _NOTE_START
+            length = self._words[self._at(rank, _NOTE_LENGTH)]
+            found.append(bytes(self._bytes[start : start + length]))
+        return found
 
     def leave(self, failure: str | None, at_fault: int | None = None) -> None:
         """Note that this rank ends, and why if it failed; wakes all ranks.
@@ -120,6 +141,7 @@ class Board:
         for descriptor in self._pidfds.values():
             os.close(descriptor)
         self._pidfds.clear()
+        self.watch.close()
 
     # Sleeping and waking ---------------------------------------------------------------------
 
@@ -171,16 +193,24 @@ class Board:
                 if ready():
                     return
         deadline = now() + timeout
-        while not ready():
-            self._sleep(_OWNER, ready, min(_LOOK_S, max(0.0, deadline - now())))
-            failure = self._failure(doing, missing)
-            # After that, and not before: a rank that left may have done its part first.
-            if ready():
-                return
-            if failure is not None:
-                raise failure
-            if now() >= deadline:
-                raise CommTimeout(doing(), missing(), timeout)
+        told = False
+        try:
+            while not ready():
+                self._sleep(_OWNER, ready, min(_LOOK_S, max(0.0, deadline - now())))
+                failure = self._failure(doing, missing)
+                # After that, and not before: a rank that left may have done its part first.
+                if ready():
+                    return
+                if failure is not None:
+                    raise failure
+                if now() >= deadline:
+                    raise CommTimeout(doing(), missing(), timeout)
+                if not told and (late := missing()):
+                    self.watch.await_rank(late[0])
+                    told = True
+        finally:
+            if told:
+                self.watch.await_rank(None)
 
     def help(self, act: Callable[[], None], seconds: float) -> None:
         """Run ``act``, then sleep until helpers are called who were not before ``act`` began.
@@ -210,8 +240,13 @@ class Board:
             if self._state(rank) == _LEFT:
                 return RankFailed(rank, "returned and left the world", doing())
             if rank in dead:
-                return RankFailed(rank, "died: it was killed, crashed or called os._exit", doing())
+                died = f"died{self._where(rank)}: it was killed, crashed or called os._exit"
+                return RankFailed(rank, died, doing())
         return None
+
+    def _where(self, rank: int) -> str:
+        entry = self.watch.entry(rank)
+        return "" if entry is None else f" {entry.where}"
 
     def _sleep(self, kind: int, done: Callable[[], bool], seconds: float) -> None:
         """Sleep until a bell rings after ``done()`` was false; at most ``seconds``."""

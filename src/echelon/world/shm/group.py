@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from echelon.errors import RankFailed
+from echelon.errors import CommTimeout, RankFailed
 from echelon.world.group import Group
 from echelon.world.shm.area import Area
 from echelon.world.shm.collectives import Collectives
@@ -32,7 +32,13 @@ class ShmGroup(Group):
         self, area: Area, timeout: float, *, on_close: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(
-            area.name, area.rank, area.ranks, torch.device("cpu"), timeout, shares_memory=True
+            area.name,
+            area.rank,
+            area.ranks,
+            torch.device("cpu"),
+            timeout,
+            shares_memory=True,
+            note=area.board.watch.issue,
         )
         self._area = area
         self._collectives = Collectives(area, timeout)
@@ -55,6 +61,9 @@ class ShmGroup(Group):
         self._closed = True
         if isinstance(failure, RankFailed):  # the others read of that rank, not of this one
             self._area.board.leave(failure.cause, failure.failed_rank)
+        elif isinstance(failure, CommTimeout) and failure.stuck:
+            rank, does = next(iter(failure.stuck.items()))
+            self._area.board.leave(f"did not come: it {does}", rank)
         elif isinstance(failure, BaseException):
             self._area.board.leave(f"raised {type(failure).__name__}: {failure}")
         elif failure is not None:

@@ -24,7 +24,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from echelon.errors import CollectiveMismatch, StateError
+from echelon.errors import CollectiveMismatch, CommTimeout, StateError
 from echelon.world.shm.area import Area
 from echelon.world.shm.futex import fence
 from echelon.world.shm.ring import HEADER_NBYTES, Message, Ring
@@ -114,7 +114,11 @@ class Mailbox:
 
         if not item.complete:
             seconds = self._timeout if timeout is None else timeout
-            area.board.wait(ready, lambda: str(item.ticket), missing, seconds)
+            try:
+                area.board.wait(ready, lambda: str(item.ticket), missing, seconds)
+            except CommTimeout as error:
+                # Who has a timeout of his own may wait again.
+                raise area.board.watch.explained(error) if timeout is None else error from None
         if item.error is not None:
             raise item.error
 

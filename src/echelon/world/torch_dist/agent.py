@@ -30,6 +30,8 @@ from echelon.errors import WorldError
 from echelon.world import tether
 from echelon.world.attempt import Attempt
 from echelon.world.failure import FailureRecord
+from echelon.world.logbook import VARIABLE, Logbook, Phase
+from echelon.world.process_status import ProcessStatus
 from echelon.world.torch_dist.loopback import LoopbackRendezvous
 from echelon.world.torch_dist.rendezvous import LOOPBACK
 
@@ -81,12 +83,19 @@ class LocalAgent(LocalElasticAgent):
         logs: of torch: where the output of ranks goes.
         folder: where a line about each attempt goes.
         grace: seconds.
+        logbook: in which ranks write where they are.
     """
 
     def __init__(
-        self, spec: WorkerSpec, logs: DefaultLogsSpecs, folder: Path, grace: float
+        self,
+        spec: WorkerSpec,
+        logs: DefaultLogsSpecs,
+        folder: Path,
+        grace: float,
+        logbook: Logbook,
     ) -> None:
         super().__init__(spec, logs)
+        self._logbook = logbook
         self.attempts: list[Attempt] = []
         self._folder, self._grace = folder, grace
         self._most = spec.max_restarts + 1
@@ -122,6 +131,7 @@ class LocalAgent(LocalElasticAgent):
         ranks = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
         codes = {rank: _exit_code(pid) for rank, pid in ranks.items()}
         running = {rank: pid for rank, pid in ranks.items() if codes[rank] is None}
+        self._tell_who_never_comes(codes)
         if running and not self._must_kill(codes, running):
             return RunResult(state=WorkerState.HEALTHY)
         if any(codes[rank] != 0 for rank in ranks):
@@ -152,7 +162,17 @@ class LocalAgent(LocalElasticAgent):
             return False
         if self._hurried and not self._hurrying:
             self._hurrying, self._deadline_s = True, min(self._deadline_s, now + HURRY_S)
-        return now >= self._deadline_s
+        # A stopped process is deaf, and where another one has failed there is nothing to save.
+        deaf = self._stop is None and all(map(_is_stopped, running.values()))
+        return now >= self._deadline_s or (deaf and self._told != ())
+
+    def _tell_who_never_comes(self, codes: Mapping[int, int | None]) -> None:
+        """Free ranks that start their world from waiting for one that has ended without it."""
+        entries = self._logbook.entries(len(self.attempts))
+        absent = [rank for rank, code in codes.items() if code == 0 and rank not in entries]
+        for rank, page in enumerate(self._logbook.pages if absent else ()):
+            if rank in entries and entries[rank].phase is Phase.STARTING:
+                page.expect_no_more(absent[0])
 
     def _close_attempt(self, codes: Mapping[int, int], result: RunResult) -> None:
         """Say how an attempt ended, and see that no other follows one that must be the last."""
@@ -171,6 +191,7 @@ class LocalAgent(LocalElasticAgent):
             noticed=tuple(rank for rank, record in records.items() if record.follows),
             stop=None if self._stop is None else self._stop.name,
             hurried=self._hurried,
+            entries=self._logbook.entries(len(self.attempts)),
         )
         if not attempt.restarts:
             self._remaining_restarts = 0
@@ -192,6 +213,11 @@ def _exit_code(pid: int) -> int | None:
     if seen is None:
         return None
     return seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+
+
+def _is_stopped(pid: int) -> bool:
+    status = ProcessStatus.of(pid)
+    return status is not None and status.stopped
 
 
 def _await_exit(rank: int, pid: int) -> int:
@@ -245,7 +271,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options.log_dir.mkdir(parents=True, exist_ok=True)
     logs = DefaultLogsSpecs(log_dir=str(options.log_dir), redirects=files)
-    agent = LocalAgent(spec, logs, options.log_dir, options.grace)
+    logbook = Logbook.create(options.ranks)
+    os.environ[VARIABLE] = logbook.path
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that crashes shows its stack
+    agent = LocalAgent(spec, logs, options.log_dir, options.grace, logbook)
     # torch's agent takes signals that are named here; this one must name some, and uses none.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
     for number in (*STOP_SIGNALS, signal.SIGQUIT):

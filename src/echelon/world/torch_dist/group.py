@@ -54,7 +54,13 @@ class TorchGroup(Group):
         agreement: Agreement | None,
     ) -> None:
         super().__init__(
-            name, list(ranks).index(job.rank), ranks, device, timeout, shares_memory=False
+            name,
+            list(ranks).index(job.rank),
+            ranks,
+            device,
+            timeout,
+            shares_memory=False,
+            note=job.watch.issue,
         )
         self._job = job
         self._connect = connect

@@ -13,6 +13,7 @@ from torch._C import _distributed_c10d as c10d
 
 from echelon.errors import CommError, CommTimeout, RankFailed
 from echelon.world.torch_dist.notices import Notice, Reason, conclude
+from echelon.world.watch import Watch
 
 __all__ = ["Job"]
 
@@ -34,13 +35,14 @@ class Job:
 
     Args:
         store: shared by all ranks; this object writes under ``notice/`` only.
-        rank: of this process in the job.
+        watch: of this rank.
         size: number of ranks that this rank holds the store for; 0 if another one holds it.
     """
 
-    def __init__(self, store: c10d.Store, rank: int, size: int = 0) -> None:
+    def __init__(self, store: c10d.Store, watch: Watch, size: int = 0) -> None:
         self.store = store
-        self.rank = rank
+        self.watch = watch
+        self.rank = watch.rank
         self._stay_for = size
         self._store_gone = False
         self.failure: CommError | None = None
@@ -85,12 +87,17 @@ class Job:
                 self._post(mine)
             others = [rank for rank in ranks if rank != self.rank]
             end = time.monotonic() + (GRACE_LOST_S if knows_more_later else GRACE_S)
+            last = False
             while True:
                 seen = self._ask(lambda: self._read(others)) or {}
                 error, certain = conclude(mine, seen, tuple(ranks), self._store_gone)
-                if certain or self._store_gone or time.monotonic() > end:
+                if certain or self._store_gone or last or time.monotonic() > end:
                     break
-                time.sleep(0.05)
+                # Whoever has ended writes no more, but may have written since we read.
+                last = bool(mine.missing) and all(map(self._has_ended, mine.missing))
+                time.sleep(0.0 if last else 0.05)
+            if isinstance(error, CommTimeout):
+                error = self.watch.explained(error)
             self.failure = error
             if isinstance(error, RankFailed):
                 self._stay_for -= error.failed_rank not in seen  # it will not close its job
@@ -127,6 +134,11 @@ class Job:
         while closed is not None and closed < self._stay_for and time.monotonic() < end:
             time.sleep(0.02)
             closed = self._ask(lambda: self.store.add("closed", 0))
+        self.watch.close()
+
+    def _has_ended(self, rank: int) -> bool:
+        entry = self.watch.entry(rank)
+        return entry is not None and entry.ended
 
     def _post(self, notice: Notice) -> None:
         """Write the first notice of this rank; later ones are its consequences."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, final
@@ -116,13 +116,22 @@ class Peers:
     Args:
         engine: one with tagged messages between any two ranks (gloo).
         timeout: seconds that a rank waits for others in one collective.
+        tell: called with the peer that is waited for, and with None when it has come.
     """
 
-    def __init__(self, engine: Engine, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        rank: int,
+        size: int,
+        timeout: float,
+        tell: Callable[[int | None], None] = lambda peer: None,
+    ) -> None:
         self._engine: Engine | None = engine
         self.rank = rank
         self.size = size
         self.timeout = timeout
+        self._tell = tell
         self.awaited: tuple[int, ...] = ()  # whom this rank waits for now
 
     def others(self) -> list[int]:
@@ -164,6 +173,7 @@ class Peers:
             if work is None:
                 continue
             self.awaited = (peer,)
+            self._tell(peer)
             left = max(deadline - time.monotonic(), 0.001)
             try:
                 work.wait(timedelta(seconds=left))
@@ -171,6 +181,7 @@ class Peers:
                 late = time.monotonic() >= deadline
                 raise PeerLost(_lost(pending, peer, late), late) from error
         self.awaited = ()
+        self._tell(None)
 
     def sever(self) -> None:
         """Break all connections: a wait that is over at once makes gloo close them."""

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import errno
+import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch._C import _distributed_c10d as c10d
 
-from echelon.errors import CommTimeout, WorldError
+from echelon.errors import CommTimeout, StartMismatch, WorldError
 from echelon.world.environment import JobEnvironment
+from echelon.world.facts import difference, encode
 from echelon.world.listeners import announced
+from echelon.world.watch import Watch
 
-__all__ = ["LOOPBACK", "meet", "open_store", "serve_store"]
+__all__ = ["LOOPBACK", "check_start", "meet", "open_store", "serve_store"]
 
 LOOPBACK = "127.0.0.1"
+_START = "the start of the world"
 _GRACE_S = 2.0  # beyond its own limit, for a store that keeps to it
 _SLICE_S = 0.1  # how soon a rank that waits hears that the job cannot start
 
@@ -114,18 +118,23 @@ def _listen(host: str, port: int) -> socket.socket:
     raise AssertionError("the loop returns or raises")
 
 
-def meet(store: c10d.Store, env: JobEnvironment, backend: str, timeout: float) -> None:
+def meet(
+    store: c10d.Store, env: JobEnvironment, backend: str, timeout: float, watch: Watch | None = None
+) -> None:
     """Return when all ranks have come, and were told the same about their job.
 
     Args:
         backend: that this rank is going to use.
         timeout: seconds to wait for the others.
+        watch: of this rank; afterwards it sees those of its host.
 
     Raises:
         WorldError: two processes have one rank, or ranks know of different sizes or backends; the
             same on every rank that has come.
+        RankFailed: a rank has ended, as the launcher knows.
         CommTimeout: names the ranks that have not come.
     """
+    watch = Watch.alone(env.rank) if watch is None else watch
     end = time.monotonic() + timeout
     # torchrun gives ranks out itself, and may use its store again after a restart.
     if not env.agent_store and store.add(f"came/{env.rank}", 1) > 1:
@@ -133,7 +142,12 @@ def meet(store: c10d.Store, env: JobEnvironment, backend: str, timeout: float) -
     mine = f"WORLD_SIZE={env.size}, backend {backend!r}"
     if env.rank == 0:
         store.set("plan", mine)
-    _await(store, lambda: store.check(["plan"]), end, lambda: (0,), timeout)
+
+    def is_planned() -> bool:
+        watch.check(_START)
+        return store.check(["plan"])
+
+    _await(store, is_planned, end, lambda: (0,), timeout)
     plan = store.get("plan").decode()
     if plan != mine:
         _refuse(
@@ -148,7 +162,50 @@ def meet(store: c10d.Store, env: JobEnvironment, backend: str, timeout: float) -
     def missing() -> tuple[int, ...]:
         return tuple(rank for rank in range(env.size) if not store.check([f"here/{rank}"]))
 
-    _await(store, lambda: store.add("num_here", 0) >= env.size, end, missing, timeout)
+    def all_here() -> bool:
+        watch.check(_START)
+        return store.add("num_here", 0) >= env.size
+
+    _await(store, all_here, end, missing, timeout)
+    watch.share(env, store)
+
+
+def check_start(
+    store: c10d.Store, env: JobEnvironment, facts: Mapping[str, Any], timeout: float
+) -> None:
+    """Refuse ranks that were started differently. All ranks call it, after ``meet``.
+
+    Rank 0 reads what all bring, and the others read what it found: so a large job does not send
+    everything to everyone.
+
+    Args:
+        facts: of this rank.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        StartMismatch: on every rank, the first field that differs.
+        CommTimeout: names a rank that did not come.
+    """
+    end = time.monotonic() + timeout
+    keys = [f"facts/{rank}" for rank in range(env.size)]
+    store.set(keys[env.rank], encode(facts).decode())
+    if env.rank == 0:
+
+        def missing() -> tuple[int, ...]:
+            return tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
+
+        _await(store, lambda: store.check(keys), end, missing, timeout)
+        store.set("difference", json.dumps(difference(store.multi_get(keys))))
+    _await(store, lambda: store.check(["difference"]), end, lambda: (0,), timeout)
+    if (found := json.loads(store.get("difference"))) is None:
+        return
+    store.add("num_told", 1)
+    if env.rank == 0:  # which may hold the store, and the others have yet to read it
+        end = time.monotonic() + min(timeout, _GRACE_S)
+        with suppress(CommTimeout):
+            _await(store, lambda: store.add("num_told", 0) >= env.size, end, tuple, timeout)
+    field, values = found
+    raise StartMismatch(field, {int(rank): value for rank, value in values.items()})
 
 
 def _refuse(store: c10d.Store, why: str) -> NoReturn:
@@ -170,6 +227,6 @@ def _await(
         if store.check(["refused"]):
             raise WorldError(store.get("refused").decode())
         if time.monotonic() > end:
-            raise CommTimeout("the start of the world", missing(), timeout)
+            raise CommTimeout(_START, missing(), timeout)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _SLICE_S)

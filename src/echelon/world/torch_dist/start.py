@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import cast, final
 
 import torch
@@ -15,12 +16,15 @@ from torch._C import _distributed_c10d as c10d
 from echelon.errors import ArgumentError, WorldError
 from echelon.world.base import DEFAULT_TIMEOUT_S, World
 from echelon.world.environment import JobEnvironment
+from echelon.world.facts import agree, start_facts
 from echelon.world.listeners import announced
+from echelon.world.steps import Steps
 from echelon.world.torch_dist.group import PeerGroup, TorchGroup
 from echelon.world.torch_dist.job import Job
 from echelon.world.torch_dist.native import NativeGroup
 from echelon.world.torch_dist.peers import Engine, Peers
-from echelon.world.torch_dist.rendezvous import LOOPBACK, meet, open_store
+from echelon.world.torch_dist.rendezvous import LOOPBACK, check_start, meet, open_store
+from echelon.world.watch import Watch
 
 __all__ = ["check_wanted", "connect", "from_process_group"]
 
@@ -44,6 +48,7 @@ def connect(
     device: torch.device,
     timeout: float = DEFAULT_TIMEOUT_S,
     check: bool | None = None,
+    watch: Watch | None = None,
 ) -> World:
     """The world of all ranks of a job. All ranks call it with the same arguments.
 
@@ -55,25 +60,32 @@ def connect(
         device: where the tensors of this rank live; with gloo always the CPU.
         timeout: seconds that a rank waits for others.
         check: compare the calls of all ranks before each collective; None: see ``check_wanted``.
+        watch: of this rank; None: it knows of no others.
 
     Raises:
         CommTimeout: some ranks did not start; names them.
+        StartMismatch: the ranks were started differently; on all of them.
         WorldError: the store or the engine could not start.
     """
     device = torch.device("cpu") if backend == "gloo" else device
+    watch = Watch.alone(env.rank) if watch is None else watch
+    check = check_wanted() if check is None else check
+    facts = start_facts(timeout=timeout, check=check)
     default = dist.group.WORLD  # None if there is none
     if default is not None and backend in _backends(default).values():
-        wrapped = from_process_group(default, device=device, timeout=timeout, check=check)
-        return World(wrapped, backend=backend, local_rank=env.local_rank, close=wrapped.close)
+        group: TorchGroup = _wrapped(default, device, timeout, check, watch)
+        agree(group, facts)
+        return _world(group, backend, env, watch)
     store = open_store(env, timeout)
-    meet(store, env, backend, timeout)
+    meet(store, env, backend, timeout, watch)
+    check_start(store, env, facts, timeout)
     holds_store = env.rank == 0 and not env.agent_store
     maker = _Maker(
-        job=Job(store, env.rank, env.size if holds_store else 0),
+        job=Job(store, watch, env.size if holds_store else 0),
         backend=backend,
         device=device,
         timeout=timeout,
-        check=check_wanted() if check is None else check,
+        check=check,
         loopback=env.one_host and "GLOO_SOCKET_IFNAME" not in os.environ,
         one_host=env.one_host,
     )
@@ -84,7 +96,17 @@ def connect(
             f"rank {env.rank} of {env.size} could not start {backend}: {error}. On several hosts, "
             "GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) names the network interface to use."
         ) from error
-    return World(group, backend=backend, local_rank=env.local_rank, close=group.close)
+    return _world(group, backend, env, watch)
+
+
+def _world(group: TorchGroup, backend: str, env: JobEnvironment, watch: Watch) -> World:
+    return World(
+        group,
+        backend=backend,
+        local_rank=env.local_rank,
+        close=group.close,
+        steps=Steps(watch.step),
+    )
 
 
 def from_process_group(
@@ -110,6 +132,16 @@ def from_process_group(
         >>> # dist.init_process_group("gloo")
         >>> # group = from_process_group(dist.group.WORLD)
     """
+    return _wrapped(group, device, timeout, check, Watch.alone(dist.get_rank()))
+
+
+def _wrapped(
+    group: dist.ProcessGroup,
+    device: torch.device | None,
+    timeout: float,
+    check: bool | None,
+    watch: Watch,
+) -> TorchGroup:
     ranks = tuple(dist.get_process_group_ranks(group))
     if dist.get_rank() not in ranks:
         raise ArgumentError(f"rank {dist.get_rank()} is not in the process group of ranks {ranks}")
@@ -124,7 +156,7 @@ def from_process_group(
         raise ArgumentError(f"the process group serves {list(backends)}, not {device}")
     store = c10d.PrefixStore("echelon", dist.distributed_c10d._get_process_group_store(group))
     maker = _Maker(
-        job=Job(store, dist.get_rank()),
+        job=Job(store, watch),
         backend=backends[kind],
         device=device,
         timeout=timeout,
@@ -175,7 +207,7 @@ class _Maker:
         rank = ranks.index(self.job.rank)
         if self.backend == "gloo":
             engine = self._gloo(store, name, ranks) if made is None else _cpu_engine(made)
-            peers = Peers(engine, rank, len(ranks), self.timeout)
+            peers = Peers(engine, rank, len(ranks), self.timeout, partial(self._tell, ranks))
             return PeerGroup(peers, self.job, name, ranks, self.device, self.make, self.check)
         check = None
         if self.check:
@@ -193,6 +225,9 @@ class _Maker:
             self.make,
             check,
         )
+
+    def _tell(self, ranks: tuple[int, ...], peer: int | None) -> None:
+        self.job.watch.await_rank(None if peer is None else ranks[peer])
 
     def _gloo(self, store: c10d.Store, name: str, ranks: tuple[int, ...]) -> Engine:
         """A new engine for ``ranks``, which says where it listens if other hosts can see it."""

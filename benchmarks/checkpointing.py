@@ -1,0 +1,265 @@
+"""The ranks of the benchmark of checkpoints: what each variant saves and loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoint import BARE, DCP, DCP2, HASH, OURS, TORCH
+from pairs import Variant, alternate
+from peers import Peers
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import echelon as ec
+from echelon.checkpoint import files, step
+from echelon.checkpoint.checksum import Checksum
+
+WIDTH = 1024
+BLOCK_NBYTES = 12 * WIDTH * WIDTH  # parameters, and two states of AdamW, in float32
+
+Trained = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def measure(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
+    """Saving, saving aside, and loading on as many ranks."""
+    place, rounds = Path(settings["folder"]), settings["rounds"]
+    blocks = max(1, round(settings["gib"] * 2**30 / BLOCK_NBYTES))
+    ours, theirs = make_ours(peers, settings["technique"], blocks), make_theirs(settings, blocks)
+    found = {}
+    if settings["technique"] == "ddp":
+        found["hash"] = hashing(peers, rounds)
+    saves = _Saves(peers, place, ours, theirs)
+    found["save"] = alternate(peers.group, saves.variants(), rounds).record()
+    found["async save"] = alternate(peers.group, saves.blocking(), rounds).record()
+    saves.keep()
+    loads = _Loads(peers, place, settings["technique"], blocks)
+    found["load"] = alternate(peers.group, loads.variants(), rounds).record()
+    loads.compare(ours)
+    return found
+
+
+def measure_reshard(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
+    """Loading on three ranks what two have saved."""
+    blocks = max(1, round(settings["gib"] * 2**30 / BLOCK_NBYTES))
+    loads = _Loads(peers, Path(settings["folder"]), settings["technique"], blocks)
+    variants = [one for one in loads.variants() if one.name in (OURS, DCP)]
+    return {"reshard 2 to 3": alternate(peers.group, variants, settings["rounds"]).record()}
+
+
+def hashing(peers: Peers, rounds: int) -> dict[str, Any]:
+    """A checksum of one GiB on one core, in pieces as files are written."""
+    data = memoryview(bytearray(1 << 28))
+
+    def run() -> None:
+        checksum = Checksum()
+        for _ in range(4):
+            for start in range(0, len(data), 1 << 20):
+                checksum.update(data[start : start + (1 << 20)])
+
+    only = frozenset([0])
+    return alternate(peers.group, [Variant(HASH, run, only)], rounds).record()
+
+
+def make_model(blocks: int, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(blocks)))
+
+
+def step_once(model: nn.Module, rank: int) -> Trained:
+    """One step, so that the optimizer has its states."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    generator = torch.Generator().manual_seed(rank)
+    model(torch.randn(2, WIDTH, generator=generator)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def make_ours(peers: Peers, technique: str, blocks: int, seed: int = 0) -> Trained:
+    model = make_model(blocks, seed)
+    if technique == "ddp":
+        return step_once(ec.DDP(model, peers.group), peers.rank)
+    units = ec.units.by_type(nn.Linear)
+    return step_once(ec.FSDP(model, peers.group, units=units), peers.rank)
+
+
+def make_theirs(settings: dict[str, Any], blocks: int, seed: int = 0) -> Trained:
+    model = make_model(blocks, seed)
+    if settings["technique"] == "ddp":
+        return step_once(nn.parallel.DistributedDataParallel(model), dist.get_rank())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return step_once(fully_shard(model, mesh=mesh), dist.get_rank())
+
+
+@contextmanager
+def no_checksums() -> Iterator[None]:
+    """What reading and writing alone take: a checksum that looks at nothing."""
+
+    class Nothing:
+        def update(self, data: object) -> None: ...
+
+        def hexdigest(self) -> str:
+            return "0" * 16
+
+    def no_comparison(*_: object) -> None: ...
+
+    kept = files.Checksum, step.Step.read, step.Step.verify
+    plain_read = step.Step.read
+    files.Checksum = Nothing
+    step.Step.verify = no_comparison
+    step.Step.read = lambda self, tensor, start, values, check=None: plain_read(
+        self, tensor, start, values
+    )
+    try:
+        yield
+    finally:
+        files.Checksum, step.Step.read, step.Step.verify = kept
+
+
+class _Saves:
+    """One state, saved in every way."""
+
+    def __init__(self, peers: Peers, place: Path, ours: Trained, theirs: Trained) -> None:
+        self._peers, self._place, self._ours, self._theirs = peers, place, ours, theirs
+        self._numbers = count()
+        self._waiting: list[Callable[[], object]] = []
+
+    def variants(self) -> list[Variant]:
+        """Until everything is on the disk."""
+        return [
+            self._variant(OURS, self._save),
+            self._variant(BARE, self._save_bare),
+            self._variant(DCP, lambda path: self._dcp(path, 1)),
+            self._variant(DCP2, lambda path: self._dcp(path, 2)),
+            self._variant(TORCH, self._torch),
+        ]
+
+    def blocking(self) -> list[Variant]:
+        """How long training stands still; what goes on afterwards is not timed."""
+        return [
+            self._variant(OURS, self._async_save),
+            self._variant("echelon, whole", self._save),
+            self._variant(DCP, self._async_dcp),
+        ]
+
+    def _variant(self, name: str, save: Callable[[Path], None]) -> Variant:
+        """``save`` into a new folder, on a disk that has nothing else to do."""
+        return Variant(
+            name,
+            lambda: save(self._place / f"save-{next(self._numbers)}"),
+            prepare=self._clear,
+        )
+
+    def _clear(self) -> None:
+        while self._waiting:
+            self._waiting.pop()()
+        self._peers.group.barrier()
+        if self._peers.rank == 0:
+            for path in self._place.iterdir():
+                shutil.rmtree(path)
+            os.sync()
+        self._peers.group.barrier()
+
+    def _async_save(self, path: Path) -> None:
+        model, optimizer = self._ours
+        self._waiting.append(ec.async_save(path, step=0, model=model, optimizer=optimizer).wait)
+
+    def _async_dcp(self, path: Path) -> None:
+        state = dict(zip(("model", "optimizer"), get_state_dict(*self._theirs), strict=True))
+        writer = dcp.FileSystemWriter(path, thread_count=1)
+        self._waiting.append(dcp.async_save(state, storage_writer=writer).result)
+
+    def _save(self, path: Path) -> None:
+        model, optimizer = self._ours
+        ec.save(path, step=0, model=model, optimizer=optimizer)
+
+    def _save_bare(self, path: Path) -> None:
+        with no_checksums():
+            self._save(path)
+
+    def _dcp(self, path: Path, threads: int) -> None:
+        state = dict(zip(("model", "optimizer"), get_state_dict(*self._theirs), strict=True))
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(path, thread_count=threads))
+
+    def _torch(self, path: Path) -> None:
+        """As a script does by hand: each rank what it has, or rank 0 alone where all are alike."""
+        model, optimizer = self._ours
+        alike = isinstance(model, ec.DDP)
+        if not alike or self._peers.rank == 0:
+            path.mkdir(exist_ok=True)
+            state = model.state_dict() if alike else model.sharded_state_dict()
+            with open(path / f"{self._peers.rank}.pt", "wb") as file:
+                torch.save([state, optimizer.state_dict()], file)
+                file.flush()
+                os.fsync(file.fileno())
+        self._peers.group.barrier()
+
+    def keep(self) -> None:
+        """Leave one of each for loading, and nothing else."""
+        self._clear()
+        self._save(self._place / "ours")
+        self._dcp(self._place / "dcp", 1)
+        self._torch(self._place / "torch")
+
+
+class _Loads:
+    """New models that load what was saved; afterwards they have it."""
+
+    def __init__(self, peers: Peers, place: Path, technique: str, blocks: int) -> None:
+        self._peers, self._place, self._technique, self._blocks = peers, place, technique, blocks
+        self._ours = make_ours(peers, technique, blocks, seed=1)
+        self._theirs = make_theirs({"technique": technique}, blocks, seed=1)
+
+    def variants(self) -> list[Variant]:
+        found = [Variant(OURS, self._load), Variant(BARE, self._bare), Variant(DCP, self._dcp)]
+        if self._technique == "ddp":
+            found.append(Variant(TORCH, self._torch))
+        return found
+
+    def _load(self) -> None:
+        model, optimizer = self._ours
+        optimizer.state.clear()  # as of a script that has just started
+        ec.load(self._place / "ours", model=model, optimizer=optimizer)
+
+    def _bare(self) -> None:
+        with no_checksums():
+            self._load()
+
+    def _dcp(self) -> None:
+        model, optimizer = self._theirs
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(state, checkpoint_id=self._place / "dcp")
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+    def _torch(self) -> None:
+        model, optimizer = self._ours
+        with suppress(FileNotFoundError):
+            state, states = torch.load(self._place / "torch" / "0.pt", weights_only=True)
+            model.load_state_dict(state)
+            optimizer.load_state_dict(states)
+
+    def compare(self, saved: Trained) -> None:
+        """The bits must be those that were saved."""
+        self._load()
+        for mine, theirs in zip(self._ours[0].parameters(), saved[0].parameters(), strict=True):
+            assert torch.equal(mine.data, theirs.data)
+            for key, value in saved[1].state[theirs].items():
+                assert torch.equal(self._ours[1].state[mine][key], value), key

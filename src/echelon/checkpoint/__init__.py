@@ -1,0 +1,17 @@
+"""Checkpoints: what a job has at one step, in files that any number of ranks can read back.
+
+::
+
+    format      what the files are; its docstring is the specification
+    header      the beginning of a safetensors file
+    checksum    what tells bytes from other bytes
+    values      Python values as JSON and tensors, exactly
+    bounded     JSON of unknown origin, judged before anything is made from it
+    dtypes      which dtypes can be saved, and their names in files
+
+No file holds a pickle, and reading one never runs what is in it.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,226 @@
+"""``save``, ``async_save``, ``load`` and ``steps``: training states in folders of steps."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon import arguments
+from echelon.checkpoint import files
+from echelon.checkpoint.background import AsyncSave, Background
+from echelon.checkpoint.contents import Contents
+from echelon.checkpoint.council import Council, named
+from echelon.checkpoint.format import step_name
+from echelon.checkpoint.loading import Loaded, Request, folders_to_try, load_step
+from echelon.checkpoint.saving import Saving
+from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointNotFound
+from echelon.world.group import Group
+
+__all__ = ["async_save", "load", "save", "steps"]
+
+Folder = str | os.PathLike[str]
+
+_MOST_STEPS = 10**9 - 1  # the digits of a folder's name
+
+
+def save(
+    directory: Folder,
+    *,
+    step: int,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    keep: int | None = None,
+    rng: bool = True,
+    group: Group | None = None,
+    **state: object,
+) -> Path:
+    """Save the state of a training as one step. All ranks that share it call it.
+
+    Law: after a crash at any instant there is the step or there is not; what there is, is whole.
+
+    Args:
+        directory: of the run; each step is a folder in it. On several hosts, one that all see.
+        step: number of the step; a step is never saved twice.
+        model: plain, or shared by ``DDP``, ``FSDP``, ``Pipeline`` or any of them inside another.
+        optimizer: over its parameters.
+        keep: how many steps to leave, this one among them; None: all.
+        rng: whether the random generators of every rank are saved.
+        group: the ranks that share the state; needed only for plain modules on several ranks.
+        state: anything else by name: further models and optimizers, objects that have
+            ``state_dict()`` and ``load_state_dict()``, and values of Python and tensors, nested.
+
+    Returns:
+        the folder of the step.
+
+    Raises:
+        ArgumentError: an argument or a value cannot be saved, or ranks ask for different saves.
+        CheckpointError: a rank could not write; names it, the path and the errno. Nothing is
+            committed, and older steps are as they were.
+        StateError: in the middle of a training step, or the states of ranks are of different steps.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> layer = nn.Linear(2, 2)
+        >>> save(folder, step=3, model=layer, epoch=1).name
+        'step-000000003'
+        >>> loaded = load(folder, model=layer)
+        >>> loaded.step, loaded.values["epoch"]
+        (3, 1)
+    """
+    contents = _contents({"model": model, "optimizer": optimizer}, state, group)
+    root, step, keep = _checked(directory, step, keep, rng)
+    _settle(contents.group)
+    saving = Saving(Council(contents.group, root), root, step, keep)
+    saving.begin("save", contents, rng=rng)
+    return saving.finish()
+
+
+def async_save(
+    directory: Folder,
+    *,
+    step: int,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    keep: int | None = None,
+    rng: bool = True,
+    group: Group | None = None,
+    **state: object,
+) -> AsyncSave:
+    """Like ``save``, but return when everything is copied, and write while training goes on.
+
+    One save of a group is under way at a time; the next waits for it. The copy takes as much memory
+    of the host as this rank writes, and is kept for the next save.
+
+    Raises:
+        CheckpointError: the save before this one failed, or this one cannot begin. What goes wrong
+            later is raised as ``AsyncSave`` says.
+    """
+    contents = _contents({"model": model, "optimizer": optimizer}, state, group)
+    root, step, keep = _checked(directory, step, keep, rng)
+    _settle(contents.group)
+    saving = Saving(Council(contents.group, root), root, step, keep)
+    saving.begin("async_save", contents, rng=rng)  # from here on all ranks are in async_save
+    optimizers, path = [*contents.optimizers.values()], root / step_name(step)
+    try:
+        background = Background.of(contents.group)
+        return background.start(saving, path, optimizers, contents.device)
+    except BaseException:
+        saving.abandon()
+        raise
+
+
+def load(
+    directory: Folder,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    step: int | None = None,
+    strict: bool = True,
+    fallback: bool = False,
+    rng: bool = True,
+    group: Group | None = None,
+    **state: object,
+) -> Loaded:
+    """Load a step into what is given, in place. All ranks that share it call it.
+
+    The number of ranks and the techniques may be others than when it was saved. What is not given
+    is not loaded; values of Python come back in the result.
+
+    Law: either all of it is loaded, or an error is raised and nothing has changed. Each byte of the
+    checkpoint is compared with its checksum before.
+
+    Args:
+        directory: of the run, or of one of its steps.
+        step: which; None: the newest.
+        strict: whether everything must fit. If not, what fits is loaded, dtypes are converted, and
+            the result says what was left.
+        fallback: if the step is damaged, take the newest older one that is whole, and warn.
+        rng: whether the random generators go on from where they were.
+        state: further models, optimizers and objects with ``load_state_dict()``, by the names under
+            which they were saved.
+
+    Raises:
+        CheckpointNotFound: there is no such step, or no step at all.
+        CheckpointCorrupt: bytes are missing or differ; names file and tensor.
+        CheckpointMismatch: with ``strict``: lists what is missing, unexpected and different.
+        CheckpointError: it cannot be read.
+        ArgumentError: something given cannot take a state, or ranks ask for different loads.
+    """
+    contents = _contents({"model": model, "optimizer": optimizer}, state, group)
+    for name, value in (("strict", strict), ("fallback", fallback), ("rng", rng)):
+        arguments.one_of(name, value, (False, True))
+    if step is not None:
+        step = arguments.whole("step", step, high=_MOST_STEPS)
+    root = _folder(directory)
+    _settle(contents.group)
+    request = Request(root=root, step=step, strict=strict, fallback=fallback, rng=rng)
+    council = Council(contents.group, root)
+    skipped: dict[int, str] = {}
+    for found, folder in folders_to_try(council, contents, request):
+        try:
+            loaded = load_step(council, contents, request, folder)
+        except CheckpointCorrupt as error:
+            if not fallback:
+                raise
+            warnings.warn(f"a damaged checkpoint was passed over: {error}", stacklevel=2)
+            skipped[found] = str(error)
+        else:
+            return replace(loaded, skipped=skipped)
+    raise CheckpointNotFound(
+        "no step is whole:\n" + "\n".join(f"  {one}" for one in skipped.values()), root
+    )
+
+
+def steps(directory: Folder) -> list[int]:
+    """The steps that were committed in ``directory``, oldest first; empty if it is not there.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    root = _folder(directory)
+    try:
+        return files.steps(root)
+    except OSError as error:
+        raise named(error, None) from error
+
+
+def _contents(
+    first: Mapping[str, object], state: Mapping[str, object], group: Group | None
+) -> Contents:
+    model, optimizer = first["model"], first["optimizer"]
+    if model is not None and not isinstance(model, nn.Module):
+        raise ArgumentError(f"model is {model!r:.80}; give a torch.nn.Module")
+    if optimizer is not None:
+        arguments.optimizer(optimizer)
+    if group is not None and not isinstance(group, Group):
+        raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
+    given = {name: one for name, one in first.items() if one is not None}
+    return Contents.sort({**given, **state}, group)
+
+
+def _settle(group: Group | None) -> None:
+    """Wait for the save of ``group`` that is under way; raise what went wrong with it."""
+    background = Background.known(group)
+    if background is not None:
+        background.settle()
+
+
+def _checked(
+    directory: Folder, step: object, keep: object, rng: object
+) -> tuple[Path, int, int | None]:
+    arguments.one_of("rng", rng, (False, True))
+    step = arguments.whole("step", step, high=_MOST_STEPS)
+    return _folder(directory), step, None if keep is None else arguments.whole("keep", keep, low=1)
+
+
+def _folder(directory: Folder) -> Path:
+    if not isinstance(directory, str | os.PathLike) or not str(directory):
+        raise ArgumentError(f"directory is {directory!r:.80}; give the path of a folder")
+    return Path(os.path.abspath(directory))

@@ -1,0 +1,69 @@
+"""The checksum of saved bytes: XXH3-64, as 16 hex digits.
+
+It finds accidents, such as a flipped bit or a block of another file. It is no signature: whoever
+can write the files can write the checksums, too.
+
+Source: Y. Collet, "xxHash fast digest algorithm", specification 0.2.0, section XXH3.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import final
+
+import xxhash
+
+__all__ = ["Checksum", "are_checksums", "checksum", "is_checksum"]
+
+_DIGITS = re.compile(r"[0-9a-f]*")
+_NUM_DIGITS = 16
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """The checksum of ``data``, which is read in place.
+
+    Example:
+        >>> checksum(b"")
+        '2d06800538d394c2'
+    """
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def is_checksum(found: object) -> bool:
+    """Whether ``found`` has the form of a checksum: 16 lower-case hex digits."""
+    return are_checksums([found])
+
+
+def are_checksums(found: Collection[object]) -> bool:
+    """Whether all of ``found`` have the form of a checksum; fast for many."""
+    texts = [one for one in found if type(one) is str]
+    return (
+        len(texts) == len(found)
+        and set(map(len, texts)) <= {_NUM_DIGITS}
+        and _DIGITS.fullmatch("".join(texts)) is not None
+    )
+
+
+@final
+class Checksum:
+    """The checksum of bytes that come in parts.
+
+    Example:
+        >>> parts = Checksum()
+        >>> parts.update(b"one ")
+        >>> parts.update(b"two")
+        >>> parts.hexdigest() == checksum(b"one two")
+        True
+    """
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Add ``data``, which is read in place, after what came before."""
+        self._state.update(data)
+
+    def hexdigest(self) -> str:
+        """The checksum of all that was added so far."""
+        return self._state.hexdigest()

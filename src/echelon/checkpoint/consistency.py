@@ -1,0 +1,213 @@
+"""What must be true of a manifest for its checkpoint to be read: all of it, in one place.
+
+Nothing here trusts a type, because a manifest may have been made by anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.checkpoint.bounded import brief
+from echelon.checkpoint.checksum import are_checksums, is_checksum
+from echelon.checkpoint.dtypes import DTYPES
+from echelon.checkpoint.names import MAX_STEP, is_file_name, is_tensor_name
+from echelon.checkpoint.sizes import TOO_MANY, is_size, tensor_problem
+from echelon.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from echelon.checkpoint.format import Manifest, SavedFile, SavedTensor
+
+__all__ = ["MAX_PIECES", "Inconsistent", "check_manifest"]
+
+Whole = npt.NDArray[np.int64]
+
+MAX_PIECES = 1_000_000
+_MIN_HEADER, _MAX_HEADER = 10, 8 + 100_000_000  # bytes; as in safetensors
+_MAX_THREADS = 2**20
+
+
+@final
+class Inconsistent(ArgumentError):
+    """A manifest that contradicts itself, or is none.
+
+    Attributes:
+        tensor: whose entry it is; None where it belongs to no single tensor.
+    """
+
+    def __init__(self, what: str, tensor: str | None = None) -> None:
+        super().__init__(what if tensor is None else f"{tensor!r}: {what}")
+        self.what, self.tensor = what, tensor
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Refuse a manifest from which a checkpoint cannot be read exactly.
+
+    Raises:
+        Inconsistent: says what is wrong, and in which tensor.
+    """
+    if not is_size(manifest.step, MAX_STEP + 1):
+        raise Inconsistent(f"the step is {brief(manifest.step)}, which is none")
+    for count in manifest.threads:
+        if not is_size(count, _MAX_THREADS) or count == 0:
+            raise Inconsistent(f"a rank has {brief(count)} threads, which cannot be")
+    for package, version in manifest.versions.items():
+        if type(package) is not str or type(version) is not str:
+            raise Inconsistent(f"the version of {brief(package)} is {brief(version)}")
+    _check_files(manifest.files)
+    _check_names(manifest.tensors)
+    tensors = tuple(manifest.tensors.values())
+    for tensor in tensors:
+        problem = tensor_problem(tensor.dtype, tensor.shape)
+        if problem is not None:
+            raise Inconsistent(problem, tensor.name)
+    pieces = _Pieces.of(tensors)
+    _check_ranges(pieces, tensors)
+    _check_places(pieces, tensors, manifest.files)
+
+
+def _check_files(files: tuple[SavedFile, ...]) -> None:
+    last = ""
+    for file in files:
+        if not is_file_name(file.name):
+            raise Inconsistent(f"a file is named {brief(file.name)}, which is no name of a file")
+        if (len(file.name), file.name) <= (len(last), last):
+            raise Inconsistent(f"file {file.name} comes after {last}; files come by rank, once")
+        last = file.name
+        if not (
+            is_size(file.nbytes)
+            and is_size(file.header_nbytes, _MAX_HEADER + 1)
+            and _MIN_HEADER <= file.header_nbytes <= file.nbytes
+        ):
+            raise Inconsistent(
+                f"file {file.name} has {brief(file.nbytes)} bytes, "
+                f"of which {brief(file.header_nbytes)} are its header: that cannot be"
+            )
+        if not is_checksum(file.header_checksum):
+            raise Inconsistent(f"file {file.name}: {_no_checksum(file.header_checksum)}")
+
+
+def _no_checksum(found: object) -> str:
+    return f"{brief(found)} is no checksum"
+
+
+def _check_names(tensors: Mapping[str, SavedTensor]) -> None:
+    seen: set[str] = set()
+    for key, tensor in tensors.items():
+        if key != tensor.name:
+            raise Inconsistent(f"the tensor {brief(tensor.name)} is listed as {brief(key)}")
+        for name in (tensor.name, *tensor.ties):
+            if not is_tensor_name(name):
+                raise Inconsistent(f"a tensor is named {brief(name)}, which cannot be a name")
+            if name in seen:
+                raise Inconsistent(f"two tensors are named {brief(name)}")
+            seen.add(name)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pieces:
+    """All pieces of a manifest, one array for each fact, in order of tensors and then of starts.
+
+    Attributes:
+        tensor: index of the tensor that each belongs to.
+        itemsize: of its elements, in bytes.
+    """
+
+    tensor: Whole
+    itemsize: Whole
+    file: Whole
+    start: Whole
+    numel: Whole
+    offset: Whole
+
+    @classmethod
+    def of(cls, tensors: Sequence[SavedTensor]) -> _Pieces:
+        """The pieces of ``tensors``, once their types are known to be right."""
+        counts = [len(tensor.pieces) for tensor in tensors]
+        if sum(counts) > MAX_PIECES:
+            raise Inconsistent(f"there are {sum(counts)} pieces, more than {MAX_PIECES}")
+        pieces = [piece for tensor in tensors for piece in tensor.pieces]
+        *columns, checksums = zip(*pieces, strict=True) if pieces else [()] * 5
+        owner = np.repeat(np.arange(len(tensors)), counts)
+        for column in columns:
+            if (
+                set(map(type, column)) - {int}
+                or min(column, default=0) < 0
+                or max(column, default=0) >= TOO_MANY
+            ):
+                wrong = next(i for i, found in enumerate(column) if not is_size(found))
+                raise Inconsistent(
+                    f"a piece has {brief(column[wrong])} in it", tensors[owner[wrong]].name
+                )
+        if not are_checksums(checksums):
+            wrong = next(i for i, found in enumerate(checksums) if not is_checksum(found))
+            raise Inconsistent(_no_checksum(checksums[wrong]), tensors[owner[wrong]].name)
+        sizes = np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
+        return cls(owner, sizes[owner], *(np.array(column, np.int64) for column in columns))
+
+
+def _check_ranges(pieces: _Pieces, tensors: Sequence[SavedTensor]) -> None:
+    """Refuse pieces that do not cover their tensors exactly once, in order."""
+    stop = pieces.start + pieces.numel
+    is_first = np.diff(pieces.tensor, prepend=-1) > 0
+    is_last = np.diff(pieces.tensor, append=len(tensors)) > 0
+    expected = np.where(is_first, 0, np.roll(stop, 1))  # each begins where the one before it ends
+    for index in np.flatnonzero((pieces.start != expected) | (pieces.numel == 0))[:1]:
+        raise Inconsistent(
+            f"its pieces cover [0:{expected[index]}], and the next is "
+            f"[{pieces.start[index]}:{stop[index]}]",
+            tensors[pieces.tensor[index]].name,
+        )
+    covered = np.zeros(len(tensors), np.int64)
+    covered[pieces.tensor[is_last]] = stop[is_last]
+    for tensor, numel in zip(tensors, covered.tolist(), strict=True):
+        if numel != prod(tensor.shape):
+            raise Inconsistent(
+                f"its pieces cover {numel} of {prod(tensor.shape)} elements", tensor.name
+            )
+
+
+def _check_places(
+    pieces: _Pieces, tensors: Sequence[SavedTensor], files: Sequence[SavedFile]
+) -> None:
+    """Refuse files of which a byte belongs to no piece, or to two. Ranges must be right."""
+    for index in np.flatnonzero(pieces.file >= len(files))[:1]:
+        raise Inconsistent(
+            f"a piece is in file {pieces.file[index]} of {len(files)}",
+            tensors[pieces.tensor[index]].name,
+        )
+    headers = np.array([one.header_nbytes for one in files], np.int64)
+    lengths = np.array([one.nbytes for one in files], np.int64)
+    ends = pieces.offset + pieces.numel * pieces.itemsize
+    outside = (pieces.offset < headers[pieces.file]) | (ends > lengths[pieces.file])
+    for index in np.flatnonzero(outside)[:1]:
+        one = files[pieces.file[index]]
+        raise Inconsistent(
+            f"it would be bytes {pieces.offset[index]} to {ends[index]} of {one.name}, "
+            f"which has data in bytes {one.header_nbytes} to {one.nbytes}",
+            tensors[pieces.tensor[index]].name,
+        )
+    order = np.lexsort((pieces.offset, pieces.file))
+    file, begin, end = pieces.file[order], pieces.offset[order], ends[order]
+    is_first = np.diff(file, prepend=-1) > 0
+    is_last = np.diff(file, append=len(files)) > 0
+    expected = np.where(is_first, headers[file], np.roll(end, 1))
+    for index in np.flatnonzero(begin != expected)[:1]:
+        raise Inconsistent(
+            f"it begins at byte {begin[index]} of {files[file[index]].name}, where byte "
+            f"{expected[index]} is the first that no other has",
+            tensors[pieces.tensor[order[index]]].name,
+        )
+    covered = headers.copy()
+    covered[file[is_last]] = end[is_last]
+    for one, nbytes in zip(files, covered.tolist(), strict=True):
+        if nbytes != one.nbytes:
+            raise Inconsistent(
+                f"{one.name} has {one.nbytes} bytes, and its header and pieces have {nbytes}"
+            )

@@ -1,0 +1,66 @@
+"""How two steps differ, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from echelon.checkpoint.format import DTYPES, SavedTensor
+from echelon.checkpoint.step import Step
+
+__all__ = ["Difference", "differences"]
+
+
+class Difference(NamedTuple):
+    """One name under which two steps differ.
+
+    Attributes:
+        name: of a tensor, or of what was saved beside tensors.
+        what: how.
+    """
+
+    name: str
+    what: str
+
+
+def differences(one: Step, other: Step) -> Iterator[Difference]:
+    """What differs, in the order of names. Cuts into files and pieces do not count."""
+    mine, theirs = one.manifest.tensors, other.manifest.tensors
+    for name in sorted({*mine, *theirs}):
+        if name not in mine or name not in theirs:
+            yield Difference(name, f"only in {(one if name in mine else other).folder}")
+        else:
+            what = _difference(one, mine[name], other, theirs[name])
+            if what is not None:
+                yield Difference(name, what)
+    for name in sorted({*one.sections, *other.sections}):
+        if one.sections.get(name) != other.sections.get(name):
+            yield Difference(name, "values differ, or are in one of them only")
+
+
+def _difference(one: Step, mine: SavedTensor, other: Step, theirs: SavedTensor) -> str | None:
+    """How two tensors differ; None if they do not."""
+    if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+        return f"{mine.dtype}{list(mine.shape)} and {theirs.dtype}{list(theirs.shape)}"
+    if [(p.start, p.checksum) for p in mine.pieces] == [
+        (p.start, p.checksum) for p in theirs.pieces
+    ]:
+        return None
+    values, others = _read(one, mine), _read(other, theirs)
+    differ = values.view(-1).view(torch.uint8) != others.view(-1).view(torch.uint8)
+    if not bool(differ.any()):
+        return None
+    if not values.is_floating_point():
+        return f"{int((values != others).sum())} of {values.numel()} elements differ"
+    most = (values.double() - others.double()).abs().max().item()
+    count = int(differ.view(values.numel(), -1).any(1).sum())
+    return f"{count} of {values.numel()} elements differ, by at most {most:.3g}"
+
+
+def _read(step: Step, saved: SavedTensor) -> Tensor:
+    values = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+    step.read(saved, 0, values)
+    return values

@@ -1,0 +1,204 @@
+"""Values into JSON and tensors; ``values`` says into which."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import struct
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from echelon.checkpoint.advice import advice_for
+from echelon.checkpoint.bounded import Json
+from echelon.checkpoint.dtypes import dtype_name
+from echelon.checkpoint.kinds import ARRAYS, MAX_BITS, MAX_DEPTH, SCALAR_NAMES, SCALARS, is_simple
+from echelon.errors import ArgumentError
+
+__all__ = ["Encoder"]
+
+_MAX_VALUES = 1_000_000
+_MAX_PATH = 512  # characters; the names of tensors have a limit, too
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")  # keys that are part of a path as they are
+
+
+@final
+class Encoder:
+    """One value on its way into JSON."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._open: set[int] = set()  # the containers that the value at hand is in
+        self._num_values = 0
+
+    def encode(self, value: object, place: str, path: str) -> Json:
+        """The JSON of a value.
+
+        Args:
+            place: of the value, as Python would write it.
+            path: of a tensor here.
+        """
+        self._num_values += 1
+        if self._num_values > _MAX_VALUES:
+            raise ArgumentError(
+                f"{place}: there are more than {_MAX_VALUES} values; give long lists as tensors"
+            )
+        if (simple := _SIMPLE.get(type(value))) is not None:
+            try:
+                return simple(value)
+            except ValueError as error:
+                raise ArgumentError(f"{place} {error}") from None
+        if type(value) is Tensor:
+            return {"$tensor": self._tensor(value, place, path)}
+        if type(value) is np.ndarray:
+            return {"$ndarray": self._array(value, place, path)}
+        container = _CONTAINERS.get(type(value))
+        if container is None:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            raise ArgumentError(
+                f"{place} is a {kind.removeprefix('builtins.')}, which cannot be saved in a "
+                f"checkpoint: give {advice_for(value)}"
+            )
+        if id(value) in self._open:
+            raise ArgumentError(f"{place} contains itself and cannot be saved")
+        if len(self._open) == MAX_DEPTH:
+            raise ArgumentError(f"{place} is in more than {MAX_DEPTH} containers")
+        self._open.add(id(value))
+        found = container(self, value, place, path)
+        self._open.remove(id(value))
+        return found
+
+    def list_of(self, values: Iterable[object], place: str, path: str) -> list[Json]:
+        """The JSON of values in order."""
+        return [
+            self.encode(value, f"{place}[{i}]", _join(path, str(i)))
+            for i, value in enumerate(values)
+        ]
+
+    def set_of(self, values: Set[object], place: str, path: str) -> list[Json]:
+        """The JSON of values without order."""
+        found = []
+        for value in values:
+            found.append(self.encode(value, f"{place}{{{value!r:.40}}}", path))
+            self._check_simple(value, f"a member of {place}")
+        return sorted(found, key=json.dumps)
+
+    def dict_of(self, values: Mapping[Any, object], place: str, path: str) -> Json:
+        """The JSON of a dict: an object where its keys allow it."""
+        if any(type(key) is not str or key.startswith("$") for key in values):
+            return {"$dict": self.pairs_of(values, place, path)}
+        return {str(key): value for key, value in self._entries(values, place, path)}
+
+    def pairs_of(self, values: Mapping[Any, object], place: str, path: str) -> list[Json]:
+        """The JSON of a dict: keys and values in order."""
+        return [[key, value] for key, value in self._entries(values, place, path)]
+
+    def _entries(
+        self, values: Mapping[Any, object], place: str, path: str
+    ) -> Iterable[tuple[Json, Json]]:
+        for i, (key, value) in enumerate(values.items()):
+            found = self.encode(key, f"a key of {place}", path)
+            self._check_simple(key, f"a key of {place}")
+            plain = type(key) is str and _PLAIN.fullmatch(key) is not None
+            own = f"{place}.{key}" if plain and key.isidentifier() else f"{place}[{key!r:.40}]"
+            part = str(key) if plain or type(key) is int else f"#{i}"
+            yield found, self.encode(value, own, _join(path, part))
+
+    @staticmethod
+    def _check_simple(value: object, what: str) -> None:
+        if not is_simple(value):
+            raise ArgumentError(
+                f"{what} is a {type(value).__name__}; give numbers, str, or tuples of these"
+            )
+
+    def _tensor(self, value: Tensor, place: str, path: str) -> str:
+        """Keep a tensor; its path."""
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            raise ArgumentError(
+                f"{place} is a sparse, nested or quantized tensor; give a dense one of its values"
+            )
+        if value.is_meta:
+            raise ArgumentError(f"{place} is a tensor on meta, which has no values to save")
+        try:
+            dtype_name(value.dtype)
+        except ArgumentError as error:
+            raise ArgumentError(f"{place}: {error}") from None
+        # No path begins with "#/", because a part of one is "#" and a number.
+        path = path or "."
+        path = path if len(path) <= _MAX_PATH else f"#/{len(self.tensors)}"
+        self.tensors[path] = value
+        return path
+
+    def _array(self, value: np.ndarray[Any, Any], place: str, path: str) -> str:
+        """Keep an array as a tensor; its path."""
+        if value.dtype not in ARRAYS:
+            raise ArgumentError(
+                f"{place} is an array of {value.dtype}, which no tensor has: give it as one of "
+                f"{', '.join(sorted(map(str, ARRAYS)))}"
+            )
+        flags = value.flags
+        if not (flags.c_contiguous and flags.writeable and flags.aligned):
+            value = value.copy(order="C")  # PyTorch takes no other memory without a warning
+        return self._tensor(torch.from_numpy(value), place, path)
+
+
+def _join(path: str, part: str) -> str:
+    return f"{path}/{part}" if path else part
+
+
+def _int(value: int) -> Json:
+    if value.bit_length() > MAX_BITS:
+        raise ValueError(f"has more than {MAX_BITS} bits; give its to_bytes()")
+    return value if value.bit_length() < 64 else {"$int": hex(value)}
+
+
+def _float(value: float) -> Json:
+    return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+
+
+def _str(value: str) -> Json:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds a surrogate, which is no text; give os.fsencode() of it") from None
+    return value
+
+
+def _scalar(value: np.generic) -> Json:
+    name = SCALAR_NAMES[type(value)]
+    return {"$scalar": [name, np.array(value, SCALARS[name]).tobytes().hex()]}
+
+
+# How a value is written that holds no others.
+_SIMPLE: Mapping[type, Callable[[Any], Json]] = {
+    type(None): lambda value: None,
+    bool: lambda value: value,
+    int: _int,
+    float: _float,
+    complex: lambda value: {"$complex": [_float(value.real), _float(value.imag)]},
+    str: _str,
+    bytes: lambda value: {"$bytes": base64.b64encode(value).decode()},
+    range: lambda value: {"$range": [_int(value.start), _int(value.stop), _int(value.step)]},
+    torch.Size: lambda value: {"$size": list(value)},
+    torch.dtype: lambda value: {"$dtype": str(value).removeprefix("torch.")},
+    torch.device: lambda value: {"$device": str(value)},
+    **dict.fromkeys(SCALAR_NAMES, _scalar),
+}
+
+# How a value is written that holds others: by the encoder, at a place, under a path.
+_CONTAINERS: Mapping[type, Callable[[Encoder, Any, str, str], Json]] = {
+    list: Encoder.list_of,
+    dict: Encoder.dict_of,
+    tuple: lambda encoder, *found: {"$tuple": encoder.list_of(*found)},
+    deque: lambda encoder, value, *at: {"$deque": [encoder.list_of(value, *at), value.maxlen]},
+    set: lambda encoder, *found: {"$set": encoder.set_of(*found)},
+    frozenset: lambda encoder, *found: {"$frozenset": encoder.set_of(*found)},
+    OrderedDict: lambda encoder, *found: {"$ordered": encoder.pairs_of(*found)},
+    Counter: lambda encoder, *found: {"$counter": encoder.pairs_of(*found)},
+}

@@ -1,0 +1,110 @@
+"""States as PyTorch's own functions save them: files of ``torch.save``, and DCP.
+
+Both hold ``{"model": state dict, "optimizer": {"state": ..., "param_groups": ...}}``, the latter by
+the names of parameters, and whatever values there are beside them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.checkpoint.files import sync_folder
+from echelon.checkpoint.interchange.tree import PlainState
+from echelon.errors import ArgumentError, CheckpointCorrupt
+
+__all__ = ["from_nested", "read_torch", "to_nested", "write_torch"]
+
+_MODEL, _OPTIMIZERS = ("model", "state_dict", "model_state_dict"), ("optimizer", "optim")
+
+
+def to_nested(state: PlainState) -> dict[str, Any]:
+    """The one dict that these formats hold."""
+    found: dict[str, Any] = {"model": dict(state.model)}
+    if state.optimizer is not None:
+        found["optimizer"] = dict(state.optimizer)
+    return found | dict(state.values)
+
+
+def from_nested(found: Mapping[str, Any], path: Path) -> PlainState:
+    """A state, from a dict as people make it; or, if it holds tensors alone, those of a model.
+
+    Raises:
+        ArgumentError: there is no model in it, or the optimizer has numbers instead of names.
+    """
+    key = next((one for one in _MODEL if isinstance(found.get(one), Mapping)), None)
+    model = found if key is None else found[key]
+    tensors = {str(name): one for name, one in model.items() if isinstance(one, Tensor)}
+    if not tensors:
+        raise ArgumentError(f"{path} holds no state dict of a model: it has {sorted(found)[:10]}")
+    if key is None:
+        return PlainState(model=tensors)
+    chosen = next((one for one in _OPTIMIZERS if isinstance(found.get(one), Mapping)), None)
+    rest = {str(k): v for k, v in found.items() if k not in (key, chosen)}
+    optimizer = None if chosen is None else _by_name(found[chosen], path)
+    return PlainState(model=tensors, optimizer=optimizer, values=rest)
+
+
+def _by_name(optimizer: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
+    """The state of an optimizer by names; None if it is empty."""
+    groups = optimizer.get("param_groups", [])
+    names: dict[Any, str] = {}
+    for group in groups:
+        known = group.get("param_names", group["params"])
+        names |= dict(zip(group["params"], known, strict=True))
+    if any(not isinstance(name, str) for name in names.values()):
+        raise ArgumentError(
+            f"the optimizer in {path} has numbers of parameters and not their names, so whose its "
+            "states are cannot be known: make it with named_parameters(), or take the weights "
+            "only (--weights-only)"
+        )
+    if not names:
+        return None
+    return {
+        "state": {names[key]: dict(own) for key, own in optimizer.get("state", {}).items()},
+        "param_groups": [
+            {
+                **{key: one for key, one in group.items() if key != "param_names"},
+                "params": [names[param] for param in group["params"]],
+            }
+            for group in groups
+        ],
+    }
+
+
+def read_torch(path: Path) -> dict[str, Any]:
+    """A file of ``torch.save``; nothing in it is executed.
+
+    Raises:
+        CheckpointCorrupt: it is none, or holds more than tensors and plain values.
+    """
+    try:
+        found = torch.load(path, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        raise CheckpointCorrupt(
+            f"torch.load(weights_only=True) does not take it: {str(error).splitlines()[0]}", path
+        ) from error
+    if not isinstance(found, Mapping):
+        raise CheckpointCorrupt(f"holds a {type(found).__name__}, not a dict", path)
+    return dict(found)
+
+
+def write_torch(state: dict[str, Any], path: Path) -> None:
+    """Write such a file, under another name until it is complete."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with open(part, "xb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)

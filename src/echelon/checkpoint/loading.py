@@ -1,0 +1,354 @@
+"""How ranks load together.
+
+::
+
+    rank 0   [1] chooses the step and gives its manifest to all
+    each     [2] finds out which ranges it needs, and what does not fit; nothing has moved
+    each     [3] compares its share of all bytes with their checksums, and reads what nobody sees
+                 yet: states of a new optimizer, values
+    each     [4] gives optimizers and objects their states; who refuses one ends it, undone
+    each     [5] reads into the memory of the model
+
+A bad byte ends [3] on all ranks, before anything that the user can see has changed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, final
+
+import torch
+
+from echelon import events
+from echelon.checkpoint import files
+from echelon.checkpoint.contents import RANDOM, Contents
+from echelon.checkpoint.council import Council
+from echelon.checkpoint.fitting import Fitting, Target
+from echelon.checkpoint.format import step_name, step_of
+from echelon.checkpoint.part import Json
+from echelon.checkpoint.random_states import RandomStates
+from echelon.checkpoint.restoring import Restoring
+from echelon.checkpoint.step import MOST_MANIFEST_NBYTES, PieceKey, Step
+from echelon.errors import (
+    ArgumentError,
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+)
+
+__all__ = ["Loaded", "Request", "folders_to_try", "load_step"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What was loaded.
+
+    Attributes:
+        step: which.
+        path: its folder.
+        values: what was saved and is no model, optimizer or object with a state, by name.
+        missing: what the checkpoint does not have, with ``strict=False``.
+        unexpected: what it has and nothing here took, with ``strict=False``.
+        differing: what was converted to another dtype, or left because of its shape, likewise.
+        apart: of what ranks had values of their own, where another number of ranks has loaded the
+            first one's.
+        skipped: with ``fallback``: newer steps that are damaged, and how.
+    """
+
+    step: int
+    path: Path
+    values: Mapping[str, Any]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    differing: Mapping[str, str] = field(default_factory=dict)
+    apart: tuple[str, ...] = ()
+    skipped: Mapping[int, str] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a user asks of a load.
+
+    Attributes:
+        root: the folder of a run, or of one step.
+        step: which; None: the newest.
+        strict: whether everything has to fit.
+        fallback: whether an older step will do where newer ones are damaged.
+        rng: whether random generators are restored.
+    """
+
+    root: Path
+    step: int | None
+    strict: bool
+    fallback: bool
+    rng: bool
+
+
+def folders_to_try(
+    council: Council, contents: Contents, request: Request
+) -> list[tuple[int, Path]]:
+    """The steps to try, in that order, with their folders. All ranks call it.
+
+    Raises:
+        CheckpointNotFound: there is none.
+        ArgumentError: the ranks are asked for different loads, or something cannot be loaded.
+    """
+    asked: dict[str, Json] = {"call": "load", "directory": str(request.root)}
+    asked |= {"step": request.step, "strict": request.strict, "fallback": request.fallback}
+    asked |= {"rng": request.rng, "names": contents.names}
+
+    def look() -> Json:
+        _check_stateful(contents)
+        return _steps_to_try(request) if council.rank == 0 else None
+
+    found = council.all_do("a request to load", look, asked)[0]
+    return [(step, Path(folder)) for step, folder in found]
+
+
+def _steps_to_try(request: Request) -> list[tuple[int, str]]:
+    root = request.root
+    own = step_of(root.name)
+    if request.step is None and own is not None and root.is_dir():
+        return [(own, str(root))]
+    known = files.steps(root)
+    newest = max(known, default=-1) if request.step is None else request.step
+    if newest not in known:
+        if request.step is None:
+            raise CheckpointNotFound("no step was committed here", root)
+        there = ", ".join(map(str, known)) or "none"
+        raise CheckpointNotFound(f"step {newest} is not there; committed: {there}", root)
+    tried = [step for step in reversed(known) if step <= newest]
+    return [
+        (step, str(root / step_name(step))) for step in tried[: None if request.fallback else 1]
+    ]
+
+
+def load_step(council: Council, contents: Contents, request: Request, folder: Path) -> Loaded:
+    """Load one step. All ranks call it.
+
+    Raises:
+        CheckpointCorrupt: it is damaged; nothing was changed.
+        CheckpointMismatch: with ``strict``, it is of something else; nothing was changed.
+    """
+
+    def read() -> bytes:
+        return files.read_manifest(folder, MOST_MANIFEST_NBYTES)
+
+    data = council.give("the manifest of a load", read)
+    with ExitStack() as stack:
+        loading = _Loading(council, contents, request, folder)
+        council.all_do("the plan of a load", lambda: loading.open(data, stack))
+        loading.compare()
+        facts = {"rank": council.world_rank, "step": loading.step.manifest.step}
+        with events.span("checkpoint.load", nbytes=loading.nbytes, **facts):
+            council.all_do("bytes of a load", loading.verify)
+            try:
+                council.all_do("states of a load", loading.install)
+            except BaseException:
+                loading.undo()
+                raise
+            council.all_do("the end of a load", loading.fill)
+    return loading.loaded()
+
+
+@final
+class _Loading:
+    """One step on its way into what the user has."""
+
+    def __init__(
+        self, council: Council, contents: Contents, request: Request, folder: Path
+    ) -> None:
+        self._council, self._contents, self._request = council, contents, request
+        self._folder = folder
+        self._optimizers: list[Restoring] = []
+        self._states: dict[str, Any] = {}  # of objects, by name
+        self._extras: list[tuple[torch.nn.Module, Any]] = []
+        self._values: dict[str, Any] = {}
+        self._random: Any = None
+        self._unexpected: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank reads."""
+        targets = [*self._fitting.live, *self._fitting.fresh]
+        return sum(target.values.nbytes for target in targets)
+
+    def open(self, data: bytes, stack: ExitStack) -> None:
+        """[2] Read the manifest, and find what fits. Nothing is changed."""
+        self.step = stack.enter_context(Step(self._folder, data))
+        manifest, contents = self.step.manifest, self._contents
+        rank, size = self._council.rank, self._council.size
+        fitting = self._fitting = Fitting(
+            manifest=manifest, path=str(self._folder), rank=rank, size=size
+        )
+        sections = self.step.sections
+        for name, holdings in contents.modules.items():
+            if self._section(name, "module") is not None:
+                for held in holdings.tensors:
+                    fitting.place(held)
+                for extra in holdings.extras:
+                    self._place_extra(sections[name]["extras"], extra.name, extra.module)
+        for name, optimizer in contents.optimizers.items():
+            section = self._section(name, "optimizer")
+            if section is not None:
+                owners = contents.owners
+                self._optimizers.append(Restoring(name, optimizer, section, owners, fitting))
+        for name in contents.objects:
+            section = self._section(name, "object")
+            if section is not None:
+                self._states[name] = fitting.value(section, name)
+        for name, section in sections.items():
+            if section.get("kind") == "value":
+                self._values[name] = fitting.value(section, name)
+        if self._request.rng and sections.get(RANDOM, {}).get("kind") == "random":
+            self._random = fitting.value(sections[RANDOM], RANDOM)
+
+    def _section(self, name: str, kind: str) -> Json | None:
+        """What the step has under a name; notes what does not fit."""
+        section = self.step.sections.get(name)
+        if section is None:
+            self._fitting.missing.append(name)
+        elif section.get("kind") != kind:
+            self._fitting.differing[name] = f"saved as {section.get('kind')}, here {kind}"
+            return None
+        return section
+
+    def _place_extra(self, extras: Json, name: str, module: torch.nn.Module) -> None:
+        if name not in extras:
+            self._fitting.missing.append(name)
+            return
+        self._extras.append((module, self._fitting.value(extras[name], name)))
+
+    def _expected(self) -> list[str]:
+        """The names in the step of what was asked for."""
+        manifest = self.step.manifest
+        asked = {*self._contents.modules, *self._contents.optimizers, *self._contents.objects}
+        names = {
+            name
+            for name in manifest.tensors
+            if name.split("/", 1)[0] in asked and name.split("/", 1)[0] != "own"
+        }
+        for name in self._contents.optimizers:
+            for group in self.step.sections.get(name, {}).get("groups", ()):
+                names |= {f"{name}/{param}" for param in group["params"]}
+        return sorted(names)
+
+    def _used_bits(self) -> str:
+        """Which of the expected names have a place here, a bit each."""
+        used = self._fitting.used
+        return hex(int("0" + "".join("01"[name in used] for name in self._expected()), 2))
+
+    def compare(self) -> None:
+        """[2] Tell the others what does not fit.
+
+        Raises:
+            CheckpointMismatch: with ``strict``, on all ranks.
+        """
+        fitting = self._fitting
+
+        def found() -> Json:
+            problems = [fitting.missing, fitting.differing]
+            if fitting.missing or fitting.differing:
+                return {"problems": problems, "used": self._used_bits()}
+            return {"problems": None, "used": self._used_bits()}
+
+        told = self._council.all_do("what fits of a load", found)
+        used = 0
+        for one in told:
+            used |= int(one["used"], 16)
+        names = self._expected()
+        self._unexpected = tuple(
+            name for i, name in enumerate(names) if not used >> (len(names) - 1 - i) & 1
+        )
+        missing: dict[str, None] = {}
+        differing: dict[str, str] = {}
+        for one in told:
+            if one["problems"] is not None:
+                missing |= dict.fromkeys(one["problems"][0])
+                differing = one["problems"][1] | differing
+        if self._request.strict and (missing or differing or self._unexpected):
+            raise CheckpointMismatch(self._folder, [*missing], self._unexpected, differing)
+        self._missing, self._differing = tuple(missing), differing
+
+    def verify(self) -> None:
+        """[3] Compare checksums, and read what nobody sees."""
+        mine = (self._council.rank, self._council.size)
+        done: set[PieceKey] = set()
+        for target in self._fitting.fresh:
+            done.update(self._read(target, mine))
+        self.step.verify(*mine, done)
+        for target in self._fitting.live:
+            self.step.reach(target.saved, target.start, target.values.numel())
+        if self._random is not None:
+            self._random = RandomStates.of(self._random, self._contents.device, self._folder)
+
+    def _read(self, target: Target, check: tuple[int, int] | None = None) -> list[PieceKey]:
+        return self.step.read(target.saved, target.start, target.values, check)
+
+    def install(self) -> None:
+        """[4] Give out what can be refused. Objects last: they cannot be undone."""
+        for optimizer in self._optimizers:
+            optimizer.install()
+        for name, state in self._states.items():
+            self._contents.objects[name].load_state_dict(state)
+
+    def undo(self) -> None:
+        """Let the optimizers be as they were."""
+        for optimizer in self._optimizers:
+            optimizer.undo()
+
+    def fill(self) -> None:
+        """[5] Change the model."""
+        for holdings in self._contents.modules.values():
+            holdings.before_write()
+        try:
+            for target in self._fitting.live:
+                self._read(target)
+        except (OSError, CheckpointCorrupt) as error:
+            raise CheckpointError(
+                f"could no longer be read when it was being loaded, so the model is changed in "
+                f"part: load again ({error})",
+                self._folder,
+                errno=error.errno,
+            ) from error
+        for module, state in self._extras:
+            module.set_extra_state(state)
+        if self._random is not None:
+            self._random.restore(self._contents.device)
+
+    def loaded(self) -> Loaded:
+        """What is told to the user."""
+        manifest = self.step.manifest
+        threads = torch.get_num_threads()
+        if manifest.threads and threads != manifest.threads[0]:
+            warnings.warn(
+                f"{self._folder} was saved with {manifest.threads[0]} torch threads and this rank "
+                f"has {threads}: results will differ in their last bits",
+                stacklevel=4,
+            )
+        return Loaded(
+            step=manifest.step,
+            path=self._folder,
+            values=MappingProxyType(self._values),
+            missing=self._missing,
+            unexpected=self._unexpected,
+            differing=MappingProxyType(self._differing),
+            apart=tuple(dict.fromkeys(self._fitting.apart)),
+        )
+
+
+def _check_stateful(contents: Contents) -> None:
+    if contents.values:
+        name, value = next(iter(contents.values.items()))
+        raise ArgumentError(
+            f"{name} is a {type(value).__name__}, which cannot take a state back: leave it out, "
+            "and find it in the values of the result"
+        )

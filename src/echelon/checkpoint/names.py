@@ -1,0 +1,79 @@
+"""The names of the folders and files of checkpoints."""
+
+from __future__ import annotations
+
+import re
+from typing import cast
+
+from echelon.errors import ArgumentError
+
+__all__ = [
+    "MAX_STEP",
+    "file_name",
+    "is_file_name",
+    "is_key",
+    "is_tensor_name",
+    "step_name",
+    "step_of",
+]
+
+MAX_STEP = 10**9 - 1  # so that names sort as steps do
+_STEP = re.compile(r"step-([0-9]{9})")
+_FILE = re.compile(r"rank-([0-9]{5,9})\.safetensors")
+_MAX_NAME = 1024  # characters
+_MAX_KEY = _MAX_NAME + 64  # two numbers of at most 19 digits, and what is around them
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters, surrogates
+
+
+def step_name(step: int) -> str:
+    """The name of the folder of a committed checkpoint.
+
+    Raises:
+        ArgumentError: ``step`` is negative or has more than nine digits.
+
+    Example:
+        >>> step_name(10)
+        'step-000000010'
+    """
+    if not 0 <= step <= MAX_STEP:
+        raise ArgumentError(f"step is {step}; give a whole number from 0 to {MAX_STEP}")
+    return f"step-{step:09d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a folder; None for what is not exactly the name of a committed checkpoint.
+
+    Example:
+        >>> step_of("step-000000010"), step_of("step-000000010.tmp")
+        (10, None)
+    """
+    found = _STEP.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+def file_name(rank: int) -> str:
+    """The name of the file that one rank writes.
+
+    Example:
+        >>> file_name(3)
+        'rank-00003.safetensors'
+    """
+    if not 0 <= rank < 10**9:
+        raise ArgumentError(f"rank is {rank}; give a whole number from 0 to {10**9 - 1}")
+    return f"rank-{rank:05d}.safetensors"
+
+
+def is_file_name(found: object) -> bool:
+    """Whether ``found`` is the name of the file of some rank, and so nothing but a plain name."""
+    match = _FILE.fullmatch(found) if type(found) is str else None
+    return match is not None and file_name(int(match[1])) == found
+
+
+def is_tensor_name(found: object) -> bool:
+    """Whether a tensor can have this name: 1 to 1024 characters, none of them for control."""
+    return is_key(found) and len(cast(str, found)) <= _MAX_NAME
+
+
+def is_key(found: object) -> bool:
+    """Whether a range of a tensor can have this key in a file: a name, and perhaps a range."""
+    return type(found) is str and 0 < len(found) <= _MAX_KEY and _UNPRINTABLE.search(found) is None

@@ -1,0 +1,181 @@
+"""One committed step, open for reading: its manifest, and ranges of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self, final
+
+from torch import Tensor
+
+from echelon.checkpoint.checksum import Checksum
+from echelon.checkpoint.facts import check_facts
+from echelon.checkpoint.files import MANIFEST, SavedBytes, check_entries, read_manifest
+from echelon.checkpoint.format import DTYPES, Manifest, SavedPiece, SavedTensor, step_name
+from echelon.checkpoint.reshard import reads
+from echelon.checkpoint.tensors import land, landing, memory_of
+from echelon.errors import CheckpointCorrupt
+
+__all__ = ["Step", "is_whole"]
+
+MOST_MANIFEST_NBYTES = 100 << 20
+_CHUNK_NBYTES = 1 << 18  # read, and hashed while it is in the cache
+_MOST_OPEN = 64  # files; a step of many ranks has more than a process may open
+
+# A piece, by the name of its tensor and its place there.
+PieceKey = tuple[str, int]
+
+
+@final
+class Step:
+    """A step, open for reading. A context manager.
+
+    Args:
+        folder: of the step.
+        data: the bytes of its manifest, if they were read already.
+
+    Raises:
+        CheckpointCorrupt: it is no step, or files are missing, of another size, or too many.
+    """
+
+    def __init__(self, folder: Path, data: bytes | None = None) -> None:
+        self.folder = folder
+        if folder.is_symlink() or not folder.is_dir():
+            raise CheckpointCorrupt("is no folder of a checkpoint", folder)
+        if data is None:
+            data = read_manifest(folder, MOST_MANIFEST_NBYTES)
+        path = str(folder / MANIFEST)
+        self.manifest = Manifest.parse(data, path)
+        check_facts(self.manifest, path)
+        self.sections: Mapping[str, Any] = self.manifest.sections  # of the form that was checked
+        if folder.name.startswith("step-") and folder.name != step_name(self.manifest.step):
+            raise CheckpointCorrupt(f"holds step {self.manifest.step}", folder)
+        check_entries(folder, {file.name: file.nbytes for file in self.manifest.files})
+        self._open: dict[int, SavedBytes] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    def verify(self, rank: int, size: int, done: Container[PieceKey] = ()) -> None:
+        """Compare the bytes of the files that fall to ``rank`` of ``size`` with their checksums.
+
+        Law: the files of all ranks are those of the step.
+
+        Args:
+            done: pieces that were compared already.
+
+        Raises:
+            CheckpointCorrupt: names file and tensor.
+        """
+        buffer = memoryview(bytearray(_CHUNK_NBYTES))
+        for index in range(rank, len(self.manifest.files), size):
+            saved = self.manifest.files[index]
+            head = _hashed(self._file(index), 0, saved.header_nbytes, buffer)
+            if head != saved.header_checksum:
+                raise CheckpointCorrupt("the header differs from its checksum", self._path(index))
+        for tensor, i, piece in self._pieces():
+            if piece.file % size == rank and (tensor.name, i) not in done:
+                nbytes = piece.numel * DTYPES[tensor.dtype].itemsize
+                found = _hashed(self._file(piece.file), piece.offset, nbytes, buffer)
+                if found != piece.checksum:
+                    raise self._differs(tensor, piece)
+
+    def read(
+        self, tensor: SavedTensor, start: int, values: Tensor, check: tuple[int, int] | None = None
+    ) -> list[PieceKey]:
+        """Read the range of ``tensor`` from ``start`` on into ``values``.
+
+        Args:
+            check: a rank and the number of ranks: compare whole pieces that fall to that rank.
+
+        Returns:
+            the pieces that were compared.
+
+        Raises:
+            CheckpointCorrupt: a piece differs from its checksum.
+        """
+        dtype = DTYPES[tensor.dtype]
+        landed = landing(values, dtype)
+        compared = []
+        for read in reads(tensor.pieces, start, values.numel()):
+            piece = tensor.pieces[read.piece]
+            target = memory_of(landed[read.at : read.at + read.numel])
+            file, offset = self._file(piece.file), piece.offset + read.skip * dtype.itemsize
+            falls_to_us = check is not None and piece.file % check[1] == check[0]
+            if falls_to_us and read.numel == piece.numel:
+                if _read_hashed(file, offset, target) != piece.checksum:
+                    raise self._differs(tensor, piece)
+                compared.append((tensor.name, read.piece))
+            else:
+                file.read_into(target, offset)
+        land(values, landed)
+        return compared
+
+    def reach(self, tensor: SavedTensor, start: int, numel: int) -> None:
+        """Open the files of a range, so that nothing but the disk can refuse it later."""
+        if len(self.manifest.files) <= _MOST_OPEN:
+            for read in reads(tensor.pieces, start, numel):
+                self._file(tensor.pieces[read.piece].file)
+
+    def _pieces(self) -> Iterator[tuple[SavedTensor, int, SavedPiece]]:
+        for tensor in self.manifest.tensors.values():
+            for i, piece in enumerate(tensor.pieces):
+                yield tensor, i, piece
+
+    def _file(self, index: int) -> SavedBytes:
+        found = self._open.get(index)
+        if found is None:
+            while len(self._open) >= _MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            saved = self.manifest.files[index]
+            found = self._open[index] = SavedBytes(self._path(index), saved.nbytes)
+        return found
+
+    def _path(self, index: int) -> Path:
+        return self.folder / self.manifest.files[index].name
+
+    def _differs(self, tensor: SavedTensor, piece: SavedPiece) -> CheckpointCorrupt:
+        return CheckpointCorrupt(
+            f"elements {piece.start} to {piece.start + piece.numel} differ from their checksum",
+            self._path(piece.file),
+            tensor=tensor.name,
+        )
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether every byte of a step is as it was written.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        with Step(folder) as step:
+            step.verify(0, 1)
+    except CheckpointCorrupt:
+        return False
+    return True
+
+
+def _hashed(file: SavedBytes, offset: int, nbytes: int, buffer: memoryview) -> str:
+    """The checksum of a range of a file."""
+    checksum = Checksum()
+    for start in range(0, nbytes, len(buffer)):
+        chunk = buffer[: min(len(buffer), nbytes - start)]
+        file.read_into(chunk, offset + start)
+        checksum.update(chunk)
+    return checksum.hexdigest()
+
+
+def _read_hashed(file: SavedBytes, offset: int, target: memoryview) -> str:
+    """Read a range of a file; its checksum."""
+    checksum = Checksum()
+    for start in range(0, len(target), _CHUNK_NBYTES):
+        chunk = target[start : start + _CHUNK_NBYTES]
+        file.read_into(chunk, offset + start)
+        checksum.update(chunk)
+    return checksum.hexdigest()

@@ -1,0 +1,62 @@
+"""The bytes of a tensor in row-major order, wherever and however it lies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from echelon.checkpoint.checksum import Checksum
+from echelon.streams import is_cpu
+
+__all__ = ["bytes_of", "digest_of", "is_plain", "land", "landing", "memory_of"]
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the bytes lie in the memory of the host as they are to be saved."""
+    return (
+        is_cpu(tensor.device)
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Its bytes; the tensor's own memory if they lie there as they are to be."""
+    found = tensor.detach()
+    if not is_plain(found):
+        found = found.resolve_conj().resolve_neg().cpu().contiguous()
+    return memory_of(found.view(-1))
+
+
+def memory_of(flat: Tensor) -> memoryview:
+    """The memory of a plain tensor, 1D."""
+    if not flat.numel():
+        return memoryview(b"")
+    return flat.view(torch.uint8).numpy().data
+
+
+def landing(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where saved elements for ``tensor`` are to be read into, 1D: its own memory if that does.
+
+    Args:
+        dtype: of the saved elements.
+    """
+    if is_plain(tensor) and tensor.dtype == dtype:
+        return tensor.detach().view(-1)
+    return torch.empty(tensor.numel(), dtype=dtype)
+
+
+def land(tensor: Tensor, landed: Tensor) -> None:
+    """Bring what was read to ``tensor``, if it is not there already."""
+    if landed.data_ptr() != tensor.data_ptr() or landed.dtype != tensor.dtype:
+        with torch.no_grad():
+            tensor.detach().copy_(landed.view(tensor.shape))
+
+
+def digest_of(tensor: Tensor) -> str:
+    """A number that differs where dtype, shape or bits differ."""
+    checksum = Checksum()
+    checksum.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    checksum.update(bytes_of(tensor))
+    return checksum.hexdigest()

@@ -1,0 +1,96 @@
+"""``echelon checkpoint``: list, verify, convert and compare what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from echelon.checkpoint import files
+from echelon.checkpoint.difference import differences
+from echelon.checkpoint.format import step_of
+from echelon.checkpoint.interchange.convert import Options, convert, step_at
+from echelon.checkpoint.step import Step
+from echelon.errors import CheckpointCorrupt, CheckpointNotFound
+from echelon.observe.progress import bytes_text
+
+__all__ = ["compare_steps", "convert_state", "list_steps", "verify_steps"]
+
+_SHOWN = 40  # rows of differences
+
+
+def list_steps(folder: Path) -> int:
+    """Print a row for each step; 1 if one cannot be read."""
+    table = Table(box=box.MARKDOWN)
+    for name in ("step", "ranks", "tensors", "size", "torch", "holds"):
+        table.add_column(name, overflow="fold")
+    code = 0
+    for path in _steps(folder):
+        try:
+            with Step(path) as step:
+                manifest = step.manifest
+                table.add_row(
+                    str(manifest.step),
+                    str(manifest.world["size"]),
+                    f"{len(manifest.tensors):,}",
+                    bytes_text(sum(file.nbytes for file in manifest.files)),
+                    manifest.versions.get("torch", ""),
+                    ", ".join(sorted(step.sections)),
+                )
+        except CheckpointCorrupt as error:
+            table.add_row(path.name, "", "", "", "", f"damaged: {error}")
+            code = 1
+    _console().print(table)
+    return code
+
+
+def verify_steps(folder: Path) -> int:
+    """Compare every byte with its checksum, and print a line for each step; 1 if one differs."""
+    code = 0
+    for path in _steps(folder):
+        try:
+            with Step(path) as step:
+                step.verify(0, 1)
+            _console().print(f"{path.name}: whole")
+        except CheckpointCorrupt as error:
+            _console().print(f"{path.name}: damaged: {error}")
+            code = 1
+    return code
+
+
+def convert_state(source: Path, target: Path, options: Options) -> int:
+    """Write another form, and print what was written."""
+    for path in convert(source, target, options):
+        _console().print(f"wrote {path}")
+    return 0
+
+
+def compare_steps(one: Path, other: Path) -> int:
+    """Print how two steps differ; 1 if they do."""
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(Step(step_at(path))) for path in (one, other))
+        found = list(differences(first, second))
+    for name, what in found[:_SHOWN]:
+        _console().print(f"{name}: {what}")
+    if len(found) > _SHOWN:
+        _console().print(f"and {len(found) - _SHOWN} more")
+    if not found:
+        _console().print("the same")
+    return 1 if found else 0
+
+
+def _steps(folder: Path) -> Iterable[Path]:
+    if step_of(folder.name) is not None and folder.is_dir():
+        return [folder]
+    known = files.steps(folder)
+    if not known:
+        raise CheckpointNotFound("no step was committed here", folder)
+    return [step_at(folder, step) for step in known]
+
+
+def _console() -> Console:
+    return Console(soft_wrap=True, highlight=False, markup=False, emoji=False)

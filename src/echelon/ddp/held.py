@@ -1,0 +1,38 @@
+"""What one rank holds of a replicated model: all of it, some of it kept alike."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+from echelon.claims import is_claimed
+from echelon.held import Holdings, Kept, named_extras, named_state, whole
+from echelon.world.group import Group
+
+__all__ = ["holdings_of_replica"]
+
+
+def holdings_of_replica(module: nn.Module, group: Group, sent: Collection[Tensor]) -> Holdings:
+    """All of ``module``, of which every rank of ``group`` has a copy.
+
+    Args:
+        sent: the buffers that rank 0 sends to the others.
+    """
+    sent_ids = {id(buffer) for buffer in sent}
+
+    def kept(tensor: Tensor) -> Kept:
+        if isinstance(tensor, nn.Parameter):
+            return Kept.EQUAL if is_claimed(tensor) else Kept.OWN
+        return Kept.FIRST if id(tensor) in sent_ids else Kept.OWN
+
+    found = [
+        (tensor, whole(names, tensor, group.rank, group.size, kept(tensor)))
+        for names, tensor in named_state(module)
+    ]
+    return Holdings(
+        tensors=tuple(one for _, one in found),
+        params={tensor: (one,) for tensor, one in found if isinstance(tensor, nn.Parameter)},
+        extras=tuple(named_extras(module)),
+        axes=(group,),
+    )

@@ -1,0 +1,81 @@
+"""The exception tree. Each class takes facts and builds its sentence, so messages agree.
+
+::
+
+    EchelonError
+    ├── ArgumentError (ValueError)      a call or an option that cannot be carried out
+    │   ├── RankError                   a rank that is not in the group
+    │   ├── ScheduleError               a pipeline schedule that cannot run
+    │   └── UnsupportedError            a combination that this backend or technique does not have
+    ├── StateError (RuntimeError)       the right call at the wrong time
+    ├── ModelMismatch                   the ranks hold different models
+    ├── StageError                      a stage of a pipeline raised
+    ├── CheckpointError                 a checkpoint that could not be written or read
+    │   ├── CheckpointNotFound          there is no committed checkpoint
+    │   ├── CheckpointCorrupt           its bytes are not those that were written
+    │   └── CheckpointMismatch          it is of another model, optimizer or state
+    ├── NonFiniteError (FloatingPointError)  NaN or Inf in a loss or in gradients
+    ├── WorldError                      a world that could not be started
+    │   ├── SharedMemoryError           not enough shared memory
+    │   └── StartMismatch               the ranks were started differently
+    └── CommError                       ranks that fail to communicate
+        ├── CollectiveMismatch          different collectives at one position
+        ├── RankFailed                  another rank raised, left or died
+        ├── DeadlockError               ranks that wait for one another
+        └── CommTimeout (TimeoutError)  a rank that did not come in time
+"""
+
+from __future__ import annotations
+
+from echelon.errors.base import EchelonError
+from echelon.errors.calls import (
+    ArgumentError,
+    RankError,
+    ScheduleError,
+    StateError,
+    UnsupportedError,
+)
+from echelon.errors.checkpoints import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+)
+from echelon.errors.training import ModelMismatch, NonFiniteError, StageError
+from echelon.errors.worlds import (
+    CollectiveMismatch,
+    CommError,
+    CommTimeout,
+    DeadlockError,
+    RankFailed,
+    SharedMemoryError,
+    StartMismatch,
+    WorldError,
+)
+
+__all__ = [
+    "ArgumentError",
+    "CheckpointCorrupt",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "CheckpointNotFound",
+    "CollectiveMismatch",
+    "CommError",
+    "CommTimeout",
+    "DeadlockError",
+    "EchelonError",
+    "ModelMismatch",
+    "NonFiniteError",
+    "RankError",
+    "RankFailed",
+    "ScheduleError",
+    "SharedMemoryError",
+    "StageError",
+    "StartMismatch",
+    "StateError",
+    "UnsupportedError",
+    "WorldError",
+]
+
+for _name in __all__:  # tracebacks show the name by which everybody imports it
+    globals()[_name].__module__ = __name__

@@ -1,0 +1,86 @@
+"""Checkpoints that could not be written or read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+from echelon.errors.base import MOST_ROWS, EchelonError, revive
+
+__all__ = ["CheckpointCorrupt", "CheckpointError", "CheckpointMismatch", "CheckpointNotFound"]
+
+
+class CheckpointError(EchelonError):
+    """A checkpoint that could not be written or read.
+
+    Attributes:
+        path: of the file or folder.
+        rank: the rank in the group on which it happened; None where it is the same on all.
+        errno: of the operating system; None where it raised nothing.
+    """
+
+    def __init__(
+        self, what: str, path: object, *, rank: int | None = None, errno: int | None = None
+    ) -> None:
+        self.path, self.rank, self.errno = str(path), rank, errno
+        where = "" if rank is None else f"rank {rank}: "
+        super().__init__(f"{where}{self.path}: {what}")
+
+    def on_rank(self, rank: int) -> Self:
+        """The same, which happened on ``rank``."""
+        found = revive(type(self), f"rank {rank}: {self}", {**self.__dict__, "rank": rank})
+        found.__cause__, found.__traceback__ = self.__cause__, self.__traceback__
+        return found
+
+
+class CheckpointNotFound(CheckpointError):
+    """There is no committed checkpoint where one was asked for."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """The bytes of a checkpoint are not those that were written, or are no checkpoint.
+
+    Attributes:
+        tensor: whose bytes they are; None where they belong to no single tensor.
+    """
+
+    def __init__(
+        self, what: str, path: object, *, tensor: str | None = None, rank: int | None = None
+    ) -> None:
+        super().__init__(what if tensor is None else f"{tensor!r}: {what}", path, rank=rank)
+        self.tensor = tensor
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint of another model, optimizer or state; nothing was changed.
+
+    Attributes:
+        missing: what the checkpoint does not have.
+        unexpected: what it has and nothing here takes.
+        differing: what does not fit, by name.
+    """
+
+    def __init__(
+        self,
+        path: object,
+        missing: Sequence[str],
+        unexpected: Sequence[str],
+        differing: Mapping[str, str],
+        *,
+        rank: int | None = None,
+    ) -> None:
+        self.missing, self.unexpected = tuple(missing), tuple(unexpected)
+        self.differing = dict(differing)
+        rows = [f"  missing: {name}" for name in self.missing]
+        rows += [f"  unexpected: {name}" for name in self.unexpected]
+        rows += [f"  {name}: {what}" for name, what in self.differing.items()]
+        shown = rows[:MOST_ROWS]
+        if len(rows) > len(shown):
+            shown.append(f"  and {len(rows) - len(shown)} more")
+        super().__init__(
+            "the checkpoint does not fit, and nothing was loaded:\n"
+            + "\n".join(shown)
+            + "\nBuild what was saved, or load with strict=False what fits.",
+            path,
+            rank=rank,
+        )

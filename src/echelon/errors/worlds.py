@@ -1,0 +1,152 @@
+"""Worlds that could not be started, and ranks that fail to communicate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Self
+
+from echelon.errors.base import EchelonError, ranks_text, revive, rows_text
+
+__all__ = [
+    "CollectiveMismatch",
+    "CommError",
+    "CommTimeout",
+    "DeadlockError",
+    "RankFailed",
+    "SharedMemoryError",
+    "StartMismatch",
+    "WorldError",
+]
+
+
+class WorldError(EchelonError):
+    """A world that could not be started."""
+
+
+class SharedMemoryError(WorldError):
+    """There is not enough shared memory for what was asked."""
+
+    def __init__(self, what: str, needed: int, available: int) -> None:
+        self.needed, self.available = needed, available
+        super().__init__(
+            f"{what} needs {needed / 2**20:.1f} MiB of shared memory and "
+            f"{available / 2**20:.1f} MiB are available: "
+            "use fewer ranks or a smaller model, free memory, or raise the container's limit"
+        )
+
+
+class StartMismatch(WorldError):
+    """The ranks were started differently: other versions, threads or options.
+
+    Attributes:
+        field: the first thing that differs.
+        found: what each rank has, by rank in the job.
+    """
+
+    def __init__(self, field: str, found: Mapping[int, str]) -> None:
+        self.field, self.found = field, dict(found)
+        super().__init__(
+            f"the ranks were started differently: {field} is not the same:\n"
+            f"{rows_text(self.found)}\n"
+            "Start every rank with the same versions, OMP_NUM_THREADS and options."
+        )
+
+
+class CommError(EchelonError):
+    """Ranks that fail to communicate."""
+
+
+class CollectiveMismatch(CommError):
+    """The ranks of one group issued different collectives at the same position.
+
+    Attributes:
+        calls: what each rank issued, by rank inside the group.
+    """
+
+    def __init__(self, group: str, position: int, calls: Mapping[int, str]) -> None:
+        self.calls = dict(calls)
+        super().__init__(
+            f"collective #{position} of group {group!r} differs between ranks:\n"
+            f"{rows_text(self.calls)}\n"
+            "All ranks of a group must issue the same collectives in the same order."
+        )
+
+    @classmethod
+    def of_parts(cls, group: str, position: int, calls: Mapping[int, str]) -> Self:
+        """Ranks that expect other parts of an all-to-all than their peers send."""
+        message = (
+            f"the parts of all_to_all_single #{position} of group {group!r} do not fit together:\n"
+            f"{rows_text(calls)}\n"
+            "What rank s sends to rank r (input_splits[r] there) must be what r expects from s "
+            "(output_splits[s])."
+        )
+        return revive(cls, message, {"calls": dict(calls)})
+
+    @classmethod
+    def of_message(cls, group: str, calls: Mapping[int, str]) -> Self:
+        """A send and a receive that found each other and do not fit."""
+        rows = "\n".join(f"  rank {rank}: {text}" for rank, text in sorted(calls.items()))
+        message = (
+            f"a message in group {group!r} is received as something else than was sent:\n{rows}\n"
+            "The receiver must give a tensor of the same dtype and number of elements."
+        )
+        return revive(cls, message, {"calls": dict(calls)})
+
+
+class RankFailed(CommError):
+    """Another rank raised an exception, left or died while this one needed it.
+
+    Attributes:
+        failed_rank: rank of the one that failed, in the job.
+    """
+
+    def __init__(self, failed_rank: int, cause: str, doing: str) -> None:
+        self.failed_rank, self.cause, self.doing = failed_rank, cause, doing
+        super().__init__(f"rank {failed_rank} {cause}, while this rank was in {doing}")
+
+
+class DeadlockError(CommError):
+    """Ranks wait for one another and none of them can go on.
+
+    Attributes:
+        waits: for each rank that waits, the call it is in and the ranks that have not come.
+    """
+
+    def __init__(
+        self, waits: Mapping[int, tuple[str, Sequence[int]]], finished: Iterable[int]
+    ) -> None:
+        self.waits = {rank: (call, tuple(missing)) for rank, (call, missing) in waits.items()}
+        gone = sorted(finished)
+        rows = "\n".join(
+            f"  rank {rank} waits in {call} for {ranks_text(missing)}"
+            for rank, (call, missing) in sorted(self.waits.items())
+        )
+        left = f"\n  {ranks_text(gone)} returned already" if gone else ""
+        super().__init__(f"deadlock: no rank can go on\n{rows}{left}")
+
+
+class CommTimeout(CommError, TimeoutError):
+    """A rank did not come in time.
+
+    Attributes:
+        missing: the ranks (in the job) that were waited for.
+        doing: the call that waited, with its place.
+        seconds: how long.
+        others: what is known of the other ranks, a row each.
+        stuck: the ranks that hold up the others, and what each was found to do; empty where
+            nothing is known of them.
+    """
+
+    def __init__(
+        self,
+        doing: str,
+        missing: Sequence[int],
+        seconds: float,
+        others: str = "",
+        *,
+        stuck: Mapping[int, str] | None = None,
+    ) -> None:
+        self.doing, self.missing, self.seconds = doing, tuple(missing), seconds
+        self.others, self.stuck = others, dict(stuck or {})
+        tail = f"\n{others}" if others else ""
+        super().__init__(f"{doing} waited {seconds:.1f} s for {ranks_text(missing)} in vain{tail}")

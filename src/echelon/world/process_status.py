@@ -1,0 +1,69 @@
+"""What the kernel says of a process: what it does now, and whether it is still the same one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, final
+
+__all__ = ["ProcessStatus", "activity"]
+
+_PROC = Path("/proc")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ProcessStatus:
+    """One look at ``/proc/PID/stat``.
+
+    Attributes:
+        state: the kernel's letter, such as ``R`` for one that runs.
+        parent: the process that started it.
+        born: when, in clock ticks since the machine started; tells it from one with its number.
+    """
+
+    state: str
+    parent: int
+    born: int
+
+    @classmethod
+    def of(cls, pid: int) -> Self | None:
+        """The status of a process; None where it has ended and nobody waits for it."""
+        fields = _fields(_PROC / str(pid) / "stat")
+        return cls(fields[0], int(fields[1]), int(fields[19])) if fields else None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, and only its parent has not looked."""
+        return self.state in "ZX"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped it."""
+        return self.state in "Tt"
+
+
+def activity(pid: int, thread: int | None = None) -> str:
+    """What a process does that is in no communication, as it reads after the name of its rank.
+
+    Args:
+        thread: the kernel's number of the only thread to look at; None: of all.
+    """
+    tasks = _PROC / str(pid) / "task"
+    paths = [tasks / str(thread)] if thread is not None else sorted(tasks.glob("*"))
+    states = [fields[0] for path in paths if (fields := _fields(path / "stat"))]
+    if not states or states[0] in "ZX":
+        return "has ended"
+    if states[0] in "Tt":
+        return "is stopped by SIGSTOP or a debugger"
+    if "R" in states:
+        return "computes outside communication"
+    return "waits for a device" if "D" in states else "sleeps or waits outside communication"
+
+
+def _fields(path: Path) -> list[str]:
+    """What follows the name in a ``stat`` file; empty where there is none any more."""
+    try:
+        return path.read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []

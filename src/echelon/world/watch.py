@@ -1,0 +1,186 @@
+"""What a process tells of itself in the logbook of its host, and finds out about the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, Self, final
+
+from echelon.errors import CommTimeout, RankFailed
+from echelon.world import stacks
+from echelon.world.hang import Finding, explained
+from echelon.world.logbook import VARIABLE, Entry, Logbook, Phase
+from echelon.world.process_status import activity
+
+if TYPE_CHECKING:
+    from echelon.world.environment import JobEnvironment
+    from echelon.world.work import Ticket
+
+__all__ = ["Store", "Watch"]
+
+
+class Store(Protocol):
+    """Where ranks leave notes for each other; every store of ``torch.distributed`` is one."""
+
+    def set(self, key: str, value: str) -> None:
+        """Leave a note."""
+
+    def get(self, key: str) -> bytes:
+        """Read a note; waits until it is there."""
+
+
+@final
+class Watch:
+    """One rank's page in the logbook of its host, and its view of the other pages.
+
+    Args:
+        logbook: of the ranks of this host.
+        index: of this rank's page.
+        rank: in the job.
+        attempt: how often the launcher has restarted the job.
+
+    Attributes:
+        is_shared: whether the other ranks of the host have their pages in the same logbook.
+    """
+
+    def __init__(self, logbook: Logbook, index: int, rank: int, attempt: int = 0) -> None:
+        self.rank = rank
+        self.is_shared = True
+        self._attempt = attempt
+        self._enter(logbook, index)
+
+    @classmethod
+    def alone(cls, rank: int, attempt: int = 0) -> Self:
+        """A watch that knows of no other rank."""
+        watch = cls(Logbook.private(), 0, rank, attempt)
+        watch.is_shared = False
+        return watch
+
+    @classmethod
+    def of_job(cls, job: JobEnvironment, environ: Mapping[str, str]) -> Self:
+        """The watch of a rank of ``job``, in the logbook of its launcher if that has one."""
+        path = environ.get(VARIABLE)
+        # A launcher in another container cannot be reached, and a rank can do without.
+        with suppress(OSError):
+            if path:
+                logbook = Logbook.open(path)
+                if job.local_rank < len(logbook.pages):
+                    return cls(logbook, job.local_rank, job.rank, job.attempt)
+        return cls.alone(job.rank, job.attempt)
+
+    def share(self, job: JobEnvironment, store: Store) -> None:
+        """Have one logbook for all ranks of this host, if there is none. All ranks call it."""
+        if self.is_shared or job.local_size == 1:
+            return
+        # Local ranks are numbered by container: there, processes can reach each other.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        key = f"logbook/{boot}/{os.readlink('/proc/self/ns/pid')}"
+        if job.local_rank == 0:
+            logbook = Logbook.create(job.local_size)
+            store.set(key, logbook.path)
+        else:
+            logbook = Logbook.open(store.get(key).decode())
+        self.is_shared = True
+        self._enter(logbook, job.local_rank)
+
+    def _enter(self, logbook: Logbook, index: int) -> None:
+        self._logbook = logbook  # owns the memory
+        self._page = logbook.pages[index]
+        self._page.enter(self.rank, self._attempt)
+        if self.is_shared:
+            self._page.offer_stacks(stacks.offer())
+
+    # What this rank tells --------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Note that this rank has its world."""
+        self._page.move(Phase.RUNNING)
+
+    def close(self) -> None:
+        """Note that this rank has closed its world; it answers no more."""
+        self._page.offer_stacks(None)
+        self._page.move(Phase.CLOSED)
+
+    def issue(self, ticket: Ticket) -> None:
+        """Note the last call."""
+        self._page.issue(ticket)
+
+    def step(self, number: int) -> None:
+        """Note how many optimizer steps this rank has made."""
+        self._page.step(number)
+        # A script takes the signal at its start, so to look ever more rarely is enough.
+        if not number & (number - 1) and not stacks.is_ours():
+            self._page.offer_stacks(None)
+
+    def await_rank(self, rank: int | None) -> None:
+        """Note for whom in the job this rank waits; None: for nobody any more."""
+        self._page.await_rank(rank)
+
+    # What it finds out -----------------------------------------------------------------------
+
+    def check(self, doing: str) -> None:
+        """Look whether the launcher knows that some rank will never come.
+
+        Raises:
+            RankFailed: names it.
+        """
+        gone = self._page.gone
+        if gone is not None:
+            raise RankFailed(gone, "ended before it called echelon.init()", doing)
+
+    def entry(self, rank: int) -> Entry | None:
+        """The page of ``rank`` (in the job); None if it is not on this host."""
+        return self._logbook.entries(self._attempt).get(rank)
+
+    def explained(self, error: CommTimeout) -> CommTimeout:
+        """``error`` with what the ranks of this host do that hold up the others."""
+        if not self.is_shared:
+            return error
+        entries = self._logbook.entries(self._attempt)
+        roots = {self._root(rank, entries) for rank in error.missing}
+        dumps = stacks.ask(entries.values())
+        found = [self._finding(rank, entries, dumps) for rank in sorted(roots)]
+        findings = [finding for finding in found if finding is not None]
+        return explained(error, findings, dumps) if findings else error
+
+    def _root(self, rank: int, entries: Mapping[int, Entry]) -> int:
+        """The rank that ``rank`` waits for, through others that wait, too."""
+        seen = {self.rank}
+        root = rank
+        while root in entries and root not in seen:
+            seen.add(root)
+            awaited = entries[root].awaited
+            if awaited is None:
+                return root
+            root = awaited
+        return rank if root in seen else root  # in a circle nobody is first
+
+    def _finding(
+        self, rank: int, entries: Mapping[int, Entry], dumps: Mapping[int, str]
+    ) -> Finding | None:
+        entry = entries.get(rank)
+        if entry is None:
+            return None
+        if entry.ended:
+            doing = "has ended"
+        elif entry.phase is Phase.CLOSED:
+            doing = "has closed its world"
+        elif entry.awaited is not None:
+            doing = f"waits for rank {entry.awaited}"
+        else:
+            doing = activity(entry.pid)
+        silence = "its process did not answer"
+        if entry.stacks is None:
+            silence = "the script has its own use for SIGUSR2"
+        elif "stopped" in doing:
+            silence = "a process that is stopped cannot tell it"
+        return Finding(
+            rank=rank,
+            where=entry.where,
+            activity=doing,
+            call=entry.call,
+            stack=stacks.of_thread(dumps.get(rank, ""), entry.thread),
+            silence=silence,
+        )

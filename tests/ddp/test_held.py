@@ -1,0 +1,162 @@
+"""What a rank holds of a replicated model: all of it, and how it is kept like the others'."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+import echelon as ec
+from echelon.errors import StateError
+from echelon.held import Kept
+from echelon.world.base import World
+from tests.ddp.models import TiedLanguageModel, rows, share, token_loss, tokens
+from tests.holding import check_optimizer, filled, joined, same, write
+from tests.worlds import KINDS, run_world
+
+
+def normed() -> nn.Sequential:
+    """Has buffers that change in forward."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+
+
+def batch(world: World, step: int) -> torch.Tensor:
+    return share(rows(step, world.size, per_rank=3), world.rank, world.size)
+
+
+def train(world: World, model: nn.Module, steps: int) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(steps):
+        model(batch(world, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def all_of_it_is_held_by_everyone(world: World) -> None:
+    torch.manual_seed(world.rank)  # rank 0's weights go to all
+    model = ec.DDP(TiedLanguageModel(), world.group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(2):
+        mine = [share(part, world.rank, world.size) for part in tokens(step, world.size)]
+        token_loss(model, *mine).backward()
+        optimizer.step()
+    holdings = model.holdings()
+    check_optimizer(holdings, optimizer)
+    same(joined(holdings, world.group), model.state_dict())
+    assert {one.kept for one in holdings.tensors} == {Kept.EQUAL}
+    assert holdings.tensors[1].names == ("embedding.weight", "head.weight")
+    assert holdings.axes == model.shared_over() == (world.group,)
+
+
+def what_is_written_is_loaded(world: World) -> None:
+    """No rank needs the buffers of another one afterwards, though theirs differed before."""
+    for sends in (True, False):
+        model = ec.DDP(normed(), world.group, broadcast_buffers=sends)
+        train(world, model, 2)
+        model(batch(world, 2))  # buffers differ now, and it is known that they do
+        weights = filled(normed(), 7).state_dict()
+        write(model.holdings(), weights)
+        same(model.state_dict(), weights)
+        plain = normed()
+        plain.load_state_dict(weights)
+        x = batch(world, 5)
+        for one in (model, plain):
+            one.eval()
+        assert torch.equal(model(x), plain(x))
+        expected = ec.DDP(plain, world.group, broadcast_buffers=sends)
+        for one in (model, expected):
+            one.train()
+            train(world, one, 2)
+        same(model.state_dict(), expected.state_dict())
+
+
+def run_all(world: World) -> None:
+    all_of_it_is_held_by_everyone(world)
+    what_is_written_is_loaded(world)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_ranks_hold_all_of_the_model_and_what_is_written_is_loaded(kind: str) -> None:
+    run_world(kind, run_all, 3)
+
+
+def test_of_buffers_the_first_counts_if_they_are_sent_and_otherwise_each_its_own() -> None:
+    def main(world: World) -> None:
+        for sends, kept in ((True, Kept.FIRST), (False, Kept.OWN)):
+            model = ec.DDP(normed(), world.group, broadcast_buffers=sends)
+            train(world, model, 2)
+            model.module.register_buffer("late", torch.zeros(2))  # which is never sent
+            by_name = {one.name: one for one in model.holdings().tensors}
+            assert by_name["1.running_mean"].kept is kept
+            assert by_name["1.num_batches_tracked"].kept is kept
+            assert by_name["late"].kept is Kept.OWN
+            found = joined(model.holdings(), world.group)["1.running_mean"]
+            first = model.module[1].running_mean.clone()
+            world.group.broadcast(first, 0)
+            assert torch.equal(found, first)
+            model(batch(world, 3))  # with the buffers of rank 0, if they are sent
+            began = torch.equal(0.9 * first + 0.1 * mean_of(model, world), running(model))
+            assert began == (sends or world.rank == 0)
+
+    run_world("threads", main, 3)
+
+
+def running(model: nn.Module) -> torch.Tensor:
+    mean: torch.Tensor = model.module[1].running_mean
+    return mean
+
+
+@torch.no_grad()
+def mean_of(model: nn.Module, world: World) -> torch.Tensor:
+    """What the last batch adds to the running mean."""
+    mean: torch.Tensor = model.module[0](batch(world, 3)).mean(0)
+    return mean
+
+
+def test_ignored_parameters_are_each_ranks_own() -> None:
+    def main(world: World) -> None:
+        plain = normed()
+        model = ec.DDP(plain, world.group, ignored=[plain[2]])
+        kept = {one.name: one.kept for one in model.holdings().tensors}
+        own = {name for name, one in kept.items() if one is Kept.OWN}
+        assert own == {"2.weight", "2.bias"}
+        clone = copy.deepcopy(model)
+        assert kept == {one.name: one.kept for one in clone.holdings().tensors}
+
+    run_world("threads", main, 2)
+
+
+def test_names_are_those_of_a_model_that_was_not_compiled() -> None:
+    def main(world: World) -> None:
+        plain = normed()
+        plain[2] = torch.compile(plain[2], backend="eager")
+        model = ec.DDP(torch.compile(plain, backend="eager"), world.group)
+        assert joined(model.holdings(), world.group).keys() == normed().state_dict().keys()
+
+    run_world("threads", main, 2)
+
+
+def test_what_is_asked_for_at_the_wrong_time_is_refused() -> None:
+    def main(world: World) -> None:
+        model = ec.DDP(normed(), world.group)
+        asked: list[str] = []
+
+        def ask(_: Any) -> None:
+            with pytest.raises(StateError, match="inside backward"):
+                model.holdings()
+            asked.append("once")
+
+        hidden = model(batch(world, 0))
+        model.module[0].weight.register_hook(ask)
+        hidden.sum().backward()
+        assert asked == ["once"]
+        model.holdings()
+        model.unwrap()
+        with pytest.raises(StateError, match="taken off"):
+            model.holdings()
+
+    run_world("threads", main, 2)

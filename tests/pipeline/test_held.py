@@ -1,0 +1,249 @@
+"""What a rank holds of a model in stages: every tensor of the model is held, and can be written."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+import echelon as ec
+from echelon.checkpoint.modules import group_of
+from echelon.errors import ArgumentError
+from echelon.held import Kept
+from echelon.world.base import World
+from tests.holding import check_optimizer, filled, joined, same, write
+from tests.pipeline.models import build, mse
+from tests.pipeline.split_models import LENGTH, VOCABULARY, Block, Decoder, loss_fn
+from tests.worlds import run_world
+
+CLOSE = {"rtol": 1e-11, "atol": 1e-12}
+ROWS = 4
+
+
+def plan(schedule: str, **options: Any) -> ec.Plan:
+    chunks = 1 if schedule in ("1f1b", "zb-h1") else 2
+    return ec.Plan(pp=2, microbatches=3, schedule=schedule, chunks=chunks, **options)
+
+
+def tokens_of(step: int, rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens, target = torch.randint(VOCABULARY, (2, rows, LENGTH), generator=generator)
+    return tokens, target
+
+
+def decoder() -> nn.Module:
+    torch.manual_seed(0)
+    return Decoder().double()
+
+
+def is_held_and_loaded(world: World, plan: ec.Plan) -> None:
+    """After steps on other batches each; then with the values that were written."""
+    plain = decoder()
+    stages = ec.pipeline.split(copy.deepcopy(plain), plan.pp * plan.chunks)
+    units = ec.units.by_type(Block) if plan.shard > 1 else None
+    pipe = ec.parallelize(stages, plan, world, loss_fn=loss_fn, units=units)
+    assert isinstance(pipe, ec.Pipeline)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    lines = plan.dp * plan.shard
+    mine = slice(ROWS * (world.rank % lines), ROWS * (world.rank % lines + 1))
+
+    def accumulate(step: int, *, finalize: bool) -> None:
+        x, y = tokens_of(step, ROWS * lines)
+        loss_fn(plain(x), y).backward()
+        pipe.step(x[mine], target=y[mine], finalize=finalize)
+
+    def train(step: int) -> None:
+        accumulate(step, finalize=True)
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+
+    for step in range(2):
+        train(step)
+    holdings = pipe.holdings()
+    check_optimizer(holdings, optimizer)
+    same(joined(holdings, world.group), plain.state_dict(), **CLOSE)
+    group = group_of([pipe], None)
+    assert group is not None
+    assert group.ranks == world.group.ranks
+
+    accumulate(5, finalize=False)  # gradients are kept, and perhaps whole parameters
+    weights = filled(plain, 7).state_dict()
+    write(holdings, weights)
+    x, y = tokens_of(9, ROWS)
+    found = pipe.eval_step(x, target=y, loss_everywhere=True)
+    torch.testing.assert_close(found, loss_fn(plain(x), y).detach(), **CLOSE)
+    train(6)
+    same(joined(pipe.holdings(), world.group), plain.state_dict(), **CLOSE)
+
+
+def all_are(world: World, plans: list[ec.Plan]) -> None:
+    for one in plans:
+        try:
+            is_held_and_loaded(world, one)
+        except BaseException as error:
+            error.add_note(repr(one))
+            raise
+
+
+SMALL = {"min_num_params": 0}
+FLAT = {"use_orig_params": False}
+KEPT = ec.Strategy.SHARD_GRAD_OP
+PLANS: dict[str, list[ec.Plan]] = {
+    "threads": [
+        plan("zb-v", dp=2),  # embedding and head on one rank
+        plan("1f1b", dp=2),
+        plan("zb-v", shard=2, fsdp=SMALL),
+        plan("1f1b", shard=2, fsdp={"layout": "rows", **SMALL}),
+        plan("interleaved", shard=2, fsdp={"min_num_params": 30}),
+        plan("zb-h1", shard=2, fsdp={**FLAT, **SMALL}),
+        plan("1f1b", shard=2, strategy=KEPT, pipeline={"reduce_every": "microbatch"}),
+    ],
+    "processes": [plan("1f1b", dp=2), plan("zb-v", shard=2, fsdp=SMALL)],
+    "gloo": [
+        plan("1f1b", shard=2, fsdp=SMALL),
+        plan("interleaved", shard=2, pipeline={"window_nbytes": 0}, fsdp=SMALL),
+        plan("zb-v", shard=2, strategy=KEPT, fsdp=SMALL),
+        plan("1f1b", shard=2, fsdp=FLAT),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_stages_of_all_ranks_are_the_model_and_can_be_written(kind: str) -> None:
+    run_world(kind, all_are, 4, (PLANS[kind],))
+
+
+def test_stages_on_a_mesh_of_three_axes_are_the_model_and_can_be_written() -> None:
+    plans = [plan("1f1b", dp=2, shard=2, fsdp=SMALL), plan("zb-v", dp=2, shard=2)]
+    run_world("threads", all_are, 8, (plans,))
+
+
+def test_stages_that_nobody_replicates_are_the_model_and_can_be_written() -> None:
+    run_world("threads", all_are, 2, ([plan("1f1b"), plan("zb-v")],))
+
+
+# --- what is said of them ------------------------------------------------------------------------
+
+
+def test_a_parameter_that_stages_share_has_all_names_and_numbered_copies() -> None:
+    def main(world: World, one: ec.Plan, copies: int) -> None:
+        stages = ec.pipeline.split(decoder(), one.pp * one.chunks)
+        pipe = ec.parallelize(stages, one, world, loss_fn=loss_fn)
+        held = {name: held for held in pipe.holdings().tensors for name in held.names}
+        for shared in (held[name] for name in held if name == "head.weight"):
+            assert shared.names == ("inner.embed.weight", "head.weight")
+            assert shared.is_whole
+            assert shared.kept is Kept.EQUAL
+            assert shared.num_copies == copies
+        seen = world.group.all_gather_object({one.name: one.copy for one in held.values()})
+        found = [own["inner.embed.weight"] for own in seen if "inner.embed.weight" in own]
+        assert sorted(found) == list(range(copies))
+
+    for one, copies in (
+        (plan("1f1b"), 2),
+        (plan("zb-v"), 1),
+        (plan("1f1b", dp=2), 4),
+        (plan("1f1b", shard=2), 4),
+        (plan("zb-v", shard=2), 2),
+        (plan("1f1b", dp=2, shard=2), 8),
+    ):
+        run_world("threads", main, one.num_ranks, (one, copies))
+
+
+class Frozen(nn.Module):
+    """A stage with nothing to train: a buffer, and a parameter that stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.full((6,), 0.5, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.shift
+
+
+def test_a_stage_without_a_wrapper_is_each_ranks_own_of_all_that_have_it() -> None:
+    def main(world: World, one: ec.Plan) -> None:
+        stages = [*build("plain", 1), Frozen()]
+        expected = nn.Sequential(*copy.deepcopy(stages)).state_dict()
+        pipe = ec.parallelize(stages, one, world, loss_fn=mse)
+        holdings = pipe.holdings()
+        same(joined(holdings, world.group), expected)
+        is_last = world.rank >= world.size // 2
+        assert {held.kept for held in holdings.tensors} == {Kept.OWN if is_last else Kept.EQUAL}
+        assert group_of([pipe], None) is world.group
+
+    for one in (plan("1f1b", dp=2), plan("1f1b", shard=2), plan("1f1b", dp=2, shard=2)):
+        run_world("threads", main, one.num_ranks, (one,))
+
+
+def test_a_stage_without_a_wrapper_needs_to_know_its_replicas() -> None:
+    def main(world: World) -> None:
+        mesh = world.mesh(pp=2, dp=2)
+        for replicate in (None, mesh["dp"]):
+            stages = [*build("plain", 1), Frozen()]
+            stage = mesh.coordinates["pp"]
+            if stage == 0:
+                stages[0] = ec.DDP(stages[0], mesh["dp"])
+            pipe = ec.Pipeline(stages, mesh["pp"], microbatches=2, loss_fn=mse, replicate=replicate)
+            if stage == 0 or replicate is not None:
+                assert {held.num_copies for held in pipe.holdings().tensors} == {2}
+            else:
+                with pytest.raises(ArgumentError, match=r"stages \[1\].*replicate="):
+                    pipe.holdings()
+
+    run_world("threads", main, 4)
+
+
+def test_a_stage_without_a_wrapper_has_the_replicas_of_another_on_its_rank() -> None:
+    def main(world: World) -> None:
+        mesh = world.mesh(pp=2, dp=2)
+        stages = [*build("plain", 3), Frozen()]
+        for index in (0, 1, 2):
+            stages[index] = ec.DDP(stages[index], mesh["dp"])
+        pipe = ec.Pipeline(stages, mesh["pp"], microbatches=2, schedule="interleaved", loss_fn=mse)
+        joined(pipe.holdings(), world.group)
+        assert {held.num_copies for held in pipe.holdings().tensors} == {2}
+
+    run_world("threads", main, 4)
+
+
+def test_names_are_those_of_a_model_that_was_not_compiled() -> None:
+    def main(world: World) -> None:
+        mesh = world.mesh(pp=2, dp=2)
+        for wrap in (False, True):
+            stages = [
+                torch.compile(one, backend="eager") for one in ec.pipeline.split(decoder(), 2)
+            ]
+            if wrap:
+                stage = mesh.coordinates["pp"]
+                inside = [p for p in stages[stage].parameters() if p.shape == (VOCABULARY, 4)]
+                stages[stage] = ec.DDP(stages[stage], mesh["dp"], ignored=inside)
+            pipe = ec.Pipeline(
+                stages, mesh["pp"], microbatches=2, loss_fn=loss_fn, replicate=mesh["dp"]
+            )
+            same(joined(pipe.holdings(), world.group), decoder().state_dict())
+
+    run_world("threads", main, 4)
+
+
+def test_stages_that_were_not_split_have_the_names_of_a_sequential() -> None:
+    def main(world: World) -> None:
+        shared = nn.Linear(6, 6, bias=False).double()
+        stages: list[nn.Module] = [
+            nn.Sequential(shared, nn.Tanh()),
+            nn.BatchNorm1d(6).double(),
+            nn.Sequential(shared),
+        ]
+        world.group.broadcast(shared.weight.data, 0)
+        expected = nn.Sequential(*copy.deepcopy(stages)).state_dict()
+        pipe = ec.Pipeline(stages, world.group, microbatches=2, loss_fn=mse)
+        same(joined(pipe.holdings(), world.group), expected)
+
+    run_world("threads", main, 3)

@@ -1,0 +1,172 @@
+"""The scripts of docs/slurm.md, with small programs in the place of Slurm's."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import echelon as ec
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+RANKS = 2
+STEPS, SAVE_EVERY = 400, 40
+
+# Starts the ranks as the tasks of one host, tells them signals, and ends with the highest code.
+TASKS = f"""#!{sys.executable}
+import os, signal, subprocess, sys
+command = [word for word in sys.argv[1:] if not word.startswith("--")]
+tasks = []
+for rank in range({RANKS}):
+    slurm = {{"PROCID": rank, "LOCALID": rank, "NTASKS": {RANKS}, "NNODES": 1}}
+    env = {{**os.environ, **{{f"SLURM_{{name}}": str(value) for name, value in slurm.items()}}}}
+    tasks.append(subprocess.Popen(command, env=env))
+signal.signal(signal.SIGUSR1, lambda *_: tasks[1].send_signal(signal.SIGUSR1))
+codes = [task.wait() for task in tasks]
+sys.exit(max(code if code >= 0 else 128 - code for code in codes))
+"""
+# One task, of which srun passes on signals and exit code.
+ONE_TASK = '#!/bin/bash\nexec "$@"\n'
+SCONTROL = """#!/bin/bash
+if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >>asked; fi
+"""
+
+
+def blocks(name: str, language: str) -> list[str]:
+    """The code of one language in a document."""
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
+
+
+def write_training(folder: Path) -> None:
+    text = blocks("resume.md", "python")[0]
+    written = '"runs/a", 1000, 100'
+    assert written in text
+    (folder / "train.py").write_text(text.replace(written, f'"runs/a", {STEPS}, {SAVE_EVERY}'))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def port_of_job() -> int:
+    """A number of a job whose port, as the script computes it, is free."""
+    for job in range(os.getpid(), os.getpid() + 1000):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", 12000 + job % 18000)):
+                return job
+    raise AssertionError("all ports are taken")
+
+
+@contextmanager
+def batch_job(folder: Path, script: str, srun: str) -> Iterator[subprocess.Popen[str]]:
+    """A script of the document as Slurm would run it, in a folder with its training script."""
+    programs = {"srun": srun, "scontrol": SCONTROL}
+    (folder / "bin").mkdir(exist_ok=True)
+    for name, text in programs.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    (folder / "job.sh").write_text(script)
+    write_training(folder)
+    slurm = {"JOB_ID": str(port_of_job()), "JOB_NODELIST": "n[1-2]", "JOB_NUM_NODES": "1"}
+    env = {f"SLURM_{name}": value for name, value in slurm.items()}
+    env |= {"SLURM_GPUS_ON_NODE": str(RANKS), "MASTER_PORT": str(free_port())}
+    path = (
+        f"{folder / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
+    process = subprocess.Popen(
+        ["bash", "job.sh"],
+        cwd=folder,
+        env={**os.environ, **env, "PATH": path},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:  # a failed test
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def first_save(folder: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until the job has saved something."""
+    end = time.monotonic() + 90
+    while not ec.steps(folder / "runs" / "a"):
+        assert time.monotonic() < end
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found]
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    model = torch.nn.Linear(8, 1)
+    assert ec.load(folder / "runs" / "a", model=model, rng=False).step == STEPS
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("script", blocks("slurm.md", "bash"))
+def test_the_scripts_are_shell(script: str) -> None:
+    assert script.startswith("#!/bin/bash\n#SBATCH ")
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_the_signal_comes_before_the_ranks_have_no_time_left() -> None:
+    text = (DOCS / "slurm.md").read_text() + (DOCS / "resume.md").read_text()
+    before, given, counted = (
+        {int(number) for number in re.findall(pattern, text)}
+        for pattern in (r"USR1@(\d+)", r"SHUTDOWN_TIMEOUT=(\d+)", r"grace_s=(\d+)")
+    )
+    assert len(before) == len(given) == len(counted) == 1
+    assert min(before) > min(given) >= min(counted)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The weights of a job that nobody stops."""
+    folder = tmp_path_factory.mktemp("straight")
+    write_training(folder)
+    command = [sys.executable, "-m", "echelon", "run", "--ranks", str(RANKS), "train.py"]
+    subprocess.run(command, cwd=folder, check=True, timeout=100)
+    return weights(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1], ids=["tasks", "torchrun"])
+def test_a_job_whose_time_is_over_is_requeued_and_ends_as_one_that_had_more(
+    number: int, tmp_path: Path, straight: dict[str, Any]
+) -> None:
+    script, srun = blocks("slurm.md", "bash")[number], (TASKS, ONE_TASK)[number]
+    with batch_job(tmp_path, script, srun) as process:
+        first_save(tmp_path, process)
+        # Without B: the signal is for the steps of the job, with it for the shell.
+        who = [process.pid] if "B:USR1" in script else children(process.pid)
+        for pid in who:
+            os.kill(pid, signal.SIGUSR1)
+        _, errors = process.communicate(timeout=90)
+        assert process.returncode == 75, errors
+    assert (tmp_path / "asked").read_text().startswith("requeue ")
+    assert SAVE_EVERY <= ec.steps(tmp_path / "runs" / "a")[-1] < STEPS
+    (tmp_path / "asked").unlink()
+    with batch_job(tmp_path, script, srun) as process:
+        _, errors = process.communicate(timeout=90)
+        assert process.returncode == 0, errors
+    assert not (tmp_path / "asked").exists()
+    found = weights(tmp_path)
+    assert all(torch.equal(value, straight[name]) for name, value in found.items())
