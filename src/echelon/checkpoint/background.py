@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from echelon.world.group import Group
 from echelon.world.run import entered
 
 __all__ = ["AsyncSave", "Background"]
+
+# Has a function called at the end of the world or the script; gives what takes that back.
+AtEnd = Callable[[Callable[[], None]], Callable[[], None]]
 
 _ALIGN_NBYTES = 64
 
@@ -43,16 +46,18 @@ class AsyncSave:
         self.path = path
         self._error: BaseException | None = None
         self._was_told = False
-        self._hooks: list[Any] = []
+        self._takers: list[Callable[[], None]] = []  # of what looks at it
         self._thread = threading.Thread(
             target=self._run, args=(saving,), name="echelon save", daemon=True
         )
 
-    def start(self, optimizers: Sequence[Optimizer]) -> None:
+    def start(self, optimizers: Sequence[Optimizer], at_end: AtEnd) -> None:
         """Begin to write."""
         self._thread.start()
+        self._takers.append(at_end(self.finish))
         for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._tell()))
+            hook = optimizer.register_step_pre_hook(lambda *_: self._tell())
+            self._takers.append(hook.remove)
 
     @property
     def done(self) -> bool:
@@ -100,10 +105,10 @@ class AsyncSave:
             raise self._error
 
     def _forget(self) -> None:
-        """No step of an optimizer need look at it any more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        """Nothing need look at it any more."""
+        for take_back in self._takers:
+            take_back()
+        self._takers.clear()
 
 
 @final
@@ -120,21 +125,19 @@ class Background:
 
     _of_script: ClassVar[Background | None] = None
 
-    def __init__(self, group: Group | None, at_end: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(self, group: Group | None, at_end: AtEnd) -> None:
         self.group: Group | None = None
         if group is not None and group.size > 1:
             self.group = group.subgroup(range(group.size))
+        self._at_end = at_end
         self._last: AsyncSave | None = None
         self._memory: Tensor | None = None
-        at_end(self.settle)
 
     @classmethod
     def known(cls, group: Group | None) -> Background | None:
         """That of a group, or of this rank alone, if there is one."""
         home, key = _home(group)
-        if home is None:
-            return cls._of_script
-        found = home.belongings.get(key)
+        found = cls._of_script if home is None else home.belongings.get(key)
         assert found is None or isinstance(found, cls)
         return found
 
@@ -167,7 +170,7 @@ class Background:
         saving.hand_over(self.group)
         saving.prepare(lambda: self._copy(saving, device))
         started = AsyncSave(saving, path)
-        started.start(optimizers)
+        started.start(optimizers, self._at_end)
         self._last = started
         return started
 
@@ -197,12 +200,12 @@ def _home(group: Group | None) -> tuple[Group | None, object]:
     return (None if world is None else world.group), (Background, "alone")
 
 
-def _at_exit(settle: Callable[[], None]) -> None:
+def _at_exit(finish: Callable[[], None]) -> Callable[[], None]:
     """Have a script fail whose last save does."""
 
     def end() -> None:
         try:
-            settle()
+            finish()
         except BaseException as error:
             # The interpreter would print this and still exit with 0.
             sys.excepthook(type(error), error, error.__traceback__)
@@ -211,3 +214,4 @@ def _at_exit(settle: Callable[[], None]) -> None:
             os._exit(1)
 
     atexit.register(end)
+    return lambda: atexit.unregister(end)

@@ -30,12 +30,22 @@ class Family:
         return found
 
     @final
-    def before_close(self, step: Callable[[], None]) -> None:
+    def before_close(self, step: Callable[[], None]) -> Callable[[], None]:
         """Have ``step`` called when the world ends in good order, while ranks can still talk.
 
         What it raises is raised by the end of the world, so that it cannot be overlooked.
+
+        Returns:
+            a function that takes this back.
         """
-        self.root._before_close.append(step)
+        steps = self.root._before_close
+        steps.append(step)
+
+        def forget() -> None:
+            if step in steps:
+                steps.remove(step)
+
+        return forget
 
     @final
     def prepare_close(self) -> None:
