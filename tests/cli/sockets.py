@@ -34,7 +34,7 @@ else:
 while not (folder / "seen").exists():
     time.sleep(0.05)
 if kind == "torch":
-    dist.destroy_process_group()
+    os._exit(0)  # the end of PyTorch's own groups aborts at times, which is not the subject here
 """
 
 

@@ -1,6 +1,7 @@
 """Jobs that are asked to stop and go on, and jobs that lose ranks, many times over."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -46,7 +47,11 @@ def test_a_job_that_is_stopped_goes_on_as_if_nothing_had_happened(
 def test_a_job_that_loses_ranks_goes_on_from_what_it_saved_last(
     repetition: int, tmp_path: Path
 ) -> None:
+    start_s = time.time()
     with Job(tmp_path, SCRIPT, str(tmp_path), options=("--max-restarts", "2")) as job:
+        job.wait(lambda: len(progress(tmp_path)) > 0)
+        # A machine that is busy with other things starts processes slowly, at first and again.
+        recover_s = max(RECOVER_S, progress(tmp_path)[0].time_s - start_s)
         for attempt in range(2):
             aim = 25 + 40 * attempt + 3 * repetition
             job.wait(lambda aim=aim: any(one.step >= aim for one in progress(tmp_path)))
@@ -57,15 +62,13 @@ def test_a_job_that_loses_ranks_goes_on_from_what_it_saved_last(
             steps = progress(tmp_path)
             first = next(one for one in steps if one.attempt == attempt + 1)
             before = [one.step for one in steps if one.attempt == attempt]
-            assert first.time_s - kill_s < RECOVER_S
+            assert first.time_s - kill_s < recover_s
             # It saves every ten steps; of those after, the last may just have been saved.
             assert first.step - 1 in (before[-1] // 10 * 10, (before[-1] - 1) // 10 * 10)
         code, _, errors = job.end()
         assert code == 0
-        killed = [
-            f"rank {(attempt + repetition) % 2} was killed by SIGKILL" for attempt in range(2)
-        ]
-        assert errors[0::2] == killed
+        for attempt, line in enumerate(errors[0::2]):
+            assert re.fullmatch(rf"rank {(attempt + repetition) % 2} .*was killed by SIGKILL", line)
         assert [line.split(":")[0] for line in errors[1::2]] == [
             "attempt 2 of 3 begins",
             "attempt 3 of 3 begins",
