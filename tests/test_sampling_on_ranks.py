@@ -2,6 +2,7 @@
 
 import copy
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import echelon as ec
-from echelon.errors import StateError
+from echelon.errors import ArgumentError, StateError
 from echelon.sample_order import SampleOrder
 from tests.worlds import run_world
 
@@ -41,21 +42,20 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 # --- weights ----------------------------------------------------------------------------------
 
 
-def trains(world: ec.World, num_steps: int, state: State | None) -> State:
-    """Some steps from a state on, or from the beginning; returns the state after them."""
+def trains(world: ec.World, num_steps: int, folder: str) -> State:
+    """Some steps more than have been saved in a folder; returns the state after them."""
     model = ec.DDP(make_model(), world.group)
     optimizer = make_optimizer(model)
     sampler = ec.ResumableSampler(NUM_SAMPLES, BATCH, world.group)
-    parts = {"model": model, "optimizer": optimizer, "sampler": sampler}
-    if state is not None:
-        for name, part in parts.items():
-            part.load_state_dict(copy.deepcopy(state[name]))
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "sampler": sampler}
+    done = ec.load(folder, **parts).step if ec.steps(folder) else 0
     last = features()[:1]
     for batch in islice(sampler.batches(loader_of(sampler), epochs=None), num_steps):
         last = last if batch is None else batch  # of weight 0: any batch of the right form
         (sampler.weight * model(last).square().mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
+    ec.save(folder, step=done + num_steps, **parts)
     return {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
 
 
@@ -81,19 +81,34 @@ def check(found: State, num_steps: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "size"), [("threads", 1), ("threads", 3), ("processes", 2), ("gloo", 2)]
 )
-def test_weighted_parts_train_as_one_process_does(kind: str, size: int) -> None:
-    for state in run_world(kind, trains, size, (7, None)):
+def test_weighted_parts_train_as_one_process_does(kind: str, size: int, tmp_path: Path) -> None:
+    for state in run_world(kind, trains, size, (7, str(tmp_path))):
         check(state, 7)
 
 
-def test_a_job_that_goes_on_with_other_numbers_of_ranks_trains_as_one_process_does() -> None:
-    state, num_steps = None, 0
+def test_a_job_that_goes_on_with_other_numbers_of_ranks_trains_as_one_process_does(
+    tmp_path: Path,
+) -> None:
+    num_steps = 0
     for size, more in ((3, 1), (1, 1), (4, 3), (2, 2)):
-        state = ec.run(trains, size, args=(more, state))[-1]
+        states = ec.run(trains, size, args=(more, str(tmp_path)))
         num_steps += more
-    assert state is not None
-    check(state, num_steps)
-    assert (state["sampler"]["epoch"], state["sampler"]["position"]) == (2, 11)
+    check(states[-1], num_steps)
+    assert (states[0]["sampler"]["epoch"], states[0]["sampler"]["position"]) == (2, 11)
+
+
+def loads_another_order(world: ec.World, folder: str) -> bool:
+    model = ec.DDP(make_model(), world.group)
+    before = copy.deepcopy(model.state_dict())
+    sampler = ec.ResumableSampler(NUM_SAMPLES, BATCH, world.group, seed=1)
+    with pytest.raises(ArgumentError, match="seed is 0 there and 1 here"):
+        ec.load(folder, model=model, sampler=sampler)
+    return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_checkpoint_of_another_order_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    ec.run(trains, 2, args=(1, str(tmp_path)))
+    assert ec.run(loads_another_order, 3, args=(str(tmp_path),)) == [True] * 3
 
 
 # --- random generators ------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 
 import echelon as ec
 from echelon.errors import ArgumentError, StateError
+from echelon.stopping import ECHO_S
 from tests.worlds import KINDS, run_world
 
 CAUGHT = (signal.SIGTERM, signal.SIGUSR1)
@@ -116,6 +117,23 @@ def test_no_rank_leaves_while_another_one_still_saves(kind: str, tmp_path: Path)
     assert ec.run(saves_slowly, 3, kind, args=(str(tmp_path),)) == [True] * 3
 
 
+def gets_it_late(world: ec.World) -> str:
+    """Rank 1 is signalled when it has stopped already, because rank 0 was."""
+    with ec.StopSignals(world.group) as stop:
+        if world.rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        while not stop.requested():
+            pass
+        if world.rank == 1:
+            late = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
+            late.start()
+    return stop.signal.name if stop.signal else ""
+
+
+def test_a_signal_that_comes_to_a_rank_after_it_has_stopped_does_not_end_it() -> None:
+    assert ec.run(gets_it_late, 2, "processes") == ["SIGUSR1"] * 2
+
+
 def fails_to_save(world: ec.World) -> None:
     with ec.StopSignals(world.group) as stop:
         if world.rank == 0:  # one signal to the process of all
@@ -197,9 +215,11 @@ def test_a_second_signal_of_the_same_kind_does_what_the_first_would_have_done() 
     with handled(signal.SIGUSR1, before), handled(signal.SIGTERM, signal.SIG_IGN):
         _, stop = alone()
         with stop:
-            for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+            for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1):
                 os.kill(os.getpid(), number)
             assert (stop.requested(), seen) == (True, [])
+            time.sleep(ECHO_S)  # what comes sooner is an echo
+            os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGUSR1)
             until(lambda: seen == [signal.SIGUSR1])
         assert signal.getsignal(signal.SIGUSR1) is before

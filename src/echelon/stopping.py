@@ -26,6 +26,8 @@ __all__ = ["EXIT_RESUMABLE", "StopSignals"]
 
 EXIT_RESUMABLE: Final = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
 
+ECHO_S = 1.0  # how long after a signal another one of the same kind is taken for the same
+
 _DEFAULT = (signal.SIGTERM, signal.SIGUSR1)
 _CATCHABLE = set(map(int, signal.Signals)) - {signal.SIGKILL, signal.SIGSTOP}
 
@@ -35,18 +37,18 @@ _Handler = Callable[[int, FrameType | None], object] | int | None
 class _Caught:
     """One signal of this process: it has one handler, whoever and how many listen.
 
-    [Note: first and second signal] The first one is a request. A second one of the same kind goes
-    to the handler that was there before, so that an impatient user or launcher can still end the
-    job. A forked child, such as a worker of a DataLoader, has a copy of all this: it outlives the
-    first signal, should that be sent to all processes of a job. (But torch has these workers die
-    of a SIGTERM that is not from their parent.)
+    [Note: first and second signal] The first one is a request. What follows at once is its echo: a
+    scheduler may signal all processes of a job, and a launcher among them pass it on. A later one
+    of the same kind goes to the handler that was there before, so that an impatient user can still
+    end the job. A forked child, such as a worker of a DataLoader, has a copy of all this and
+    outlives the first signal too. (But torch has these workers die of a SIGTERM that is not from
+    their parent.)
     """
 
     def __init__(self, number: signal.Signals) -> None:
         self.number = number
         self.num_listeners = 0
-        self.num_received = 0
-        self.received_s = 0.0  # when the first one came
+        self.received_s: float | None = None  # when the first one came
         self.installed = False
         self._before: _Handler = signal.SIG_DFL
 
@@ -63,9 +65,11 @@ class _Caught:
             self.installed = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.num_received += 1
-        if self.num_listeners and self.num_received == 1:
-            self.received_s = time.monotonic()
+        now = time.monotonic()
+        if self.num_listeners and self.received_s is None:
+            self.received_s = now
+        elif self.num_listeners and self.received_s and now < self.received_s + ECHO_S:
+            return
         elif callable(self._before):
             self._before(number, frame)
         elif self._before == signal.SIG_DFL:
@@ -82,7 +86,7 @@ def _listen(number: signal.Signals) -> bool:
     with _lock:
         caught = _caught.setdefault(number, _Caught(number))
         if not caught.num_listeners:
-            caught.num_received = 0
+            caught.received_s = None
         caught.num_listeners += 1
     in_main_thread(caught.update)
     return caught.installed
@@ -103,8 +107,8 @@ class StopSignals:
     Law: ``requested()`` answers alike on all ranks, whichever rank a signal has reached.
 
     The block must contain the saving. It ends on all ranks together if they stop, because a
-    launcher ends the others when the first rank has gone. A second signal of the same kind does
-    what it did before the block; after the block they all do.
+    launcher ends the others when the first rank has gone. A second signal of the same kind, more
+    than a second later, does what it did before the block; after the block they all do.
 
     Python can install handlers in the main thread only. For simulated ranks it does so as long as
     it waits for them in ``ec.run`` or ``echelon run``, so a signal to the process reaches all. A
@@ -157,6 +161,7 @@ class StopSignals:
         self._num_calls = 0
         self._signal: signal.Signals | None = None
         self._deadline_s: float | None = None
+        self._settled_s = 0.0  # from when on no rank should get the signal any more
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -213,6 +218,8 @@ class StopSignals:
         try:
             if self._signal is not None and (kind is None or issubclass(kind, SystemExit)):
                 self._group.barrier(label="all ranks have stopped")
+                # The signal, or its echo, may be on its way to this rank yet.
+                time.sleep(max(0.0, self._settled_s - time.monotonic()))
         finally:
             self._open = False
             for number in self._numbers:
@@ -222,7 +229,7 @@ class StopSignals:
         """Look whether any rank was asked to stop."""
         number, since_us = 0, 0
         for caught in (_caught[number] for number in self._numbers):
-            if caught.num_received:
+            if caught.received_s is not None:
                 number = max(number, caught.number)
                 since_us = max(since_us, int((time.monotonic() - caught.received_s) * 1e6))
         facts = torch.tensor([number, since_us], dtype=torch.int64, device=self._group.device)
@@ -230,8 +237,9 @@ class StopSignals:
         number, since_us = facts.tolist()
         if number:
             self._signal = signal.Signals(number)
-            if self._grace_s is not None:
-                self._deadline_s = time.monotonic() + self._grace_s - since_us / 1e6
+            sent_s = time.monotonic() - since_us / 1e6
+            self._settled_s = sent_s + ECHO_S
+            self._deadline_s = None if self._grace_s is None else sent_s + self._grace_s
 
 
 def _numbers(signals: object) -> tuple[signal.Signals, ...]:

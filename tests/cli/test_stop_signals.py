@@ -121,7 +121,7 @@ def test_a_second_signal_ends_a_rank_that_does_not_come_to_an_end(tmp_path: Path
     with job(tmp_path, "stuck") as process:
         for _ in range(2):
             os.kill(pid_of(tmp_path, 0), signal.SIGTERM)
-            time.sleep(1.0)  # two at once would count as one
+            time.sleep(2.0)  # sooner, the second would be taken for an echo of the first
         start_s = time.monotonic()
         _, errors = process.communicate(timeout=60)
         assert re.match(r"rank 0 .*was killed by SIGTERM", errors)
