@@ -251,20 +251,13 @@ class _Shutil:
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
 
-    def rmtree(self, path: Any, *, ignore_errors: bool = False) -> Any:
+    def rmtree(self, path: Any) -> Any:
         def part() -> None:
             """Remove the first file."""
             with os.scandir(path) as entries:
                 os.unlink(sorted(entry.path for entry in entries)[0])
 
-        def act() -> None:
-            shutil.rmtree(path, ignore_errors=ignore_errors)
-
-        try:
-            return self._disk.do("rmtree", path, act, part)
-        except OSError:
-            if not ignore_errors:
-                raise
+        return self._disk.do("rmtree", path, lambda: shutil.rmtree(path), part)
 
 
 class _Fcntl:

@@ -221,6 +221,7 @@ def _checked(
 
 
 def _folder(directory: Folder) -> Path:
-    if not isinstance(directory, str | os.PathLike) or not str(directory):
+    path = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
+    if not isinstance(path, str) or not path or "\0" in path:
         raise ArgumentError(f"directory is {directory!r:.80}; give the path of a folder")
-    return Path(os.path.abspath(directory))
+    return Path(os.path.abspath(path))

@@ -64,7 +64,7 @@ class Contents:
             ArgumentError: several ranks share it, and which is not known.
         """
         for name in items:
-            if "/" in name or name in (RANDOM, "own"):
+            if not name or "/" in name or name in (RANDOM, "own"):
                 raise ArgumentError(f"{name!r} cannot be the name of something in a checkpoint")
         models = {name: one for name, one in items.items() if isinstance(one, nn.Module)}
         group = group_of(list(models.values()), group)

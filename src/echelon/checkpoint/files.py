@@ -181,10 +181,7 @@ def sweep(root: Path) -> None:
     """Remove what killed saves have left in ``root``. The caller holds the lock."""
     for entry in _entries(root):
         if entry.name.startswith((_SAVING, _REMOVING)):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            else:  # what stood in the place of a step
-                os.unlink(entry.path)
+            _remove(Path(entry.path))
 
 
 def commit(made: Path, root: Path, step: int, *, replaces: bool) -> Path:
@@ -226,7 +223,8 @@ def _take_back(target: Path, made: Path, cause: OSError) -> None:
 
 def discard(made: Path) -> None:
     """Remove a folder that nobody needs, as that of a save that failed."""
-    shutil.rmtree(made, ignore_errors=True)  # the failure itself is told; the next save sweeps
+    with suppress(OSError):  # the failure itself is told; the next save sweeps
+        _remove(made)
 
 
 def prune(root: Path, step: int, keep: int) -> None:
@@ -236,7 +234,7 @@ def prune(root: Path, step: int, keep: int) -> None:
     if gone:
         sync_folder(root)
     for path in gone:
-        shutil.rmtree(path)
+        _remove(path)
 
 
 def _set_aside(path: Path) -> Path:
@@ -244,6 +242,14 @@ def _set_aside(path: Path) -> Path:
     aside = path.with_name(f"{_REMOVING}{uuid.uuid4().hex}")
     os.rename(path, aside)
     return aside
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or what else stood in its place: a pipe must not be opened."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
 
 
 # Reading -------------------------------------------------------------------------------------
