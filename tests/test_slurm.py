@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import echelon as ec
+from tests.children import environ
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 RANKS = 2
@@ -87,7 +88,7 @@ def batch_job(folder: Path, script: str, srun: str) -> Iterator[subprocess.Popen
     process = subprocess.Popen(
         ["bash", "job.sh"],
         cwd=folder,
-        env={**os.environ, **env, "PATH": path},
+        env=environ(**env, PATH=path),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -143,7 +144,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("straight")
     write_training(folder)
     command = [sys.executable, "-m", "echelon", "run", "--ranks", str(RANKS), "train.py"]
-    subprocess.run(command, cwd=folder, check=True, timeout=100)
+    subprocess.run(command, cwd=folder, check=True, timeout=100, env=environ())
     return weights(folder)
 
 
