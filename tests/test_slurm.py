@@ -2,13 +2,14 @@
 
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from tests.children import environ
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 RANKS = 2
-STEPS, SAVE_EVERY = 400, 40
+STEPS, SAVE_EVERY = 240, 20
+WORKERS = ", num_workers=2, persistent_workers=True"
 
 # Starts the ranks as the tasks of one host, tells them signals, and ends with the highest code.
 TASKS = f"""#!{sys.executable}
@@ -99,27 +101,22 @@ def batch_job(folder: Path, script: str, srun: str) -> Iterator[subprocess.Popen
     finally:
         if process.poll() is None:  # a failed test
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with process:  # which waits for it and closes its pipe
+            pass
 
 
-def first_save(folder: Path, process: subprocess.Popen[str]) -> None:
-    """Wait until the job has saved something."""
+def until(condition: Callable[[], bool], job: subprocess.Popen[str]) -> None:
+    """Wait for something that the job does."""
     end = time.monotonic() + 90
-    while not ec.steps(folder / "runs" / "a"):
+    while not condition():
         assert time.monotonic() < end
-        assert process.poll() is None, process.communicate()
+        assert job.poll() is None, job.communicate()
         time.sleep(0.02)
 
 
 def children(pid: int) -> list[int]:
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in found]
-
-
-def weights(folder: Path) -> dict[str, Any]:
-    model = torch.nn.Linear(8, 1)
-    assert ec.load(folder / "runs" / "a", model=model, rng=False).step == STEPS
-    return model.state_dict()
 
 
 @pytest.mark.parametrize("script", blocks("slurm.md", "bash"))
@@ -138,14 +135,47 @@ def test_the_signal_comes_before_the_ranks_have_no_time_left() -> None:
     assert min(before) > min(given) >= min(counted)
 
 
+@pytest.mark.parametrize("code", [0, 3, 75])
+def test_tasks_that_leave_with_75_are_requeued(code: int, tmp_path: Path) -> None:
+    with batch_job(tmp_path, blocks("slurm.md", "bash")[0], f"#!/bin/bash\nexit {code}\n") as job:
+        assert job.wait(timeout=60) == code
+    assert (tmp_path / "asked").exists() == (code == 75)
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "expected"), [(False, 0, 0), (False, 1, 1), (True, 0, 0), (True, 1, 75)]
+)
+def test_a_torchrun_that_fails_after_a_signal_is_requeued(
+    asked: bool, code: int, expected: int, tmp_path: Path
+) -> None:
+    ranks = f"trap 'exit {code}' USR1; touch ready; while :; do sleep 0.1; done"
+    srun = f"#!/bin/bash\n{ranks if asked else f'exit {code}'}\n"
+    with batch_job(tmp_path, blocks("slurm.md", "bash")[1], srun) as job:
+        if asked:
+            until(lambda: (tmp_path / "ready").exists(), job)
+            job.send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=60) == expected
+    assert (tmp_path / "asked").exists() == (expected == 75)
+
+
+def trains_on(folder: Path) -> dict[str, Any]:
+    """The weights when the job of ``folder`` has gone on to its end, on simulated ranks."""
+    write_training(folder)
+    text = (folder / "train.py").read_text()
+    assert WORKERS in text
+    # Threads should not be forked, and who loads the data makes no difference.
+    (folder / "train.py").write_text(text.replace(WORKERS, ""))
+    with chdir(folder):
+        ec.run(runpy.run_path("train.py")["main"], RANKS)
+    model = torch.nn.Linear(8, 1)
+    assert ec.load(folder / "runs" / "a", model=model, rng=False).step == STEPS
+    return model.state_dict()
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The weights of a job that nobody stops."""
-    folder = tmp_path_factory.mktemp("straight")
-    write_training(folder)
-    command = [sys.executable, "-m", "echelon", "run", "--ranks", str(RANKS), "train.py"]
-    subprocess.run(command, cwd=folder, check=True, timeout=100, env=environ())
-    return weights(folder)
+    return trains_on(tmp_path_factory.mktemp("straight"))
 
 
 @pytest.mark.slow
@@ -154,20 +184,14 @@ def test_a_job_whose_time_is_over_is_requeued_and_ends_as_one_that_had_more(
     number: int, tmp_path: Path, straight: dict[str, Any]
 ) -> None:
     script, srun = blocks("slurm.md", "bash")[number], (TASKS, ONE_TASK)[number]
-    with batch_job(tmp_path, script, srun) as process:
-        first_save(tmp_path, process)
+    with batch_job(tmp_path, script, srun) as job:
+        until(lambda: bool(ec.steps(tmp_path / "runs" / "a")), job)
         # Without B: the signal is for the steps of the job, with it for the shell.
-        who = [process.pid] if "B:USR1" in script else children(process.pid)
-        for pid in who:
+        for pid in [job.pid] if "B:USR1" in script else children(job.pid):
             os.kill(pid, signal.SIGUSR1)
-        _, errors = process.communicate(timeout=90)
-        assert process.returncode == 75, errors
+        _, errors = job.communicate(timeout=90)
+        assert job.returncode == 75, errors
     assert (tmp_path / "asked").read_text().startswith("requeue ")
     assert SAVE_EVERY <= ec.steps(tmp_path / "runs" / "a")[-1] < STEPS
-    (tmp_path / "asked").unlink()
-    with batch_job(tmp_path, script, srun) as process:
-        _, errors = process.communicate(timeout=90)
-        assert process.returncode == 0, errors
-    assert not (tmp_path / "asked").exists()
-    found = weights(tmp_path)
+    found = trains_on(tmp_path)
     assert all(torch.equal(value, straight[name]) for name, value in found.items())

@@ -219,7 +219,7 @@ def test_a_manifest_that_breaks_a_law_is_refused_with_what_is_wrong(kind: str) -
         (b'"schema":NaN}', "NaN is no number"),
         (b'"schema":1e999}', "1e999.* is no float"),
         (b'"schema":-Infinity}', "-Infinity is no number"),
-        (b'"schema":%s}' % (b"1" * 5000), "more than 20 digits"),
+        (b'"schema":%s}' % (b"1" * 5000), "number of more than 40 characters"),
         (b'"schema":"\xff"}', "no UTF-8 at byte 41"),
         (b'"schema":%s1%s}' % (b"[" * 300, b"]" * 300), "more than 256 deep"),
     ],
@@ -241,7 +241,7 @@ def test_the_constructor_refuses_what_contradicts_itself() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [(1, 2), {1: 2}, float("nan"), {1, 2}, 2**70, b"x", object(), [(1,)]],
+    [(1, 2), {1: 2}, float("nan"), {1, 2}, 2**200, b"x", object(), [(1,)]],
     ids=str,
 )
 def test_what_would_not_come_back_from_the_manifest_is_not_dumped(value: Any) -> None:

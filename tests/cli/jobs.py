@@ -26,6 +26,8 @@ rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"]
 asked = []
 for name in ("SIGTERM", "SIGUSR1"):
     signal.signal(getattr(signal, name), lambda number, frame: asked.append(number))
+if mode == "mortal" and rank == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 if mode == "child":  # as a loader of data has; a signal would end it
     subprocess.Popen(["sleep", "300"])
 (folder / f"ready-{rank}-{attempt}").touch()

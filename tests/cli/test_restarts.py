@@ -37,6 +37,14 @@ time.sleep(300)
 END_S = 5.0
 
 
+def wait_for_the_end(job: Job) -> None:
+    """Wait until no process of a job is left; not for longer than that may take."""
+    end = time.monotonic() + END_S
+    while job.processes() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert job.processes() == {}
+
+
 def test_the_screen_says_who_failed_and_which_attempt_begins(tmp_path: Path) -> None:
     with Job(tmp_path, FAILS, options=("--max-restarts", "1")) as job:
         code, output, errors = job.end()
@@ -63,6 +71,14 @@ def test_attempts_before_a_success_are_told_and_leave_nothing(tmp_path: Path) ->
         assert job.log_folders() == []
 
 
+def test_a_launcher_that_is_killed_while_its_agent_starts_leaves_nothing(tmp_path: Path) -> None:
+    with Job(tmp_path, STAYS, str(tmp_path)) as job:
+        job.wait(lambda: "torch_dist.agent" in " ".join(job.processes().values()))
+        job.launcher.kill()
+        wait_for_the_end(job)
+        assert not (tmp_path / "ready-0").exists()
+
+
 @pytest.mark.parametrize("killed", ["launcher", "agent", "both"])
 def test_every_process_of_a_job_ends_with_its_launcher_and_with_its_agent(
     killed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -79,10 +95,7 @@ def test_every_process_of_a_job_ends_with_its_launcher_and_with_its_agent(
             os.kill(agent, signal.SIGKILL)
         if killed != "agent":
             job.launcher.kill()
-        end = time.monotonic() + END_S
-        while job.processes() and time.monotonic() < end:
-            time.sleep(0.05)
-        assert job.processes() == {}
+        wait_for_the_end(job)
         code, _, errors = job.end()
         if killed == "agent":
             assert code == 1

@@ -48,6 +48,20 @@ def test_ranks_that_do_not_leave_in_time_are_killed_and_the_text_says_so(tmp_pat
         assert errors[1:] == [f"all output is in {job.log_folders()[0]}"]
 
 
+def test_where_only_some_ranks_have_saved_the_line_says_so_and_the_output_stays(
+    tmp_path: Path,
+) -> None:
+    with Job(tmp_path, SAVES, "mortal", str(tmp_path)) as job:
+        job.wait_for(*READY)
+        job.launcher.send_signal(signal.SIGTERM)
+        code, _, errors = job.end()
+        assert code == 128 + signal.SIGTERM
+        assert errors == [
+            "SIGTERM: all ranks have ended, only rank 0 with code 75",
+            f"all output is in {job.log_folders()[0]}",
+        ]
+
+
 def test_the_command_that_print_shows_does_the_same(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(SAVES)
     for rank in range(2):

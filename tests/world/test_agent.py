@@ -184,3 +184,11 @@ def test_every_rank_has_files_of_its_own_past_the_ninth_too(tmp_path: Path) -> N
     for rank in range(11):
         (file,) = (tmp_path / "logs").glob(f"*/attempt_0/{rank}/stdout.log")
         assert file.read_text() == f"this is rank {rank}\n"
+
+
+def test_an_agent_whose_launcher_has_ended_before_starts_no_rank(tmp_path: Path) -> None:
+    with started(tmp_path, SAVES, "", options=("--end-with", "0")) as process:
+        process.join(WAIT_S)
+    assert process.exitcode == 128 + signal.SIGTERM
+    assert Attempt.read(tmp_path / "logs") == []
+    assert not list(tmp_path.glob("ready-*"))

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 from torch import nn
@@ -16,11 +15,11 @@ from echelon import arguments
 from echelon.checkpoint import files
 from echelon.checkpoint.background import AsyncSave, Background
 from echelon.checkpoint.contents import Contents
-from echelon.checkpoint.council import Council
+from echelon.checkpoint.council import Council, named
 from echelon.checkpoint.format import step_name
-from echelon.checkpoint.loading import Loaded, Request, load_step
+from echelon.checkpoint.loading import Loaded, Request, folders_to_try, load_step
 from echelon.checkpoint.saving import Saving
-from echelon.errors import ArgumentError, CheckpointCorrupt
+from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointNotFound
 from echelon.world.group import Group
 
 __all__ = ["async_save", "load", "save", "steps"]
@@ -76,8 +75,8 @@ def save(
         (3, 1)
     """
     contents = _contents({"model": model, "optimizer": optimizer}, state, group)
-    root, step, keep = _checked(directory, step, keep)
-    Background.settle(contents.group)
+    root, step, keep = _checked(directory, step, keep, rng)
+    _settle(contents.group)
     saving = Saving(Council(contents.group, root), root, step, keep)
     saving.begin("save", contents, rng=rng)
     return saving.finish()
@@ -104,13 +103,17 @@ def async_save(
             later is raised as ``AsyncSave`` says.
     """
     contents = _contents({"model": model, "optimizer": optimizer}, state, group)
-    root, step, keep = _checked(directory, step, keep)
-    Background.settle(contents.group)
-    background = Background.of(contents.group)
-    saving = Saving(Council(background.group, root), root, step, keep)
-    saving.begin("async_save", contents, rng=rng)
-    path = root / step_name(step)
-    return background.start(saving, path, [*contents.optimizers.values()], contents.device)
+    root, step, keep = _checked(directory, step, keep, rng)
+    _settle(contents.group)
+    saving = Saving(Council(contents.group, root), root, step, keep)
+    saving.begin("async_save", contents, rng=rng)  # from here on all ranks are in async_save
+    optimizers, path = [*contents.optimizers.values()], root / step_name(step)
+    try:
+        background = Background.of(contents.group)
+        return background.start(saving, path, optimizers, contents.device)
+    except BaseException:
+        saving.abandon()
+        raise
 
 
 def load(
@@ -151,31 +154,41 @@ def load(
         ArgumentError: something given cannot take a state, or ranks ask for different loads.
     """
     contents = _contents({"model": model, "optimizer": optimizer}, state, group)
-    Background.settle(contents.group)
     for name, value in (("strict", strict), ("fallback", fallback), ("rng", rng)):
         arguments.one_of(name, value, (False, True))
     if step is not None:
         step = arguments.whole("step", step, high=_MOST_STEPS)
     root = _folder(directory)
+    _settle(contents.group)
     request = Request(root=root, step=step, strict=strict, fallback=fallback, rng=rng)
     council = Council(contents.group, root)
     skipped: dict[int, str] = {}
-    for tried in count():
+    for found, folder in folders_to_try(council, contents, request):
         try:
-            loaded = load_step(council, contents, request, tried)
+            loaded = load_step(council, contents, request, folder)
         except CheckpointCorrupt as error:
             if not fallback:
                 raise
             warnings.warn(f"a damaged checkpoint was passed over: {error}", stacklevel=2)
-            skipped[tried] = str(error)
+            skipped[found] = str(error)
         else:
             return replace(loaded, skipped=skipped)
-    raise AssertionError("the loop returns or raises")
+    raise CheckpointNotFound(
+        "no step is whole:\n" + "\n".join(f"  {one}" for one in skipped.values()), root
+    )
 
 
 def steps(directory: Folder) -> list[int]:
-    """The steps that were committed in ``directory``, oldest first; empty if it is not there."""
-    return files.steps(_folder(directory))
+    """The steps that were committed in ``directory``, oldest first; empty if it is not there.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    root = _folder(directory)
+    try:
+        return files.steps(root)
+    except OSError as error:
+        raise named(error, None) from error
 
 
 def _contents(
@@ -192,7 +205,17 @@ def _contents(
     return Contents.sort({**given, **state}, group)
 
 
-def _checked(directory: Folder, step: object, keep: object) -> tuple[Path, int, int | None]:
+def _settle(group: Group | None) -> None:
+    """Wait for the save of ``group`` that is under way; raise what went wrong with it."""
+    background = Background.known(group)
+    if background is not None:
+        background.settle()
+
+
+def _checked(
+    directory: Folder, step: object, keep: object, rng: object
+) -> tuple[Path, int, int | None]:
+    arguments.one_of("rng", rng, (False, True))
     step = arguments.whole("step", step, high=_MOST_STEPS)
     return _folder(directory), step, None if keep is None else arguments.whole("keep", keep, low=1)
 

@@ -11,21 +11,24 @@ import atexit
 import os
 import sys
 import threading
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from echelon import streams
+from echelon import arguments, streams
 from echelon.checkpoint.saving import Saving
 from echelon.errors import CheckpointError
 from echelon.world.group import Group
+from echelon.world.run import entered
 
 __all__ = ["AsyncSave", "Background"]
+
+# Has a function called at the end of the world or the script; gives what takes that back.
+AtEnd = Callable[[Callable[[], None]], Callable[[], None]]
 
 _ALIGN_NBYTES = 64
 
@@ -41,19 +44,20 @@ class AsyncSave:
 
     def __init__(self, saving: Saving, path: Path) -> None:
         self.path = path
-        self._saving = saving
         self._error: BaseException | None = None
         self._was_told = False
-        self._hooks: list[Any] = []
-        self._thread = threading.Thread(target=self._run, name="echelon save", daemon=True)
+        self._takers: list[Callable[[], None]] = []  # of what looks at it
+        self._thread = threading.Thread(
+            target=self._run, args=(saving,), name="echelon save", daemon=True
+        )
 
-    def start(self, optimizers: Sequence[Optimizer]) -> None:
+    def start(self, optimizers: Sequence[Optimizer], at_end: AtEnd) -> None:
         """Begin to write."""
-        for optimizer in optimizers:
-            hook = optimizer.register_step_pre_hook(lambda *_: self._look())
-            self._hooks.append(hook)
-        atexit.register(self._end_script)
         self._thread.start()
+        self._takers.append(at_end(self.finish))
+        for optimizer in optimizers:
+            hook = optimizer.register_step_pre_hook(lambda *_: self._tell())
+            self._takers.append(hook.remove)
 
     @property
     def done(self) -> bool:
@@ -72,102 +76,103 @@ class AsyncSave:
         Raises:
             CheckpointError: it failed, or time is up and it goes on.
         """
+        if timeout is not None:
+            timeout = arguments.positive("timeout", timeout, threading.TIMEOUT_MAX)
         self._thread.join(timeout)
         if not self.done:
             raise CheckpointError(f"is still being saved after {timeout} s", self.path)
-        self._settle()
+        self._forget()
         if self._error is not None:
             self._was_told = True
             raise self._error
         return self.path
 
-    def _run(self) -> None:
-        try:
-            self._saving.finish()
-        except BaseException as error:  # raised by whoever asks next
-            self._error = error
-
-    def _look(self) -> None:
-        if self.done:
-            self._settle()
-            if self._error is not None and not self._was_told:
-                self.wait()
-
-    def _settle(self) -> None:
-        """Nothing need look at it any more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        atexit.unregister(self._end_script)
-
     def finish(self) -> None:
         """Return when it has ended; raise what nobody was told of."""
         self._thread.join()
-        self._settle()
-        if self._error is not None and not self._was_told:
-            self.wait()
+        self._forget()
+        self._tell()
 
-    def _end_script(self) -> None:
+    def _run(self, saving: Saving) -> None:
         try:
-            self.finish()
-        except BaseException as error:
-            # The interpreter would print this and still exit with 0.
-            sys.excepthook(type(error), error, error.__traceback__)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+            saving.finish()
+        except BaseException as error:  # raised by whoever asks next
+            self._error = error
+
+    def _tell(self) -> None:
+        if self.done and self._error is not None and not self._was_told:
+            self._was_told = True
+            raise self._error
+
+    def _forget(self) -> None:
+        """Nothing need look at it any more."""
+        for take_back in self._takers:
+            take_back()
+        self._takers.clear()
 
 
 @final
 class Background:
     """The saves of one group: one at a time, whose memory is used again by the next.
 
+    Args:
+        group: the ranks; None: this one alone. All of them make it.
+        at_end: has a function called when the world or the script ends in good order.
+
     Attributes:
         group: the same ranks, for the exchange of facts. See [Note: ranks of their own order].
     """
 
-    _known: ClassVar[weakref.WeakKeyDictionary[Group, Background]] = weakref.WeakKeyDictionary()
-    _alone: ClassVar[Background | None] = None
+    _of_script: ClassVar[Background | None] = None
 
-    def __init__(self, group: Group | None) -> None:
+    def __init__(self, group: Group | None, at_end: AtEnd) -> None:
         self.group: Group | None = None
         if group is not None and group.size > 1:
             self.group = group.subgroup(range(group.size))
+        self._at_end = at_end
         self._last: AsyncSave | None = None
         self._memory: Tensor | None = None
 
     @classmethod
-    def of(cls, group: Group | None) -> Background:
-        """That of a group; all ranks call it. The first call makes a group of the same ranks."""
-        if group is None:
-            cls._alone = cls._alone or cls(None)
-            return cls._alone
-        if group not in cls._known:
-            cls._known[group] = cls(group)
-        return cls._known[group]
+    def known(cls, group: Group | None) -> Background | None:
+        """That of a group, or of this rank alone, if there is one."""
+        home, key = _home(group)
+        found = cls._of_script if home is None else home.belongings.get(key)
+        assert found is None or isinstance(found, cls)
+        return found
 
     @classmethod
-    def settle(cls, group: Group | None) -> None:
-        """Wait for the save of ``group`` that is under way, if there is one.
+    def of(cls, group: Group | None) -> Background:
+        """That of a group; all ranks call it. The first call makes a group of the same ranks."""
+        found = cls.known(group)
+        if found is None:
+            home, key = _home(group)
+            if home is None:
+                found = cls._of_script = cls(None, _at_exit)
+            else:
+                found = home.belongings[key] = cls(group, home.before_close)
+        return found
+
+    def settle(self) -> None:
+        """Wait for the save that is under way, if there is one.
 
         Raises:
             CheckpointError: it failed.
         """
-        found = cls._alone if group is None else cls._known.get(group)
-        if found is not None and found._last is not None:
-            last, found._last = found._last, None
+        last, self._last = self._last, None
+        if last is not None:
             last.finish()
 
     def start(
         self, saving: Saving, path: Path, optimizers: Sequence[Optimizer], device: torch.device
     ) -> AsyncSave:
         """Copy what ``saving`` is to write, and let it write on another thread."""
-        self._copy(saving, device)
-        self._last = AsyncSave(saving, path)
-        if self.group is not None:
-            self.group.before_close(self._last.finish)
-        self._last.start(optimizers)
-        return self._last
+        saving.hand_over(self.group)
+        saving.prepare(lambda: self._copy(saving, device))
+        started = AsyncSave(saving, path)
+        started.start(optimizers, self._at_end)
+        self._last = started
+        return started
 
     def _copy(self, saving: Saving, device: torch.device) -> None:
         values = saving.values()
@@ -185,3 +190,28 @@ class Background:
             copies[-1].copy_(one, non_blocking=True)
         streams.synchronize(device)
         saving.replace_values(copies)
+
+
+def _home(group: Group | None) -> tuple[Group | None, object]:
+    """Where the background of a group is kept: with it; that of a rank alone, with its world."""
+    if group is not None:
+        return group, Background
+    world = entered()
+    return (None if world is None else world.group), (Background, "alone")
+
+
+def _at_exit(finish: Callable[[], None]) -> Callable[[], None]:
+    """Have a script fail whose last save does."""
+
+    def end() -> None:
+        try:
+            finish()
+        except BaseException as error:
+            # The interpreter would print this and still exit with 0.
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    atexit.register(end)
+    return lambda: atexit.unregister(end)

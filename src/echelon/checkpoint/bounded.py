@@ -2,7 +2,8 @@
 
 A few megabytes of JSON can ask for gigabytes of memory (``[[],[],...``), end the interpreter
 (100,000 brackets) or keep it busy for minutes (a number of a million digits). So the text is first
-looked at as bytes, in parts: how deep it nests, and how much memory its values will take at most.
+looked at as bytes, in parts: how deep it nests, how long its numbers are, and how much memory its
+values will take at most. Only what may be read by these is given to Python's reader.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Never, final
 
 import numpy as np
@@ -24,33 +25,44 @@ __all__ = ["MAX_DEPTH", "Json", "brief", "read_json", "write_json"]
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 MAX_DEPTH = 256  # brackets inside of brackets; the parser of Python calls itself for each
-_MAX_DIGITS = 20  # of a whole number, with its sign: all of 64 bits
-_MAX_FLOAT = 40  # characters; Python writes at most 24
+_MAX_NUMBER = 40  # characters without a point or an exponent
 _PART = 2**16  # bytes looked at together, which stay in the cache
 _QUOTE = ord('"')
 _BACKSLASHES = re.compile(rb"\\*")
 
-# What a value takes in memory at most, in bytes, by the character that shows that there is one.
-# [ and {: the empty container, what its first entry adds, and one more value. Comma: a value and
-# its place. Colon: a key and its place.
-_COST = np.zeros(256, np.int64)
-_COST[[ord(mark) for mark in "[{,:"]] = 160, 320, 80, 130
-_DEEPER = np.zeros(256, np.int8)
-_DEEPER[[ord(mark) for mark in "[{]}"]] = 1, 1, -1, -1
-_IS_MARK = np.zeros(256, np.bool_)
-_IS_MARK[[ord(mark) for mark in '[]{},:"']] = True
+# The marks that are looked at, and the memory in bytes that a value takes at most where one stands:
+# a list with its first value; a dict, as pairs and as a table; a value and its place in a list;
+# what a member takes beside two strings; half of what a string takes beside its characters. A float
+# takes less, but a call that checks it.
+_COSTS = {"[": 144, "{": 320, ",": 42, ":": 90, '"': 16, ".": 64, "e": 64, "E": 64}
+_DEPTHS = {"[": 1, "{": 1, "]": -1, "}": -1}
+_SPACES = " \t\r\n"
 
 
-def read_json(data: bytes, path: object, *, memory: int) -> Json:
+def _table(of: Mapping[str, int]) -> npt.NDArray[np.int64]:
+    """A number for each byte."""
+    found = np.zeros(256, np.int64)
+    found[[ord(mark) for mark in of]] = list(of.values())
+    return found
+
+
+_COST, _DEEPER = _table(_COSTS), _table(_DEPTHS)
+_IS_MARK = _table(dict.fromkeys([*_COSTS, *_DEPTHS, *_SPACES], 1)).astype(np.bool_)
+
+
+def read_json(
+    data: bytes | memoryview, path: object, *, memory: int, memory_per_byte: int = 0
+) -> Json:
     """The value that ``data`` is the JSON of, where reading it is harmless.
 
     Stricter than Python's own reader: UTF-8 only, no key twice in one object, no NaN and no
-    infinity, whole numbers of at most 20 digits, nesting of at most ``MAX_DEPTH``.
+    infinity, numbers of at most 40 characters, nesting of at most ``MAX_DEPTH``.
 
     Args:
         data: the whole text.
         path: of the file, for the error.
         memory: what reading may take at most besides ``data``, in bytes.
+        memory_per_byte: what lists, dicts and numbers may take beyond it, for each byte of data.
 
     Raises:
         CheckpointCorrupt: it is no such JSON.
@@ -59,9 +71,11 @@ def read_json(data: bytes, path: object, *, memory: int) -> Json:
         >>> read_json(b'{"a": [1, 2.5]}', "example", memory=2**20)
         {'a': [1, 2.5]}
     """
-    _check_bounds(data, path, memory)
+    problem = _problem(data, memory, memory_per_byte)
+    if problem is not None:
+        raise CheckpointCorrupt(problem, path)
     try:
-        found: Json = _DECODER.decode(data.decode("utf-8"))
+        found: Json = _DECODER.decode(str(data, "utf-8"))
     except UnicodeDecodeError as error:
         problem = f"no UTF-8 at byte {error.start}"
     except json.JSONDecodeError as error:
@@ -100,36 +114,91 @@ def brief(found: object) -> str:
     return repr(found)
 
 
-def _check_bounds(data: bytes, path: object, memory: int) -> None:
-    """Refuse what nests too deeply, or would take more than ``memory`` bytes."""
-    # Python keeps a string in 1, 2 or 4 bytes per character, after its widest; and text and values
-    # are in memory together.
-    narrow = data.isascii() and b"\\u" not in data
-    taken = len(data) * (2 if narrow else 8)
-    depth = in_string = begin = 0
+def _problem(data: bytes | memoryview, memory: int, memory_per_byte: int) -> str | None:
+    """Why the text must not be read, as far as that shows from outside."""
+    look = _Look()
+    for part in _parts(data):
+        look.at(part)
+        if look.deepest > MAX_DEPTH:
+            return f"JSON that nests more than {MAX_DEPTH} deep"
+        if look.longest > _MAX_NUMBER:
+            return f"JSON with a number of more than {_MAX_NUMBER} characters, or no JSON"
+        if look.values - memory_per_byte * len(data) > memory:
+            break
+    if look.text(len(data)) + max(0, look.values - memory_per_byte * len(data)) > memory:
+        return f"JSON that would take more than {memory / 2**20:.0f} MiB of memory"
+    return None
+
+
+def _parts(data: bytes | memoryview) -> Iterator[bytes]:
+    """The text in parts; no escape is cut in two."""
+    begin = 0
     while begin < len(data):
         end = begin + _PART
-        if data[end - 1 : end] == b"\\":  # an escape is not cut in two
+        if data[end - 1 : end] == b"\\":
             end = _BACKSLASHES.match(data, end).end() + 1  # type: ignore[union-attr]
+        yield bytes(data[begin:end])
+        begin = end
+
+
+@final
+class _Look:
+    """What a look at the bytes of a JSON text shows, part by part.
+
+    Attributes:
+        deepest: how many brackets are inside of one another.
+        longest: bytes between marks outside of strings: of numbers and other words.
+        strings: bytes in strings.
+        values: memory that the values take at most, but for the characters of strings.
+    """
+
+    def __init__(self) -> None:
+        self.deepest = self.longest = self.strings = self.values = 0
+        self._is_ascii, self._has_escapes = True, False
+        self._depth = self._inside = 0
+        self._word = 0  # bytes since the last mark, if that was outside of strings
+
+    def at(self, part: bytes) -> None:
+        """Look at the next part."""
+        self._is_ascii = self._is_ascii and part.isascii()
+        self._has_escapes = self._has_escapes or b"\\u" in part
         # A backslash is an escape, because outside of strings it is no JSON. Without escapes each
         # quote begins or ends a string.
-        text = data[begin:end].replace(b"\\\\", b"").replace(b'\\"', b"")
-        begin = end
-        part = np.frombuffer(text, np.uint8)
-        marks: npt.NDArray[np.uint8] = part[_IS_MARK[part]]
+        text = part.replace(b"\\\\", b"").replace(b'\\"', b"")
+        array = np.frombuffer(text, np.uint8)
+        places = np.flatnonzero(_IS_MARK[array])
+        marks = array[places]
         quotes = marks == _QUOTE
-        parity = (np.cumsum(quotes, dtype=np.uint8) + in_string) & 1
-        outside = marks[(parity == 0) & ~quotes]
-        in_string = int(parity[-1]) if parity.size else in_string
-        depths = np.cumsum(_DEEPER[outside], dtype=np.int64) + depth
-        depth = int(depths[-1]) if depths.size else depth
-        taken += int(_COST[outside].sum())
-        if depths.max(initial=0) > MAX_DEPTH:
-            raise CheckpointCorrupt(f"JSON that nests more than {MAX_DEPTH} deep", path)
-        if taken > memory:
-            raise CheckpointCorrupt(
-                f"JSON that would take more than {memory / 2**20:.0f} MiB of memory", path
-            )
+        # Whether the bytes after each mark are in a string; first, those before the first mark.
+        inside = (np.cumsum(np.append(self._inside, quotes), dtype=np.uint8) & 1).astype(np.bool_)
+        gaps = np.diff(places, prepend=-1, append=len(text)) - 1
+        self._measure(gaps, inside, len(part) - len(text))
+        outside = marks[~(inside[1:] & inside[:-1])]
+        self.values += int(_COST[outside].sum())
+        depths = self._depth + np.cumsum(_DEEPER[outside])
+        self._depth = int(depths[-1]) if depths.size else self._depth
+        self.deepest = max(self.deepest, int(depths.max(initial=0)))
+
+    def _measure(
+        self, gaps: npt.NDArray[np.int64], inside: npt.NDArray[np.bool_], escaped: int
+    ) -> None:
+        """Note what lies between marks."""
+        # Marks in a string are part of it.
+        self.strings += int(gaps[inside].sum()) + int(inside.sum()) + escaped
+        words = np.where(inside, 0, gaps)
+        words[0] += self._word
+        self.longest = max(self.longest, int(words.max()))
+        self._word, self._inside = int(words[-1]), int(inside[-1])
+
+    def text(self, nbytes: int) -> int:
+        """Memory that a text of so many bytes and its strings take at most as characters.
+
+        Python keeps a string in 1, 2 or 4 bytes for each character, after its widest one. While it
+        is put together from escapes, its parts are there, too.
+        """
+        if not self._is_ascii:
+            return 8 * (nbytes + self.strings)
+        return nbytes + (5 if self._has_escapes else 1) * self.strings
 
 
 @final
@@ -145,15 +214,10 @@ def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     return found
 
 
-def _whole(text: str) -> int:
-    if len(text) > _MAX_DIGITS:
-        raise _Refused(f"the whole number {text:.20}... has more than {_MAX_DIGITS} digits")
-    return int(text)
-
-
 def _float(text: str) -> float:
-    if len(text) > _MAX_FLOAT or not math.isfinite(value := float(text)):
-        raise _Refused(f"the number {text:.40}... is no float")
+    value = float(text)
+    if not math.isfinite(value):
+        raise _Refused(f"the number {text:.80} is no float")
     return value
 
 
@@ -161,6 +225,4 @@ def _constant(text: str) -> Never:
     raise _Refused(f"{text} is no number")
 
 
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_object, parse_int=_whole, parse_float=_float, parse_constant=_constant
-)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)

@@ -81,6 +81,11 @@ class Contents:
         )
 
     @property
+    def names(self) -> list[str]:
+        """Of all that was given, in order of the alphabet."""
+        return sorted([*self.modules, *self.optimizers, *self.objects, *self.values])
+
+    @property
     def owners(self) -> Owners:
         """The ranges of every parameter of the models."""
         found: dict[nn.Parameter, tuple[Held, ...]] = {}

@@ -8,7 +8,8 @@
       .removing-7ab2…/           what retention takes away, or a damaged step
       step-000000010/            committed, and never written again
 
-Nothing else in this package writes to a disk. Every call may raise ``OSError``.
+Nothing else in this package writes to a disk. Every call may raise ``OSError``, which names the
+file or folder.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self, final
@@ -48,6 +49,7 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 _LOCK, _SAVING, _REMOVING = ".lock", ".saving-", ".removing-"
+_LINK = "is a symbolic link, not a file"
 _CHUNK_NBYTES = 1 << 20  # hashed and then written while it is in the cache
 
 
@@ -69,8 +71,9 @@ class NewFile:
         for start in range(0, len(data), _CHUNK_NBYTES):
             chunk = data[start : start + _CHUNK_NBYTES]
             checksum.update(chunk)
-            while chunk:
-                chunk = chunk[os.write(self._fd, chunk) :]
+            with _naming(self.path):
+                while chunk:
+                    chunk = chunk[os.write(self._fd, chunk) :]
         self.nbytes += len(data)
         return checksum.hexdigest()
 
@@ -84,11 +87,12 @@ class NewFile:
         traceback: TracebackType | None,
     ) -> None:
         fd, self._fd = self._fd, -1
-        try:
-            if error is None:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
+        with _naming(self.path):
+            try:
+                if error is None:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -100,10 +104,22 @@ def write_file(path: Path, data: bytes) -> None:
 def sync_folder(path: Path) -> None:
     """See the entries of a folder onto the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    with _naming(path):
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Have an error say where it happened; calls that take a descriptor do not know."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def make_folder(path: Path) -> None:
@@ -120,11 +136,16 @@ def make_folder(path: Path) -> None:
 def steps(root: Path) -> list[int]:
     """The committed steps in a folder, oldest first; none where there is no folder."""
     try:
-        entries = list(os.scandir(root))
+        entries = _entries(root)
     except FileNotFoundError:
         return []
     found = (step_of(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False))
     return sorted(step for step in found if step is not None)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    with _naming(folder), os.scandir(folder) as entries:
+        return list(entries)
 
 
 @contextmanager
@@ -132,23 +153,19 @@ def lock(root: Path) -> Iterator[None]:
     """Be the only one that saves into ``root``; the lock goes with the process that holds it.
 
     Raises:
-        CheckpointError: another one saves into it.
+        BlockingIOError: another one saves into it.
     """
     path = root / _LOCK
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
-        try:
+        with _naming(path):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(
-                "another save into this folder is under way: wait for it, or give each job a "
-                "folder of its own",
-                root,
-            ) from error
         try:
             yield
         finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, too
+            # Closing is not enough: a child that was forked meanwhile has it open, too.
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)
 
@@ -162,9 +179,12 @@ def temporary(root: Path, step: int) -> Path:
 
 def sweep(root: Path) -> None:
     """Remove what killed saves have left in ``root``. The caller holds the lock."""
-    for entry in list(os.scandir(root)):
-        if entry.name.startswith((_SAVING, _REMOVING)) and entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
+    for entry in _entries(root):
+        if entry.name.startswith((_SAVING, _REMOVING)):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:  # what stood in the place of a step
+                os.unlink(entry.path)
 
 
 def commit(made: Path, root: Path, step: int, *, replaces: bool) -> Path:
@@ -174,21 +194,38 @@ def commit(made: Path, root: Path, step: int, *, replaces: bool) -> Path:
         replaces: whether there is a damaged one, which goes.
 
     Raises:
-        CheckpointError: there is such a step.
+        OSError: there is no such step now.
+        CheckpointError: there is such a step already; or it is there, and may not outlive a loss
+            of power.
     """
     target = root / step_name(step)
     sync_folder(made)
-    if replaces:
-        _set_aside(target)
-    elif target.exists():  # a rename would replace an empty folder
+    aside = _set_aside(target) if replaces else None
+    if aside is None and target.exists():  # a rename would replace an empty folder
         raise CheckpointError("there is such a step already, and steps are never replaced", target)
     os.rename(made, target)
-    sync_folder(root)
+    try:
+        sync_folder(root)
+    except OSError as error:
+        _take_back(target, made, error)
+        raise
+    if aside is not None:
+        discard(aside)
     return target
 
 
+def _take_back(target: Path, made: Path, cause: OSError) -> None:
+    """Undo a commit of which nobody knows whether it reached the disk."""
+    try:
+        os.rename(target, made)
+    except OSError as error:
+        raise CheckpointError(
+            f"is saved, but may not outlive a loss of power: {cause}", target, errno=cause.errno
+        ) from error
+
+
 def discard(made: Path) -> None:
-    """Remove the folder of a save that failed."""
+    """Remove a folder that nobody needs, as that of a save that failed."""
     shutil.rmtree(made, ignore_errors=True)  # the failure itself is told; the next save sweeps
 
 
@@ -233,26 +270,27 @@ class SavedBytes:
             raise CheckpointCorrupt("the file is not there", path) from error
         except OSError as error:
             if path.is_symlink():
-                raise CheckpointCorrupt("is a symbolic link, not a file", path) from error
+                raise CheckpointCorrupt(_LINK, path) from error
             raise
-        found = os.fstat(self._fd)
-        self.nbytes = found.st_size
-        problem = None
-        if not stat.S_ISREG(found.st_mode):
-            problem = "is no ordinary file"
-        elif nbytes is not None and nbytes != found.st_size:
-            problem = f"has {found.st_size} bytes instead of {nbytes}"
-        if problem is not None:
+        try:
+            with _naming(path):
+                found = os.fstat(self._fd)
+            problem = _problem(found, nbytes)
+            if problem is not None:
+                raise CheckpointCorrupt(problem, path)
+        except BaseException:
             os.close(self._fd)
-            raise CheckpointCorrupt(problem, path)
+            raise
+        self.nbytes = found.st_size
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill ``target`` with the bytes from ``offset`` on."""
-        while target:
-            count = os.preadv(self._fd, [target], offset)
-            if not count:
-                raise CheckpointCorrupt(f"ends at byte {offset}", self.path)
-            target, offset = target[count:], offset + count
+        with _naming(self.path):
+            while target:
+                count = os.preadv(self._fd, [target], offset)
+                if not count:
+                    raise CheckpointCorrupt(f"ends at byte {offset}", self.path)
+                target, offset = target[count:], offset + count
 
     def close(self) -> None:
         """Let it go."""
@@ -279,15 +317,33 @@ def read_manifest(folder: Path, most_nbytes: int) -> bytes:
     return bytes(data)
 
 
-def check_entries(folder: Path, names: set[str]) -> None:
-    """Refuse a step that has other files than ``names`` and its manifest.
+def check_entries(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Refuse a step that has not just its manifest and these files.
+
+    Args:
+        sizes: bytes of each file, by name.
 
     Raises:
-        CheckpointCorrupt: names the first.
+        CheckpointCorrupt: names the first that is missing, of another size, or too many.
     """
-    found = {entry.name for entry in os.scandir(folder)}
-    for name in sorted(names | {MANIFEST}):
+    found = {entry.name: entry for entry in _entries(folder)}
+    for name in sorted({*sizes, MANIFEST}):
         if name not in found:
             raise CheckpointCorrupt("the file is not there", folder / name)
-    for name in sorted(found - names - {MANIFEST}):
+    for name in sorted(found.keys() - sizes - {MANIFEST}):
         raise CheckpointCorrupt("the checkpoint has no such file", folder / name)
+    for name, nbytes in sizes.items():
+        problem = _problem(found[name].stat(follow_symlinks=False), nbytes)
+        if problem is not None:
+            raise CheckpointCorrupt(problem, folder / name)
+
+
+def _problem(found: os.stat_result, nbytes: int | None) -> str | None:
+    """Why this is no file of so many bytes; None if it is one."""
+    if stat.S_ISLNK(found.st_mode):
+        return _LINK
+    if not stat.S_ISREG(found.st_mode):
+        return "is no ordinary file"
+    if nbytes is not None and nbytes != found.st_size:
+        return f"has {found.st_size} bytes instead of {nbytes}"
+    return None

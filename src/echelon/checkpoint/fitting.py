@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
@@ -12,11 +12,15 @@ from torch import Tensor
 
 from echelon.checkpoint.format import DTYPES, Manifest, SavedTensor
 from echelon.checkpoint.part import Json, own_name
+from echelon.checkpoint.sizes import nbytes_of
 from echelon.checkpoint.values import decode
 from echelon.errors import CheckpointCorrupt
 from echelon.held import Held, Kept
 
 __all__ = ["Fitting", "Target"]
+
+_OWN = re.compile(r"own/[0-9]+/(.+)")  # as own_name gives it
+_MOST_TIMES = 16  # that a tensor is loaded: several that are tied may be apart here
 
 
 class Target(NamedTuple):
@@ -68,9 +72,12 @@ class Fitting:
             for saved in self.manifest.tensors.values()
             for name in (saved.name, *saved.ties)
         }
-        self._apart = {
-            name.split("/", 2)[2] for name in self.manifest.tensors if name.startswith("own/")
-        }
+        found = map(_OWN.fullmatch, self.manifest.tensors)
+        self._apart = {match[1] for match in found if match is not None}
+        tensors = self.manifest.tensors.values()
+        self._most = _MOST_TIMES * sum(nbytes_of(one.dtype, one.shape) for one in tensors)
+        self._claimed = 0
+        self._values: dict[str, Tensor] = {}
 
     @property
     def same_size(self) -> bool:
@@ -80,6 +87,26 @@ class Fitting:
     def find(self, names: Sequence[str]) -> SavedTensor | None:
         """The tensor that has one of these names."""
         return next((self._by_name[name] for name in names if name in self._by_name), None)
+
+    def fits(self, names: Sequence[str], shape: tuple[int, ...]) -> bool:
+        """Whether the step has a tensor of one of these names that has this shape."""
+        saved = self.find(names)
+        return saved is not None and saved.shape == shape
+
+    def claim(self, nbytes: int) -> None:
+        """Say that memory is taken for what the step has.
+
+        Raises:
+            CheckpointCorrupt: it is far more than the step itself takes, which somebody has made
+                so.
+        """
+        self._claimed += nbytes
+        if self._claimed > self._most:
+            raise CheckpointCorrupt(
+                f"asks for more than {self._most} bytes of memory, {_MOST_TIMES} times of what its "
+                "tensors have",
+                self.path,
+            )
 
     def place(self, held: Held, *, fresh: bool = False) -> bool:
         """Have a range of this rank read, if the step has it and it fits; whether it will be."""
@@ -113,7 +140,25 @@ class Fitting:
             facts = section["by_rank"][self.rank if self.same_size else 0]
             if not self.same_size:
                 self.apart.append(name)
-        return decode(facts, _Fresh(self, name), name)
+        return decode(facts, _Fresh(self, name), f"{self.path}: {name}")
+
+    def fresh_value(self, name: str) -> Tensor:
+        """The memory of a tensor of a value, which is read later; once for each tensor.
+
+        Raises:
+            KeyError: the step has no such tensor.
+        """
+        found = self.find([name])
+        if found is None:
+            raise KeyError(name)
+        self.used.add(found.name)
+        if found.name not in self._values:
+            chosen = self._own(found)
+            self.claim(nbytes_of(chosen.dtype, chosen.shape))
+            values = torch.empty(chosen.shape, dtype=DTYPES[chosen.dtype])
+            self.fresh.append(Target(chosen, 0, values))
+            self._values[found.name] = values
+        return self._values[found.name]
 
 
 class _Fresh(Mapping[str, Tensor]):
@@ -123,15 +168,7 @@ class _Fresh(Mapping[str, Tensor]):
         self._fitting, self._name = fitting, name
 
     def __getitem__(self, path: str) -> Tensor:
-        fitting = self._fitting
-        found = fitting.find([f"{self._name}/{path}"])
-        if found is None:
-            raise CheckpointCorrupt("has no such tensor", fitting.path, tensor=path)
-        fitting.used.add(found.name)
-        chosen = fitting._own(found)
-        values = torch.empty(chosen.shape, dtype=DTYPES[chosen.dtype])
-        fitting.fresh.append(Target(chosen, 0, values))
-        return values
+        return self._fitting.fresh_value(f"{self._name}/{path}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(())
@@ -152,8 +189,3 @@ def _misfit(saved: SavedTensor, held: Held) -> str | None:
 
 def _converts(saved: SavedTensor, held: Held) -> bool:
     return torch.can_cast(DTYPES[saved.dtype], held.values.dtype)
-
-
-def nbytes_of(targets: Sequence[Target]) -> int:
-    """Bytes that are read into them."""
-    return sum(math.prod(target.values.shape) * target.values.itemsize for target in targets)

@@ -54,13 +54,15 @@ its bytes exactly once, so that no byte is without a checksum. Names of tensors,
 unique, of 1 to 1024 characters, none of them a control character or a surrogate. Numbers are whole
 and less than 2**60, and so is the number of bytes of a tensor (counting dims of 0 as 1). There are
 at most 64 dims to a tensor, 1,000,000 pieces in all, and 100,000,000 bytes of manifest. The JSON
-has no key twice in one object, nests at most 256 deep, and has no number beyond 64 bits or floats.
+has no key twice in one object, nests at most 256 deep, and has finite numbers only, in at most 40
+characters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, cast, final
 
 from echelon.checkpoint.bounded import Json, brief, read_json, write_json
@@ -89,8 +91,8 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 
 _MAX_NBYTES = 100_000_000
-# Memory that reading may take: that of a small manifest, and what pieces need for their length.
-_MEMORY, _MEMORY_PER_BYTE = 192 * 2**20, 8
+_MEMORY = 160 * 2**20  # that reading may take, in bytes
+_MEMORY_PER_BYTE = 7  # and this for each byte: a piece of 50 bytes takes 400 as Python has it
 _BEFORE, _AFTER = b'{"checksum":"', b'",'  # around the 16 digits
 _BEGIN = len(_BEFORE) + 16 + len(_AFTER)
 _MEMBERS = (
@@ -189,7 +191,8 @@ class Manifest:
         """The bytes of ``manifest.json``. Law: ``Manifest.parse`` of them gives an equal manifest.
 
         Raises:
-            ArgumentError: ``world`` or ``sections`` is not plain JSON, or is too much of it.
+            ArgumentError: ``world`` or ``sections`` is not plain JSON, or there is too much to be
+                read back.
         """
         content = write_json(_fields(self), "the manifest")[1:]
         data = _BEFORE + checksum(content).encode() + _AFTER + content
@@ -197,8 +200,7 @@ class Manifest:
             read = Manifest.parse(data, MANIFEST)
         except CheckpointCorrupt as error:
             raise ArgumentError(
-                f"what is saved beside tensors cannot be read back: {error}. "
-                "Give long values as tensors"
+                f"this could not be read back: {error}. Give long values as tensors"
             ) from error
         if read != self:
             raise ArgumentError(
@@ -220,7 +222,7 @@ class Manifest:
                 it is of a schema that is not known here. Nothing else, whatever the bytes are.
         """
         _check_bytes(data, path)
-        found = read_json(data, path, memory=_MEMORY + _MEMORY_PER_BYTE * len(data))
+        found = read_json(data, path, memory=_MEMORY, memory_per_byte=_MEMORY_PER_BYTE)
         try:
             return _manifest(found)
         except Inconsistent as error:
@@ -328,7 +330,9 @@ def _pieces(name: str, found: list[Json]) -> tuple[SavedPiece, ...]:
     for piece in found:
         if type(piece) is not list or len(piece) != len(SavedPiece._fields):
             raise Inconsistent(f"a piece is {brief(piece)}, which is none", name)
-    return tuple(map(SavedPiece._make, cast(list[list[int]], found)))
+    # SavedPiece._make, but for its check of the length: there may be a million.
+    make = partial(tuple.__new__, SavedPiece)
+    return cast(tuple[SavedPiece, ...], tuple(map(make, found)))
 
 
 def _members(found: Json, what: str, names: tuple[str, ...]) -> list[Json]:

@@ -29,7 +29,7 @@ Entry = tuple[str, str, tuple[int, ...], int]
 _ALIGN = 64  # the data begin in a line of the cache
 _LENGTH_NBYTES = 8
 _MAX_NBYTES = 100_000_000  # of the JSON; as in safetensors
-_MEMORY = 192 * 2**20  # that reading may take
+_MEMORY = 160 * 2**20  # that reading may take, in bytes
 # What safetensors allows beside tensors. Some readers ask which framework wrote the file.
 _METADATA = "__metadata__"
 _WRITTEN_METADATA = {"format": "pt"}
@@ -127,8 +127,8 @@ def read_header(data: bytes, path: object) -> list[Entry]:
     end = header_nbytes(data, path)
     if len(data) < end:
         raise CheckpointCorrupt(f"it ends in its header, after {len(data)} of {end} bytes", path)
-    text = data[_LENGTH_NBYTES:end]
-    if text[:1] != b"{":
+    text = memoryview(data)[_LENGTH_NBYTES:end]  # not a copy
+    if text[0] != ord("{"):
         raise CheckpointCorrupt("its header does not begin as one", path)
     found = cast(dict[str, Json], read_json(text, path, memory=_MEMORY))
     metadata = found.pop(_METADATA, {})

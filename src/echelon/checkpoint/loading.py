@@ -6,7 +6,8 @@
     each     [2] finds out which ranges it needs, and what does not fit; nothing has moved
     each     [3] compares its share of all bytes with their checksums, and reads what nobody sees
                  yet: states of a new optimizer, values
-    each     [4] reads into the memory of the model, and hands everything out
+    each     [4] gives optimizers and objects their states; who refuses one ends it, undone
+    each     [5] reads into the memory of the model
 
 A bad byte ends [3] on all ranks, before anything that the user can see has changed.
 """
@@ -30,7 +31,7 @@ from echelon.checkpoint.council import Council
 from echelon.checkpoint.fitting import Fitting, Target
 from echelon.checkpoint.format import step_name, step_of
 from echelon.checkpoint.part import Json
-from echelon.checkpoint.random_states import restore_random_states
+from echelon.checkpoint.random_states import RandomStates
 from echelon.checkpoint.restoring import Restoring
 from echelon.checkpoint.step import MOST_MANIFEST_NBYTES, PieceKey, Step
 from echelon.errors import (
@@ -41,7 +42,7 @@ from echelon.errors import (
     CheckpointNotFound,
 )
 
-__all__ = ["Loaded", "Request", "load_step", "steps_to_try"]
+__all__ = ["Loaded", "Request", "folders_to_try", "load_step"]
 
 
 @final
@@ -91,56 +92,57 @@ class Request:
     rng: bool
 
 
-def steps_to_try(request: Request) -> list[Path]:
-    """The folders of the steps to try, in that order; rank 0 asks.
+def folders_to_try(
+    council: Council, contents: Contents, request: Request
+) -> list[tuple[int, Path]]:
+    """The steps to try, in that order, with their folders. All ranks call it.
 
     Raises:
         CheckpointNotFound: there is none.
+        ArgumentError: the ranks are asked for different loads, or something cannot be loaded.
     """
+    asked: dict[str, Json] = {"call": "load", "directory": str(request.root)}
+    asked |= {"step": request.step, "strict": request.strict, "fallback": request.fallback}
+    asked |= {"rng": request.rng, "names": contents.names}
+
+    def look() -> Json:
+        _check_stateful(contents)
+        return _steps_to_try(request) if council.rank == 0 else None
+
+    found = council.all_do("a request to load", look, asked)[0]
+    return [(step, Path(folder)) for step, folder in found]
+
+
+def _steps_to_try(request: Request) -> list[tuple[int, str]]:
     root = request.root
-    if request.step is None and step_of(root.name) is not None and root.is_dir():
-        return [root]
-    if request.step is not None:
-        path = root / step_name(request.step)
-        if not path.is_dir():
-            there = ", ".join(map(str, files.steps(root))) or "none"
-            raise CheckpointNotFound(f"step {request.step} is not there; committed: {there}", root)
-        newest = request.step
-    else:
-        newest = max(files.steps(root), default=-1)
-        if newest < 0:
+    own = step_of(root.name)
+    if request.step is None and own is not None and root.is_dir():
+        return [(own, str(root))]
+    known = files.steps(root)
+    newest = max(known, default=-1) if request.step is None else request.step
+    if newest not in known:
+        if request.step is None:
             raise CheckpointNotFound("no step was committed here", root)
-    known = [step for step in files.steps(root) if step <= newest]
-    return [root / step_name(step) for step in reversed(known)][: None if request.fallback else 1]
+        there = ", ".join(map(str, known)) or "none"
+        raise CheckpointNotFound(f"step {newest} is not there; committed: {there}", root)
+    tried = [step for step in reversed(known) if step <= newest]
+    return [
+        (step, str(root / step_name(step))) for step in tried[: None if request.fallback else 1]
+    ]
 
 
-def load_step(council: Council, contents: Contents, request: Request, tried: int) -> Loaded:
-    """Load the step that is number ``tried`` of those to try. All ranks call it.
+def load_step(council: Council, contents: Contents, request: Request, folder: Path) -> Loaded:
+    """Load one step. All ranks call it.
 
     Raises:
         CheckpointCorrupt: it is damaged; nothing was changed.
         CheckpointMismatch: with ``strict``, it is of something else; nothing was changed.
-        CheckpointNotFound: there are no more steps to try.
     """
-    asked: dict[str, Any] = {"call": "load", "directory": str(request.root)}
-    asked |= {"step": request.step}
-    asked |= {"names": sorted(_names(contents)), "strict": request.strict, "rng": request.rng}
-    asked |= {"fallback": request.fallback}
 
-    def choose() -> Json:
-        found: dict[str, Any] = {"asked": asked}
-        if council.rank == 0:
-            folders = steps_to_try(request)
-            if tried >= len(folders):
-                raise CheckpointNotFound("no step is whole", request.root)
-            folder = folders[tried]
-            manifest = files.read_manifest(folder, MOST_MANIFEST_NBYTES)
-            found |= {"folder": str(folder), "manifest": manifest.decode("latin-1")}
-        return found
+    def read() -> bytes:
+        return files.read_manifest(folder, MOST_MANIFEST_NBYTES)
 
-    told = council.all_do("a request to load", choose)
-    council.check_alike([one["asked"] for one in told], "loads")
-    folder, data = Path(told[0]["folder"]), told[0]["manifest"].encode("latin-1")
+    data = council.give("the manifest of a load", read)
     with ExitStack() as stack:
         loading = _Loading(council, contents, request, folder)
         council.all_do("the plan of a load", lambda: loading.open(data, stack))
@@ -148,7 +150,12 @@ def load_step(council: Council, contents: Contents, request: Request, tried: int
         facts = {"rank": council.world_rank, "step": loading.step.manifest.step}
         with events.span("checkpoint.load", nbytes=loading.nbytes, **facts):
             council.all_do("bytes of a load", loading.verify)
-            council.all_do("the end of a load", loading.install)
+            try:
+                council.all_do("states of a load", loading.install)
+            except BaseException:
+                loading.undo()
+                raise
+            council.all_do("the end of a load", loading.fill)
     return loading.loaded()
 
 
@@ -174,7 +181,7 @@ class _Loading:
         targets = [*self._fitting.live, *self._fitting.fresh]
         return sum(target.values.nbytes for target in targets)
 
-    def open(self, data: bytes, stack: ExitStack) -> Json:
+    def open(self, data: bytes, stack: ExitStack) -> None:
         """[2] Read the manifest, and find what fits. Nothing is changed."""
         self.step = stack.enter_context(Step(self._folder, data))
         manifest, contents = self.step.manifest, self._contents
@@ -201,9 +208,8 @@ class _Loading:
         for name, section in sections.items():
             if section.get("kind") == "value":
                 self._values[name] = fitting.value(section, name)
-        if self._request.rng and RANDOM in sections:
+        if self._request.rng and sections.get(RANDOM, {}).get("kind") == "random":
             self._random = fitting.value(sections[RANDOM], RANDOM)
-        return self._used_bits()
 
     def _section(self, name: str, kind: str) -> Json | None:
         """What the step has under a name; notes what does not fit."""
@@ -279,18 +285,29 @@ class _Loading:
         for target in self._fitting.fresh:
             done.update(self._read(target, mine))
         self.step.verify(*mine, done)
+        for target in self._fitting.live:
+            self.step.reach(target.saved, target.start, target.values.numel())
+        if self._random is not None:
+            self._random = RandomStates.of(self._random, self._contents.device, self._folder)
 
     def _read(self, target: Target, check: tuple[int, int] | None = None) -> list[PieceKey]:
         return self.step.read(target.saved, target.start, target.values, check)
 
     def install(self) -> None:
-        """[4] Change what the user has."""
-        contents = self._contents
-        for name, state in self._states.items():
-            contents.objects[name].load_state_dict(state)
+        """[4] Give out what can be refused. Objects last: they cannot be undone."""
         for optimizer in self._optimizers:
             optimizer.install()
-        for holdings in contents.modules.values():
+        for name, state in self._states.items():
+            self._contents.objects[name].load_state_dict(state)
+
+    def undo(self) -> None:
+        """Let the optimizers be as they were."""
+        for optimizer in self._optimizers:
+            optimizer.undo()
+
+    def fill(self) -> None:
+        """[5] Change the model."""
+        for holdings in self._contents.modules.values():
             holdings.before_write()
         try:
             for target in self._fitting.live:
@@ -300,17 +317,12 @@ class _Loading:
                 f"could no longer be read when it was being loaded, so the model is changed in "
                 f"part: load again ({error})",
                 self._folder,
+                errno=error.errno,
             ) from error
         for module, state in self._extras:
             module.set_extra_state(state)
         if self._random is not None:
-            try:
-                restore_random_states(self._random, contents.device)
-            except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-                raise CheckpointCorrupt(
-                    f"holds no states of random generators ({error}); all else was loaded",
-                    self._folder,
-                ) from error
+            self._random.restore(self._contents.device)
 
     def loaded(self) -> Loaded:
         """What is told to the user."""
@@ -333,11 +345,10 @@ class _Loading:
         )
 
 
-def _names(contents: Contents) -> list[str]:
+def _check_stateful(contents: Contents) -> None:
     if contents.values:
         name, value = next(iter(contents.values.items()))
         raise ArgumentError(
             f"{name} is a {type(value).__name__}, which cannot take a state back: leave it out, "
             "and find it in the values of the result"
         )
-    return [*contents.modules, *contents.optimizers, *contents.objects]

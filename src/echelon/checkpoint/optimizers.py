@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from echelon.checkpoint.bounded import brief
 from echelon.checkpoint.format import DTYPES, dtype_name
 from echelon.checkpoint.part import Json, Part
 from echelon.checkpoint.values import decode, encode
-from echelon.errors import ArgumentError, UnsupportedError
+from echelon.errors import ArgumentError, CheckpointCorrupt, UnsupportedError
 from echelon.held import Held, Kept
 
 __all__ = ["Owners", "State", "optimizer_part", "states_of"]
@@ -191,11 +192,21 @@ def options_of(name: str, i: int, group: Mapping[str, Any]) -> Json:
 
 
 def number_of(found: Json, where: str, device: torch.device) -> Any:
-    """A number or a tensor without dims, as it was saved."""
-    if isinstance(found, dict) and _NUMBER in found:
-        dtype, number = found[_NUMBER]
-        return torch.tensor(decode(number, {}, where), dtype=DTYPES[dtype], device=device)
-    return decode(found, {}, where)
+    """A number or a tensor without dims, as it was saved.
+
+    Raises:
+        CheckpointCorrupt: it is none.
+    """
+    if not isinstance(found, dict) or _NUMBER not in found:
+        return decode(found, {}, where)
+    dtype, saved = found[_NUMBER]
+    number = decode(saved, {}, where)
+    if isinstance(number, int | float | complex):
+        try:
+            return torch.tensor(number, dtype=DTYPES[dtype], device=device)
+        except (RuntimeError, TypeError, OverflowError):
+            pass  # a number that this dtype does not have
+    raise CheckpointCorrupt(f"has {brief(saved)} for a number of {dtype}", where)
 
 
 @final

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, final
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from echelon.checkpoint.fitting import Fitting
 from echelon.checkpoint.optimizers import Owners, Tensorial, number_of, ranges_of, state_name
 from echelon.checkpoint.part import Json
+from echelon.errors import CheckpointError
 from echelon.held import Held
 
 __all__ = ["Restoring"]
@@ -38,6 +40,7 @@ class Restoring:
         ranges = ranges_of(name, optimizer, owners)
         self._options = self._match(ranges)
         self._states: dict[nn.Parameter, dict[str, Any]] = {}
+        self._before: dict[str, Any] | None = None
         for param, own in ranges.items():
             if own:
                 state = self._state_of(param, own)
@@ -45,7 +48,27 @@ class Restoring:
                     self._states[param] = state
 
     def install(self) -> None:
-        """Give the optimizer its options and states. Their memory is filled by now."""
+        """Give the optimizer its options and states. The memory of new ones is filled by now.
+
+        Raises:
+            CheckpointError: it does not take them.
+        """
+        self._before = dict(vars(self._optimizer))
+        try:
+            self._install()
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self._name} does not take its state: {error!r:.200}", self._fitting.path
+            ) from error
+
+    def undo(self) -> None:
+        """Let the optimizer be as it was before ``install``."""
+        if self._before is not None:
+            # What it has is replaced by it, never changed.
+            vars(self._optimizer).clear()
+            vars(self._optimizer).update(self._before)
+
+    def _install(self) -> None:
         optimizer = self._optimizer
         params = [param for group in optimizer.param_groups for param in group["params"]]
         numbers = {param: i for i, param in enumerate(params)}
@@ -84,7 +107,7 @@ class Restoring:
                 chosen.append({key: v for key, v in group.items() if key != "params"})
                 continue
             options = {
-                key: number_of(value, f"{where}.{key}", torch.device("cpu"))
+                key: number_of(value, f"{self._fitting.path}: {where}.{key}", torch.device("cpu"))
                 for key, value in same["options"].items()
             }
             chosen.append({**_options(group), **options})
@@ -119,21 +142,32 @@ class Restoring:
     def _value(self, param: nn.Parameter, own: Sequence[Held], key: str, facts: Json) -> Any:
         tensorial = Tensorial.of(facts)
         if tensorial is None:
-            return number_of(facts, f"{self._name}.state.{key}", torch.device("cpu"))
+            where = f"{self._fitting.path}: {self._name}.state.{key}"
+            return number_of(facts, where, torch.device("cpu"))
         live = self._optimizer.state.get(param, {}).get(key)
         if not tensorial.like:
             return self._whole(param, own[0], key, tensorial)
+        names = [tuple(state_name(self._name, name, key) for name in held.names) for held in own]
+        wanted = [
+            held.numel
+            for held, of_state in zip(own, names, strict=True)
+            if self._fitting.fits(of_state, held.shape)
+        ]
         is_live = isinstance(live, Tensor) and (live.shape, live.dtype) == (
             param.shape,
             tensorial.dtype,
         )
-        values: Tensor = live if is_live else torch.empty_like(param, dtype=tensorial.dtype)
+        values: Tensor = param  # nothing is written where nothing fits
+        if is_live:
+            values = live
+        elif wanted:
+            self._fitting.claim(sum(wanted) * tensorial.dtype.itemsize)
+            values = torch.empty_like(param, dtype=tensorial.dtype)
         values = values.detach()
         end = 0
-        for held in own:
+        for held, of_state in zip(own, names, strict=True):
             part = values if len(own) == 1 else values.view(-1)[end : end + held.numel]
-            names = tuple(state_name(self._name, name, key) for name in held.names)
-            self._fitting.place(replace(held, names=names, values=part), fresh=not is_live)
+            self._fitting.place(replace(held, names=of_state, values=part), fresh=not is_live)
             end += held.numel
         return values
 
@@ -144,6 +178,7 @@ class Restoring:
             problem = "is not in the checkpoint" if saved is None else "cannot be cut"
             self._fitting.differing[name] = problem
             return None
+        self._fitting.claim(prod(saved.shape) * tensorial.dtype.itemsize)
         values = torch.empty(saved.shape, dtype=tensorial.dtype, device=param.device)
         place = replace(held, names=(name,), shape=saved.shape, start=0, values=values)
         self._fitting.place(place, fresh=True)

@@ -8,13 +8,14 @@
     rank 0   [4] writes the manifest, and renames the folder: now it is a step
     all      [5] hear that it is
 
-What one rank cannot do, all of them raise, and nothing is committed.
+What one rank cannot do, all of them raise, and nothing is committed. What goes wrong on one rank
+between [1] and [2] is told in [3]: it must not leave the others waiting.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
@@ -35,6 +36,7 @@ from echelon.checkpoint.part import Json, Part, together
 from echelon.checkpoint.step import is_whole
 from echelon.checkpoint.writes import Write, assembled, report_of, writes_of
 from echelon.errors import CheckpointError
+from echelon.world.group import Group
 
 __all__ = ["Saving"]
 
@@ -56,6 +58,7 @@ class Saving:
         self._writes: list[Write] = []
         self._facts: dict[str, Json] = {}
         self._kinds: dict[str, str] = {}
+        self._problem: Exception | None = None  # of this rank, of which the others must hear
 
     def begin(self, call: str, contents: Contents, *, rng: bool) -> None:
         """[1] Agree on what is saved, and make the folder.
@@ -77,17 +80,26 @@ class Saving:
             for part in parts.values():
                 own |= part.own_digests()
             made = self._make_folder() if self._council.rank == 0 else None
-            asked = {"call": call, "directory": str(self._root), "step": self._step}
-            asked |= {"keep": self._keep, "names": sorted(parts)}
-            return {"asked": asked, "digests": digests, "own": own, "made": made}
+            return {"digests": digests, "own": own, "made": made}
 
+        asked: dict[str, Json] = {"call": call, "directory": str(self._root), "step": self._step}
+        asked |= {"keep": self._keep, "rng": rng, "names": contents.names}
         try:
-            told = self._council.all_do("a request to save", request)
-            self._council.check_alike([one["asked"] for one in told], "saves")
+            told = self._council.all_do("a request to save", request, asked)
+            self._made = self._root / told[0]["made"]
+            self.prepare(partial(self._plan, parts, told))
         except BaseException:
             self.abandon()
             raise
-        self._made = self._root / told[0]["made"]
+
+    def prepare(self, step: Callable[[], None]) -> None:
+        """Run ``step`` between [1] and [2]; if it raises, all ranks do when they write."""
+        try:
+            step()
+        except Exception as error:
+            self._problem = self._problem or error
+
+    def _plan(self, parts: Mapping[str, Part], told: Sequence[Json]) -> None:
         rank = self._council.rank
         self._writes = writes_of(parts, [one["own"] for one in told], rank)
         self._kinds = {name: part.kind for name, part in parts.items()}
@@ -97,12 +109,19 @@ class Saving:
 
     def _make_folder(self) -> str:
         files.make_folder(self._root)
-        self._stack.enter_context(files.lock(self._root))
+        try:
+            self._stack.enter_context(files.lock(self._root))
+        except BlockingIOError as error:
+            raise self._refusal(
+                "another save into this folder is under way: wait for it, or give each job a "
+                "folder of its own",
+                self._root,
+            ) from error
         files.sweep(self._root)
         target = self._root / step_name(self._step)
         if target.is_symlink() or target.exists():
             if is_whole(target):
-                raise CheckpointError(
+                raise self._refusal(
                     "this step was saved already, and what is committed is never replaced: save "
                     "under another step or into another folder",
                     target,
@@ -110,6 +129,16 @@ class Saving:
             self._replaces = True
         self._made = files.temporary(self._root, self._step)
         return self._made.name
+
+    def _refusal(self, what: str, path: Path) -> CheckpointError:
+        """Of a folder that is not for us; it may be that another rank has it."""
+        if self._council.group is None:
+            what += ". Ranks that share a plain model save it together: give group= on all of them"
+        return CheckpointError(what, path)
+
+    def hand_over(self, group: Group | None) -> None:
+        """Have the ranks talk over ``group`` from now on, which has the same ranks."""
+        self._council = Council(group, self._root)
 
     @property
     def nbytes(self) -> int:
@@ -157,6 +186,8 @@ class Saving:
 
     def _write(self) -> Json:
         """The file of this rank; what the manifest needs to know of it."""
+        if self._problem is not None:
+            raise self._problem
         assert self._made is not None
         path = self._made / file_name(self._council.rank)
         head = header([write.entry for write in self._writes])

@@ -35,7 +35,7 @@ class Step:
         data: the bytes of its manifest, if they were read already.
 
     Raises:
-        CheckpointCorrupt: it is no step, or files are missing or too many.
+        CheckpointCorrupt: it is no step, or files are missing, of another size, or too many.
     """
 
     def __init__(self, folder: Path, data: bytes | None = None) -> None:
@@ -50,7 +50,7 @@ class Step:
         self.sections: Mapping[str, Any] = self.manifest.sections  # of the form that was checked
         if folder.name.startswith("step-") and folder.name != step_name(self.manifest.step):
             raise CheckpointCorrupt(f"holds step {self.manifest.step}", folder)
-        check_entries(folder, {file.name for file in self.manifest.files})
+        check_entries(folder, {file.name: file.nbytes for file in self.manifest.files})
         self._open: dict[int, SavedBytes] = {}
 
     def __enter__(self) -> Self:
@@ -115,6 +115,12 @@ class Step:
                 file.read_into(target, offset)
         land(values, landed)
         return compared
+
+    def reach(self, tensor: SavedTensor, start: int, numel: int) -> None:
+        """Open the files of a range, so that nothing but the disk can refuse it later."""
+        if len(self.manifest.files) <= _MOST_OPEN:
+            for read in reads(tensor.pieces, start, numel):
+                self._file(tensor.pieces[read.piece].file)
 
     def _pieces(self) -> Iterator[tuple[SavedTensor, int, SavedPiece]]:
         for tensor in self.manifest.tensors.values():

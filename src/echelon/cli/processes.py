@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -22,6 +23,7 @@ from echelon.cli.endings import failure_lines, leaving_line, restart_lines
 from echelon.cli.failures import cause_text, threads_per_rank
 from echelon.cli.run_folders import RunFolder
 from echelon.cli.screen import Screen
+from echelon.world import tether
 from echelon.world.attempt import Attempt, Outcome
 from echelon.world.failure import FailureRecord
 
@@ -105,7 +107,8 @@ def run_processes(launch: Launch) -> int:
         return code
     if last.outcome is not Outcome.FINISHED:
         print(leaving_line(last, launch.grace), file=sys.stderr)
-    if last.killed:
+    unsaved = last.outcome is Outcome.STOPPED and os.EX_TEMPFAIL in last.codes.values()
+    if last.killed or unsaved:
         print(f"all output is in {folder.keep()}", file=sys.stderr)
     else:
         folder.drop()
@@ -124,6 +127,8 @@ def _watch(launch: Launch, log_dir: Path) -> tuple[list[signal.Signals], int]:
             stderr=log,
             # Ctrl-C reaches this process alone, which passes it on.
             start_new_session=True,
+            # Until it has started and can end its ranks in good order, it ends with us at once.
+            preexec_fn=partial(tether.tether, os.getpid(), signal.SIGKILL),
         )
         screen = Screen(log_dir, live)
         shown = 0

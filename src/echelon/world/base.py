@@ -78,6 +78,11 @@ class World:
     def step(self, number: int) -> None:
         self.steps.number = number
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed."""
+        return not self._closed
+
     def mesh(self, **axes: int) -> Mesh:
         """Arrange all ranks on named axes; one length may be -1.
 

@@ -54,9 +54,9 @@ def flattened(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
 
 def from_bytes(data: bytes) -> Tensor:
     """The bytes as a tensor with memory of its own. 1D uint8."""
-    found = torch.empty(len(data), dtype=torch.uint8)
-    found.numpy()[:] = memoryview(data)
-    return found
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def pickled(item: Any) -> Tensor:

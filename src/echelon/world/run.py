@@ -28,7 +28,7 @@ from echelon.world.steps import Steps
 from echelon.world.threads import ThreadGroup
 from echelon.world.watch import Watch
 
-__all__ = ["init", "run"]
+__all__ = ["entered", "init", "run"]
 
 # After one rank failed, how long the others may take to notice, in seconds.
 GRACE_S = 2.0
@@ -97,6 +97,12 @@ def _device(device: str | torch.device) -> torch.device:
         raise ArgumentError(
             f"device is {device!r:.80}, which cannot be used here: {error}"
         ) from error
+
+
+def entered() -> World | None:
+    """The world that this thread is a rank of; None outside of any, and after its end."""
+    world: World | None = getattr(_current, "world", None)
+    return world if world is not None and world.is_open else None
 
 
 def _enter(world: World) -> None:

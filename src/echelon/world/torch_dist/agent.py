@@ -111,6 +111,11 @@ class LocalAgent(LocalElasticAgent):
         self._told: tuple[int, ...] = ()
         self._killed: tuple[int, ...] = ()
 
+    @property
+    def stop(self) -> signal.Signals | None:
+        """The signal that asked for an end, if one did."""
+        return self._stop
+
     def request_stop(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal: stop with time to save; after SIGQUIT, or Ctrl-C twice, very soon."""
         now, quits = time.monotonic(), number == signal.SIGQUIT
@@ -131,10 +136,9 @@ class LocalAgent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         if any(codes[rank] != 0 for rank in ranks):
             for pid in ranks.values():
+                # Nobody has waited for it yet, so the number still means this group.
                 with suppress(ProcessLookupError):
-                    os.killpg(
-                        pid, signal.SIGKILL
-                    )  # no number is used again before it is waited for
+                    os.killpg(pid, signal.SIGKILL)
         codes |= {rank: _await_exit(rank, pid) for rank, pid in running.items()}
         self._killed = tuple(running)
         result: RunResult = super()._monitor_workers(worker_group)
@@ -278,6 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(number, agent.request_stop)
     if options.end_with is not None:
         tether.tether(options.end_with, signal.SIGQUIT)
+    if agent.stop is not None:
+        return 128 + agent.stop  # before any rank has started
     agent.run()
     return agent.attempts[-1].exit_code
 

@@ -1,0 +1,302 @@
+"""Saves that go on beside training: exact, never lost, and one at a time."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import echelon as ec
+from echelon import streams
+from echelon.checkpoint.background import AsyncSave, Background
+from echelon.checkpoint.contents import Contents
+from echelon.errors import ArgumentError, CheckpointError
+from echelon.world.base import World
+from tests.checkpoint.disks import Act, Call, Disk, FailAt
+from tests.checkpoint.layouts import LAYOUTS, Trainee
+from tests.checkpoint.scripts import run_script
+from tests.checkpoint.whole import check_equal, whole_state
+from tests.worlds import KINDS, run_world
+
+FULL = errno.ENOSPC
+
+
+def given(trainee: Trainee) -> dict[str, Any]:
+    return {"model": trainee.model, "optimizer": trainee.optimizer}
+
+
+def ended(saving: AsyncSave) -> None:
+    """Return when a save has ended, without asking it how."""
+    while not saving.done:
+        time.sleep(0.001)
+
+
+class Gate:
+    """Holds the first call that opens a file of a rank until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+    def __call__(self, call: Call, act: Act, part: Act) -> Any:
+        if (call.op, call.what) == ("open", "rank file"):
+            assert self.opened.wait(60.0)
+        return act()
+
+
+# What is saved ---------------------------------------------------------------------------------
+
+
+def change_after_the_return(world: World, folder: Path, gate: Gate) -> None:
+    trainee = LAYOUTS["fsdp2"].trainee(world)
+    trainee.train(0)
+    expected = copy.deepcopy(whole_state(trainee))
+    more = torch.full((1000,), float(world.rank))
+    saving = ec.async_save(folder, step=1, more=more, **given(trainee))
+    more.zero_()
+    trainee.train(1)  # writes to parameters and states in place
+    world.group.barrier()
+    assert not saving.done
+    gate.opened.set()
+    assert saving.wait() == folder / "step-000000001"
+    found = LAYOUTS["fsdp2"].trainee(world, seed=1)
+    loaded = ec.load(folder, **given(found))
+    check_equal(whole_state(found), expected)
+    assert torch.equal(loaded.values["more"], torch.full((1000,), float(world.rank)))
+
+
+def test_what_changes_after_the_return_is_not_in_the_step(tmp_path: Path) -> None:
+    gate = Gate()
+    with Disk(gate):
+        ec.run(change_after_the_return, 2, args=(tmp_path, gate))
+
+
+def wait_in_vain(folder: Path, gate: Gate) -> None:
+    saving = ec.async_save(folder, step=1, model=nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match=r"is still being saved after 0\.01 s"):
+        saving.wait(0.01)
+    for wrong in (0, -1, "1", float("nan")):
+        with pytest.raises(ArgumentError, match="timeout is"):
+            saving.wait(wrong)
+    assert not saving.done
+    assert ec.steps(folder) == []
+    gate.opened.set()
+    assert saving.wait(60.0) == saving.wait() == saving.path
+    assert ec.steps(folder) == [1]
+
+
+def test_one_can_wait_for_a_time_and_again(tmp_path: Path) -> None:
+    gate = Gate()
+    with Disk(gate):
+        wait_in_vain(tmp_path, gate)
+
+
+def save_many(world: World, folder: Path, count: int) -> int:
+    """One save after another, with a step of training and its communication between."""
+    trainee = LAYOUTS["fsdp2"].trainee(world)
+    states = {}
+    for step in range(count):
+        trainee.train(step)
+        states[step] = copy.deepcopy(whole_state(trainee))
+        ec.async_save(folder, step=step, keep=2, **given(trainee))
+    ec.save(folder, step=count, keep=3, **given(trainee))
+    for step in (count - 2, count - 1):
+        ec.load(folder, step=step, **given(trainee))
+        check_equal(whole_state(trainee), states[step])
+    return len(ec.steps(folder))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saves_one_after_another_go_on_during_training(kind: str, tmp_path: Path) -> None:
+    assert run_world(kind, save_many, 2, (tmp_path, 6)) == [3, 3]
+
+
+# What goes wrong -------------------------------------------------------------------------------
+
+
+def fail(world: World, disk: Disk, folder: Path, trainee: Trainee, step: int) -> AsyncSave:
+    """A save that has failed on rank 1, of which nobody was told yet."""
+    world.group.barrier()
+    if world.rank == 0:
+        disk.aim(FailAt(rank=1, number=3, errno=FULL))
+    world.group.barrier()
+    saving = ec.async_save(folder, step=step, **given(trainee))
+    ended(saving)
+    return saving
+
+
+def hear_of_it(world: World, folder: Path, disk: Disk) -> None:
+    trainee = LAYOUTS["ddp2"].trainee(world)
+    trainee.train(0)
+    full = r"^rank 1: .*rank-00001\.safetensors: No space left on device \(errno 28\)$"
+    fail(world, disk, folder, trainee, 1)
+    before = copy.deepcopy(whole_state(trainee))
+    with pytest.raises(CheckpointError, match=full):
+        trainee.train(1)
+    check_equal(whole_state(trainee), before)  # it was before the step
+    trainee.optimizer.step()  # told once
+    for call in (ec.save, ec.async_save):
+        fail(world, disk, folder, trainee, 2)
+        with pytest.raises(CheckpointError, match=full):
+            call(folder, step=3, **given(trainee))
+        assert ec.steps(folder) == []
+    fail(world, disk, folder, trainee, 2)
+    with pytest.raises(CheckpointError, match=full):
+        ec.load(folder, **given(trainee))
+    saving = fail(world, disk, folder, trainee, 2)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=full):
+            saving.wait()
+    ec.async_save(folder, step=2, **given(trainee)).wait()
+    trainee.train(2)  # and nothing is told of a save that went well
+
+
+def test_an_error_is_told_by_whatever_comes_next(tmp_path: Path) -> None:
+    with Disk() as disk:
+        ec.run(hear_of_it, 2, args=(tmp_path, disk))
+    assert ec.steps(tmp_path) == [2]
+
+
+def leave(world: World, folder: Path, fails: bool) -> None:
+    """Return while a save is under way."""
+    trainee = LAYOUTS["ddp2"].trainee(world)
+    trainee.train(0)
+    disk = Disk(FailAt(rank=1, number=3, errno=FULL))
+    if fails and world.rank == 1:
+        disk.__enter__()
+    try:
+        ec.async_save(folder, step=1, **given(trainee))
+        if world.backend == "threads":
+            world.close()
+    finally:
+        if world.backend == "threads" and world.rank == 1:
+            disk.__exit__()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_save_that_fails_after_the_end_of_a_rank_fails_the_job(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"rank 1: .*No space left on device"):
+        run_world(kind, leave, 2, (tmp_path, True))
+    assert ec.steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_ends_when_its_last_save_is_committed(kind: str, tmp_path: Path) -> None:
+    run_world(kind, leave, 2, (tmp_path, False))
+    assert ec.steps(tmp_path) == [1]
+
+
+def no_memory_for_the_copy(world: World, folder: Path) -> str:
+    trainee = LAYOUTS["ddp2"].trainee(world)
+    if world.rank == 1:
+        streams.host_memory = lambda *_: (_ for _ in ()).throw(MemoryError("no memory"))
+    saving = ec.async_save(folder, step=1, **given(trainee))
+    with pytest.raises((CheckpointError, MemoryError)) as info:
+        saving.wait()
+    ec.save(folder, step=1, **given(trainee))  # the folder is free
+    return f"{type(info.value).__name__}: {info.value}"
+
+
+def test_a_copy_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    found = ec.run(no_memory_for_the_copy, 2, "processes", args=(tmp_path,))
+    assert found[0] == f"CheckpointError: rank 1: {tmp_path}: raised MemoryError: no memory"
+    assert found[1] == "MemoryError: no memory"
+    assert [path.name for path in tmp_path.iterdir() if path.name[0] != "s"] == [".lock"]
+
+
+# One at a time ---------------------------------------------------------------------------------
+
+
+def save_while_another_does(world: World, folder: Path, again: bool) -> str:
+    trainee = LAYOUTS["ddp2"].trainee(world)
+    if again:
+        ec.async_save(folder, step=1, **given(trainee)).wait()
+    call = ec.save if world.rank == 0 else ec.async_save
+    with pytest.raises(ArgumentError) as info:
+        call(folder, step=2, **given(trainee))
+    ec.save(folder, step=3, **given(trainee))
+    return str(info.value)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_save_in_different_ways_are_told(kind: str, again: bool, tmp_path: Path) -> None:
+    first, second = run_world(kind, save_while_another_does, 2, (tmp_path, again))
+    assert first == second
+    assert "differ in a request to save; call:\n  rank 0: save\n  rank 1: async_save\n" in first
+
+
+def alone(world: World, folder: Path) -> None:
+    """Ranks that save models of their own, each alone."""
+    layer = nn.Linear(40, 40)
+    nn.init.constant_(layer.weight, world.rank)
+    savings = []
+    for step in range(5):
+        savings.append(ec.async_save(folder / str(world.rank), step=step, model=layer))
+        nn.init.constant_(layer.weight, world.rank + 10 * (step + 1))
+        assert all(one.done for one in savings[:-1])
+    for step in range(5):
+        savings[step].wait()
+        ec.load(folder / str(world.rank), step=step, model=layer)
+        assert torch.all(layer.weight == world.rank + 10 * step)
+    ec.async_save(folder / str(world.rank), step=5, model=layer)  # the end of the world waits
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_ranks_save_models_of_their_own_alone(kind: str, tmp_path: Path) -> None:
+    ec.run(alone, 2, kind, args=(tmp_path,))
+    assert [ec.steps(tmp_path / str(rank))[-1] for rank in (0, 1)] == [5, 5]
+
+
+def fail_alone(world: World, folder: Path) -> None:
+    Disk(FailAt(rank=0, number=9, errno=FULL)).__enter__()
+    ec.async_save(folder / str(world.rank), step=1, model=nn.Linear(2, 2))
+
+
+def test_a_save_alone_that_fails_after_the_end_of_a_rank_fails_the_job(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"No space left on device \(errno 28\)"):
+        ec.run(fail_alone, 2, "processes", args=(tmp_path,))
+
+
+# What is kept ----------------------------------------------------------------------------------
+
+
+def keep(world: World, folder: Path, kept: list[Any]) -> None:
+    trainee = LAYOUTS["ddp2"].trainee(world)
+    for step in range(3):
+        saving = ec.async_save(folder, step=step, **given(trainee))
+    background = Background.known(Contents.sort(given(trainee), None).group)
+    assert background is not None
+    assert len(world.group._before_close) == 1  # the last one's, and not one a save
+    kept += [weakref.ref(saving), weakref.ref(background), weakref.ref(trainee.optimizer)]
+
+
+def test_nothing_is_kept_after_the_end_of_the_world(tmp_path: Path) -> None:
+    kept: list[Any] = []
+    ec.run(keep, 2, args=(tmp_path, kept))
+    gc.collect()
+    assert [one() for one in kept] == [None] * 6
+    assert ec.steps(tmp_path) == [0, 1, 2]
+
+
+# Scripts; more of them are in tests/long/test_async.py -------------------------------------------
+
+
+def test_a_script_whose_save_fails_after_its_last_line_fails(tmp_path: Path) -> None:
+    code, text = run_script(tmp_path, world="alone", end="leaves", full=True)
+    assert code == 1
+    assert f"File too large (errno {errno.EFBIG})" in text
+    assert text.count("Traceback") == 2  # that of the operating system is its cause
+
+
+def test_a_script_ends_when_its_save_is_committed(tmp_path: Path) -> None:
+    end = "is in a world that failed"
+    assert run_script(tmp_path, world="alone", end=end, full=False) == (0, "")
