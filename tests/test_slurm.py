@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import echelon as ec
+from tests.children import environ
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 RANKS = 2
@@ -89,7 +90,7 @@ def batch_job(folder: Path, script: str, srun: str) -> Iterator[subprocess.Popen
     process = subprocess.Popen(
         ["bash", "job.sh"],
         cwd=folder,
-        env={**os.environ, **env, "PATH": path},
+        env=environ(**env, PATH=path),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

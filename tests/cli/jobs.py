@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from echelon.world.listeners import Listener, listeners
+from tests.children import environ
 
 MARK = "ECHELON_TEST_JOB"
 WAIT_S = 90.0
@@ -81,7 +82,7 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "TMPDIR": str(self.temporary), MARK: self._mark},
+            env=environ(**{"TMPDIR": str(self.temporary), MARK: self._mark}),
         )
 
     def __enter__(self) -> Job:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.children import environ
+
 RANKS = 2
 SCRIPT = """
 import os, sys, time
@@ -59,7 +61,7 @@ def job(folder: Path, mode: str = "", world: str = "processes") -> Iterator[subp
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TMPDIR": str(folder)},
+        env=environ(TMPDIR=str(folder)),
     )
     try:
         end = time.monotonic() + 90

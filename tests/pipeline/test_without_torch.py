@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import cache
 
 from tests.test_architecture import (
     Modules,
@@ -36,15 +37,16 @@ WITHOUT_TORCH = {
 def needs_torch(modules: Modules) -> list[str]:
     """Modules of WITHOUT_TORCH that import torch, or a module of this package that does."""
     sentences = []
+    imports = cache(lambda name: imported_modules(modules, name, types=False))
+    names = cache(lambda name: list(imported_names(modules[name], types=False)))
     for name in sorted(WITHOUT_TORCH & set(modules)):
         reached, waiting = {name}, [name]
         while waiting:
-            found = imported_modules(modules, waiting.pop(), types=False) - reached
+            found = imports(waiting.pop()) - reached
             reached |= found
             waiting += found
         for other in sorted(reached):
-            written = imported_names(modules[other], types=False)
-            if any(dotted.split(".")[0] == "torch" for dotted in written):
+            if any(dotted.split(".")[0] == "torch" for dotted in names(other)):
                 way = "" if other == name else f" by way of {other}"
                 sentences.append(f"{name} imports torch{way}; a schedule is data and needs none")
     return sentences

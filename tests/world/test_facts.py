@@ -22,6 +22,7 @@ from echelon.world.environment import JobEnvironment
 from echelon.world.facts import difference, encode, start_facts
 from echelon.world.torch_dist import connect
 from echelon.world.torch_dist.rendezvous import check_start
+from tests.children import environ
 from tests.world.gloo_ranks import free_port, local_job, start
 from tests.worlds import KINDS, run_world
 
@@ -237,9 +238,7 @@ def test_a_script_whose_ranks_have_other_numbers_of_threads_ends_with_the_same_s
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", script],
-            env=os.environ
-            | common
-            | {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": str(1 + int(rank))},
+            env=environ(**common, RANK=rank, LOCAL_RANK=rank, OMP_NUM_THREADS=str(1 + int(rank))),
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -1,6 +1,5 @@
 """What a process says about the sockets on which it listens."""
 
-import os
 import re
 import socket
 import subprocess
@@ -12,6 +11,7 @@ import pytest
 from echelon.world.environment import JobEnvironment
 from echelon.world.listeners import announced, listeners
 from echelon.world.torch_dist import open_store
+from tests.children import environ
 from tests.cli.sockets import refuses
 from tests.world.gloo_ranks import free_port
 
@@ -119,7 +119,7 @@ with ec.init("gloo", timeout=60) as world:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", script],
-            env=os.environ | common | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
+            env=environ(**common, RANK=str(rank), GLOO_SOCKET_IFNAME="lo"),
             stderr=subprocess.PIPE,
             text=True,
         )
