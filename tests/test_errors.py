@@ -43,7 +43,7 @@ EXAMPLES = [
     CollectiveMismatch("world", 3, {0: "barrier", 1: "broadcast", 2: "barrier"}),
     RankFailed(2, "raised KeyError: 'x'", "barrier"),
     DeadlockError({0: ("barrier", [1]), 1: ("recv", [0])}, finished=[]),
-    CommTimeout("barrier", [1, 2], 0.5),
+    CommTimeout("barrier", [1, 2], 0.5, stuck={2: "at step 3 computes"}),
 ]
 
 

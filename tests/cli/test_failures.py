@@ -9,8 +9,9 @@ from echelon.cli.failures import (
     failure_text,
     threads_per_rank,
 )
-from echelon.errors import CollectiveMismatch, RankFailed
+from echelon.errors import CollectiveMismatch, CommTimeout, RankFailed
 from echelon.world.failure import FailureRecord
+from echelon.world.logbook import Entry, Phase
 
 # Rank 1 was killed, and the agent then told rank 0 to end.
 KILLED = {0: Exit(-15, closed=True), 1: Exit(-9, closed=False)}
@@ -72,6 +73,99 @@ def test_a_rank_without_a_record_is_explained_by_its_standard_error() -> None:
     lines = text(exits=exits, logs={1: usage})
     assert lines[0] == "rank 1 exited with code 2"
     assert "  a.py: error: unrecognized arguments: --bad" in lines
+
+
+def where(rank: int, **facts: Any) -> Entry:
+    """The page of a rank at step 4."""
+    defaults: dict[str, Any] = {
+        "pid": 1,
+        "born": 1,
+        "attempt": 0,
+        "phase": Phase.RUNNING,
+        "step": 4,
+        "call": "barrier (#7 of group 'world') at train.py:9 in main",
+        "awaited": None,
+        "thread": 1,
+        "native": 1,
+        "stacks": None,
+    }
+    return Entry(rank=rank, **defaults | facts)
+
+
+def test_a_rank_that_died_is_told_with_its_step_and_its_last_call() -> None:
+    lines = text(exits={1: Exit(-9, closed=False)}, entries={0: where(0), 1: where(1)})
+    assert lines[:2] == [
+        "rank 1 at step 4 was killed by SIGKILL",
+        "  its last call: barrier (#7 of group 'world') at train.py:9 in main",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entries", "place"),
+    [
+        ({0: where(0)}, " before echelon.init()"),
+        ({0: where(0), 1: where(1, phase=Phase.STARTING)}, " in echelon.init()"),
+        ({}, ""),  # the script may not use it at all
+    ],
+)
+def test_a_rank_that_died_before_its_first_step_is_told_with_how_far_it_had_come(
+    entries: dict[int, Entry], place: str
+) -> None:
+    lines = text(exits={1: Exit(-9, closed=False)}, entries=entries)
+    assert lines[0] == f"rank 1{place} was killed by SIGKILL"
+
+
+def test_an_exception_is_told_with_the_step() -> None:
+    made = FailureRecord.of(ValueError("boom"), 1, "at step 4")
+    assert text(records={1: made})[0] == "rank 1 at step 4 raised ValueError: boom"
+
+
+def test_a_crash_is_told_with_its_stack() -> None:
+    log = (
+        "Fatal Python error: Segmentation fault\n\n"
+        "Current thread 0x00007f01 (most recent call first):\n"
+        '  File "train.py", line 3 in step\n  File "train.py", line 9 in <module>\n\n'
+        "Extension modules: numpy (total: 1)\n"
+    )
+    lines = text(exits={1: Exit(-11, closed=False)}, logs={1: log})
+    assert lines[1:4] == ["  its stack:", "    train.py:9 in <module>", "    train.py:3 in step"]
+
+
+def stuck(rank: int, time_s: float = 0.0, **found: Any) -> FailureRecord:
+    """What a rank writes that waited for rank 2 in vain."""
+    error = CommTimeout("barrier at train.py:9 in main", [2], 10.0, **found)
+    error.add_note("The Python stacks of the ranks of this host:\nstacks")
+    return record(error, rank, time_s)
+
+
+def test_of_a_hang_the_rank_that_is_stuck_comes_first() -> None:
+    rows = "  rank 2 at step 4 computes\n  its last call: none\n  its stack:\n    train.py:3 in f"
+    records = {
+        0: stuck(0, 5.0),
+        1: stuck(1, 6.0, others=rows, stuck={2: "at step 4 computes"}),
+    }
+    lines = text(records=records, exits={2: Exit(-15, closed=True)})
+    assert lines[:7] == [
+        "rank 2 at step 4 computes; rank 1 waited 10.0 s for it",
+        "  its last call: none",
+        "  its stack:",
+        "    train.py:3 in f",
+        "  rank 1 waited in barrier at train.py:9 in main",
+        "  the stacks of all ranks are in error-stacks.txt, in the folder of rank 1",
+        "",
+    ]
+
+
+def test_of_a_hang_that_nobody_could_look_into_the_place_is_told() -> None:
+    lines = text(records={0: stuck(0)}, entries={0: where(0)})
+    assert lines[0] == "rank 2 before echelon.init() did not come; rank 0 waited 10.0 s for it"
+    lines = text(records={0: stuck(0)})
+    assert lines[0] == "rank 2 did not come; rank 0 waited 10.0 s for it"
+
+
+def test_an_exception_is_the_cause_even_if_others_waited_in_vain_for_its_rank() -> None:
+    records = {0: stuck(0, 1.0), 2: record(ValueError("boom"), 2, 9.0)}
+    assert text(records=records)[0] == "rank 2 raised ValueError: boom"
 
 
 def test_ranks_that_disagree_are_all_shown() -> None:

@@ -14,6 +14,8 @@ import os, signal, sys, time
 import torch
 import echelon as ec
 
+if sys.argv[1] == "absent" and os.environ["RANK"] == "1":
+    sys.exit(0)
 with ec.init(timeout=3 if sys.argv[1] == "stop" else 60) as world:
     total = torch.tensor([world.rank + 1.0], requires_grad=True)
     total.square().backward()
@@ -74,6 +76,17 @@ def test_the_first_line_of_a_failure_names_the_rank_the_step_and_the_cause(
     assert output == "rank 0 of 2 gradient 6.0\n"
     logs = Path(lines[-1].removeprefix("all output is in "))
     assert {path.parent.name for path in logs.rglob("stderr.log")} == {"0", "1"}
+
+
+def test_a_rank_that_leaves_before_its_world_is_named_and_nobody_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    process = start(tmp_path, "absent")
+    _, errors = process.communicate(timeout=55)  # the ranks themselves would wait for 60 s
+    assert process.returncode == 1
+    lines = errors.splitlines()
+    assert lines[0] == "rank 1 before echelon.init() exited with code 0 while others were waiting"
+    assert any("then rank 0 in echelon.init() raised RankFailed: rank 1 ended" in n for n in lines)
 
 
 def test_a_rank_that_is_stopped_is_named_and_ended(tmp_path: Path) -> None:

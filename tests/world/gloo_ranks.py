@@ -99,6 +99,8 @@ def start(main: Callable[..., Any], ranks: int, args: tuple[Any, ...]) -> list[t
                 process.join()
     for rank, process in enumerate(processes):
         outcome, place = outcomes[rank]
+        if isinstance(outcome, Died):
+            outcome.add_note(f"exit code {process.exitcode}")
         if process.exitcode != 0 and not isinstance(outcome, BaseException):
             outcomes[rank] = (Died(f"exit code {process.exitcode} after {outcome!r}"), place)
     return [outcomes[rank] for rank in range(ranks)]
@@ -149,7 +151,11 @@ def _in_world(
     job = local_job(rank, size, port)
     if not native:
         device = torch.device("cpu")
-        with connect(job, "gloo", device=device, timeout=timeout, check=check) as world:
+        watch = Watch.of_job(job, {})
+        with connect(
+            job, "gloo", device=device, timeout=timeout, check=check, watch=watch
+        ) as world:
+            watch.run()
             return fn(world, *args)
     try:
         group = _native_group(job, open_store(job, timeout), timeout, check)

@@ -1,7 +1,7 @@
 import pytest
 
 from echelon.errors import WorldError
-from echelon.world.environment import environment, first_host
+from echelon.world.environment import environment, first_host, timeout_wanted
 
 TORCHRUN = {
     "RANK": "3",
@@ -25,6 +25,15 @@ SLURM = {
     "SLURM_JOB_ID": "123456",
     "SLURM_STEP_ID": "0",
 }
+
+
+def test_the_timeout_is_read_from_the_environment_and_nonsense_is_refused() -> None:
+    assert timeout_wanted({}) is None
+    assert timeout_wanted({"ECHELON_TIMEOUT": ""}) is None
+    assert timeout_wanted({"ECHELON_TIMEOUT": "2.5"}) == 2.5
+    for text in ("0", "-1", "nan", "inf", "10 s", "soon"):
+        with pytest.raises(WorldError, match=f"ECHELON_TIMEOUT is '{text}': give the seconds"):
+            timeout_wanted({"ECHELON_TIMEOUT": text})
 
 
 def test_a_process_without_variables_is_alone() -> None:

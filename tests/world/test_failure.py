@@ -24,6 +24,18 @@ def test_a_record_survives_the_file(tmp_path: Path) -> None:
     assert record.place.startswith(__file__)
 
 
+def test_a_record_of_a_rank_that_waited_in_vain_has_the_stacks_beside_it(tmp_path: Path) -> None:
+    error = CommTimeout("barrier", [1], 10.0, "  rank 1 computes", stuck={1: "at step 3 computes"})
+    error.add_note("the stacks")
+    record = FailureRecord.of(raised(error), rank=0, where="at step 4")
+    record.write(tmp_path / "error.json")
+    assert FailureRecord.read(tmp_path / "error.json") == record
+    assert (tmp_path / "error-stacks.txt").read_text() == "the stacks"
+    assert record.headline == "rank 1 at step 3 computes; rank 0 waited 10.0 s for it"
+    plain = FailureRecord.of(raised(CommTimeout("barrier", [1], 10.0)), rank=0)
+    assert plain.headline == "rank 1 did not come; rank 0 waited 10.0 s for it"
+
+
 def test_torchrun_finds_the_fields_it_looks_for(tmp_path: Path) -> None:
     FailureRecord.of(raised(ValueError("boom")), rank=0).write(tmp_path / "error.json")
     message = json.loads((tmp_path / "error.json").read_text())["message"]
@@ -56,12 +68,13 @@ def test_the_hook_writes_a_record_and_python_still_reports(
 ) -> None:
     reported: list[type[BaseException]] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: reported.append(kind))
-    remove = install_failure_record(tmp_path / "error.json", rank=1)
+    remove = install_failure_record(tmp_path / "error.json", 1, lambda: "at step 7")
     error = raised(ValueError("boom"))
     sys.excepthook(type(error), error, error.__traceback__)
     record = FailureRecord.read(tmp_path / "error.json")
     assert record is not None
     assert (record.rank, record.type, reported) == (1, "ValueError", [ValueError])
+    assert record.headline == "rank 1 at step 7 raised ValueError: boom"
     remove()
     assert sys.excepthook(KeyError, KeyError(), None) is None
     assert reported == [ValueError, KeyError]

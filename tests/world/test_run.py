@@ -222,8 +222,10 @@ def test_init_alone_is_a_world_of_one(monkeypatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("echelon.world.run._current", SimpleNamespace())
     monkeypatch.setattr("echelon.world.run._close_at_exit", lambda world: None)
+    monkeypatch.setenv("ECHELON_TIMEOUT", "7.5")
     with ec.init() as world:
         assert (world.rank, world.size, world.backend) == (0, 1, "single")
+        assert world.group.timeout == 7.5
         value = torch.tensor([2.0])
         world.group.all_reduce(value, "mean")
         assert value.item() == 2.0

@@ -46,10 +46,11 @@ _NBYTES = _HEADER_NBYTES + _SLOT_NBYTES * _NUM_SLOTS
     _CALL,
     _AWAITED,
     _THREAD,
+    _NATIVE,
     _STACKS,
     _GONE,
     _NUM_FIELDS,
-) = range(12)
+) = range(13)
 _CALL_LENGTH, _GROUP_LENGTH, _PLACE_LENGTH = 270, 40, 190  # of the parts of a text, in bytes
 
 
@@ -77,6 +78,7 @@ class Entry:
         call: the last one that it issued, with position and place; empty before the first.
         awaited: a rank in the job that it has waited for, for a while; None if it does not wait.
         thread: Python's number of the thread that entered the world.
+        native: the kernel's number of that thread.
         stacks: descriptor of the file to which it writes its stacks; None if it does not.
     """
 
@@ -89,6 +91,7 @@ class Entry:
     call: str
     awaited: int | None
     thread: int
+    native: int
     stacks: int | None
 
     @property
@@ -129,7 +132,10 @@ class Page:
         self._longs[_PID] = os.getpid()
         self._longs[_BORN] = 0 if status is None else status.born
         self._longs[_RANK], self._longs[_ATTEMPT] = rank, attempt
-        self._longs[_THREAD] = threading.get_ident()
+        self._longs[_THREAD], self._longs[_NATIVE] = (
+            threading.get_ident(),
+            threading.get_native_id(),
+        )
         self._longs[_PHASE] = Phase.STARTING
 
     def move(self, phase: Phase) -> None:
@@ -178,6 +184,7 @@ class Page:
             call=self._text(longs[_CALL] >> 32, longs[_CALL] & 0xFFFFFFFF),
             awaited=_optional(longs[_AWAITED]),
             thread=longs[_THREAD],
+            native=longs[_NATIVE],
             stacks=_optional(longs[_STACKS]),
         )
 

@@ -9,6 +9,15 @@ from typing import Self, final
 __all__ = ["ProcessStatus", "activity"]
 
 _PROC = Path("/proc")
+_ENDED, _STOPPED = "has ended", "is stopped by SIGSTOP or a debugger"
+_ACTIVITIES = {
+    "R": "computes outside communication",
+    "D": "waits for a device",
+    "T": _STOPPED,
+    "t": _STOPPED,
+    "X": _ENDED,
+    "Z": _ENDED,
+}
 
 
 @final
@@ -43,22 +52,17 @@ class ProcessStatus:
         return self.state in "Tt"
 
 
-def activity(pid: int, thread: int | None = None) -> str:
-    """What a process does that is in no communication, as it reads after the name of its rank.
+def activity(pid: int, thread: int) -> str:
+    """What a rank does that is in no communication, as it reads after its name.
 
     Args:
-        thread: the kernel's number of the only thread to look at; None: of all.
+        thread: the kernel's number of the thread that runs the script: others of the process wake
+            up now and then, whatever the rank does.
     """
-    tasks = _PROC / str(pid) / "task"
-    paths = [tasks / str(thread)] if thread is not None else sorted(tasks.glob("*"))
-    states = [fields[0] for path in paths if (fields := _fields(path / "stat"))]
-    if not states or states[0] in "ZX":
-        return "has ended"
-    if states[0] in "Tt":
-        return "is stopped by SIGSTOP or a debugger"
-    if "R" in states:
-        return "computes outside communication"
-    return "waits for a device" if "D" in states else "sleeps or waits outside communication"
+    if not _PROC.exists():  # no Linux
+        return "is outside communication"
+    fields = _fields(_PROC / str(pid) / "task" / str(thread) / "stat")
+    return _ACTIVITIES.get(fields[0] if fields else "X", "sleeps or waits outside communication")
 
 
 def _fields(path: Path) -> list[str]:

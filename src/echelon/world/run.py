@@ -224,7 +224,7 @@ def init(
         return world
     job = environment(os.environ)
     if job is None or (job.size == 1 and backend is None):
-        world = _alone(timeout)
+        world = _alone(timeout, job)
     else:
         world = _join_job(job, backend, timeout, check)
     _close_at_exit(world)
@@ -232,9 +232,13 @@ def init(
     return world
 
 
-def _alone(timeout: float) -> World:
+def _alone(timeout: float, job: JobEnvironment | None) -> World:
     group = ThreadGroup(Fabric(1, timeout), 0, [0], device=local_device(0))
-    return World(group, backend="single")
+    if job is None:
+        return World(group, backend="single")
+    watch = Watch.of_job(job, os.environ)
+    watch.run()
+    return World(group, backend="single", steps=Steps(watch.step))
 
 
 def _join_job(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self, final
 
@@ -18,7 +17,11 @@ if TYPE_CHECKING:
     from echelon.world.environment import JobEnvironment
     from echelon.world.work import Ticket
 
-__all__ = ["Store", "Watch"]
+__all__ = ["Watch"]
+
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_LEADER_S = 5.0  # what the first rank of a host gets to make the logbook, when all have met
 
 
 class Store(Protocol):
@@ -29,6 +32,18 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes:
         """Read a note; waits until it is there."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether notes are there."""
+
+
+def _opened(path: str, job: JobEnvironment) -> Logbook | None:
+    """The logbook of ``path``; None where it is out of reach, and a rank can do without."""
+    try:
+        logbook = Logbook.open(path)
+    except OSError:  # of a process in another container
+        return None
+    return logbook if job.local_rank < len(logbook.pages) else None
 
 
 @final
@@ -62,28 +77,30 @@ class Watch:
     def of_job(cls, job: JobEnvironment, environ: Mapping[str, str]) -> Self:
         """The watch of a rank of ``job``, in the logbook of its launcher if that has one."""
         path = environ.get(VARIABLE)
-        # A launcher in another container cannot be reached, and a rank can do without.
-        with suppress(OSError):
-            if path:
-                logbook = Logbook.open(path)
-                if job.local_rank < len(logbook.pages):
-                    return cls(logbook, job.local_rank, job.rank, job.attempt)
-        return cls.alone(job.rank, job.attempt)
+        logbook = _opened(path, job) if path else None
+        if logbook is None:
+            return cls.alone(job.rank, job.attempt)
+        return cls(logbook, job.local_rank, job.rank, job.attempt)
 
     def share(self, job: JobEnvironment, store: Store) -> None:
         """Have one logbook for all ranks of this host, if there is none. All ranks call it."""
         if self.is_shared or job.local_size == 1:
             return
-        # Local ranks are numbered by container: there, processes can reach each other.
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        key = f"logbook/{boot}/{os.readlink('/proc/self/ns/pid')}"
+        key = f"logbook/{_BOOT.read_text().strip()}"  # another one on every host
+        logbook: Logbook | None
         if job.local_rank == 0:
             logbook = Logbook.create(job.local_size)
             store.set(key, logbook.path)
         else:
-            logbook = Logbook.open(store.get(key).decode())
-        self.is_shared = True
-        self._enter(logbook, job.local_rank)
+            end = time.monotonic() + _LEADER_S
+            while not store.check([key]):
+                if time.monotonic() > end:
+                    return
+                time.sleep(0.01)
+            logbook = _opened(store.get(key).decode(), job)
+        if logbook is not None:
+            self.is_shared = True
+            self._enter(logbook, job.local_rank)
 
     def _enter(self, logbook: Logbook, index: int) -> None:
         self._logbook = logbook  # owns the memory
@@ -170,7 +187,7 @@ class Watch:
         elif entry.awaited is not None:
             doing = f"waits for rank {entry.awaited}"
         else:
-            doing = activity(entry.pid)
+            doing = activity(entry.pid, entry.native)
         silence = "its process did not answer"
         if entry.stacks is None:
             silence = "the script has its own use for SIGUSR2"

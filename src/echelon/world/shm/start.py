@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from echelon.errors import StartMismatch
 from echelon.world.facts import compare, encode, start_facts
 from echelon.world.shm.area import Area
 from echelon.world.shm.board import Board
 from echelon.world.shm.group import ShmGroup
 from echelon.world.shm.segment import Segment
-from echelon.world.watch import Store, Watch
+from echelon.world.watch import Watch
 
-__all__ = ["connect", "create_segments", "join"]
+__all__ = ["Store", "connect", "create_segments", "join"]
+
+
+class Store(Protocol):
+    """Where ranks leave notes for each other; every store of ``torch.distributed`` is one."""
+
+    def set(self, key: str, value: str) -> None:
+        """Leave a note."""
+
+    def get(self, key: str) -> bytes:
+        """Read a note; waits until it is there."""
 
 
 def create_segments(size: int) -> tuple[Segment, Segment]:
