@@ -30,7 +30,7 @@ def load(world: World, layout: Layout, optimizer: str, folder: Path, trained: bo
     if trained:
         trainee.train(0)
     loaded = ec.load(folder, model=trainee.model, optimizer=trainee.optimizer)
-    assert loaded.step == 2
+    assert loaded.step == world.step == 2
     return whole_state(trainee)
 
 

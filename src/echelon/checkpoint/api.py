@@ -21,6 +21,7 @@ from echelon.checkpoint.loading import Loaded, Request, folders_to_try, load_ste
 from echelon.checkpoint.saving import Saving
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointNotFound
 from echelon.world.group import Group
+from echelon.world.run import entered
 
 __all__ = ["async_save", "load", "save", "steps"]
 
@@ -172,6 +173,8 @@ def load(
             warnings.warn(f"a damaged checkpoint was passed over: {error}", stacklevel=2)
             skipped[found] = str(error)
         else:
+            if optimizer is not None and (world := entered()) is not None:
+                world.step = loaded.step  # reports of failures count on from there
             return replace(loaded, skipped=skipped)
     raise CheckpointNotFound(
         "no step is whole:\n" + "\n".join(f"  {one}" for one in skipped.values()), root
