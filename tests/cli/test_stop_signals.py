@@ -55,7 +55,8 @@ def job(folder: Path, mode: str = "", world: str = "processes") -> Iterator[subp
     """``echelon run`` of the script on two ranks, once they train."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    command = ["run", "--ranks", str(RANKS), "--world", world, str(script), str(folder), mode]
+    options = ["--world", world, *(["--grace", "30"] if world == "processes" else [])]
+    command = ["run", "--ranks", str(RANKS), *options, str(script), str(folder), mode]
     process = subprocess.Popen(
         [sys.executable, "-m", "echelon", *command],
         stdout=subprocess.PIPE,
