@@ -39,6 +39,10 @@ def contents(most: int) -> dict[str, Callable[[], bytes]]:
         "many objects": lambda: _filled(b'"a":[0', b",{}", b"]}", most),
         "many small objects": lambda: _filled(b'"a":[0', b',{"a":0}', b"]}", most),
         "many numbers": lambda: _filled(b'"a":[0', b",0", b"]}", most),
+        "many larger numbers": lambda: _filled(b'"a":[0', b",1000", b"]}", most),
+        "nearly as many numbers as can be read": lambda: _filled(
+            b'"a":[0', b",1000", b"]}", 17_000_000
+        ),
         "many floats": lambda: _filled(b'"a":[0', b",0.1", b"]}", most),
         "many strings": lambda: _filled(b'"a":[0', b',"ab"', b"]}", most),
         "many members": lambda: _filled(b'"a":0', b',"a":0', b"}", most),

@@ -61,6 +61,15 @@ def test_what_would_take_more_memory_than_allowed_is_refused(item: bytes) -> Non
     assert len(read_json(data, "x", memory=2**27)) == 100_000  # type: ignore[arg-type]
 
 
+def test_records_may_take_more_and_nothing_else_may() -> None:
+    records = json.dumps([[1, 2, 3, 4, "a"]] * 10_000).encode()
+    assert len(read_json(records, "x", memory=2**20, max_records=10_000)) == 10_000  # type: ignore[arg-type]
+    numbers = json.dumps([1] * 50_000).encode()
+    for data, max_records in ((records, 0), (records, 5000), (numbers, 10_000)):
+        with pytest.raises(CheckpointCorrupt, match="more than 1 MiB of memory"):
+            read_json(data, "x", memory=2**20, max_records=max_records)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -48,11 +48,10 @@ def _table(of: Mapping[str, int]) -> npt.NDArray[np.int64]:
 
 _COST, _DEEPER = _table(_COSTS), _table(_DEPTHS)
 _IS_MARK = _table(dict.fromkeys([*_COSTS, *_DEPTHS, *_SPACES], 1)).astype(np.bool_)
+_RECORD = _table({"[": 1, ",": 5, '"': 2})  # the marks of an array of five values, one a string
 
 
-def read_json(
-    data: bytes | memoryview, path: object, *, memory: int, memory_per_byte: int = 0
-) -> Json:
+def read_json(data: bytes | memoryview, path: object, *, memory: int, max_records: int = 0) -> Json:
     """The value that ``data`` is the JSON of, where reading it is harmless.
 
     Stricter than Python's own reader: UTF-8 only, no key twice in one object, no NaN and no
@@ -62,7 +61,8 @@ def read_json(
         data: the whole text.
         path: of the file, for the error.
         memory: what reading may take at most besides ``data``, in bytes.
-        memory_per_byte: what lists, dicts and numbers may take beyond it, for each byte of data.
+        max_records: so many arrays of five values, one of them a string, may take more: about 400
+            bytes each.
 
     Raises:
         CheckpointCorrupt: it is no such JSON.
@@ -71,7 +71,7 @@ def read_json(
         >>> read_json(b'{"a": [1, 2.5]}', "example", memory=2**20)
         {'a': [1, 2.5]}
     """
-    problem = _problem(data, memory, memory_per_byte)
+    problem = _problem(data, memory, max_records)
     if problem is not None:
         raise CheckpointCorrupt(problem, path)
     try:
@@ -114,7 +114,7 @@ def brief(found: object) -> str:
     return repr(found)
 
 
-def _problem(data: bytes | memoryview, memory: int, memory_per_byte: int) -> str | None:
+def _problem(data: bytes | memoryview, memory: int, max_records: int) -> str | None:
     """Why the text must not be read, as far as that shows from outside."""
     look = _Look()
     for part in _parts(data):
@@ -123,9 +123,9 @@ def _problem(data: bytes | memoryview, memory: int, memory_per_byte: int) -> str
             return f"JSON that nests more than {MAX_DEPTH} deep"
         if look.longest > _MAX_NUMBER:
             return f"JSON with a number of more than {_MAX_NUMBER} characters, or no JSON"
-        if look.values - memory_per_byte * len(data) > memory:
+        if look.values(max_records) > memory:
             break
-    if look.text(len(data)) + max(0, look.values - memory_per_byte * len(data)) > memory:
+    if look.text(len(data)) + look.values(max_records) > memory:
         return f"JSON that would take more than {memory / 2**20:.0f} MiB of memory"
     return None
 
@@ -149,11 +149,11 @@ class _Look:
         deepest: how many brackets are inside of one another.
         longest: bytes between marks outside of strings: of numbers and other words.
         strings: bytes in strings.
-        values: memory that the values take at most, but for the characters of strings.
     """
 
     def __init__(self) -> None:
-        self.deepest = self.longest = self.strings = self.values = 0
+        self.deepest = self.longest = self.strings = 0
+        self._counts = np.zeros(256, np.int64)  # of each mark, outside of strings
         self._is_ascii, self._has_escapes = True, False
         self._depth = self._inside = 0
         self._word = 0  # bytes since the last mark, if that was outside of strings
@@ -174,7 +174,7 @@ class _Look:
         gaps = np.diff(places, prepend=-1, append=len(text)) - 1
         self._measure(gaps, inside, len(part) - len(text))
         outside = marks[~(inside[1:] & inside[:-1])]
-        self.values += int(_COST[outside].sum())
+        self._counts += np.bincount(outside, minlength=256)
         depths = self._depth + np.cumsum(_DEEPER[outside])
         self._depth = int(depths[-1]) if depths.size else self._depth
         self.deepest = max(self.deepest, int(depths.max(initial=0)))
@@ -189,6 +189,12 @@ class _Look:
         words[0] += self._word
         self.longest = max(self.longest, int(words.max()))
         self._word, self._inside = int(words[-1]), int(inside[-1])
+
+    def values(self, max_records: int) -> int:
+        """Memory that the values take at most beside the characters of strings, and records."""
+        has = _RECORD > 0
+        num_records = min(max_records, int((self._counts[has] // _RECORD[has]).min()))
+        return int((self._counts - num_records * _RECORD) @ _COST)
 
     def text(self, nbytes: int) -> int:
         """Memory that a text of so many bytes and its strings take at most as characters.

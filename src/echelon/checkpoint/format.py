@@ -67,7 +67,7 @@ from typing import NamedTuple, cast, final
 
 from echelon.checkpoint.bounded import Json, brief, read_json, write_json
 from echelon.checkpoint.checksum import checksum
-from echelon.checkpoint.consistency import Inconsistent, check_manifest
+from echelon.checkpoint.consistency import MAX_PIECES, Inconsistent, check_manifest
 from echelon.checkpoint.dtypes import DTYPES, dtype_name
 from echelon.checkpoint.names import file_name, is_tensor_name, step_name, step_of
 from echelon.errors import ArgumentError, CheckpointCorrupt
@@ -91,8 +91,7 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 
 _MAX_NBYTES = 100_000_000
-_MEMORY = 160 * 2**20  # that reading may take, in bytes
-_MEMORY_PER_BYTE = 7  # and this for each byte: a piece of 50 bytes takes 400 as Python has it
+_MEMORY = 160 * 2**20  # that reading may take beside the file and the pieces, in bytes
 _BEFORE, _AFTER = b'{"checksum":"', b'",'  # around the 16 digits
 _BEGIN = len(_BEFORE) + 16 + len(_AFTER)
 _MEMBERS = (
@@ -222,7 +221,7 @@ class Manifest:
                 it is of a schema that is not known here. Nothing else, whatever the bytes are.
         """
         _check_bytes(data, path)
-        found = read_json(data, path, memory=_MEMORY, memory_per_byte=_MEMORY_PER_BYTE)
+        found = read_json(data, path, memory=_MEMORY, max_records=MAX_PIECES)
         try:
             return _manifest(found)
         except Inconsistent as error:
