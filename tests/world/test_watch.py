@@ -10,7 +10,7 @@ import pytest
 from echelon.errors import CommTimeout, RankFailed
 from echelon.world.environment import JobEnvironment
 from echelon.world.logbook import VARIABLE, Logbook
-from echelon.world.watch import Watch
+from echelon.world.watch import Watch, _finding
 
 LATE = CommTimeout("barrier (#3 of group 'world') at train.py:9 in main", [1], 10.0)
 
@@ -154,6 +154,5 @@ def test_a_rank_whose_script_takes_the_signal_answers_no_more(
         entry = mine.entry(1)
         assert entry is not None
         assert entry.stacks is None
-        assert "its stack is not known: the script has its own use for SIGUSR2" in str(
-            mine.explained(LATE)
-        )
+        rows = _finding(entry, []).lines()
+        assert rows[-1] == "  its stack is not known: the script has its own use for SIGUSR2"

@@ -250,11 +250,11 @@ class Fabric:
     def _explained(self, error: CommTimeout) -> CommTimeout:
         """``error`` with what the ranks do that hold up the others; the caller holds the lock."""
         roots = sorted({self._root(rank) for rank in error.missing})
-        dumps = {rank: sighting.stack() for rank, sighting in enumerate(self.sightings)}
+        told = {rank: sighting.stack() for rank, sighting in enumerate(self.sightings)}
         return explained(
             error,
             [self.sightings[rank].finding(rank) for rank in roots],
-            {rank: "\n".join(reversed(stack)) + "\n" for rank, stack in dumps.items() if stack},
+            {rank: stack for rank, stack in told.items() if stack},
         )
 
     def _root(self, rank: int) -> int:

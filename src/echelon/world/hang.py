@@ -45,7 +45,7 @@ class Finding:
 
 
 def explained(
-    error: CommTimeout, findings: Sequence[Finding], stacks: Mapping[int, str]
+    error: CommTimeout, findings: Sequence[Finding], stacks: Mapping[int, list[str]]
 ) -> CommTimeout:
     """``error`` with what was found out about the ranks that hold up the others.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self, final
 
@@ -157,10 +157,10 @@ class Watch:
             return error
         entries = self._logbook.entries(self._attempt)
         roots = {self._root(rank, entries) for rank in error.missing}
-        dumps = stacks.ask(entries.values())
-        found = [self._finding(rank, entries, dumps) for rank in sorted(roots)]
-        findings = [finding for finding in found if finding is not None]
-        return explained(error, findings, dumps) if findings else error
+        told = stacks.ask(entries.values())
+        known = sorted(roots & set(entries))
+        found = [_finding(entries[rank], told.get(rank, [])) for rank in known]
+        return explained(error, found, told) if found else error
 
     def _root(self, rank: int, entries: Mapping[int, Entry]) -> int:
         """The rank that ``rank`` waits for, through others that wait, too."""
@@ -174,30 +174,27 @@ class Watch:
             root = awaited
         return rank if root in seen else root  # in a circle nobody is first
 
-    def _finding(
-        self, rank: int, entries: Mapping[int, Entry], dumps: Mapping[int, str]
-    ) -> Finding | None:
-        entry = entries.get(rank)
-        if entry is None:
-            return None
-        if entry.ended:
-            doing = "has ended"
-        elif entry.phase is Phase.CLOSED:
-            doing = "has closed its world"
-        elif entry.awaited is not None:
-            doing = f"waits for rank {entry.awaited}"
-        else:
-            doing = activity(entry.pid, entry.native)
-        silence = "its process did not answer"
-        if entry.stacks is None:
-            silence = "the script has its own use for SIGUSR2"
-        elif "stopped" in doing:
-            silence = "a process that is stopped cannot tell it"
-        return Finding(
-            rank=rank,
-            where=entry.where,
-            activity=doing,
-            call=entry.call,
-            stack=stacks.of_thread(dumps.get(rank, ""), entry.thread),
-            silence=silence,
-        )
+
+def _finding(entry: Entry, stack: Sequence[str]) -> Finding:
+    """What a page, the kernel and a stack say of a rank."""
+    if entry.ended:
+        doing = "has ended"
+    elif entry.phase is Phase.CLOSED:
+        doing = "has closed its world"
+    elif entry.awaited is not None:
+        doing = f"waits for rank {entry.awaited}"
+    else:
+        doing = activity(entry.pid, entry.native)
+    silence = "its process did not answer"
+    if entry.stacks is None:
+        silence = "the script has its own use for SIGUSR2"
+    elif "stopped" in doing:
+        silence = "a process that is stopped cannot tell it"
+    return Finding(
+        rank=entry.rank,
+        where=entry.where,
+        activity=doing,
+        call=entry.call,
+        stack=stack,
+        silence=silence,
+    )
