@@ -45,15 +45,15 @@ def check(error: BaseException, hang: str, function: str) -> None:
     assert re.search(r"  its last call: all_reduce\(mean\) .* \(#\d+ of group 'world'\) at ", text)
     assert re.search(r"  its last call: .* in train\n", text)
     notes = "\n".join(error.__notes__)
-    assert "-- rank 0, most recent call first --" in notes
+    assert "-- rank 0, the innermost line last --" in notes
     if hang == "stopped":
         assert text.endswith("its stack is not known: a process that is stopped cannot tell it")
-        assert "-- rank 1, most" not in notes
+        assert "-- rank 1, the" not in notes
         return
     stack = text.partition("its stack:\n")[2]
     assert re.search(rf"^    {re.escape(faults.__file__)}:\d+ in train$", stack, re.M)
     assert re.search(rf"^    {re.escape(faults.__file__)}:\d+ in {function}\Z", stack, re.M)
-    assert "-- rank 1, most recent call first --" in notes
+    assert "-- rank 1, the innermost line last --" in notes
     assert f"in {function}\n" in notes
 
 

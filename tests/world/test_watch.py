@@ -61,7 +61,8 @@ def test_a_rank_that_waits_for_another_one_is_not_the_one_to_blame() -> None:
     assert str(found).startswith(f"{LATE}\n  rank 3 at step 4 ")
     assert "  its last call: none" in str(found)
     assert "in test_a_rank_that_waits_for_another_one_is_not_the_one_to_blame" in str(found)
-    assert found.__notes__[0].startswith("The Python stacks of the ranks of this host:\n-- rank 0")
+    note = "The Python stacks of the ranks of this host:\n-- rank 0, the innermost line last --\n"
+    assert found.__notes__[0].startswith(note)
 
 
 def test_ranks_that_wait_in_a_circle_are_told_as_such() -> None:

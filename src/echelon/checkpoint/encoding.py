@@ -107,7 +107,9 @@ class Encoder:
             self._check_simple(key, f"a key of {place}")
             plain = type(key) is str and _PLAIN.fullmatch(key) is not None
             own = f"{place}.{key}" if plain and key.isidentifier() else f"{place}[{key!r:.40}]"
-            part = str(key) if plain or type(key) is int else f"#{i}"
+            # Python refuses to write very long ints.
+            short = type(key) is int and key.bit_length() < 64
+            part = str(key) if plain or short else f"#{i}"
             yield found, self.encode(value, own, _join(path, part))
 
     @staticmethod
