@@ -6,7 +6,8 @@
     each     [2] finds out which ranges it needs, and what does not fit; nothing has moved
     each     [3] compares its share of all bytes with their checksums, and reads what nobody sees
                  yet: states of a new optimizer, values
-    each     [4] gives optimizers and objects their states; who refuses one ends it, undone
+    each     [4] gives optimizers, modules and objects their further states; if one of them refuses,
+                 optimizers are as they were, and parameters have not changed
     each     [5] reads into the memory of the model
 
 A bad byte ends [3] on all ranks, before anything that the user can see has changed.
@@ -294,9 +295,12 @@ class _Loading:
         return self.step.read(target.saved, target.start, target.values, check)
 
     def install(self) -> None:
-        """[4] Give out what can be refused. Objects last: they cannot be undone."""
+        """[4] Give out what can be refused; what is the user's last, which cannot be undone."""
         for optimizer in self._optimizers:
             optimizer.install()
+        for name, module, state in self._extras:
+            with self._naming(name):
+                module.set_extra_state(state)
         for name, state in self._states.items():
             with self._naming(name):
                 self._contents.objects[name].load_state_dict(state)
@@ -330,9 +334,6 @@ class _Loading:
                 self._folder,
                 errno=error.errno,
             ) from error
-        for name, module, state in self._extras:
-            with self._naming(f"{name} (the rest of the model is loaded)"):
-                module.set_extra_state(state)
         if self._random is not None:
             self._random.restore(self._contents.device)
 
