@@ -216,27 +216,30 @@ def _manifests() -> Iterator[Change]:
     yield "no manifest but a list", lambda found: (found.clear(), found.update(a=[]))
 
 
+def _section(name: str, **changes: Any) -> Callable[[Any], None]:
+    return lambda found: found["sections"][name].update(changes)
+
+
+def _state(key: str, entry: Any) -> Callable[[Any], None]:
+    """Another entry of the state of a parameter."""
+
+    def change(found: Any) -> None:
+        values = found["sections"]["optimizer"]["state"]["values"]
+        next(iter(values.values()))[key] = entry
+
+    return change
+
+
+def _greedy(found: Any) -> None:
+    """A tensor that is to be loaded as many states."""
+    tied = found["tensors"]["table/rows"]
+    param, own = next(iter(found["sections"]["optimizer"]["state"]["values"].items()))
+    for i in range(2000):
+        own[f"s{i}"] = {"$whole": "F32"}
+        tied["ties"].append(f"optimizer/{param}/s{i}")
+
+
 def _sections() -> Iterator[Change]:
-    def section(name: str, **changes: Any) -> Callable[[Any], None]:
-        return lambda found: found["sections"][name].update(changes)
-
-    def state(key: str, entry: Any) -> Callable[[Any], None]:
-        """Another entry of the state of a parameter."""
-
-        def change(found: Any) -> None:
-            values = found["sections"]["optimizer"]["state"]["values"]
-            next(iter(values.values()))[key] = entry
-
-        return change
-
-    def greedy(found: Any) -> None:
-        """A tensor that is to be loaded as many states."""
-        tied = found["tensors"]["table/rows"]
-        param, own = next(iter(found["sections"]["optimizer"]["state"]["values"].items()))
-        for i in range(2000):
-            own[f"s{i}"] = {"$whole": "F32"}
-            tied["ties"].append(f"optimizer/{param}/s{i}")
-
     for name in ("model", "optimizer", "scheduler", "table", "rng"):
         for wrong in (None, [], 3, "text", {}, {"kind": "code"}, {"kind": ["module"]}):
             yield (
@@ -248,20 +251,25 @@ def _sections() -> Iterator[Change]:
             (
                 (lambda found, name=name: found["sections"].pop(name))
                 if name not in ("table", "rng")
-                else section(name, kind="module", extras=[])
+                else _section(name, kind="module", extras=[])
             ),
         )
-    yield "extras of none", section("model", extras={"model/0._extra_state": {}})
+    yield "extras of none", _section("model", extras={"model/0._extra_state": {}})
     yield (
         "extras by too many ranks",
-        section("model", extras={"model/0._extra_state": {"by_rank": [{}, {}]}}),
+        _section("model", extras={"model/0._extra_state": {"by_rank": [{}, {}]}}),
     )
+    yield from _optimizers()
+    yield from _values()
+
+
+def _optimizers() -> Iterator[Change]:
     for wrong in (None, {}, [3], [{}], [{"options": [], "params": []}]):
-        yield f"groups {wrong}", section("optimizer", groups=wrong)
-    yield "params that are none", section("optimizer", groups=[{"options": {}, "params": [1, 2]}])
-    yield "no such params", section("optimizer", groups=[{"options": {}, "params": ["x", "y"]}])
+        yield f"groups {wrong}", _section("optimizer", groups=wrong)
+    yield "params that are none", _section("optimizer", groups=[{"options": {}, "params": [1, 2]}])
+    yield "no such params", _section("optimizer", groups=[{"options": {}, "params": ["x", "y"]}])
     for wrong in (None, [], {"values": [], "by_rank": {}}, {"values": {}, "by_rank": {"a": [1]}}):
-        yield f"state {wrong}", section("optimizer", state=wrong)
+        yield f"state {wrong}", _section("optimizer", state=wrong)
     for entry in (
         {"$like": "F99"},
         {"$like": 3},
@@ -274,9 +282,12 @@ def _sections() -> Iterator[Change]:
         {"$code": "1"},
         {"$tensor": "rows"},
     ):
-        yield f"entry {entry}", state("exp_avg", entry)
-    yield "a step that is none", state("step", "soon")
-    yield "one tensor as 2000 states", greedy
+        yield f"entry {entry}", _state("exp_avg", entry)
+    yield "a step that is none", _state("step", "soon")
+    yield "one tensor as 2000 states", _greedy
+
+
+def _values() -> Iterator[Change]:
     for value in (
         {"$code": "import os"},
         {"$tensor": "not there"},
@@ -290,8 +301,8 @@ def _sections() -> Iterator[Change]:
         {"$size": [-1]},
         {"a": 1, "$tuple": []},
     ):
-        yield f"value {str(value)[:40]}", section("table", value=value)
-    yield "values of too many ranks", section("table", by_rank=[1, 2, 3])
+        yield f"value {str(value)[:40]}", _section("table", value=value)
+    yield "values of too many ranks", _section("table", by_rank=[1, 2, 3])
 
 
 def _generators() -> Iterator[Change]:

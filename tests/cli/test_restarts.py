@@ -12,10 +12,15 @@ from echelon.cli.run_folders import RunFolder
 from tests.cli.jobs import Job
 
 FAILS = """
-import os, signal
+import os, pathlib, signal, sys, time
 
 rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
-print("rank", rank, "attempt", attempt)
+print("rank", rank, "attempt", attempt, flush=True)
+printed = pathlib.Path(sys.argv[1]) / f"printed-{attempt}"
+if rank == "0":
+    printed.touch()
+while not printed.exists():
+    time.sleep(0.02)
 if rank == "1" and attempt == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if rank == "1":
@@ -46,7 +51,7 @@ def wait_for_the_end(job: Job) -> None:
 
 
 def test_the_screen_says_who_failed_and_which_attempt_begins(tmp_path: Path) -> None:
-    with Job(tmp_path, FAILS, options=("--max-restarts", "1")) as job:
+    with Job(tmp_path, FAILS, str(tmp_path), options=("--max-restarts", "1")) as job:
         code, output, errors = job.end()
         assert code == 1
         assert output == "rank 0 attempt 1\nrank 0 attempt 2\n"
@@ -62,7 +67,7 @@ def test_the_screen_says_who_failed_and_which_attempt_begins(tmp_path: Path) -> 
 
 def test_attempts_before_a_success_are_told_and_leave_nothing(tmp_path: Path) -> None:
     script = FAILS.replace('raise ValueError("boom")', "pass")
-    with Job(tmp_path, script, options=("--max-restarts", "3")) as job:
+    with Job(tmp_path, script, str(tmp_path), options=("--max-restarts", "3")) as job:
         code, output, errors = job.end()
         assert (code, output) == (0, "rank 0 attempt 1\nrank 0 attempt 2\n")
         assert errors[0] == "rank 1 was killed by SIGKILL"

@@ -156,13 +156,10 @@ def load(
         ArgumentError: something given cannot take a state, or ranks ask for different loads.
     """
     contents = _contents({"model": model, "optimizer": optimizer}, state, group)
-    for name, value in (("strict", strict), ("fallback", fallback), ("rng", rng)):
-        arguments.one_of(name, value, (False, True))
-    if step is not None:
-        step = arguments.whole("step", step, high=_MOST_STEPS)
     root = _folder(directory)
-    _settle(contents.group)
     request = Request(root=root, step=step, strict=strict, fallback=fallback, rng=rng)
+    _check_request(request)
+    _settle(contents.group)
     council = Council(contents.group, root)
     skipped: dict[int, str] = {}
     for found, folder in folders_to_try(council, contents, request):
@@ -174,8 +171,7 @@ def load(
             warnings.warn(f"a damaged checkpoint was passed over: {error}", stacklevel=2)
             skipped[found] = str(error)
         else:
-            if optimizer is not None and (world := entered()) is not None:
-                world.step = loaded.step  # reports of failures count on from there
+            _count_on(loaded.step, contents)
             return replace(loaded, skipped=skipped)
     raise CheckpointNotFound(
         "no step is whole:\n" + "\n".join(f"  {one}" for one in skipped.values()), root
@@ -207,6 +203,20 @@ def _contents(
         raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
     given = {name: one for name, one in first.items() if one is not None}
     return Contents.sort({**given, **state}, group)
+
+
+def _check_request(request: Request) -> None:
+    for name in ("strict", "fallback", "rng"):
+        arguments.one_of(name, getattr(request, name), (False, True))
+    if request.step is not None:
+        arguments.whole("step", request.step, high=_MOST_STEPS)
+
+
+def _count_on(step: int, contents: Contents) -> None:
+    """Have reports of failures count the steps of an optimizer from the one that was loaded."""
+    world = entered()
+    if contents.optimizers and world is not None:
+        world.step = step
 
 
 def _settle(group: Group | None) -> None:
