@@ -124,6 +124,12 @@ CHANGES: list[Callable[[Path, Draw], None]] = [
 ]
 
 
+def plain(state: list[Any]) -> list[Any]:
+    """Parameters and the state of the optimizer."""
+    model, optimizer, _ = state
+    return [{key: v for key, v in model.items() if isinstance(v, torch.Tensor)}, optimizer]
+
+
 def fuzz(world: World, folder: Path, seed: int, seconds: float) -> dict[str, int]:
     """Load changed checkpoints until time is up; how many, by outcome."""
     good = save_good(folder / "good")
@@ -154,7 +160,10 @@ def fuzz(world: World, folder: Path, seed: int, seconds: float) -> dict[str, int
             outcome = "loaded"
         except CheckpointError as error:
             outcome = type(error).__name__
-            check_equal(targets.state(), state, case)
+            found, expected = targets.state(), state
+            if "does not take its state" in str(error):  # others may have taken theirs before
+                found, expected = plain(found), plain(expected)
+            check_equal(found, expected, case)
         except Exception as error:
             error.add_note(f"case {case}")
             raise

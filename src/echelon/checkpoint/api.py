@@ -151,7 +151,8 @@ def load(
         CheckpointNotFound: there is no such step, or no step at all.
         CheckpointCorrupt: bytes are missing or differ; names file and tensor.
         CheckpointMismatch: with ``strict``: lists what is missing, unexpected and different.
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read; or an object or a module does not take its state, and
+            others of them that came before it have theirs.
         ArgumentError: something given cannot take a state, or ranks ask for different loads.
     """
     contents = _contents({"model": model, "optimizer": optimizer}, state, group)

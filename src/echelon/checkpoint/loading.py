@@ -6,7 +6,8 @@
     each     [2] finds out which ranges it needs, and what does not fit; nothing has moved
     each     [3] compares its share of all bytes with their checksums, and reads what nobody sees
                  yet: states of a new optimizer, values
-    each     [4] gives optimizers and objects their states; who refuses one ends it, undone
+    each     [4] gives optimizers, modules and objects their further states; if one of them refuses,
+                 optimizers are as they were, and parameters have not changed
     each     [5] reads into the memory of the model
 
 A bad byte ends [3] on all ranks, before anything that the user can see has changed.
@@ -15,8 +16,8 @@ A bad byte ends [3] on all ranks, before anything that the user can see has chan
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -170,7 +171,7 @@ class _Loading:
         self._folder = folder
         self._optimizers: list[Restoring] = []
         self._states: dict[str, Any] = {}  # of objects, by name
-        self._extras: list[tuple[torch.nn.Module, Any]] = []
+        self._extras: list[tuple[str, torch.nn.Module, Any]] = []
         self._values: dict[str, Any] = {}
         self._random: Any = None
         self._unexpected: tuple[str, ...] = ()
@@ -225,7 +226,7 @@ class _Loading:
         if name not in extras:
             self._fitting.missing.append(name)
             return
-        self._extras.append((module, self._fitting.value(extras[name], name)))
+        self._extras.append((name, module, self._fitting.value(extras[name], name)))
 
     def _expected(self) -> list[str]:
         """The names in the step of what was asked for."""
@@ -294,11 +295,25 @@ class _Loading:
         return self.step.read(target.saved, target.start, target.values, check)
 
     def install(self) -> None:
-        """[4] Give out what can be refused. Objects last: they cannot be undone."""
+        """[4] Give out what can be refused; what is the user's last, which cannot be undone."""
         for optimizer in self._optimizers:
             optimizer.install()
+        for name, module, state in self._extras:
+            with self._naming(name):
+                module.set_extra_state(state)
         for name, state in self._states.items():
-            self._contents.objects[name].load_state_dict(state)
+            with self._naming(name):
+                self._contents.objects[name].load_state_dict(state)
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Say which of the user's objects refuses its state."""
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(
+                f"{name} does not take its state: {type(error).__name__}: {error}", self._folder
+            ) from error
 
     def undo(self) -> None:
         """Let the optimizers be as they were."""
@@ -319,8 +334,6 @@ class _Loading:
                 self._folder,
                 errno=error.errno,
             ) from error
-        for module, state in self._extras:
-            module.set_extra_state(state)
         if self._random is not None:
             self._random.restore(self._contents.device)
 
