@@ -90,7 +90,7 @@ with ec.init() as world:
 """
     done = run(tmp_path, body, monkeypatch, capsys, timeout=0.25)
     assert done.code == 1
-    assert "waited 0.2 s for rank 1 in vain" in done.errors[0]
+    assert "waited 0.2 s for it" in done.errors[0]
 
 
 def test_a_script_that_is_no_python_is_a_short_message(
