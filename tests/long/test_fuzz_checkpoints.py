@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import resource
 import shutil
 import time
 import warnings
@@ -30,6 +31,8 @@ from tests.checkpoint.whole import check_equal
 SECONDS = float(os.environ.get("ECHELON_FUZZ_S", "30"))
 PART_S = 30.0
 MOST_S, MOST_NBYTES = 2.0, 200 * 2**20
+LARGE = 2**20  # bytes; of what is larger nothing more is made
+ADDRESSES = 2**33  # bytes that the process may map
 
 Draw = random.Random
 
@@ -124,6 +127,16 @@ CHANGES: list[Callable[[Path, Draw], None]] = [
 ]
 
 
+def change(step: Path, draw: Draw) -> None:
+    """One more change, where an earlier one has left something to change."""
+    files = [step / "manifest.json", *step.iterdir()]
+    if all(path.is_file() and path.stat().st_size < LARGE for path in files):
+        try:
+            draw.choice(CHANGES)(step, draw)
+        except (ValueError, KeyError):  # the manifest is no JSON any more
+            return
+
+
 def plain(state: list[Any]) -> list[Any]:
     """Parameters and the state of the optimizer."""
     model, optimizer, _ = state
@@ -136,6 +149,8 @@ def fuzz(world: World, folder: Path, seed: int, seconds: float) -> dict[str, int
     ec.load(folder / "good", **Targets(1).given)
     before = memory_peak(torch.device("cpu"))
     warnings.simplefilter("ignore")  # of what was passed over
+    # A defect must not take the memory of the machine.
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, ADDRESSES))
     counts: dict[str, int] = {}
     end_s = time.monotonic() + seconds
     number = 0
@@ -146,11 +161,7 @@ def fuzz(world: World, folder: Path, seed: int, seconds: float) -> dict[str, int
         root = folder / "run"
         shutil.copytree(folder / "good", root)
         for _ in range(draw.choice((1, 1, 2))):
-            if (root / good.name / "manifest.json").is_file():
-                try:
-                    draw.choice(CHANGES)(root / good.name, draw)
-                except (OSError, ValueError, KeyError):
-                    continue  # a second change finds no JSON
+            change(root / good.name, draw)
         targets = Targets(1)
         state = copy.deepcopy(targets.state())
         start_s = time.process_time()
