@@ -12,15 +12,16 @@ DEMO_ARGS ?= --verify
 # Many tests wait for ranks more than they compute, so four files at once suit two cores.
 PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
-BENCHMARKS ?= collectives ddp fsdp pipeline many_ranks
+BENCHMARKS ?= collectives ddp fsdp pipeline checkpoint many_ranks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench clean
+.PHONY: help demo test test-long check bench clean
 
 help:
 	@echo "make demo    train a GPT on real text over two local processes"
 	@echo "make test    checks, then all tests"
+	@echo "make test-long  what takes minutes to hours: every kill point, fuzzing, repetitions"
 	@echo "make check   format, lint, types and architecture"
 	@echo "make bench   echelon and its peers side by side, with ratios"
 	@echo "make clean   remove $(VENV), caches and build outputs"
@@ -35,6 +36,11 @@ test: export OMP_NUM_THREADS = 1
 test: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Everything that takes minutes to hours; CONTRIBUTING.md says when.
+test-long: export OMP_NUM_THREADS = 1
+test-long: $(READY)
+	$(BIN)/python -m pytest -x tests/long
 
 check: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
