@@ -1,4 +1,4 @@
-"""Every layout loads what every other has saved, bit for bit; the fast tests have a part of these."""
+"""Every layout loads what every other has saved, bit for bit; fast tests have a part of these."""
 
 from pathlib import Path
 from typing import Any
