@@ -211,7 +211,9 @@ def test_a_finite_step_takes_one_collective_of_one_number_and_a_wrong_one_tells_
             with events.listen(seen.append):
                 guard.allows_step(loss)
                 world.group.barrier()
-            mine = [e for e in seen if e.name == "collective.issue" and e.facts["rank"] == 1]
+            mine = [
+                e for e in seen if e.name == "collective.issue" and e.facts["rank"] == world.rank
+            ]
             counts.append([(e.facts["op"], e.facts["nbytes"]) for e in mine if e.facts["nbytes"]])
         return counts
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import echelon as ec
-from echelon.errors import ArgumentError, StateError
+from echelon.errors import CheckpointError, StateError
 from echelon.sample_order import SampleOrder
 from tests.worlds import run_world
 
@@ -101,7 +101,7 @@ def loads_another_order(world: ec.World, folder: str) -> bool:
     model = ec.DDP(make_model(), world.group)
     before = copy.deepcopy(model.state_dict())
     sampler = ec.ResumableSampler(NUM_SAMPLES, BATCH, world.group, seed=1)
-    with pytest.raises(ArgumentError, match="seed is 0 there and 1 here"):
+    with pytest.raises(CheckpointError, match="seed is 0 there and 1 here"):
         ec.load(folder, model=model, sampler=sampler)
     return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
