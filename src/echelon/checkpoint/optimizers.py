@@ -6,7 +6,6 @@ A state of the shape of its parameter is cut as the parameter is. A tensor witho
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
@@ -230,8 +229,3 @@ class Tensorial:
                 if key in found:
                     return cls(key == _LIKE, DTYPES[found[key]])
         return None
-
-
-def numel_of(shape: Sequence[int]) -> int:
-    """Number of elements."""
-    return math.prod(shape)
