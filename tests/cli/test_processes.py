@@ -108,7 +108,7 @@ def test_a_rank_that_is_stopped_is_named_and_ended(tmp_path: Path) -> None:
     assert len(lines) <= 25
     assert time.monotonic() - start_s < 25  # torchrun alone would wait 30 s after the timeout
     (stacks,) = tmp_path.glob("echelon-run-*/*/attempt_0/0/error-stacks.txt")
-    assert re.search(r'train.py", line \d+ in <module>', stacks.read_text())  # of rank 0
+    assert re.search(r"train.py:\d+ in <module>", stacks.read_text())  # of rank 0
 
 
 def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
