@@ -178,20 +178,24 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trains_on(tmp_path_factory.mktemp("straight"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1], ids=["tasks", "torchrun"])
-def test_a_job_whose_time_is_over_is_requeued_and_ends_as_one_that_had_more(
-    number: int, tmp_path: Path, straight: dict[str, Any]
-) -> None:
+def check_requeued(number: int, folder: Path, straight: dict[str, Any]) -> None:
+    """Refuse a job that its signal does not stop in time, or that ends otherwise than another."""
     script, srun = blocks("slurm.md", "bash")[number], (TASKS, ONE_TASK)[number]
-    with batch_job(tmp_path, script, srun) as job:
-        until(lambda: bool(ec.steps(tmp_path / "runs" / "a")), job)
+    with batch_job(folder, script, srun) as job:
+        until(lambda: bool(ec.steps(folder / "runs" / "a")), job)
         # Without B: the signal is for the steps of the job, with it for the shell.
         for pid in [job.pid] if "B:USR1" in script else children(job.pid):
             os.kill(pid, signal.SIGUSR1)
         _, errors = job.communicate(timeout=90)
         assert job.returncode == 75, errors
-    assert (tmp_path / "asked").read_text().startswith("requeue ")
-    assert SAVE_EVERY <= ec.steps(tmp_path / "runs" / "a")[-1] < STEPS
-    found = trains_on(tmp_path)
+    assert (folder / "asked").read_text().startswith("requeue ")
+    assert SAVE_EVERY <= ec.steps(folder / "runs" / "a")[-1] < STEPS
+    found = trains_on(folder)
     assert all(torch.equal(value, straight[name]) for name, value in found.items())
+
+
+@pytest.mark.slow
+def test_a_job_whose_time_is_over_is_requeued_and_ends_as_one_that_had_more(
+    tmp_path: Path, straight: dict[str, Any]
+) -> None:
+    check_requeued(1, tmp_path, straight)  # under torchrun; tests/long has plain tasks, too

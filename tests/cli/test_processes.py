@@ -28,8 +28,6 @@ with ec.init(timeout=3 if sys.argv[1] == "stop" else 60) as world:
                 raise ValueError("boom")
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "leave":
-                sys.exit(3)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
     if sys.argv[1] == "sleep":
@@ -56,7 +54,6 @@ def start(folder: Path, mode: str) -> subprocess.Popen[str]:
     [
         ("raise", "rank 1 at step 2 raised ValueError: boom", 1),
         ("kill", "rank 1 at step 2 was killed by SIGKILL", 1),
-        ("leave", "rank 1 at step 2 exited with code 3", 3),
     ],
 )
 def test_the_first_line_of_a_failure_names_the_rank_the_step_and_the_cause(
