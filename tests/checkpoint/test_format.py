@@ -13,16 +13,18 @@ from hypothesis import given
 
 from echelon.checkpoint.checksum import checksum
 from echelon.checkpoint.format import (
+    BEGINNING_NBYTES,
     Manifest,
     SavedFile,
     SavedPiece,
     SavedTensor,
     file_name,
+    newer_schema,
     step_name,
     step_of,
 )
 from echelon.checkpoint.header import header
-from echelon.errors import ArgumentError, CheckpointCorrupt
+from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointTooNew
 from tests.checkpoint.manifests import EXAMPLE, edited, manifests, sealed
 
 DATA = EXAMPLE.dump()
@@ -67,13 +69,23 @@ def test_the_error_names_the_file_and_the_tensor() -> None:
     assert caught.value.path == "run/step-000000010/manifest.json"
 
 
-def test_a_newer_schema_asks_for_an_update() -> None:
-    def edit(members: Any) -> None:
-        members["schema"] = 2
-        members["unheard"] = "of"
+@pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+def test_a_newer_schema_is_told_from_damage_and_asks_for_an_upgrade(first: bool) -> None:
+    members: dict[str, Any] = {"unheard": {"of": [[1, 2, 3, 4, 5]] * 100}}
+    members = {"schema": 2, **members} if first else {**members, "schema": 2}
+    data = sealed(json.dumps(members, separators=(",", ":")).encode()[1:])
+    with pytest.raises(CheckpointTooNew, match=r"schema 2.*up to 1\..*upgrade echelon") as caught:
+        Manifest.parse(data, "x")
+    assert (caught.value.schema, caught.value.known, caught.value.path) == (2, 1, "x")
+    with pytest.raises(CheckpointCorrupt, match="its checksum is"):
+        Manifest.parse(data.replace(b"unheard", b"unhearD"), "x")
 
-    with pytest.raises(CheckpointCorrupt, match=r"schema 2.*reads up to 1: update echelon"):
-        Manifest.parse(edited(DATA, edit), "x")
+
+def test_the_schema_shows_in_the_beginning_of_what_is_written() -> None:
+    newer = sealed(DATA[31:].replace(b'"schema":1,', b'"schema":20,'))
+    assert newer_schema(newer[:BEGINNING_NBYTES]) == 20
+    for data in (DATA, b"", newer[1:], newer.replace(b"20,", b"20"), newer.replace(b"20", b"two")):
+        assert newer_schema(data[:BEGINNING_NBYTES]) is None
 
 
 WEIGHT, BIAS, NONE = "model/weight", "model/bias", "model/none"

@@ -63,6 +63,7 @@ def save(
         ArgumentError: an argument or a value cannot be saved, or ranks ask for different saves.
         CheckpointError: a rank could not write; names it, the path and the errno. Nothing is
             committed, and older steps are as they were.
+        CheckpointTooNew: a newer version of echelon has saved the step.
         StateError: in the middle of a training step, or the states of ranks are of different steps.
 
     Example:
@@ -150,6 +151,7 @@ def load(
     Raises:
         CheckpointNotFound: there is no such step, or no step at all.
         CheckpointCorrupt: bytes are missing or differ; names file and tensor.
+        CheckpointTooNew: a newer version of echelon has saved the step; with ``fallback``, too.
         CheckpointMismatch: with ``strict``: lists what is missing, unexpected and different.
         CheckpointError: it cannot be read; or an object or a module does not take its state, and
             others of them that came before it have theirs.

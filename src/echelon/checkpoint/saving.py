@@ -68,6 +68,7 @@ class Saving:
 
         Raises:
             ArgumentError: the ranks are asked for different saves.
+            CheckpointTooNew: a newer version has saved this step.
             CheckpointError: there is such a step, another save is under way, or the folder cannot
                 be made.
         """
