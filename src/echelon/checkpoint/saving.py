@@ -79,7 +79,7 @@ class Saving:
             digests = {name: part.digest() for name, part in parts.items()}
             own: dict[str, str] = {}
             for part in parts.values():
-                own |= part.own_digests()
+                own |= part.own_digests(self._council.rank)
             made = self._make_folder() if self._council.rank == 0 else None
             return {"digests": digests, "own": own, "made": made}
 
