@@ -119,7 +119,7 @@ class Saving:
                 self._root,
             ) from error
         files.sweep(self._root)
-        target = self._root / step_name(self._step)
+        target = self.target
         if target.is_symlink() or target.exists():
             if is_whole(target):
                 raise self._refusal(
@@ -140,6 +140,11 @@ class Saving:
     def hand_over(self, group: Group | None) -> None:
         """Have the ranks talk over ``group`` from now on, which has the same ranks."""
         self._council = Council(group, self._root)
+
+    @property
+    def target(self) -> Path:
+        """The folder of the step."""
+        return self._root / step_name(self._step)
 
     @property
     def nbytes(self) -> int:
@@ -177,7 +182,7 @@ class Saving:
                 self.abandon()
                 raise
         self._stack.close()
-        return self._root / step_name(self._step)
+        return self.target
 
     def abandon(self) -> None:
         """Leave nothing behind."""
