@@ -2,6 +2,7 @@
 
 import json
 import struct
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from echelon.checkpoint.format import (
 )
 from echelon.checkpoint.header import header
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointTooNew
-from tests.checkpoint.manifests import EXAMPLE, edited, manifests, sealed
+from tests.checkpoint.manifests import EXAMPLE, edited, manifests, many_pieces, sealed
 
 DATA = EXAMPLE.dump()
 
@@ -86,6 +87,18 @@ def test_the_schema_shows_in_the_beginning_of_what_is_written() -> None:
     assert newer_schema(newer[:BEGINNING_NBYTES]) == 20
     for data in (DATA, b"", newer[1:], newer.replace(b"20,", b"20"), newer.replace(b"20", b"two")):
         assert newer_schema(data[:BEGINNING_NBYTES]) is None
+
+
+def test_a_piece_takes_at_most_420_bytes_while_it_is_read() -> None:
+    num_tensors, num_pieces = 10, 1000
+    data = many_pieces(num_tensors, num_pieces).dump()
+    tracemalloc.start()
+    try:
+        Manifest.parse(data, "x")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak <= 420 * num_tensors * num_pieces
 
 
 WEIGHT, BIAS, NONE = "model/weight", "model/bias", "model/none"

@@ -68,7 +68,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, cast, final
+from typing import Any, NamedTuple, cast, final
 
 from echelon.checkpoint.bounded import Json, brief, read_json, write_json
 from echelon.checkpoint.checksum import checksum
@@ -358,7 +358,12 @@ def _pieces(name: str, found: list[Json]) -> tuple[SavedPiece, ...]:
             raise Inconsistent(f"a piece is {brief(piece)}, which is none", name)
     # SavedPiece._make, but for its check of the length: there may be a million.
     make = partial(tuple.__new__, SavedPiece)
-    return cast(tuple[SavedPiece, ...], tuple(map(make, found)))
+    in_place = cast(list[Any], found)  # so that each array goes at once
+    for i, piece in enumerate(in_place):
+        in_place[i] = make(piece)
+    pieces = tuple(in_place)
+    in_place.clear()
+    return pieces
 
 
 def _members(found: Json, what: str, names: tuple[str, ...]) -> list[Json]:
