@@ -134,6 +134,7 @@ def _drop(*path: str | int) -> Callable[[Any], None]:
 BROKEN: dict[str, tuple[Callable[[Any], None], str]] = {
     "schema 0": (_set(0, "schema"), "schema is 0"),
     "schema true": (_set(True, "schema"), "schema is True"),
+    "schema of 2**60": (_set(2**60, "schema"), "schema is 1152921504606846976"),
     "schema text": (_set("1", "schema"), "schema is '1'"),
     "no schema": (_drop("schema"), "schema is None"),
     "no step": (_drop("step"), "has the members"),

@@ -75,6 +75,7 @@ from echelon.checkpoint.checksum import checksum
 from echelon.checkpoint.consistency import MAX_PIECES, Inconsistent, check_manifest
 from echelon.checkpoint.dtypes import DTYPES, dtype_name
 from echelon.checkpoint.names import file_name, is_tensor_name, step_name, step_of
+from echelon.checkpoint.sizes import is_size
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointTooNew
 
 __all__ = [
@@ -258,8 +259,8 @@ def newer_schema(beginning: bytes) -> int | None:
 
 def _check_schema(schema: Json, path: object) -> None:
     """Refuse what a newer version has written, before anything else is asked of it."""
-    if type(schema) is int and schema > SCHEMA:
-        raise CheckpointTooNew(schema, SCHEMA, path)
+    if is_size(schema) and cast(int, schema) > SCHEMA:
+        raise CheckpointTooNew(cast(int, schema), SCHEMA, path)
 
 
 def _check_bytes(data: bytes, path: object) -> None:
