@@ -34,6 +34,7 @@ EXAMPLES = [
     errors.CheckpointError("no space left", "runs/a/x", rank=1, errno=28),
     errors.CheckpointNotFound("no committed step", "runs/a"),
     errors.CheckpointCorrupt("the checksum differs", "runs/a/x", tensor="model/w", rank=0),
+    errors.CheckpointTooNew(2, 1, "runs/a/x"),
     errors.CheckpointMismatch("runs/a", ["w"], ["v"], {"u": "(2,) instead of (3,)"}),
     errors.NonFiniteError(7, {1: "nan"}, {"w": {0: "1 nan of 4", 1: "inf"}}, skipped=2),
     WorldError("no"),

@@ -25,9 +25,10 @@ MOST_S = 5.0  # until all ranks have heard
 OLD, NEW = 1, 2  # steps
 SAVED = "is saved; but an older step could not be removed"
 CHANGED = "the model is changed in part: load again"
-# Calls that remove older steps, after the new one is committed.
+# Calls that remove older steps, after the new one is committed: who has written them counts.
 RETENTION = [("scandir", "root"), ("rename", "step"), ("rmtree", "removed")]
 RETENTION += [("open", "root"), ("fsync", "root")]
+RETENTION += [("open", "manifest"), ("fstat", "manifest"), ("preadv", "manifest")]
 
 
 @dataclass(frozen=True)

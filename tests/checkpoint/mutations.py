@@ -10,7 +10,7 @@ from typing import Any
 
 from echelon.checkpoint.format import Manifest
 from echelon.checkpoint.header import Entry, header, read_header
-from echelon.errors import CheckpointCorrupt
+from echelon.errors import CheckpointCorrupt, CheckpointTooNew
 from tests.checkpoint.manifests import EXAMPLE, sealed
 
 __all__ = ["HEADER", "KINDS", "MANIFEST", "read_all"]
@@ -135,7 +135,7 @@ def read_all(kind: str, seed: int, go_on: Callable[[int], bool]) -> tuple[int, i
         start_s = time.process_time()
         try:
             read(data)
-        except CheckpointCorrupt:
+        except (CheckpointCorrupt, CheckpointTooNew):
             refused += 1
         except BaseException as error:
             raise AssertionError(f"number {seed + count} of {kind}: {data!r}") from error

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,17 +14,19 @@ from hypothesis import given
 
 from echelon.checkpoint.checksum import checksum
 from echelon.checkpoint.format import (
+    BEGINNING_NBYTES,
     Manifest,
     SavedFile,
     SavedPiece,
     SavedTensor,
     file_name,
+    newer_schema,
     step_name,
     step_of,
 )
 from echelon.checkpoint.header import header
-from echelon.errors import ArgumentError, CheckpointCorrupt
-from tests.checkpoint.manifests import EXAMPLE, edited, manifests, sealed
+from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointTooNew
+from tests.checkpoint.manifests import EXAMPLE, edited, manifests, many_pieces, sealed
 
 DATA = EXAMPLE.dump()
 
@@ -67,13 +70,35 @@ def test_the_error_names_the_file_and_the_tensor() -> None:
     assert caught.value.path == "run/step-000000010/manifest.json"
 
 
-def test_a_newer_schema_asks_for_an_update() -> None:
-    def edit(members: Any) -> None:
-        members["schema"] = 2
-        members["unheard"] = "of"
+@pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+def test_a_newer_schema_is_told_from_damage_and_asks_for_an_upgrade(first: bool) -> None:
+    members: dict[str, Any] = {"unheard": {"of": [[1, 2, 3, 4, 5]] * 100}}
+    members = {"schema": 2, **members} if first else {**members, "schema": 2}
+    data = sealed(json.dumps(members, separators=(",", ":")).encode()[1:])
+    with pytest.raises(CheckpointTooNew, match=r"schema 2.*up to 1\..*upgrade echelon") as caught:
+        Manifest.parse(data, "x")
+    assert (caught.value.schema, caught.value.known, caught.value.path) == (2, 1, "x")
+    with pytest.raises(CheckpointCorrupt, match="its checksum is"):
+        Manifest.parse(data.replace(b"unheard", b"unhearD"), "x")
 
-    with pytest.raises(CheckpointCorrupt, match=r"schema 2.*reads up to 1: update echelon"):
-        Manifest.parse(edited(DATA, edit), "x")
+
+def test_the_schema_shows_in_the_beginning_of_what_is_written() -> None:
+    newer = sealed(DATA[31:].replace(b'"schema":1,', b'"schema":20,'))
+    assert newer_schema(newer[:BEGINNING_NBYTES]) == 20
+    for data in (DATA, b"", newer[1:], newer.replace(b"20,", b"20"), newer.replace(b"20", b"two")):
+        assert newer_schema(data[:BEGINNING_NBYTES]) is None
+
+
+def test_a_piece_takes_at_most_420_bytes_while_it_is_read() -> None:
+    num_tensors, num_pieces = 10, 1000
+    data = many_pieces(num_tensors, num_pieces).dump()
+    tracemalloc.start()
+    try:
+        Manifest.parse(data, "x")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak <= 420 * num_tensors * num_pieces
 
 
 WEIGHT, BIAS, NONE = "model/weight", "model/bias", "model/none"
@@ -109,6 +134,7 @@ def _drop(*path: str | int) -> Callable[[Any], None]:
 BROKEN: dict[str, tuple[Callable[[Any], None], str]] = {
     "schema 0": (_set(0, "schema"), "schema is 0"),
     "schema true": (_set(True, "schema"), "schema is True"),
+    "schema of 2**60": (_set(2**60, "schema"), "schema is 1152921504606846976"),
     "schema text": (_set("1", "schema"), "schema is '1'"),
     "no schema": (_drop("schema"), "schema is None"),
     "no step": (_drop("step"), "has the members"),

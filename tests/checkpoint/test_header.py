@@ -103,17 +103,20 @@ def test_a_name_that_is_reserved_is_never_a_key() -> None:
 
 
 @pytest.mark.parametrize(
-    "given_entries",
+    ("given_entries", "message"),
     [
-        [("a", "F32", (1,), 4), ("a", "F32", (1,), 4)],
-        [("a", "F32", (2,), 4)],
-        [("a", "F99", (1,), 4)],
-        [("", "F32", (1,), 4)],
-        [("a\0", "F32", (1,), 4)],
+        ([("a", "F32", (1,), 4), ("a", "F32", (1,), 4)], "^two tensors .* are named 'a'$"),
+        ([("a", "F32", (2,), 4)], r"4 bytes are no F32 of shape \(2,\)"),
+        ([("a", "F99", (1,), 4)], "4 bytes are no F99"),
+        ([("", "F32", (1,), 4)], "cannot be named '': a name has 1 to"),
+        ([("a\0", "F32", (1,), 4)], r"cannot be named 'a\\x00': a name has 1 to"),
+        ([("__metadata__", "F32", (1,), 4)], "cannot be named '__metadata__': .* and is not"),
     ],
 )
-def test_a_header_that_nobody_could_read_is_not_written(given_entries: list[Entry]) -> None:
-    with pytest.raises(ArgumentError):
+def test_a_header_that_nobody_could_read_is_not_written(
+    given_entries: list[Entry], message: str
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
         header(given_entries)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from echelon.world.base import World
 from echelon.world.mesh import Mesh
 from tests.ddp.models import TiedLanguageModel
 from tests.holding import check_params, filled, joined, same, write
+from tests.pipeline.models import mse
 from tests.worlds import KINDS, run_world
 
 
@@ -185,6 +187,34 @@ def test_holders_are_asked_outside_of_a_step() -> None:
         assert group_of([model], None) is world.group
 
     run_world("threads", main, 2)
+
+
+def test_a_save_and_a_load_ask_each_holder_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+    for kind in (ec.Pipeline, ec.FSDP, ec.DDP):
+
+        def counted(self: Any, plain: Callable[[Any], Holdings] = kind.holdings) -> Holdings:
+            asked.append((type(self).__name__, id(self)))
+            return plain(self)
+
+        monkeypatch.setattr(kind, "holdings", counted)
+
+    def main(world: World, one: ec.Plan) -> None:
+        pipe = ec.parallelize([nn.Linear(2, 2), nn.Linear(2, 2)], one, world, loss_fn=mse)
+        model = nn.ModuleDict({"a": pipe, "b": pipe})
+        for act in (ec.save, ec.load):
+            asked.clear()
+            world.group.barrier()
+            act(tmp_path / str(one.dp), step=1, model=model)
+            world.group.barrier()
+            assert len(asked) == len(set(asked)) == 2 * world.size
+            world.group.barrier()
+
+    for options in ({"dp": 2}, {"shard": 2}):
+        one = ec.Plan(pp=2, microbatches=2, **options)
+        run_world("threads", main, 4, (one,))
 
 
 # --- what cannot be saved ------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -17,36 +16,14 @@ from echelon.held import Kept
 from echelon.world.base import World
 from tests.holding import check_optimizer, filled, joined, same, write
 from tests.pipeline.models import build, mse
-from tests.pipeline.split_models import LENGTH, VOCABULARY, Block, Decoder, loss_fn
+from tests.pipeline.split_models import VOCABULARY, loss_fn
+from tests.pipeline.tied_stages import CLOSE, ROWS, decoder, plan, tied_stages, tokens_of
 from tests.worlds import run_world
-
-CLOSE = {"rtol": 1e-11, "atol": 1e-12}
-ROWS = 4
-
-
-def plan(schedule: str, **options: Any) -> ec.Plan:
-    chunks = 1 if schedule in ("1f1b", "zb-h1") else 2
-    return ec.Plan(pp=2, microbatches=3, schedule=schedule, chunks=chunks, **options)
-
-
-def tokens_of(step: int, rows: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    tokens, target = torch.randint(VOCABULARY, (2, rows, LENGTH), generator=generator)
-    return tokens, target
-
-
-def decoder() -> nn.Module:
-    torch.manual_seed(0)
-    return Decoder().double()
 
 
 def is_held_and_loaded(world: World, plan: ec.Plan) -> None:
     """After steps on other batches each; then with the values that were written."""
-    plain = decoder()
-    stages = ec.pipeline.split(copy.deepcopy(plain), plan.pp * plan.chunks)
-    units = ec.units.by_type(Block) if plan.shard > 1 else None
-    pipe = ec.parallelize(stages, plan, world, loss_fn=loss_fn, units=units)
-    assert isinstance(pipe, ec.Pipeline)
+    plain, pipe = tied_stages(plan, world, by_block=True)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
     reference = torch.optim.AdamW(plain.parameters(), lr=0.05)
     lines = plan.dp * plan.shard

@@ -1,50 +1,21 @@
 """A parameter that several stages have is one, also where stages are replicated or sharded."""
 
-import copy
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import echelon as ec
 from echelon.world.base import World
-from tests.pipeline.split_models import LENGTH, VOCABULARY, Decoder, loss_fn
+from tests.pipeline.split_models import loss_fn
+from tests.pipeline.tied_stages import CLOSE, ROWS, plan, tied_stages, tokens_of
 from tests.worlds import run_world
 
-CLOSE = {"rtol": 1e-11, "atol": 1e-12}
-ROWS = 4
 OFTEN = {"reduce_every": "microbatch"}
-
-
-def plan(schedule: str, **options: Any) -> ec.Plan:
-    chunks = 1 if schedule in ("1f1b", "zb-h1") else 2
-    return ec.Plan(pp=2, microbatches=3, schedule=schedule, chunks=chunks, **options)
-
-
-def tokens_of(step: int, rows: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    tokens, target = torch.randint(VOCABULARY, (2, rows, LENGTH), generator=generator)
-    return tokens, target
-
-
-def make(plan: ec.Plan, world: World) -> tuple[nn.Module, ec.Pipeline]:
-    """A model whose embedding is its head, and the same in stages; only rank 0 has its values."""
-    torch.manual_seed(0)
-    plain = Decoder().double()
-    model = copy.deepcopy(plain)
-    stages = ec.pipeline.split(model, plan.pp * plan.chunks)
-    if world.rank:
-        with torch.no_grad():
-            model.head.weight.add_(world.rank)
-    pipe = ec.parallelize(stages, plan, world, loss_fn=loss_fn)
-    assert isinstance(pipe, ec.Pipeline)
-    return plain, pipe
 
 
 def trains(world: World, plan: ec.Plan) -> None:
     """Accumulates over two batches, clips, and steps; twice."""
-    plain, pipe = make(plan, world)
+    plain, pipe = tied_stages(plan, world)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
     reference = torch.optim.AdamW(plain.parameters(), lr=0.05)
     lines = plan.dp * plan.shard
@@ -99,7 +70,7 @@ def test_a_shared_parameter_on_a_mesh_of_three_axes_trains_as_in_one_process() -
 
 def test_gradients_that_are_given_up_before_they_are_complete_are_gone() -> None:
     def main(world: World) -> None:
-        plain, pipe = make(plan("1f1b"), world)
+        plain, pipe = tied_stages(plan("1f1b"), world)
         (x, y), (other, target) = tokens_of(0, ROWS), tokens_of(1, ROWS)
         for by, of in ((x, y), (other, target)):
             pipe.step(by, target=of)

@@ -16,7 +16,6 @@ from echelon.checkpoint import files
 from echelon.checkpoint.background import AsyncSave, Background
 from echelon.checkpoint.contents import Contents
 from echelon.checkpoint.council import Council, named
-from echelon.checkpoint.format import step_name
 from echelon.checkpoint.loading import Loaded, Request, folders_to_try, load_step
 from echelon.checkpoint.saving import Saving
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointNotFound
@@ -63,6 +62,7 @@ def save(
         ArgumentError: an argument or a value cannot be saved, or ranks ask for different saves.
         CheckpointError: a rank could not write; names it, the path and the errno. Nothing is
             committed, and older steps are as they were.
+        CheckpointTooNew: a newer version of echelon has saved the step.
         StateError: in the middle of a training step, or the states of ranks are of different steps.
 
     Example:
@@ -76,11 +76,7 @@ def save(
         (3, 1)
     """
     contents = _contents({"model": model, "optimizer": optimizer}, state, group)
-    root, step, keep = _checked(directory, step, keep, rng)
-    _settle(contents.group)
-    saving = Saving(Council(contents.group, root), root, step, keep)
-    saving.begin("save", contents, rng=rng)
-    return saving.finish()
+    return _begun("save", directory, step, contents, keep=keep, rng=rng).finish()
 
 
 def async_save(
@@ -99,19 +95,20 @@ def async_save(
     One save of a group is under way at a time; the next waits for it. The copy takes as much memory
     of the host as this rank writes, and is kept for the next save.
 
+    Args:
+        directory: this and all others as for ``save``.
+
     Raises:
+        ArgumentError, StateError, CheckpointTooNew: as ``save``.
         CheckpointError: the save before this one failed, or this one cannot begin. What goes wrong
             later is raised as ``AsyncSave`` says.
     """
     contents = _contents({"model": model, "optimizer": optimizer}, state, group)
-    root, step, keep = _checked(directory, step, keep, rng)
-    _settle(contents.group)
-    saving = Saving(Council(contents.group, root), root, step, keep)
-    saving.begin("async_save", contents, rng=rng)  # from here on all ranks are in async_save
-    optimizers, path = [*contents.optimizers.values()], root / step_name(step)
-    try:
+    saving = _begun("async_save", directory, step, contents, keep=keep, rng=rng)
+    try:  # from here on all ranks are in async_save
         background = Background.of(contents.group)
-        return background.start(saving, path, optimizers, contents.device)
+        optimizers = [*contents.optimizers.values()]
+        return background.start(saving, saving.target, optimizers, contents.device)
     except BaseException:
         saving.abandon()
         raise
@@ -150,6 +147,7 @@ def load(
     Raises:
         CheckpointNotFound: there is no such step, or no step at all.
         CheckpointCorrupt: bytes are missing or differ; names file and tensor.
+        CheckpointTooNew: a newer version of echelon has saved the step; with ``fallback``, too.
         CheckpointMismatch: with ``strict``: lists what is missing, unexpected and different.
         CheckpointError: it cannot be read; or an object or a module does not take its state, and
             others of them that came before it have theirs.
@@ -226,12 +224,18 @@ def _settle(group: Group | None) -> None:
         background.settle()
 
 
-def _checked(
-    directory: Folder, step: object, keep: object, rng: object
-) -> tuple[Path, int, int | None]:
+def _begun(
+    call: str, directory: Folder, step: int, contents: Contents, *, keep: int | None, rng: bool
+) -> Saving:
+    """A save whose arguments are right, and which all ranks have begun."""
     arguments.one_of("rng", rng, (False, True))
     step = arguments.whole("step", step, high=_MOST_STEPS)
-    return _folder(directory), step, None if keep is None else arguments.whole("keep", keep, low=1)
+    root = _folder(directory)
+    keep = None if keep is None else arguments.whole("keep", keep, low=1)
+    _settle(contents.group)
+    saving = Saving(Council(contents.group, root), root, step, keep)
+    saving.begin(call, contents, rng=rng)
+    return saving
 
 
 def _folder(directory: Folder) -> Path:

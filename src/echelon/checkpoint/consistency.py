@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -133,9 +133,10 @@ class _Pieces:
         if sum(counts) > MAX_PIECES:
             raise Inconsistent(f"there are {sum(counts)} pieces, more than {MAX_PIECES}")
         pieces = [piece for tensor in tensors for piece in tensor.pieces]
-        *columns, checksums = zip(*pieces, strict=True) if pieces else [()] * 5
         owner = np.repeat(np.arange(len(tensors)), counts)
-        for column in columns:
+        columns = []
+        for i in range(4):  # one after the other, because there may be a million
+            column = cast(list[int], [piece[i] for piece in pieces])
             if (
                 set(map(type, column)) - {int}
                 or min(column, default=0) < 0
@@ -145,11 +146,13 @@ class _Pieces:
                 raise Inconsistent(
                     f"a piece has {brief(column[wrong])} in it", tensors[owner[wrong]].name
                 )
+            columns.append(np.array(column, np.int64))
+        checksums = [piece.checksum for piece in pieces]
         if not are_checksums(checksums):
             wrong = next(i for i, found in enumerate(checksums) if not is_checksum(found))
             raise Inconsistent(_no_checksum(checksums[wrong]), tensors[owner[wrong]].name)
         sizes = np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
-        return cls(owner, sizes[owner], *(np.array(column, np.int64) for column in columns))
+        return cls(owner, sizes[owner], *columns)
 
 
 def _check_ranges(pieces: _Pieces, tensors: Sequence[SavedTensor]) -> None:

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Self, final
 
 from echelon.checkpoint.checksum import Checksum
-from echelon.checkpoint.format import step_name, step_of
+from echelon.checkpoint.format import BEGINNING_NBYTES, newer_schema, step_name, step_of
 from echelon.errors import CheckpointCorrupt, CheckpointError
 
 __all__ = [
@@ -228,13 +228,27 @@ def discard(made: Path) -> None:
 
 
 def prune(root: Path, step: int, keep: int) -> None:
-    """Remove steps older than the newest ``keep`` up to ``step``, which is committed and stays."""
-    old = [one for one in steps(root) if one <= step][:-keep]
-    gone = [_set_aside(root / step_name(one)) for one in old]
+    """Remove steps older than the newest ``keep`` up to ``step``, which is committed and stays.
+
+    Those that a newer version has written stay and do not count, because nothing here reads them.
+    """
+    old = [one for one in steps(root) if one < step and not _is_newer(root / step_name(one))]
+    gone = [_set_aside(root / step_name(one)) for one in [*old, step][:-keep]]
     if gone:
         sync_folder(root)
     for path in gone:
         _remove(path)
+
+
+def _is_newer(folder: Path) -> bool:
+    """Whether a newer version has written a step."""
+    try:
+        with SavedBytes(folder / MANIFEST) as file:
+            beginning = bytearray(min(file.nbytes, BEGINNING_NBYTES))
+            file.read_into(memoryview(beginning), 0)
+    except CheckpointCorrupt:
+        return False
+    return newer_schema(bytes(beginning)) is not None
 
 
 def _set_aside(path: Path) -> Path:

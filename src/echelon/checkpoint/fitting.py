@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
@@ -82,7 +82,12 @@ class Fitting:
     @property
     def same_size(self) -> bool:
         """Whether as many ranks load as have saved."""
-        return self.manifest.world.get("size") == self.size
+        return self.saved_size == self.size
+
+    @property
+    def saved_size(self) -> int:
+        """How many ranks have saved."""
+        return cast(int, self.manifest.world["size"])
 
     def find(self, names: Sequence[str]) -> SavedTensor | None:
         """The tensor that has one of these names."""
@@ -115,7 +120,7 @@ class Fitting:
             self.missing.append(held.name)
             return False
         self.used.add(saved.name)
-        chosen = self._own(saved) if held.kept is Kept.OWN else saved
+        chosen = self._own(saved, self.same_size) if held.kept is Kept.OWN else saved
         problem = _misfit(chosen, held)
         if problem is not None:
             self.differing[held.name] = problem
@@ -124,26 +129,42 @@ class Fitting:
         (self.fresh if fresh else self.live).append(Target(chosen, held.start, held.values))
         return True
 
-    def _own(self, saved: SavedTensor) -> SavedTensor:
+    def _own(self, saved: SavedTensor, has_own: bool) -> SavedTensor:
         """This rank's own values, where ranks had different ones."""
         if saved.name not in self._apart:
             return saved
         if not self.same_size:
             self.apart.append(saved.name)
-            return saved
-        return self.manifest.tensors.get(own_name(self.rank, saved.name), saved)
+        return (
+            self.manifest.tensors.get(own_name(self.rank, saved.name), saved) if has_own else saved
+        )
 
-    def value(self, section: Json, name: str) -> Any:
-        """A value as it was saved; its tensors have memory that is read later."""
+    def value(self, section: Json, name: str, *, by_place: bool = False) -> Any:
+        """A value as it was saved; its tensors have memory that is read later.
+
+        Args:
+            by_place: whether ranks that were there get their own on any number of ranks.
+        """
+        has_own = self.same_size or (by_place and self.rank < self.saved_size)
         facts = section.get("value")
         if "by_rank" in section:
-            facts = section["by_rank"][self.rank if self.same_size else 0]
+            facts = section["by_rank"][self.rank if has_own else 0]
             if not self.same_size:
                 self.apart.append(name)
-        return decode(facts, _Fresh(self, name), f"{self.path}: {name}")
+        return decode(facts, _Fresh(self, name, has_own), f"{self.path}: {name}")
 
-    def fresh_value(self, name: str) -> Tensor:
+    def members_apart(self, section: Json, name: str) -> set[str]:
+        """The members of a value, a dict, of which ranks had their own."""
+        facts = [one for one in section.get("by_rank", ()) if isinstance(one, dict)]
+        found = {key for one in facts for key in one if one[key] != facts[0].get(key)}
+        tensors = (path.split("/") for path in self._apart)
+        return found | {path[1] for path in tensors if path[0] == name and len(path) > 1}
+
+    def fresh_value(self, name: str, has_own: bool) -> Tensor:
         """The memory of a tensor of a value, which is read later; once for each tensor.
+
+        Args:
+            has_own: whether this rank gets its own, where ranks had different ones.
 
         Raises:
             KeyError: the step has no such tensor.
@@ -153,7 +174,7 @@ class Fitting:
             raise KeyError(name)
         self.used.add(found.name)
         if found.name not in self._values:
-            chosen = self._own(found)
+            chosen = self._own(found, has_own)
             self.claim(nbytes_of(chosen.dtype, chosen.shape))
             values = torch.empty(chosen.shape, dtype=DTYPES[chosen.dtype])
             self.fresh.append(Target(chosen, 0, values))
@@ -164,11 +185,11 @@ class Fitting:
 class _Fresh(Mapping[str, Tensor]):
     """The tensors of a value, each made when it is asked for."""
 
-    def __init__(self, fitting: Fitting, name: str) -> None:
-        self._fitting, self._name = fitting, name
+    def __init__(self, fitting: Fitting, name: str, has_own: bool) -> None:
+        self._fitting, self._name, self._has_own = fitting, name, has_own
 
     def __getitem__(self, path: str) -> Tensor:
-        return self._fitting.fresh_value(f"{self._name}/{path}")
+        return self._fitting.fresh_value(f"{self._name}/{path}", self._has_own)
 
     def __iter__(self) -> Iterator[str]:
         return iter(())

@@ -15,14 +15,19 @@ safetensors reader opens them; but the manifest alone says what is in them, and 
 
 **The manifest** is a JSON object without spaces, in ASCII. It begins with::
 
-    {"checksum":"0123456789abcdef",
+    {"checksum":"0123456789abcdef","schema":1,
 
-and the checksum is that of all bytes after this comma. So every byte of the manifest is covered,
-and by it every byte of the folder. This first member is the same in every schema. The others, in
-this order in what is written here and in any order in what is read, are exactly:
+and the checksum is that of all bytes after the first comma. So every byte of the manifest is
+covered, and by it every byte of the folder. This beginning, and that a manifest has at most
+100,000,000 bytes, is the same in every schema: whoever finds a greater number there has found a
+checkpoint of a newer version, which is not damaged. It is neither read nor replaced nor removed,
+and no older step is loaded in its place. All that this text does not allow needs another number.
+
+The other members, in this order in what is written here and in any order in what is read, are
+exactly:
 
 ``schema``
-    ``1``. A reader refuses a number that it does not know.
+    ``1``. It may stand elsewhere in what is read, too.
 ``step``
     the step, from 0 to 999,999,999.
 ``world``
@@ -53,26 +58,28 @@ real part first.
 its bytes exactly once, so that no byte is without a checksum. Names of tensors, ties included, are
 unique, of 1 to 1024 characters, none of them a control character or a surrogate. Numbers are whole
 and less than 2**60, and so is the number of bytes of a tensor (counting dims of 0 as 1). There are
-at most 64 dims to a tensor, 1,000,000 pieces in all, and 100,000,000 bytes of manifest. The JSON
-has no key twice in one object, nests at most 256 deep, and has finite numbers only, in at most 40
-characters.
+at most 64 dims to a tensor, and 1,000,000 pieces in all. The JSON has no key twice in one object,
+nests at most 256 deep, and has finite numbers only, in at most 40 characters.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, cast, final
+from typing import Any, NamedTuple, cast, final
 
 from echelon.checkpoint.bounded import Json, brief, read_json, write_json
 from echelon.checkpoint.checksum import checksum
 from echelon.checkpoint.consistency import MAX_PIECES, Inconsistent, check_manifest
 from echelon.checkpoint.dtypes import DTYPES, dtype_name
 from echelon.checkpoint.names import file_name, is_tensor_name, step_name, step_of
-from echelon.errors import ArgumentError, CheckpointCorrupt
+from echelon.checkpoint.sizes import is_size
+from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointTooNew
 
 __all__ = [
+    "BEGINNING_NBYTES",
     "DTYPES",
     "MANIFEST",
     "SCHEMA",
@@ -83,17 +90,20 @@ __all__ = [
     "SavedTensor",
     "dtype_name",
     "file_name",
+    "newer_schema",
     "step_name",
     "step_of",
 ]
 
 SCHEMA = 1
+BEGINNING_NBYTES = 64  # of a manifest; its schema is in them
 MANIFEST = "manifest.json"
 
 _MAX_NBYTES = 100_000_000
 _MEMORY = 160 * 2**20  # that reading may take beside the file and the pieces, in bytes
 _BEFORE, _AFTER = b'{"checksum":"', b'",'  # around the 16 digits
 _BEGIN = len(_BEFORE) + 16 + len(_AFTER)
+_BEGINNING = re.compile(re.escape(_BEFORE) + rb'[0-9a-f]{16}","schema":([0-9]{1,18}),')
 _MEMBERS = (
     *("checksum", "schema", "step", "world", "versions"),
     *("threads", "files", "tensors", "sections"),
@@ -217,17 +227,40 @@ class Manifest:
             path: of the file, for the error.
 
         Raises:
-            CheckpointCorrupt: these are not the bytes of a manifest, or it contradicts itself, or
-                it is of a schema that is not known here. Nothing else, whatever the bytes are.
+            CheckpointTooNew: it is of a schema that only a newer version knows.
+            CheckpointCorrupt: these are not the bytes of a manifest, or it contradicts itself.
+                Nothing else, whatever the bytes are.
         """
         _check_bytes(data, path)
+        _check_schema(newer_schema(data[:BEGINNING_NBYTES]), path)
         found = read_json(data, path, memory=_MEMORY, max_records=MAX_PIECES)
+        _check_schema(found.get("schema") if isinstance(found, dict) else None, path)
         try:
             return _manifest(found)
         except Inconsistent as error:
             what, tensor = error.what, error.tensor
         # Outside of the handler, so that the error does not keep the manifest alive.
         raise CheckpointCorrupt(what, path, tensor=tensor)
+
+
+def newer_schema(beginning: bytes) -> int | None:
+    """The schema of a manifest that a newer version has written; None if it is none.
+
+    Args:
+        beginning: of the manifest, ``BEGINNING_NBYTES`` of it or all.
+
+    Example:
+        >>> newer_schema(b'{"checksum":"0123456789abcdef","schema":7,"unheard":"of"}')
+        7
+    """
+    found = _BEGINNING.match(beginning)
+    return int(found[1]) if found is not None and int(found[1]) > SCHEMA else None
+
+
+def _check_schema(schema: Json, path: object) -> None:
+    """Refuse what a newer version has written, before anything else is asked of it."""
+    if is_size(schema) and cast(int, schema) > SCHEMA:
+        raise CheckpointTooNew(cast(int, schema), SCHEMA, path)
 
 
 def _check_bytes(data: bytes, path: object) -> None:
@@ -281,11 +314,6 @@ def _fields(manifest: Manifest) -> dict[str, object]:
 def _manifest(found: Json) -> Manifest:
     """The manifest of a JSON value; its constructor checks what is in the lists."""
     schema = found.get("schema") if isinstance(found, dict) else None
-    if type(schema) is int and schema > SCHEMA:
-        raise Inconsistent(
-            f"it has schema {schema}, and this version of echelon reads up to {SCHEMA}: "
-            "update echelon"
-        )
     if type(schema) is not int or schema != SCHEMA:
         raise Inconsistent(f"its schema is {brief(schema)}, which there never was")
     _, _, step, world, versions, threads, files, tensors, sections = _members(found, "it", _MEMBERS)
@@ -331,7 +359,12 @@ def _pieces(name: str, found: list[Json]) -> tuple[SavedPiece, ...]:
             raise Inconsistent(f"a piece is {brief(piece)}, which is none", name)
     # SavedPiece._make, but for its check of the length: there may be a million.
     make = partial(tuple.__new__, SavedPiece)
-    return cast(tuple[SavedPiece, ...], tuple(map(make, found)))
+    in_place = cast(list[Any], found)  # so that each array goes at once
+    for i, piece in enumerate(in_place):
+        in_place[i] = make(piece)
+    pieces = tuple(in_place)
+    in_place.clear()
+    return pieces
 
 
 def _members(found: Json, what: str, names: tuple[str, ...]) -> list[Json]:

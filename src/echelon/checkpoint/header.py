@@ -62,8 +62,8 @@ def header(entries: Sequence[Entry]) -> bytes:
         entries: key, dtype, shape and number of bytes of each.
 
     Raises:
-        ArgumentError: a key comes twice or is reserved, a number of bytes is not that of the
-            shape, or it would be too long to be read.
+        ArgumentError: a key comes twice, is reserved or cannot be a name, a number of bytes is not
+            that of the shape, or it would be too long to be read.
 
     Example:
         >>> len(header([("bias", "F32", (3,), 12)]))
@@ -72,8 +72,13 @@ def header(entries: Sequence[Entry]) -> bytes:
     members: dict[str, object] = {_METADATA: _WRITTEN_METADATA}
     end = 0
     for key, dtype, shape, nbytes in entries:
-        if key in members or not is_key(key):
-            raise ArgumentError(f"a file of a checkpoint cannot have {key!r:.80} (once more)")
+        if not is_key(key) or key == _METADATA:
+            raise ArgumentError(
+                f"a tensor in a file of a checkpoint cannot be named {brief(key)}: a name has 1 to "
+                f"1024 characters, none of them a control character, and is not {_METADATA}"
+            )
+        if key in members:
+            raise ArgumentError(f"two tensors in a file of a checkpoint are named {brief(key)}")
         if dtype not in DTYPES or nbytes != nbytes_of(dtype, shape):
             raise ArgumentError(f"{key!r:.80}: {nbytes} bytes are no {dtype} of shape {shape}")
         members[key] = {

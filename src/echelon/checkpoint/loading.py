@@ -32,7 +32,7 @@ from echelon.checkpoint.council import Council
 from echelon.checkpoint.fitting import Fitting, Target
 from echelon.checkpoint.format import step_name, step_of
 from echelon.checkpoint.part import Json
-from echelon.checkpoint.random_states import RandomStates
+from echelon.checkpoint.random_states import GENERATORS, RandomStates
 from echelon.checkpoint.restoring import Restoring
 from echelon.checkpoint.step import MOST_MANIFEST_NBYTES, PieceKey, Step
 from echelon.errors import (
@@ -42,6 +42,7 @@ from echelon.errors import (
     CheckpointMismatch,
     CheckpointNotFound,
 )
+from echelon.world.run import entered
 
 __all__ = ["Loaded", "Request", "folders_to_try", "load_step"]
 
@@ -58,8 +59,8 @@ class Loaded:
         missing: what the checkpoint does not have, with ``strict=False``.
         unexpected: what it has and nothing here took, with ``strict=False``.
         differing: what was converted to another dtype, or left because of its shape, likewise.
-        apart: of what ranks had values of their own, where another number of ranks has loaded the
-            first one's.
+        apart: of what ranks had values of their own, where another number of ranks has loaded: the
+            first one's, or their own and new ones of random generators.
         skipped: with ``fallback``: newer steps that are damaged, and how.
     """
 
@@ -210,7 +211,9 @@ class _Loading:
             if section.get("kind") == "value":
                 self._values[name] = fitting.value(section, name)
         if self._request.rng and sections.get(RANDOM, {}).get("kind") == "random":
-            self._random = fitting.value(sections[RANDOM], RANDOM)
+            self._random = fitting.value(sections[RANDOM], RANDOM, by_place=True)
+            if fitting.saved_size < min(2, size):  # of one rank it is not known what others had
+                fitting.apart.append(RANDOM)
 
     def _section(self, name: str, kind: str) -> Json | None:
         """What the step has under a name; notes what does not fit."""
@@ -289,7 +292,16 @@ class _Loading:
         for target in self._fitting.live:
             self.step.reach(target.saved, target.start, target.values.numel())
         if self._random is not None:
-            self._random = RandomStates.of(self._random, self._contents.device, self._folder)
+            self._random = self._random_states(self._random)
+
+    def _random_states(self, found: object) -> RandomStates:
+        fitting, device = self._fitting, self._contents.device
+        states = RandomStates.of(found, device, self._folder)
+        if fitting.rank < fitting.saved_size:
+            return states
+        section = self.step.sections[RANDOM]
+        apart = fitting.members_apart(section, RANDOM) if fitting.saved_size > 1 else GENERATORS
+        return states.for_rank(fitting.rank, apart, device)
 
     def _read(self, target: Target, check: tuple[int, int] | None = None) -> list[PieceKey]:
         return self.step.read(target.saved, target.start, target.values, check)
@@ -335,7 +347,10 @@ class _Loading:
                 errno=error.errno,
             ) from error
         if self._random is not None:
-            self._random.restore(self._contents.device)
+            world = entered()
+            is_simulated = world is not None and world.backend == "threads"
+            shared = self._council.rank == 0 or not is_simulated
+            self._random.restore(self._contents.device, shared=shared)
 
     def loaded(self) -> Loaded:
         """What is told to the user."""

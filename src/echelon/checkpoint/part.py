@@ -38,9 +38,19 @@ class Part:
         checksum.update(json.dumps([self.kind, self.facts], sort_keys=True).encode())
         return checksum.hexdigest()
 
-    def own_digests(self) -> dict[str, str]:
-        """Of the tensors that nobody keeps alike, by name."""
-        return {one.name: digest_of(one.values) for one in self.tensors if one.kept is Kept.OWN}
+    def own_digests(self, rank: int) -> dict[str, str]:
+        """Of the tensors that nobody keeps alike, by name.
+
+        What only this rank has is compared with nothing, so its bytes are not read for it.
+
+        Args:
+            rank: of this one, which stands for what only it has.
+        """
+        return {
+            one.name: digest_of(one.values) if one.num_copies > 1 else f"rank {rank}"
+            for one in self.tensors
+            if one.kept is Kept.OWN
+        }
 
 
 def own_name(rank: int, name: str) -> str:

@@ -1,9 +1,17 @@
-"""The random generators of one rank: Python's, NumPy's, torch's and that of the device."""
+"""The random generators of one rank: Python's, NumPy's, torch's and that of the device.
+
+[Note: ranks that were not there]
+On another number of ranks, those that were there go on from their own states. Another rank would
+draw the numbers of the first one if it had its states: the same dropout, the same noise. So each of
+its generators is seeded by the checksum of the first rank's state and the number of the rank. A
+generator that two or more ranks had, all in the same state, stays alike: they may rely on it.
+"""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
@@ -11,10 +19,12 @@ import torch
 from torch import Tensor
 
 from echelon import streams
+from echelon.checkpoint.checksum import checksum
 from echelon.errors import CheckpointCorrupt
 
-__all__ = ["RandomStates", "random_states"]
+__all__ = ["GENERATORS", "RandomStates", "random_states"]
 
+GENERATORS = ("python", "numpy", "torch", "device")
 _NUM_KEYS = 624  # of the Mersenne twister
 
 
@@ -92,13 +102,48 @@ class RandomStates:
         torch.Generator().set_state(found.of_torch)
         return found
 
-    def restore(self, device: torch.device) -> None:
-        """Let the generators of this rank go on from here."""
-        random.setstate(self.of_python)
-        np.random.set_state(self.of_numpy)
+    def for_rank(self, rank: int, which: Collection[str], device: torch.device) -> RandomStates:
+        """States of a rank that was not there. See [Note: ranks that were not there].
+
+        Law: they depend on these states and ``rank`` alone, and differ between ranks.
+
+        Args:
+            which: of ``GENERATORS``; the others go on from here.
+        """
+        found = self
+        if "python" in which:
+            seed = _seed("python", rank, np.array(self.of_python[1], "<u8"))
+            found = replace(found, of_python=random.Random(seed).getstate())
+        if "numpy" in which:
+            _, keys, position, *_ = self.of_numpy
+            seed = _seed("numpy", rank, np.array([*keys, position], "<u8"))
+            words = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
+            found = replace(found, of_numpy=tuple(np.random.RandomState(words).get_state()))
+        if "torch" in which:
+            seed = _seed("torch", rank, self.of_torch.numpy())
+            found = replace(found, of_torch=torch.Generator().manual_seed(seed).get_state())
+        if "device" in which and self.of_device is not None:
+            seed = _seed("device", rank, self.of_device.numpy())
+            found = replace(found, of_device=torch.Generator(device).manual_seed(seed).get_state())
+        return found
+
+    def restore(self, device: torch.device, *, shared: bool) -> None:
+        """Let the generators of this rank go on from here.
+
+        Args:
+            shared: whether also those that simulated ranks share.
+        """
         torch.set_rng_state(self.of_torch)
-        if self.of_device is not None:
-            streams.set_random_state(device, self.of_device)
+        if shared:
+            random.setstate(self.of_python)
+            np.random.set_state(self.of_numpy)
+            if self.of_device is not None:
+                streams.set_random_state(device, self.of_device)
+
+
+def _seed(generator: str, rank: int, state: np.ndarray[Any, Any]) -> int:
+    """Of 64 bits, for a generator of ``rank``, from another one's state."""
+    return int(checksum(f"{generator} of rank {rank} from ".encode() + state.tobytes()), 16)
 
 
 def _items(found: object) -> list[Any]:

@@ -68,6 +68,7 @@ class Saving:
 
         Raises:
             ArgumentError: the ranks are asked for different saves.
+            CheckpointTooNew: a newer version has saved this step.
             CheckpointError: there is such a step, another save is under way, or the folder cannot
                 be made.
         """
@@ -78,7 +79,7 @@ class Saving:
             digests = {name: part.digest() for name, part in parts.items()}
             own: dict[str, str] = {}
             for part in parts.values():
-                own |= part.own_digests()
+                own |= part.own_digests(self._council.rank)
             made = self._make_folder() if self._council.rank == 0 else None
             return {"digests": digests, "own": own, "made": made}
 
@@ -118,7 +119,7 @@ class Saving:
                 self._root,
             ) from error
         files.sweep(self._root)
-        target = self._root / step_name(self._step)
+        target = self.target
         if target.is_symlink() or target.exists():
             if is_whole(target):
                 raise self._refusal(
@@ -139,6 +140,11 @@ class Saving:
     def hand_over(self, group: Group | None) -> None:
         """Have the ranks talk over ``group`` from now on, which has the same ranks."""
         self._council = Council(group, self._root)
+
+    @property
+    def target(self) -> Path:
+        """The folder of the step."""
+        return self._root / step_name(self._step)
 
     @property
     def nbytes(self) -> int:
@@ -176,7 +182,7 @@ class Saving:
                 self.abandon()
                 raise
         self._stack.close()
-        return self._root / step_name(self._step)
+        return self.target
 
     def abandon(self) -> None:
         """Leave nothing behind."""

@@ -35,6 +35,7 @@ class Step:
         data: the bytes of its manifest, if they were read already.
 
     Raises:
+        CheckpointTooNew: a newer version has written it.
         CheckpointCorrupt: it is no step, or files are missing, of another size, or too many.
     """
 
@@ -151,6 +152,7 @@ def is_whole(folder: Path) -> bool:
     """Whether every byte of a step is as it was written.
 
     Raises:
+        CheckpointTooNew: nobody here can say that, because a newer version has written it.
         OSError: it cannot be read.
     """
     try:

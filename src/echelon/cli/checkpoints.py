@@ -15,7 +15,7 @@ from echelon.checkpoint.difference import differences
 from echelon.checkpoint.format import step_of
 from echelon.checkpoint.interchange.convert import Options, convert, step_at
 from echelon.checkpoint.step import Step
-from echelon.errors import CheckpointCorrupt, CheckpointNotFound
+from echelon.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointTooNew
 from echelon.observe.progress import bytes_text
 
 __all__ = ["compare_steps", "convert_state", "list_steps", "verify_steps"]
@@ -44,12 +44,15 @@ def list_steps(folder: Path) -> int:
         except CheckpointCorrupt as error:
             table.add_row(path.name, "", "", "", "", f"damaged: {error}")
             code = 1
+        except CheckpointTooNew as error:
+            table.add_row(path.name, "", "", "", "", f"not known here: {error}")
+            code = 1
     _console().print(table)
     return code
 
 
 def verify_steps(folder: Path) -> int:
-    """Compare every byte with its checksum, and print a line for each step; 1 if one differs."""
+    """Compare all bytes with their checksums, and print a line a step; 1 unless all are whole."""
     code = 0
     for path in _steps(folder):
         try:
@@ -58,6 +61,9 @@ def verify_steps(folder: Path) -> int:
             _console().print(f"{path.name}: whole")
         except CheckpointCorrupt as error:
             _console().print(f"{path.name}: damaged: {error}")
+            code = 1
+        except CheckpointTooNew as error:
+            _console().print(f"{path.name}: not known here: {error}")
             code = 1
     return code
 

@@ -13,6 +13,7 @@
     ├── CheckpointError                 a checkpoint that could not be written or read
     │   ├── CheckpointNotFound          there is no committed checkpoint
     │   ├── CheckpointCorrupt           its bytes are not those that were written
+    │   ├── CheckpointTooNew            a newer version of this library has written it
     │   └── CheckpointMismatch          it is of another model, optimizer or state
     ├── NonFiniteError (FloatingPointError)  NaN or Inf in a loss or in gradients
     ├── WorldError                      a world that could not be started
@@ -40,6 +41,7 @@ from echelon.errors.checkpoints import (
     CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
+    CheckpointTooNew,
 )
 from echelon.errors.training import ModelMismatch, NonFiniteError, StageError
 from echelon.errors.worlds import (
@@ -59,6 +61,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMismatch",
     "CheckpointNotFound",
+    "CheckpointTooNew",
     "CollectiveMismatch",
     "CommError",
     "CommTimeout",

@@ -7,7 +7,13 @@ from typing import Self
 
 from echelon.errors.base import MOST_ROWS, EchelonError, revive
 
-__all__ = ["CheckpointCorrupt", "CheckpointError", "CheckpointMismatch", "CheckpointNotFound"]
+__all__ = [
+    "CheckpointCorrupt",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "CheckpointNotFound",
+    "CheckpointTooNew",
+]
 
 
 class CheckpointError(EchelonError):
@@ -49,6 +55,25 @@ class CheckpointCorrupt(CheckpointError):
     ) -> None:
         super().__init__(what if tensor is None else f"{tensor!r}: {what}", path, rank=rank)
         self.tensor = tensor
+
+
+class CheckpointTooNew(CheckpointError):
+    """A checkpoint that a newer version of this library has written; nothing says it is damaged.
+
+    Attributes:
+        schema: of its files.
+        known: the newest schema that is known here.
+    """
+
+    def __init__(self, schema: int, known: int, path: object, *, rank: int | None = None) -> None:
+        super().__init__(
+            f"was written by a newer version of echelon, in schema {schema}, and this version "
+            f"reads up to {known}. It is neither loaded nor replaced: upgrade echelon, or choose "
+            "another step",
+            path,
+            rank=rank,
+        )
+        self.schema, self.known = schema, known
 
 
 class CheckpointMismatch(CheckpointError):
