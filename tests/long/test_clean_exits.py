@@ -37,8 +37,8 @@ if end == "closes":
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("repetition", range(NUM_EXITS))
 @pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("repetition", range(NUM_EXITS))
 def test_a_training_ends_without_a_word(technique: str, repetition: int, tmp_path: Path) -> None:
     launcher = list(LAUNCHERS)[repetition % 2]
     backend, end = BACKENDS[repetition // 2 % 2], ("closes", "ends")[repetition // 4 % 2]

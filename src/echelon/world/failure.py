@@ -95,8 +95,6 @@ class FailureRecord:
         more: dict[str, Any] = {}
         if isinstance(error, RankFailed):
             more["failed_rank"] = error.failed_rank
-        elif isinstance(error, CheckpointError) and is_heard(error, rank):
-            more["failed_rank"] = error.rank
         elif isinstance(error, CommTimeout):
             more["failed_rank"] = next(iter([*error.stuck, *error.missing]), None)
             more["stuck"] = next(iter(error.stuck.values()), "")
