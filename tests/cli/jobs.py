@@ -1,4 +1,4 @@
-"""Runs of ``echelon run`` as a user starts them, and what the system knows of their processes."""
+"""Jobs as a user starts them, by ``echelon run`` or else, and what the system knows of them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.children import environ
 
 MARK = "ECHELON_TEST_JOB"
 WAIT_S = 90.0
+ECHELON_RUN = (sys.executable, "-m", "echelon", "run", "--ranks", "2")
 
 # A rank that saves and leaves when it is asked to. The first argument says what else it does.
 SAVES = """
@@ -51,12 +52,13 @@ def has_ended(pid: int) -> bool:
 
 
 class Job:
-    """One ``echelon run`` in a session of its own, and all processes that come of it.
+    """One job, and all processes that come of it.
 
     Args:
         folder: of the test; logs and temporary files go below it.
         script: the text of the script.
-        options: of ``echelon run``, before the script.
+        launcher: what starts the script.
+        options: of the launcher, before the script.
         ignores: a signal that the caller ignores, as ``nohup`` does.
         arguments: of the script.
     """
@@ -66,6 +68,7 @@ class Job:
         folder: Path,
         script: str,
         *arguments: str,
+        launcher: tuple[str, ...] = ECHELON_RUN,
         options: tuple[str, ...] = (),
         ignores: str | None = None,
     ) -> None:
@@ -74,7 +77,7 @@ class Job:
         self.temporary.mkdir(exist_ok=True)
         (folder / "job.py").write_text(script)
         self._mark = uuid.uuid4().hex
-        command = [sys.executable, "-m", "echelon", "run", "--ranks", "2", *options]
+        command = [*launcher, *options]
         if ignores is not None:
             command = ["sh", "-c", f"trap '' {ignores}; exec \"$@\"", "sh", *command]
         self.launcher = subprocess.Popen(

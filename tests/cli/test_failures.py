@@ -9,7 +9,7 @@ from echelon.cli.failures import (
     failure_text,
     threads_per_rank,
 )
-from echelon.errors import CollectiveMismatch, CommTimeout, RankFailed
+from echelon.errors import CheckpointError, CollectiveMismatch, CommTimeout, RankFailed
 from echelon.world.failure import FailureRecord
 from echelon.world.logbook import Entry, Phase
 
@@ -206,3 +206,11 @@ def test_no_text_is_longer_than_its_limit() -> None:
 def test_cores_are_shared_and_nobody_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
     assert [threads_per_rank(ranks) for ranks in (1, 2, 3, 8, 64)] == [8, 4, 2, 1, 1]
+
+
+def test_a_save_that_failed_elsewhere_is_the_cause_if_that_rank_went_on() -> None:
+    heard = record(CheckpointError("raised ValueError: boom", "runs/a", rank=1), 0)
+    lines = text(records={0: heard}, exits={0: Exit(1, closed=False)})
+    assert lines[0] == "rank 0 raised CheckpointError: rank 1: runs/a: raised ValueError: boom"
+    own = record(ValueError("boom"), 1, time_s=9e9)
+    assert text(records={0: heard, 1: own})[0] == "rank 1 raised ValueError: boom"

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from echelon.errors import CollectiveMismatch, CommTimeout, DeadlockError, RankFailed
+from echelon.errors import (
+    CheckpointError,
+    CollectiveMismatch,
+    CommTimeout,
+    DeadlockError,
+    RankFailed,
+)
 from echelon.world.failure import FailureRecord, error_file, install_failure_record
 
 
@@ -49,6 +55,12 @@ def test_a_file_that_is_not_ours_is_no_record(content: str, tmp_path: Path) -> N
     (tmp_path / "error.json").write_text(content)
     assert FailureRecord.read(tmp_path / "error.json") is None
     assert FailureRecord.read(tmp_path / "missing.json") is None
+
+
+def test_of_a_save_only_the_rank_where_it_failed_is_the_cause() -> None:
+    error = raised(CheckpointError("raised ValueError: boom", "runs/a", rank=1))
+    assert FailureRecord.of(error, rank=0).follows
+    assert not FailureRecord.of(error, rank=1).follows
 
 
 def test_errors_that_only_notice_another_rank_say_so() -> None:

@@ -21,7 +21,7 @@ class CheckpointError(EchelonError):
 
     Attributes:
         path: of the file or folder.
-        rank: the rank in the group on which it happened; None where it is the same on all.
+        rank: the rank in the job on which it happened; None where it is the same on all.
         errno: of the operating system; None where it raised nothing.
     """
 

@@ -19,8 +19,9 @@ from typing import Any, final
 
 from torch import Tensor
 
-from echelon.errors import CommTimeout, DeadlockError, RankFailed, StateError
+from echelon.errors import CommError, CommTimeout, DeadlockError, RankFailed, StateError
 from echelon.world import stacks
+from echelon.world.failure import is_heard
 from echelon.world.hang import Finding, explained
 from echelon.world.process_status import activity
 from echelon.world.work import Ticket
@@ -209,8 +210,9 @@ class Fabric:
         raise RankFailed(rank, f"raised {type(error).__name__}: {error}", str(ticket)) from error
 
     def _fail(self, rank: int, error: BaseException) -> None:
-        if self.failure is None:
-            self.failure = (rank, error)
+        heard = self.failure is not None and is_heard(self.failure[1], self.failure[0])
+        if self.failure is None or (heard and not isinstance(error, CommError)):
+            self.failure = (rank, error)  # not the rank that only heard of it
         for wakeup in self._wakeups:
             wakeup.notify_all()
 

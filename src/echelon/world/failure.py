@@ -21,9 +21,22 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from echelon.errors import CollectiveMismatch, CommError, CommTimeout, DeadlockError, RankFailed
+from echelon.errors import (
+    CheckpointError,
+    CollectiveMismatch,
+    CommError,
+    CommTimeout,
+    DeadlockError,
+    RankFailed,
+)
 
-__all__ = ["FailureRecord", "error_file", "install_failure_record", "outlive_termination"]
+__all__ = [
+    "FailureRecord",
+    "error_file",
+    "install_failure_record",
+    "is_heard",
+    "outlive_termination",
+]
 
 STACKS_FILE = "{}-stacks.txt"  # beside the file of a record, with its name
 
@@ -51,7 +64,8 @@ class FailureRecord:
         place: the innermost line of user code, ``train.py:12 in main``; empty where there is none.
         traceback: as Python prints it.
         time_s: when, in seconds since the epoch.
-        follows: whether it only reports that communication broke, because another rank failed.
+        follows: whether it only reports what another rank has met, or that communication broke
+            because another rank failed.
         failed_rank: the rank that this one names as failed, or waited for in vain, if it does.
         where: how far the rank had come, ``at step 4``; empty where that is not known.
         stuck: what the rank was found to do that was waited for in vain; empty where that is not
@@ -93,8 +107,11 @@ class FailureRecord:
             place=_place(error),
             traceback="".join(traceback.format_exception(error)),
             time_s=time.time(),
-            follows=isinstance(error, CommError)
-            and not isinstance(error, CollectiveMismatch | DeadlockError),
+            follows=is_heard(error, rank)
+            or (
+                isinstance(error, CommError)
+                and not isinstance(error, CollectiveMismatch | DeadlockError)
+            ),
             where=where,
             **more,
         )
@@ -137,6 +154,11 @@ class FailureRecord:
             return None  # not written, or written by something else
         facts = content.get("echelon") if isinstance(content, dict) else None
         return cls(**facts) if isinstance(facts, dict) else None
+
+
+def is_heard(error: BaseException, rank: int) -> bool:
+    """Whether ``error``, raised on ``rank``, is of a save or load that failed on another rank."""
+    return isinstance(error, CheckpointError) and error.rank not in (None, rank)
 
 
 def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:

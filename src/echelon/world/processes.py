@@ -24,7 +24,8 @@ import torch
 
 from echelon.errors import ArgumentError, CommError, CommTimeout, RankFailed, WorldError
 from echelon.world.base import World
-from echelon.world.logbook import Entry, Logbook
+from echelon.world.failure import is_heard
+from echelon.world.logbook import Entry, Logbook, Phase
 from echelon.world.shm.start import create_segments, join
 from echelon.world.steps import Steps
 from echelon.world.watch import Watch
@@ -37,6 +38,10 @@ _PR_SET_PDEATHSIG = 1
 
 _NAME = "rank "  # of our processes, before the number
 _UNGUARDED = 79  # exit code of a rank that was asked to start ranks while it imported the script
+_EARLY = (  # Python itself imports the script, and prints what that raises
+    "it had not entered its world: it was importing the script, and what it printed is on "
+    "standard error"
+)
 _ADVICE = (
     "the script starts ranks while it is imported, and each rank imports it to find the function: "
     'put the call of run(..., world="processes") under `if __name__ == "__main__":`'
@@ -164,10 +169,19 @@ def _collect(
         entries = logbook.entries()
         rank, error = _first(failures, entries)
         error.add_note(f"raised on rank {rank} of {len(children)}")
-        if rank in entries and entries[rank].step:
-            error.add_note(f"rank {rank} was at step {entries[rank].step}")
+        if place := _place(rank, entries.get(rank)):
+            error.add_note(place)
         raise error
     return [results[rank] for rank in range(len(children))]
+
+
+def _place(rank: int, entry: Entry | None) -> str:
+    """How far a rank had come; empty where that is not known, or it has made no step."""
+    if entry is None:
+        return ""
+    if entry.phase is Phase.STARTING:
+        return f"rank {rank} was entering its world and had not called the function yet"
+    return f"rank {rank} was at step {entry.step}" if entry.step else ""
 
 
 def _receive(process: BaseProcess, pipe: Connection) -> tuple[Any] | BaseException:
@@ -216,11 +230,11 @@ def _first(
                 "no communication with it",
             )
             died = RankFailed(rank, error.how, seen)
-            if rank in entries:
-                died.add_note(f"its last call was {entries[rank].call or 'none'}")
+            entry = entries.get(rank)
+            died.add_note(_EARLY if entry is None else f"its last call was {entry.call or 'none'}")
             return rank, died
     for rank, error in failures.items():
-        if not isinstance(error, RankFailed | CommTimeout):
+        if not isinstance(error, RankFailed | CommTimeout) and not is_heard(error, rank):
             return rank, error
     for rank, error in failures.items():
         if not isinstance(error, RankFailed):

@@ -171,12 +171,12 @@ def _leave(fabric: Fabric, rank: int, error: BaseException | None) -> None:
 
 def _raise_first(fabric: Fabric, threads: Sequence[threading.Thread]) -> None:
     """Raise the first failure, once the other ranks have ended or had their time."""
-    assert fabric.failure is not None
-    rank, error = fabric.failure
     deadline = time.monotonic() + GRACE_S
     for thread in threads:
         while thread.is_alive() and time.monotonic() < deadline:
             _join(thread, deadline - time.monotonic())
+    assert fabric.failure is not None
+    rank, error = fabric.failure
     error.add_note(f"raised on rank {rank} of {fabric.size}")
     if step := fabric.sightings[rank].step:
         error.add_note(f"rank {rank} was at step {step}")
