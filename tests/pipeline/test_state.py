@@ -11,10 +11,8 @@ import echelon as ec
 from echelon.errors import ArgumentError, StateError
 from echelon.world.base import World
 from tests.pipeline.split_models import Decoder, loss_fn
-from tests.pipeline.test_shared_parameters import ROWS, make, plan, tokens_of
+from tests.pipeline.tied_stages import CLOSE, ROWS, plan, tied_stages, tokens_of
 from tests.worlds import run_world
-
-CLOSE = {"rtol": 1e-11, "atol": 1e-12}
 
 
 def adam(model: nn.Module) -> torch.optim.AdamW:
@@ -70,7 +68,7 @@ def same(found: Any, expected: Any) -> None:
 
 
 def there_and_back(world: World, one: ec.Plan) -> None:
-    plain, pipe = make(one, world)
+    plain, pipe = tied_stages(one, world)
     optimizer, reference = adam(pipe), adam(plain)
     steps(pipe, optimizer, range(2))
     plain_steps(plain, reference, range(2))
@@ -146,7 +144,7 @@ def test_a_state_goes_to_the_plain_model_and_back(world: str) -> None:
 
 def groups_apart(world: World) -> None:
     """The embedding decays on its rank, and the head, which it is, does not."""
-    _, pipe = make(ec.Plan(pp=2, microbatches=3), world)
+    _, pipe = tied_stages(ec.Plan(pp=2, microbatches=3), world)
     groups = [[*pipe.parameters()], []] if world.rank else [[], [*pipe.parameters()]]
     optimizer = torch.optim.SGD([{"params": own} for own in groups], lr=0.1, momentum=0.9)
     with pytest.raises(StateError, match=r"'inner.embed.weight' is in different groups"):
