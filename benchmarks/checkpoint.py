@@ -68,7 +68,8 @@ def main(
         with tempfile.TemporaryDirectory(prefix="echelon-bench-", dir=folder) as place:
             settings = {"gib": gib, "rounds": 2 if quick else rounds, "folder": place}
             settings |= {"technique": name}
-            found = on_ranks("checkpointing:measure", 2, settings)
+            found = on_ranks("checkpointing:measure_saves", 2, settings)
+            found |= on_ranks("checkpointing:measure_loads", 2, settings)
             found |= on_ranks("checkpointing:measure_reshard", 3, settings)
         results[name] = found
         for task, record in found.items():

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from echelon import arguments, streams
 from echelon.checkpoint.saving import Saving
+from echelon.checkpoint.tensors import copy_aside
 from echelon.errors import CheckpointError
 from echelon.world.group import Group
 from echelon.world.run import entered
@@ -183,11 +184,10 @@ class Background:
         if self._memory is None or self._memory.numel() < end:
             self._memory = None  # freed before more is taken
             self._memory = streams.host_memory(end, torch.uint8, device)
-        copies = []
-        for start, one in zip(starts, values, strict=True):
-            flat = self._memory[start : start + one.numel() * one.itemsize].view(one.dtype)
-            copies.append(flat.view(one.shape))
-            copies[-1].copy_(one, non_blocking=True)
+        copies = [
+            copy_aside(one, self._memory[start : start + one.numel() * one.itemsize])
+            for start, one in zip(starts, values, strict=True)
+        ]
         streams.synchronize(device)
         saving.replace_values(copies)
 

@@ -27,6 +27,7 @@ from typing import Self, final
 
 from echelon.checkpoint.checksum import Checksum
 from echelon.checkpoint.format import BEGINNING_NBYTES, newer_schema, step_name, step_of
+from echelon.checkpoint.writeback import begin_writeback
 from echelon.errors import CheckpointCorrupt, CheckpointError
 
 __all__ = [
@@ -63,6 +64,7 @@ class NewFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.nbytes = 0
+        self._begun = 0  # bytes with which the disk has begun
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
 
     def write(self, data: memoryview) -> str:
@@ -73,8 +75,12 @@ class NewFile:
             checksum.update(chunk)
             with _naming(self.path):
                 while chunk:
-                    chunk = chunk[os.write(self._fd, chunk) :]
-        self.nbytes += len(data)
+                    written = os.write(self._fd, chunk)
+                    chunk = chunk[written:]
+                    self.nbytes += written
+            if self.nbytes - self._begun >= _CHUNK_NBYTES:
+                begin_writeback(self._fd, self._begun, self.nbytes - self._begun)
+                self._begun = self.nbytes
         return checksum.hexdigest()
 
     def __enter__(self) -> Self:

@@ -19,7 +19,7 @@ from echelon.errors import CheckpointCorrupt
 __all__ = ["Step", "is_whole"]
 
 MOST_MANIFEST_NBYTES = 100 << 20
-_CHUNK_NBYTES = 1 << 18  # read, and hashed while it is in the cache
+_CHUNK_NBYTES = 1 << 19  # read, and hashed while it is in the cache
 _MOST_OPEN = 64  # files; a step of many ranks has more than a process may open
 
 # A piece, by the name of its tensor and its place there.
