@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import time
@@ -58,7 +59,10 @@ def with_bytes_changed(data: bytes, rng: random.Random) -> bytes:
 
 
 def with_values_changed(members: Any, rng: random.Random) -> bytes:
-    """The text of JSON with a few of its values changed, removed, doubled or renamed."""
+    """The text of JSON with a few of its values changed, removed, doubled or renamed.
+
+    What is put in is a copy: a list in itself, or changed from one text to the next, is no JSON.
+    """
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         places = [place for place in _places(members) if len(place[0])]
         if not places:
@@ -66,16 +70,16 @@ def with_values_changed(members: Any, rng: random.Random) -> bytes:
         holder, key = rng.choice(places)
         match rng.randrange(4):
             case 0:
-                holder[key] = rng.choice(VALUES)
+                holder[key] = copy.deepcopy(rng.choice(VALUES))
             case 1:
                 del holder[key]
             case 2 if isinstance(holder, list):
-                holder.insert(key, rng.choice([*VALUES, holder[key]]))
+                holder.insert(key, copy.deepcopy(rng.choice([*VALUES, holder[key]])))
             case 2:
-                holder[str(rng.choice(VALUES))] = holder[key]
+                holder[str(rng.choice(VALUES))] = copy.deepcopy(holder[key])
             case _:
                 other, at = rng.choice(places)
-                holder[key] = json.loads(json.dumps(other[at])) if at in _keys(other) else 0
+                holder[key] = copy.deepcopy(other[at]) if at in _keys(other) else 0
     return json.dumps(members, separators=(",", ":")).encode()
 
 
