@@ -108,7 +108,7 @@ class FailAt:
 
     Attributes:
         error: what is raised instead of an ``OSError``.
-        stays: whether all later calls of the same op fail, too, as on a full disk.
+        stays: whether all later calls of the same op on this rank fail, too, as on a full disk.
         call: what it has struck.
     """
 
@@ -121,7 +121,8 @@ class FailAt:
 
     def __call__(self, call: Call, act: Act, part: Act) -> Any:
         first = self.call is None and (call.rank, call.number) == (self.rank, self.number)
-        again = self.call is not None and self.stays and call.op == self.call.op
+        alike = self.call is not None and (call.rank, call.op) == (self.rank, self.call.op)
+        again = self.stays and alike
         if not first and not again:
             return act()
         self.call = self.call or call
