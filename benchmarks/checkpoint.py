@@ -14,7 +14,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,11 +89,6 @@ def table(title: str, samples: Samples) -> Table:
         ratio = f"{samples.ratio(name, OURS):.2f}" if OURS in samples.seconds else ""
         found.add_row(name, f"{samples.median_s(name) * 1e3:.1f}", ratio)
     return found
-
-
-def record_of(samples: Samples) -> Mapping[str, Any]:
-    """For the JSON."""
-    return samples.record()
 
 
 if __name__ == "__main__":

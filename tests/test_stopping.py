@@ -82,12 +82,17 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(kind: str) -> None:
     assert handlers() == before
 
 
+def stop_from_rank_0(world: ec.World, stop: ec.StopSignals) -> None:
+    """Signal rank 0, and return when the job is to stop."""
+    if world.rank == 0:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    while not stop.requested():
+        pass
+
+
 def leaves(world: ec.World) -> None:
     with ec.StopSignals(world.group) as stop:
-        if world.rank == 0:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        while not stop.requested():
-            pass
+        stop_from_rank_0(world, stop)
         raise SystemExit(stop.exit_code)
 
 
@@ -102,10 +107,7 @@ def test_the_exit_code_says_that_the_job_can_be_resumed(kind: str) -> None:
 def saves_slowly(world: ec.World, folder: str) -> bool:
     """Rank 0 saves for a while; what another rank sees of it when its block has ended."""
     with ec.StopSignals(world.group) as stop:
-        if world.rank == 0:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        while not stop.requested():
-            pass
+        stop_from_rank_0(world, stop)
         if world.rank == 0:
             time.sleep(0.5)
             Path(folder, "saved").touch()
@@ -120,10 +122,7 @@ def test_no_rank_leaves_while_another_one_still_saves(kind: str, tmp_path: Path)
 def gets_it_late(world: ec.World) -> str:
     """Rank 1 is signalled when it has stopped already, because rank 0 was."""
     with ec.StopSignals(world.group) as stop:
-        if world.rank == 0:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        while not stop.requested():
-            pass
+        stop_from_rank_0(world, stop)
         if world.rank == 1:
             late = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
             late.start()

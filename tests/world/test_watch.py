@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from echelon.errors import CommTimeout, RankFailed
 from echelon.world.environment import JobEnvironment
 from echelon.world.logbook import VARIABLE, Logbook
 from echelon.world.watch import Watch, _finding
+from tests.world.gloo_ranks import local_job
 
 LATE = CommTimeout("barrier (#3 of group 'world') at train.py:9 in main", [1], 10.0)
 
@@ -29,14 +31,7 @@ class Notes(dict[str, str]):
 
 
 def job(rank: int, size: int = 3, attempt: int = 0) -> JobEnvironment:
-    return JobEnvironment(
-        launcher="torchrun",
-        rank=rank,
-        size=size,
-        local_rank=rank,
-        local_size=size,
-        attempt=attempt,
-    )
+    return replace(local_job(rank, size, port=0), attempt=attempt)
 
 
 @contextmanager
