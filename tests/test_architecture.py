@@ -25,8 +25,8 @@ PACKAGE = "echelon"
 LAYERS: list[set[str]] = [
     {"errors"},
     {"arguments"},
-    {"accumulation", "axes", "census", "claims", "events", "gradients", "graph_task", "ignored"}
-    | {"layout", "nested", "sample_order", "streams", "wrapper"},
+    {"accumulation", "axes", "beside", "census", "claims", "events", "gradients"}
+    | {"graph_task", "ignored", "layout", "nested", "sample_order", "streams", "wrapper"},
     {"world"},
     {"agreement", "c10d", "held", "initial", "sampling", "scaling", "stopping", "testing"},
     {"finite"},

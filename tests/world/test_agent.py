@@ -140,6 +140,8 @@ if attempt == 1:
         time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGKILL)
 if mode == "again" and rank == "1":
+    while not (folder / "started-0-2").exists():
+        time.sleep(0.02)
     sys.exit(3)
 """
 

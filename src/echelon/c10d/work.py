@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.beside import run_beside
 from echelon.c10d.translate import UNSET, seconds_of
 from echelon.errors import CommTimeout
 from echelon.world.shm import ShmGroup
@@ -104,8 +105,8 @@ class C10dWork(dist.Work):
             if self.is_completed():
                 ended.set_result(None)
             else:
-                # A daemon: a rank that fails ends at once, whatever its futures wait for.
-                threading.Thread(target=self._fulfil, args=(ended,), daemon=True).start()
+                # A rank that fails does not wait for what its futures wait for.
+                run_beside("echelon future", self._fulfil, ended)
         return self._future
 
     def source_rank(self) -> int:

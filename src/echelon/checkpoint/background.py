@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from echelon import arguments, streams
+from echelon.beside import run_beside
 from echelon.checkpoint.saving import Saving
 from echelon.checkpoint.tensors import copy_aside
 from echelon.errors import CheckpointError
@@ -41,21 +42,22 @@ class AsyncSave:
     What went wrong is raised, on all ranks, by the first of: ``wait``, the next step of an
     optimizer that is saved, the next save, the end of the world or of the script, which then has
     failed.
+
+    Args:
+        saving: what is to be written; another thread begins with it.
+        path: the folder of the step.
+        optimizers: those of the save.
+        at_end: has a function called when the world or the script ends in good order.
     """
 
-    def __init__(self, saving: Saving, path: Path) -> None:
+    def __init__(
+        self, saving: Saving, path: Path, optimizers: Sequence[Optimizer], at_end: AtEnd
+    ) -> None:
         self.path = path
         self._error: BaseException | None = None
         self._was_told = False
-        self._takers: list[Callable[[], None]] = []  # of what looks at it
-        self._thread = threading.Thread(
-            target=self._run, args=(saving,), name="echelon save", daemon=True
-        )
-
-    def start(self, optimizers: Sequence[Optimizer], at_end: AtEnd) -> None:
-        """Begin to write."""
-        self._thread.start()
-        self._takers.append(at_end(self.finish))
+        self._thread = run_beside("echelon save", self._run, saving)
+        self._takers: list[Callable[[], None]] = [at_end(self.finish)]  # of what looks at it
         for optimizer in optimizers:
             hook = optimizer.register_step_pre_hook(lambda *_: self._tell())
             self._takers.append(hook.remove)
@@ -170,10 +172,8 @@ class Background:
         """Copy what ``saving`` is to write, and let it write on another thread."""
         saving.hand_over(self.group)
         saving.prepare(lambda: self._copy(saving, device))
-        started = AsyncSave(saving, path)
-        started.start(optimizers, self._at_end)
-        self._last = started
-        return started
+        self._last = AsyncSave(saving, path, optimizers, self._at_end)
+        return self._last
 
     def _copy(self, saving: Saving, device: torch.device) -> None:
         values = saving.values()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from echelon.arguments import positive, whole
+from echelon.beside import run_beside
 from echelon.errors import ArgumentError, WorldError
 from echelon.streams import is_cpu, local_device
 from echelon.world import shm
@@ -136,14 +137,11 @@ def _run_threads(
         except BaseException as error:
             fabric.fail(rank, error)
 
-    threads = [
-        threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
-        for rank in range(ranks)
-    ]
+    threads: list[threading.Thread] = []
     with serving():
         try:
-            for thread in threads:  # within the try: one may run, and wait, before the last starts
-                thread.start()
+            for rank in range(ranks):  # within the try: one may run, and wait, before the last
+                threads.append(run_beside(f"rank {rank}", rank_main, rank))
             for thread in threads:
                 while thread.is_alive() and fabric.failure is None:
                     _join(thread, POLL_S)

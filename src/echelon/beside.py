@@ -1,0 +1,62 @@
+"""Threads beside the one that runs a script: they never keep it from its end, nor spoil it.
+
+[Note: the end of the interpreter]
+A daemon thread that comes back from an operation of torch while the interpreter is being taken
+down is unwound through C++ code that allows no such thing, and the whole process aborts (exit code
+134), whatever the script has done. So before that the threads that still run get some time, and
+then an exception of their own. One that is stuck inside a single call cannot be reached; it does
+not come back, either.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+__all__ = ["run_beside"]
+
+# At the end of a script: for threads to end by themselves, and once they have been told to.
+PATIENCE_S, TOLD_S = 2.0, 1.0
+
+_started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def run_beside(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
+    """Call ``target(*args)`` on a thread of that name, which the end of the script does not await.
+
+    Example:
+        >>> thread = run_beside("sum", print, 1 + 2)
+        3
+        >>> thread.join()
+    """
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    _started.add(thread)
+    thread.start()
+    return thread
+
+
+def end_all(patience_s: float = PATIENCE_S, told_s: float = TOLD_S) -> None:
+    """End the threads that still run. See [Note: the end of the interpreter]."""
+    if _all_ended(patience_s):
+        return
+    for thread in list(_started):
+        if thread.is_alive() and thread.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
+            )
+    _all_ended(told_s)
+
+
+def _all_ended(seconds: float) -> bool:
+    """Whether all threads end within that time."""
+    deadline = time.monotonic() + seconds
+    for thread in list(_started):
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in list(_started))
+
+
+atexit.register(end_all)
