@@ -20,6 +20,7 @@ from echelon.gradients import by_kind
 from echelon.held import Holder
 from echelon.world.facts import agree, gather_json
 from echelon.world.group import Group
+from echelon.world.randomness import draws_nothing
 
 __all__ = ["FiniteGuard", "NonFinite"]
 
@@ -157,6 +158,7 @@ class FiniteGuard:
             self._in_a_row += 1
         return False
 
+    @draws_nothing
     def _gradients(self) -> dict[str, Tensor]:
         """The numbers of each gradient of this rank, by the name of the parameter."""
         found = {}
@@ -166,6 +168,7 @@ class FiniteGuard:
                 found[name] = grad.coalesce().values() if grad.is_sparse else grad
         return found
 
+    @draws_nothing
     def _alarm(self, seen: _Seen) -> Tensor:
         """One if this rank has, or may have, a number that is not finite; else zero.
 
@@ -211,6 +214,7 @@ class FiniteGuard:
         return NonFiniteError(self.step, losses, by_name, norms, skipped=self._in_a_row)
 
 
+@draws_nothing
 def _text(values: Tensor | None) -> str:
     """``nan``, or ``2 nan, 1 -inf of 6``; empty if all is finite."""
     if values is None:

@@ -17,6 +17,7 @@ import torch
 
 from echelon.errors import ArgumentError, StartMismatch
 from echelon.world.group import Group
+from echelon.world.randomness import draws_nothing
 
 __all__ = ["agree", "compare", "difference", "encode", "gather_json", "start_facts"]
 
@@ -120,6 +121,7 @@ def gather_json(group: Group, item: Any, label: str) -> list[Any]:
     return [json.loads(data) for data in _gather(group, json.dumps(item).encode(), label)]
 
 
+@draws_nothing
 def _gather(group: Group, mine: bytes, label: str) -> list[bytes]:
     """The bytes of every rank, of which each has at least one."""
     data = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(group.device)

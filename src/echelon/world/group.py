@@ -20,6 +20,7 @@ from echelon.errors import ArgumentError, UnsupportedError
 from echelon.world import arithmetic, objects
 from echelon.world.backend import Backend, check_tensors
 from echelon.world.flat import apart, flattened
+from echelon.world.randomness import draws_nothing
 from echelon.world.signature import Call
 from echelon.world.work import Window, Work
 
@@ -47,6 +48,7 @@ class Group(Backend):
     # Collectives -----------------------------------------------------------------------------
 
     @final
+    @draws_nothing
     def all_reduce(
         self, tensor: Tensor, op: str = "sum", async_op: bool = False, *, label: str | None = None
     ) -> Work | None:
@@ -67,6 +69,7 @@ class Group(Backend):
         return self._started(self._all_reduce(ticket, flat, op), restore)
 
     @final
+    @draws_nothing
     def reduce_scatter_single(
         self,
         output: Tensor,
@@ -101,6 +104,7 @@ class Group(Backend):
         return self._started(work, restore)
 
     @final
+    @draws_nothing
     def all_gather_single(
         self, output: Tensor, input: Tensor, async_op: bool = False, *, label: str | None = None
     ) -> Work | None:
@@ -121,6 +125,7 @@ class Group(Backend):
         return self._started(self._all_gather(ticket, parts, source), restore)
 
     @final
+    @draws_nothing
     def all_gather(
         self,
         outputs: Sequence[Tensor],
@@ -146,6 +151,7 @@ class Group(Backend):
         return self._started(self._all_gather(ticket, flats, source), *restores)
 
     @final
+    @draws_nothing
     def broadcast(
         self, tensor: Tensor, src: int, async_op: bool = False, *, label: str | None = None
     ) -> Work | None:
@@ -159,6 +165,7 @@ class Group(Backend):
         return self._started(self._broadcast(ticket, flat, src), restore)
 
     @final
+    @draws_nothing
     def reduce(
         self,
         tensor: Tensor,
@@ -178,6 +185,7 @@ class Group(Backend):
         return self._started(self._reduce(ticket, flat, dst, op), restore)
 
     @final
+    @draws_nothing
     def gather(
         self,
         tensor: Tensor,
@@ -200,6 +208,7 @@ class Group(Backend):
         return self._started(work, *(restore for _, restore in pairs))
 
     @final
+    @draws_nothing
     def scatter(
         self,
         tensor: Tensor,
@@ -226,6 +235,7 @@ class Group(Backend):
         return self._started(work, restore)
 
     @final
+    @draws_nothing
     def all_to_all_single(
         self,
         output: Tensor,
@@ -257,6 +267,7 @@ class Group(Backend):
         return self._started(work, restore)
 
     @final
+    @draws_nothing
     def barrier(self, async_op: bool = False, *, label: str | None = None) -> Work | None:
         """Return when all ranks of the group have called it."""
         ticket = self._ticket(Call("barrier", label=label), async_op)
@@ -283,12 +294,14 @@ class Group(Backend):
     # Point to point --------------------------------------------------------------------------
 
     @final
+    @draws_nothing
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """Send ``tensor`` to rank ``dst``; it must not change before the work is waited for."""
         ticket = self._p2p_ticket("send", tensor, dst, tag, blocking=False)
         return self._send(ticket, flattened(tensor)[0], dst, tag)
 
     @final
+    @draws_nothing
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         """Receive into ``tensor`` what rank ``src`` sends with this ``tag``, first sent first."""
         ticket = self._p2p_ticket("recv", tensor, src, tag, blocking=False)
@@ -299,6 +312,7 @@ class Group(Backend):
         return work
 
     @final
+    @draws_nothing
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send ``tensor`` to rank ``dst`` and return when it may be changed again.
 
@@ -309,6 +323,7 @@ class Group(Backend):
         self._send(ticket, flattened(tensor)[0], dst, tag).wait()
 
     @final
+    @draws_nothing
     def recv(self, tensor: Tensor, src: int, tag: int = 0) -> None:
         """Receive into ``tensor`` what rank ``src`` sends with the same ``tag``.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from echelon.world.flat import from_bytes, pickled
+from echelon.world.randomness import draws_nothing
 from echelon.world.work import Work
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def broadcast_object(group: Group, item: Any, src: int) -> Any:
     return pickle.loads(data.cpu().numpy().tobytes())
 
 
+@draws_nothing
 def _gather(group: Group, data: Tensor, label: str) -> list[bytes]:
     mine = data.to(group.device)
     lengths = torch.zeros(group.size, dtype=torch.int64, device=group.device)
