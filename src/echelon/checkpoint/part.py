@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -162,16 +162,3 @@ _MERGES: Mapping[str, Merge] = {
     "object": _values,
     "random": _values,
 }
-
-
-def differing(digests: Sequence[Mapping[str, str]], rank: int) -> dict[str, int]:
-    """Of the tensors of ``rank`` that may differ, the first rank that has each.
-
-    Args:
-        digests: of such tensors, by rank and name.
-    """
-    first: dict[str, int] = {}
-    for other, own in enumerate(digests):
-        for name in own:
-            first.setdefault(name, other)
-    return {name: first[name] for name in digests[rank]}
