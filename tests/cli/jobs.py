@@ -11,8 +11,9 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from echelon.world.listeners import Listener, listeners
+from echelon.world.listeners import Listener
 from tests.children import environ
+from tests.listeners import listeners_of
 
 MARK = "ECHELON_TEST_JOB"
 WAIT_S = 90.0
@@ -117,7 +118,7 @@ class Job:
 
     def listeners(self) -> set[Listener]:
         """The sockets on which any process of this job listens."""
-        return set[Listener]().union(*(listeners(pid) for pid in self.processes()))
+        return set[Listener]().union(*(listeners_of(pid) for pid in self.processes()))
 
     def wait_for(self, *names: str) -> None:
         """Wait until ranks have made files of these names in the folder of the test."""

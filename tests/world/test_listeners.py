@@ -1,5 +1,6 @@
 """What a process says about the sockets on which it listens."""
 
+import os
 import re
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from echelon.world.listeners import announced, listeners
 from echelon.world.torch_dist import open_store
 from tests.children import environ
 from tests.cli.sockets import refuses
+from tests.listeners import listeners_of
 from tests.world.gloo_ranks import free_port
 
 TWO_HOSTS = JobEnvironment(launcher="slurm", rank=0, size=2, local_rank=0, local_size=1)
@@ -41,6 +43,7 @@ def test_a_listener_is_found_where_it_is_bound_and_gone_when_it_is_closed(
     with server(host, family) as one:
         port = one.getsockname()[1]
         (found,) = listeners() - before
+        assert found in listeners_of(os.getpid())
         assert str(found) == f"{place}:{port}"
         assert found.address.is_loopback is loopback
         # What listens on every interface answers on this one, too.
@@ -63,9 +66,10 @@ with socket.create_server(("127.0.0.1", 0)) as one:
     ):
         assert other.stdout is not None
         port = int(other.stdout.readline())
-        assert [one.port for one in listeners(other.pid)] == [port]
+        assert [one.port for one in listeners_of(other.pid)] == [port]
+        assert port not in [one.port for one in listeners()]
         other.communicate("\n")
-    assert listeners(other.pid) == set()
+    assert listeners_of(other.pid) == set()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The addresses on which this process listens, read from /proc, and lines that say so.
+"""The addresses on which this process listens, and lines that say so.
 
 What is read is what was bound, whatever a library was asked for.
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
+import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 __all__ = ["Listener", "announced", "listeners"]
 
-_LISTEN = "0A"  # the state of a socket in /proc/net/tcp
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -36,43 +36,53 @@ class Listener:
         return f"{host}:{self.port}"
 
 
-def listeners(process: int | None = None) -> set[Listener]:
-    """The sockets on which a process listens; empty where there is no /proc.
-
-    Args:
-        process: its number; None: this one.
+def listeners() -> set[Listener]:
+    """The sockets on which this process listens; empty where its files have no list.
 
     Example:
-        >>> import socket
         >>> with socket.create_server(("127.0.0.1", 0)) as server:
         ...     Listener(ipaddress.ip_address("127.0.0.1"), server.getsockname()[1]) in listeners()
         True
     """
-    root = Path("/proc") / ("self" if process is None else str(process))
-    mine = set()
-    with suppress(OSError):  # it ended
-        for file in (root / "fd").iterdir():
-            with suppress(OSError):  # it was closed while we looked
-                mine.add(os.readlink(file))
+    return _listening(_sockets())
+
+
+def _sockets() -> set[tuple[int, int]]:
+    """The sockets of this process: descriptor, and number of the socket."""
     found = set()
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in (root / "net" / table).read_text().splitlines()[1:]:
-                columns = line.split()
-                if columns[3] == _LISTEN and f"socket:[{columns[9]}]" in mine:
-                    found.add(_listener(columns[1]))
+    with suppress(FileNotFoundError):
+        for name in os.listdir("/dev/fd"):
+            with suppress(OSError):  # it was closed while we looked
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found.add((int(name), status.st_ino))
     return found
 
 
-def _listener(text: str) -> Listener:
-    """``0100007F:1F90`` is 127.0.0.1:8080: words of four bytes in the order of this machine."""
-    host, port = text.split(":")
-    words = [bytes.fromhex(host[start : start + 8]) for start in range(0, len(host), 8)]
-    packed = b"".join(word[::-1] if sys.byteorder == "little" else word for word in words)
-    address: Address = ipaddress.ip_address(packed)
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    return Listener(address, int(port, 16))
+def _listening(sockets: Iterable[tuple[int, int]]) -> set[Listener]:
+    """Those that wait for connections."""
+    found = set()
+    for fd, _ in sockets:
+        with suppress(OSError):  # it was closed while we looked
+            found.add(_listener(fd))
+    return {one for one in found if one is not None}
+
+
+def _listener(fd: int) -> Listener | None:
+    """Where a socket listens; None if it does not."""
+    one = socket.socket(fileno=fd)
+    try:
+        if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockopt(
+            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+        ):
+            host, port, *_ = one.getsockname()
+            address: Address = ipaddress.ip_address(host)
+            if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+                address = address.ipv4_mapped
+            return Listener(address, port)
+        return None
+    finally:
+        one.detach()  # it is not ours to close
 
 
 @contextmanager
@@ -86,9 +96,9 @@ def announced(rank: int, what: str, *, one_host: bool) -> Iterator[None]:
         what: listens, such as ``"the store"``.
         one_host: whether all ranks of the job are on this host.
     """
-    before = listeners()
+    before = _sockets()
     yield
-    for found in sorted(listeners() - before, key=str):
+    for found in sorted(_listening(_sockets() - before), key=str):
         if one_host and found.address.is_loopback:
             continue
         line = f"echelon: rank {rank}: {what} listens on {found}"
