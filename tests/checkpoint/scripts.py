@@ -15,6 +15,7 @@ WORLDS = {
     "alone": "given = {}",
     "world of one": "given = {'group': ec.init().group}",
     "open world": "world = ec.init(); model = ec.DDP(model, world.group); given = {}",
+    "over gloo": "world = ec.init('gloo'); model = ec.DDP(model, world.group); given = {}",
 }
 # The last lines of a script.
 ENDS = {
