@@ -55,6 +55,7 @@ def contents(most: int) -> dict[str, Callable[[], bytes]]:
         ),
         "a key many times": lambda: _filled(b'"a":0', b',"a":0', b"}", 4_000_000),
         "a long string": lambda: _filled(b'"a":"', b"a", b'"}', most),
+        "a long string of marks": lambda: _filled(b'"a":"', b",[", b'"}', most),
         "a string of escapes": lambda: _filled(b'"a":"', b"\\u1234", b'"}', most),
         "a string that is wide at its end": lambda: _filled(
             b'"a":"', b"a", b'\\ud83d\\ude00"}', most
@@ -63,6 +64,7 @@ def contents(most: int) -> dict[str, Callable[[], bytes]]:
         "quotes": lambda: _filled(b"", b'"', b"}", most),
         "backslashes": lambda: _filled(b'"a":"', b"\\", b'"}', most),
         "spaces": lambda: _filled(b'"a":', b" ", b"", most),
+        "spaces between digits": lambda: _filled(b'"a":', b"1 ", b"", most),
         "a number of 5000 digits": lambda: b'"a":' + b"1" * 5000 + b"}",
         "a long number": lambda: _filled(b'"a":', b"1", b"}", most),
         "a long float": lambda: _filled(b'"a":0.', b"1", b"}", most),

@@ -112,6 +112,13 @@ def test_the_error_does_not_keep_the_text_alive() -> None:
     assert caught.value.__context__ is None
 
 
+def test_spaces_between_values_are_allowed_up_to_the_limit() -> None:
+    spaces = b" \t\r\n" * 2**18
+    assert read_json(b"[1," + spaces + b'"' + b" " * 2**20 + b'"]', "x", memory=2**24)
+    with pytest.raises(CheckpointCorrupt, match="more than 1048576 spaces between its values"):
+        read_json(b"[1, " + spaces + b"2]", "x", memory=2**24)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, b"x", 2 + 1j, {1, 2}], ids=repr)
 def test_what_has_no_json_is_not_written(value: object) -> None:
     with pytest.raises(ArgumentError, match="it cannot be written as JSON"):

@@ -15,7 +15,7 @@ import echelon as ec
 from echelon.c10d.dcp import write_dcp
 from echelon.checkpoint.interchange.convert import Form, Options, convert
 from echelon.cli import app
-from echelon.errors import ArgumentError, CheckpointCorrupt
+from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointMismatch
 from echelon.world.base import World
 from tests.checkpoint.layouts import LAYOUTS, make_model
 from tests.checkpoint.whole import State, check_equal, whole_state
@@ -57,7 +57,10 @@ def test_one_safetensors_file_has_the_names_and_bits_of_the_plain_model(
 ) -> None:
     folder, state = saved
     target = tmp_path / "model.safetensors"
-    assert convert(folder, target, Options()) == [target]
+    assert convert(folder, target, Options()) == (
+        [target],
+        ("epoch", "history", "optimizer", "rng"),
+    )
     with safe_open(target, framework="pt") as file:
         check_equal({name: file.get_tensor(name) for name in state["model"]}, state["model"])
         assert len(file.keys()) == len(state["model"])
@@ -69,8 +72,9 @@ def test_shards_have_the_index_of_hugging_face_and_come_back(
 ) -> None:
     folder, state = saved
     shards = tmp_path / "shards"
-    written = convert(folder, shards, Options(shard_nbytes=300))
-    assert len(written) > 3
+    done = convert(folder, shards, Options(shard_nbytes=300, weights_only=True))
+    assert len(done.written) > 3
+    assert done.left_out == ()
     index = json.loads((shards / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == state["model"].keys()
     total = sum(one.nbytes for one in state["model"].values())
@@ -104,6 +108,50 @@ def test_model_optimizer_and_values_go_there_and_back(
     check_equal(found, state)
     assert values["epoch"] == 3
     check_equal(values["history"], [1.5, torch.arange(3)])
+
+
+class Extra(nn.Linear):
+    """A layer with a further state."""
+
+    def get_extra_state(self) -> Any:
+        return {"scale": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"scale": 3}
+
+
+@pytest.mark.parametrize("form", [Form.DCP, Form.TORCH, Form.ECHELON])
+def test_a_schedulers_state_comes_along_and_what_does_not_is_told(
+    form: Form, tmp_path: Path
+) -> None:
+    model = Extra(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.step()
+    scheduler.step()
+    states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    ec.save(tmp_path / "run", step=40, **states, other=nn.Linear(1, 1))
+    done = convert(tmp_path / "run", tmp_path / "there", Options(to=form, section="model"))
+    assert done.left_out == ("other", "rng", "model/_extra_state")
+    if form is not Form.ECHELON:
+        options = Options(to=Form.ECHELON, step=40, trust_pickle=True)
+        assert convert(tmp_path / "there", tmp_path / "back", options).left_out == ()
+        (tmp_path / "back").rename(tmp_path / "there-again")
+    folder = tmp_path / ("there" if form is Form.ECHELON else "there-again")
+    assert ec.steps(folder) == [40]
+    expected = scheduler.state_dict()
+    scheduler.step()
+    loaded = ec.load(folder, strict=False, **states)
+    assert (scheduler.state_dict(), loaded.missing) == (expected, ("model/_extra_state",))
+    assert "scheduler" not in loaded.values
+
+
+def test_only_a_dict_is_the_state_of_an_object(tmp_path: Path) -> None:
+    ec.save(tmp_path, step=0, scheduler=3)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(CheckpointMismatch, match="scheduler: saved as value, here object"):
+        ec.load(tmp_path, scheduler=scheduler)
 
 
 def test_a_dcp_of_pytorchs_own_is_taken(tmp_path: Path) -> None:
@@ -207,6 +255,10 @@ def test_verify_names_the_damaged_tensor_and_fails(tmp_path: Path) -> None:
     code, text = invoke("verify", tmp_path)
     assert code == 1
     assert "'model/bias'" in text
+    # Its manifest is that of another step whose bytes are whole.
+    code, text = invoke("diff", path, path)
+    assert code == 2
+    assert "'model/bias'" in text
 
 
 def test_diff_says_which_tensors_differ_and_by_how_much(tmp_path: Path) -> None:
@@ -232,7 +284,7 @@ def test_convert_on_the_command_line_takes_its_options(tmp_path: Path) -> None:
     code, text = invoke(
         "convert", tmp_path / "run", tmp_path / "a.safetensors", "--section", "head", "--step", 4
     )
-    assert (code, text) == (0, f"wrote {tmp_path / 'a.safetensors'}\n")
+    assert (code, text) == (0, f"wrote {tmp_path / 'a.safetensors'}\nleft out: net, rng\n")
     with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
         check_equal(file.get_tensor("bias"), state["head"].bias.detach())
     code, text = invoke("convert", tmp_path / "none", tmp_path / "b")

@@ -1,5 +1,7 @@
 import json
+import multiprocessing
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,26 @@ def test_the_hook_writes_a_record_and_python_still_reports(
     remove()
     assert sys.excepthook(KeyError, KeyError(), None) is None
     assert reported == [ValueError, KeyError]
+
+
+def test_what_a_fork_or_another_thread_reports_ends_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: reported.append(kind))
+    install_failure_record(tmp_path / "error.json", rank=1)
+    # As multiprocessing does in its thread that serves files, mostly of a worker that loads data.
+    thread = threading.Thread(target=sys.excepthook, args=(OSError, OSError(), None))
+    thread.start()
+    thread.join()
+    assert reported == [OSError]
+    worker = multiprocessing.get_context("fork").Process(
+        target=sys.excepthook, args=(OSError, OSError(), None)
+    )
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+    assert not (tmp_path / "error.json").exists()
 
 
 def test_ctrl_c_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -206,6 +207,17 @@ def test_more_memory_than_there_is_is_refused_before_it_is_touched(monkeypatch) 
     monkeypatch.setattr(segment, "available_nbytes", lambda: 10)
     with pytest.raises(SharedMemoryError, match=r"needs 0\.0 MiB .* and 0\.0 MiB are available"):
         Segment.create(10, what="a test", reserve=True)
+
+
+def limit_of_files(world: ec.World) -> None:
+    if world.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
+    world.group.window(2**20)
+
+
+def test_a_limit_of_files_is_one_of_shared_memory_and_is_named() -> None:
+    with pytest.raises(SharedMemoryError, match=r"and 1\.0 MiB are available: .*\(ulimit -f\)"):
+        ec.run(limit_of_files, 2, "processes")
 
 
 def too_little_staging(world: ec.World) -> None:

@@ -26,6 +26,7 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 MAX_DEPTH = 256  # brackets inside of brackets; the parser of Python calls itself for each
 _MAX_NUMBER = 40  # characters without a point or an exponent
+_MAX_SPACES = 2**20  # outside of strings; what is only long takes time, too
 _PART = 2**16  # bytes looked at together, which stay in the cache
 _QUOTE = ord('"')
 _BACKSLASHES = re.compile(rb"\\*")
@@ -48,6 +49,7 @@ def _table(of: Mapping[str, int]) -> npt.NDArray[np.int64]:
 
 _COST, _DEEPER = _table(_COSTS), _table(_DEPTHS)
 _IS_MARK = _table(dict.fromkeys([*_COSTS, *_DEPTHS, *_SPACES], 1)).astype(np.bool_)
+_IS_SPACE = _table(dict.fromkeys(_SPACES, 1)).astype(np.bool_)
 _RECORD = _table({"[": 1, ",": 5, '"': 2})  # the marks of an array of five values, one a string
 
 
@@ -55,7 +57,8 @@ def read_json(data: bytes | memoryview, path: object, *, memory: int, max_record
     """The value that ``data`` is the JSON of, where reading it is harmless.
 
     Stricter than Python's own reader: UTF-8 only, no key twice in one object, no NaN and no
-    infinity, numbers of at most 40 characters, nesting of at most ``MAX_DEPTH``.
+    infinity, numbers of at most 40 characters, nesting of at most ``MAX_DEPTH``, a million spaces
+    between values at most.
 
     Args:
         data: the whole text.
@@ -123,10 +126,10 @@ def _problem(data: bytes | memoryview, memory: int, max_records: int) -> str | N
             return f"JSON that nests more than {MAX_DEPTH} deep"
         if look.longest > _MAX_NUMBER:
             return f"JSON with a number of more than {_MAX_NUMBER} characters, or no JSON"
-        if look.values(max_records) > memory:
-            break
-    if look.text(len(data)) + look.values(max_records) > memory:
-        return f"JSON that would take more than {memory / 2**20:.0f} MiB of memory"
+        if look.num_spaces > _MAX_SPACES:
+            return f"JSON with more than {_MAX_SPACES} spaces between its values"
+        if look.text(len(data)) + look.values(max_records) > memory:
+            return f"JSON that would take more than {memory / 2**20:.0f} MiB of memory"
     return None
 
 
@@ -165,6 +168,9 @@ class _Look:
         # A backslash is an escape, because outside of strings it is no JSON. Without escapes each
         # quote begins or ends a string.
         text = part.replace(b"\\\\", b"").replace(b'\\"', b"")
+        if self._inside and b'"' not in text:
+            self.strings += len(part)
+            return
         array = np.frombuffer(text, np.uint8)
         places = np.flatnonzero(_IS_MARK[array])
         marks = array[places]
@@ -189,6 +195,11 @@ class _Look:
         words[0] += self._word
         self.longest = max(self.longest, int(words.max()))
         self._word, self._inside = int(words[-1]), int(inside[-1])
+
+    @property
+    def num_spaces(self) -> int:
+        """Spaces and ends of lines outside of strings."""
+        return int(self._counts[_IS_SPACE].sum())
 
     def values(self, max_records: int) -> int:
         """Memory that the values take at most beside the characters of strings, and records."""

@@ -204,24 +204,26 @@ class _Loading:
                 owners = contents.owners
                 self._optimizers.append(Restoring(name, optimizer, section, owners, fitting))
         for name in contents.objects:
-            section = self._section(name, "object")
+            section = self._section(name, "object", "value")  # a dict may come from another format
             if section is not None:
-                self._states[name] = fitting.value(section, name)
+                state = self._states[name] = fitting.value(section, name)
+                if section["kind"] == "value" and not isinstance(state, dict):
+                    fitting.differing[name] = "saved as value, here object"
         for name, section in sections.items():
-            if section.get("kind") == "value":
+            if section.get("kind") == "value" and name not in contents.objects:
                 self._values[name] = fitting.value(section, name)
         if self._request.rng and sections.get(RANDOM, {}).get("kind") == "random":
             self._random = fitting.value(sections[RANDOM], RANDOM, by_place=True)
             if fitting.saved_size < min(2, size):  # of one rank it is not known what others had
                 fitting.apart.append(RANDOM)
 
-    def _section(self, name: str, kind: str) -> Json | None:
+    def _section(self, name: str, *kinds: str) -> Json | None:
         """What the step has under a name; notes what does not fit."""
         section = self.step.sections.get(name)
         if section is None:
             self._fitting.missing.append(name)
-        elif section.get("kind") != kind:
-            self._fitting.differing[name] = f"saved as {section.get('kind')}, here {kind}"
+        elif section.get("kind") not in kinds:
+            self._fitting.differing[name] = f"saved as {section.get('kind')}, here {kinds[0]}"
             return None
         return section
 

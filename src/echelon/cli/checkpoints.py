@@ -13,7 +13,7 @@ from rich.table import Table
 from echelon.checkpoint import files
 from echelon.checkpoint.difference import differences
 from echelon.checkpoint.format import step_of
-from echelon.checkpoint.interchange.convert import Options, convert, step_at
+from echelon.checkpoint.interchange.convert import Converted, Options, convert, step_at
 from echelon.checkpoint.step import Step
 from echelon.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointTooNew
 from echelon.observe.progress import bytes_text
@@ -70,15 +70,25 @@ def verify_steps(folder: Path) -> int:
 
 def convert_state(source: Path, target: Path, options: Options) -> int:
     """Write another form, and print what was written."""
-    for path in convert(source, target, options):
+    done = convert(source, target, options)
+    for path in done.written:
         _console().print(f"wrote {path}")
+    if done.left_out:
+        _console().print(f"left out: {_names(done)}")
     return 0
 
 
+def _names(done: Converted) -> str:
+    more = len(done.left_out) - _SHOWN
+    return ", ".join(done.left_out[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
 def compare_steps(one: Path, other: Path) -> int:
-    """Print how two steps differ; 1 if they do."""
+    """Print how two steps differ, of which every byte was verified; 1 if they do."""
     with ExitStack() as stack:
         first, second = (stack.enter_context(Step(step_at(path))) for path in (one, other))
+        for step in (first, second):
+            step.verify(0, 1)
         found = list(differences(first, second))
     for name, what in found[:_SHOWN]:
         _console().print(f"{name}: {what}")

@@ -31,7 +31,8 @@ class SharedMemoryError(WorldError):
         super().__init__(
             f"{what} needs {needed / 2**20:.1f} MiB of shared memory and "
             f"{available / 2**20:.1f} MiB are available: "
-            "use fewer ranks or a smaller model, free memory, or raise the container's limit"
+            "use fewer ranks or a smaller model, free memory, or raise the limit, of the container "
+            "or of files (ulimit -f)"
         )
 
 

@@ -32,6 +32,7 @@ from echelon.errors import (
 
 __all__ = [
     "FailureRecord",
+    "ends_process",
     "error_file",
     "install_failure_record",
     "is_heard",
@@ -169,6 +170,15 @@ def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
     return None
 
 
+def ends_process(owner: int) -> bool:
+    """Whether what ``sys.excepthook`` is called for ends the process ``owner``.
+
+    multiprocessing calls it, too, for its thread that serves files to others, mostly in a fork of
+    a rank that loads data for it.
+    """
+    return os.getpid() == owner and threading.current_thread() is threading.main_thread()
+
+
 def install_failure_record(
     path: str | os.PathLike[str], rank: int, where: Callable[[], str] = lambda: ""
 ) -> Callable[[], None]:
@@ -183,12 +193,12 @@ def install_failure_record(
     Returns:
         a function that takes the hook out again.
     """
-    before = sys.excepthook
+    before, owner = sys.excepthook, os.getpid()
 
     def record_and_report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
+        if ends_process(owner) and not issubclass(kind, KeyboardInterrupt):
             try:
                 FailureRecord.of(error, rank, where()).write(path)
             except OSError as problem:  # the exception itself must still be seen

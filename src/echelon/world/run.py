@@ -21,7 +21,12 @@ from echelon.world import shm
 from echelon.world.base import DEFAULT_TIMEOUT_S, World
 from echelon.world.environment import JobEnvironment, environment, timeout_wanted
 from echelon.world.fabric import Fabric
-from echelon.world.failure import error_file, install_failure_record, outlive_termination
+from echelon.world.failure import (
+    ends_process,
+    error_file,
+    install_failure_record,
+    outlive_termination,
+)
 from echelon.world.main_thread import serve, serving
 from echelon.world.processes import call, run_processes
 from echelon.world.randomness import random_stream
@@ -294,10 +299,11 @@ def _close_at_exit(world: World) -> None:
     if path := error_file():
         install_failure_record(path, world.rank, lambda: f"at step {world.step}")
         outlive_termination()
-    before = sys.excepthook
+    before, owner = sys.excepthook, os.getpid()
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        world.close(error)
+        if ends_process(owner):
+            world.close(error)
         before(kind, error, trace)
 
     def close() -> None:

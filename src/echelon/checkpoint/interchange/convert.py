@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -16,7 +16,14 @@ from torch import Tensor
 from echelon.c10d.dcp import is_dcp, read_dcp, write_dcp
 from echelon.checkpoint import files
 from echelon.checkpoint.format import step_name, step_of
-from echelon.checkpoint.interchange.native import SavedTensors, model_in, read_step, write_step
+from echelon.checkpoint.interchange.native import (
+    SavedTensors,
+    beside_tensors,
+    model_in,
+    names_that_fit,
+    read_step,
+    write_step,
+)
 from echelon.checkpoint.interchange.plain_files import INDEX, PlainFiles, write_plain
 from echelon.checkpoint.interchange.torch_files import (
     from_nested,
@@ -28,7 +35,7 @@ from echelon.checkpoint.interchange.tree import PlainState
 from echelon.checkpoint.step import Step
 from echelon.errors import ArgumentError, CheckpointError, CheckpointNotFound
 
-__all__ = ["Form", "Options", "convert", "form_of", "step_at"]
+__all__ = ["Converted", "Form", "Options", "convert", "form_of", "step_at"]
 
 
 class Form(Enum):
@@ -47,7 +54,8 @@ class Options:
 
     Attributes:
         to: the form; None: that which the name of the target says.
-        step: of a source with several steps, or of the target; None: the newest, and 0.
+        step: of a source with several steps, or of the target; None: the newest, and that of the
+            source, or 0 where it has no number.
         section: which model of a step; None: its only one.
         weights_only: leave optimizer and values out.
         shard_nbytes: write safetensors in shards of so many bytes; None: in one file.
@@ -60,6 +68,18 @@ class Options:
     weights_only: bool = False
     shard_nbytes: int | None = None
     trust_pickle: bool = False
+
+
+class Converted(NamedTuple):
+    """What became of a state.
+
+    Attributes:
+        written: files or folders.
+        left_out: names of what the source has and the target has not, though nobody asked for that.
+    """
+
+    written: list[Path]
+    left_out: tuple[str, ...]
 
 
 def form_of(path: Path) -> Form:
@@ -102,13 +122,10 @@ def step_at(path: Path, step: int | None = None) -> Path:
     return path / step_name(chosen)
 
 
-def convert(source: Path, target: Path, options: Options) -> list[Path]:
+def convert(source: Path, target: Path, options: Options) -> Converted:
     """Write what lies at ``source`` to ``target`` in another form.
 
     Every tensor that was written is read again and compared with what it was made of.
-
-    Returns:
-        the files or folders that were written.
 
     Raises:
         ArgumentError: one of them is of no known form, or something is at ``target``.
@@ -125,19 +142,40 @@ def convert(source: Path, target: Path, options: Options) -> list[Path]:
             tensors = SavedTensors(step, model_in(step, options.section))
             written = write_plain(tensors, target, options.shard_nbytes)
             _compare(tensors, PlainFiles(target), target)
-        return written
+            beside = () if options.weights_only else beside_tensors(step, options.section)
+        return Converted(written, beside)
     state = _read(source, options)
     if made is Form.SAFETENSORS:
         raise ArgumentError("make a checkpoint of echelon of it first, and safetensors of that")
     if made is Form.ECHELON:
-        written = [write_step(state, target, options.step or 0)]
+        number = _number_of(source) if options.step is None else options.step
+        written = [write_step(state, target, number)]
         with Step(written[0]) as step:
             _compare(state.model, SavedTensors(step, "model"), target)
-        return written
-    (write_torch if made is Form.TORCH else write_dcp)(to_nested(state), target)
-    again = read_torch(target) if made is Form.TORCH else read_dcp(target)
-    _compare_nested(to_nested(state), again, target, "")
-    return [target]
+        nameless = sorted(state.values.keys() - names_that_fit(state.values))
+        return Converted(written, (*state.left_out, *nameless))
+    if made is Form.TORCH:
+        write_torch(to_nested(state), target)
+        _compare_nested(to_nested(state), read_torch(target), target, "")
+    else:
+        write_dcp(to_nested(state), target)
+        _compare_nested(_as_dcp_keeps(to_nested(state)), read_dcp(target), target, "")
+    return Converted([target], state.left_out)
+
+
+def _as_dcp_keeps(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A DCP has no place for an empty dict, such as the state of an optimizer that keeps none."""
+    kept = {
+        key: _as_dcp_keeps(one) if isinstance(one, Mapping) else one for key, one in found.items()
+    }
+    return {key: one for key, one in kept.items() if not (isinstance(one, dict) and not one)}
+
+
+def _number_of(source: Path) -> int:
+    """The number of the newest step of a source, or 0."""
+    number = step_of(step_at(source).name) if form_of(source) is Form.ECHELON else 0
+    assert number is not None, "step_at gives the folder of a step"
+    return number
 
 
 def _form_to_make(target: Path, options: Options) -> Form:

@@ -17,7 +17,16 @@ from echelon.checkpoint.optimizers import number_of
 from echelon.checkpoint.step import Step
 from echelon.errors import ArgumentError
 
-__all__ = ["SavedTensors", "read_step", "write_step"]
+__all__ = [
+    "SavedTensors",
+    "beside_tensors",
+    "model_in",
+    "names_that_fit",
+    "read_step",
+    "write_step",
+]
+
+_TAKEN = {"model", "optimizer", "directory", "step", "keep", "rng", "group", "own"}  # by save
 
 
 @final
@@ -69,6 +78,7 @@ def model_in(step: Step, section: str | None) -> str:
 def read_step(step: Step, section: str | None = None) -> PlainState:
     """All of a step in memory: one model, the optimizer over it, and values."""
     model = model_in(step, section)
+    states = {name: _State() for name, one in step.sections.items() if one["kind"] == "object"}
     tensors = {
         name: torch.empty(shape, dtype=dtype)
         for name, dtype, shape in SavedTensors(step, model).facts()
@@ -80,12 +90,44 @@ def read_step(step: Step, section: str | None = None) -> PlainState:
         groups = [_group(name, group, f"{model}/") for group in one["groups"]]
         tree = tree_of(tensors, [param for group in groups for param in group["params"]])
         made = named[name] = named_optimizer(tree, groups)
-    loaded = api.load(step.folder, rng=False, **{model: tree, **named})
+    loaded = api.load(step.folder, rng=False, **{model: tree, **named, **states})
+    values = {**loaded.values, **{name: one.found for name, one in states.items()}}
+    taken = {model, *[*named][-1:], *values}
     return PlainState(
         model=tree.state_dict(),
         optimizer=None if made is None else _state_by_name(made, tree),
-        values=loaded.values,
+        values=values,
+        left_out=(
+            *sorted(step.sections.keys() - taken),
+            *step.sections[model]["extras"],
+            *(f"{name} of ranks other than the first" for name in loaded.apart if name in values),
+        ),
     )
+
+
+def beside_tensors(step: Step, section: str | None) -> tuple[str, ...]:
+    """What a step has beside the tensors of one model, by name."""
+    model = model_in(step, section)
+    return (*sorted(step.sections.keys() - {model}), *step.sections[model]["extras"])
+
+
+@final
+class _State:
+    """Stands for an object whose class is not known here: it takes any state."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.found = state
+
+
+def names_that_fit(values: Mapping[str, Any]) -> set[str]:
+    """Of the names of values, those under which they can be saved."""
+    return {name for name in values if name.isidentifier()} - _TAKEN
 
 
 def write_step(state: PlainState, root: Path, step: int) -> Path:
@@ -101,7 +143,7 @@ def write_step(state: PlainState, root: Path, step: int) -> Path:
         by_name = dict(tree.named_parameters())
         for name, own in state.optimizer["state"].items():
             optimizer.state[by_name[name]] = dict(own)
-    values = {name: value for name, value in state.values.items() if name.isidentifier()}
+    values = {name: state.values[name] for name in names_that_fit(state.values)}
     return api.save(root, step=step, model=tree, optimizer=optimizer, rng=False, **values)
 
 

@@ -43,12 +43,13 @@ def from_nested(found: Mapping[str, Any], path: Path) -> PlainState:
     tensors = {str(name): one for name, one in model.items() if isinstance(one, Tensor)}
     if not tensors:
         raise ArgumentError(f"{path} holds no state dict of a model: it has {sorted(found)[:10]}")
+    others = tuple(str(name) for name, one in model.items() if not isinstance(one, Tensor))
     if key is None:
-        return PlainState(model=tensors)
+        return PlainState(model=tensors, left_out=others)
     chosen = next((one for one in _OPTIMIZERS if isinstance(found.get(one), Mapping)), None)
     rest = {str(k): v for k, v in found.items() if k not in (key, chosen)}
     optimizer = None if chosen is None else _by_name(found[chosen], path)
-    return PlainState(model=tensors, optimizer=optimizer, values=rest)
+    return PlainState(model=tensors, optimizer=optimizer, values=rest, left_out=others)
 
 
 def _by_name(optimizer: Mapping[str, Any], path: Path) -> dict[str, Any] | None:

@@ -26,11 +26,13 @@ class PlainState:
         model: tensors by name.
         optimizer: ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``.
         values: anything else.
+        left_out: names of what there was and no other form takes.
     """
 
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Any] | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
 
 def tree_of(tensors: Mapping[str, Tensor], params: Iterable[str] = ()) -> nn.Module:

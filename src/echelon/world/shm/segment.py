@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 import weakref
 from typing import Self, final
 
@@ -80,7 +81,9 @@ class Segment:
             return cls(fd, nbytes, populate=reserve)
         except OSError as error:
             os.close(fd)
-            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            if error.errno == errno.EFBIG:  # ulimit -f is for memory that is a file, too
+                available = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise SharedMemoryError(what, nbytes, available) from error
             raise
 
