@@ -27,6 +27,8 @@ from rich.table import Table
 
 OURS, BARE = "echelon", "echelon, no checksums"
 DCP, DCP2, TORCH = "DCP", "DCP, 2 threads", "torch.save"
+# Into an optimizer that has its states already, and not into a new one.
+AGAIN, DCP_AGAIN = "echelon, in place", "DCP, in place"
 HASH = "XXH3 of a GiB"
 
 
@@ -40,6 +42,8 @@ def bars(task: str, technique: str) -> tuple[Bar, ...]:
             Bar(task=name, name=OURS, kind=Kind.FASTER, bound=1.5, peer=peer)
             for peer in (DCP, DCP2)
         ]
+    if task == "load":
+        found.append(Bar(task=name, name=AGAIN, kind=Kind.FASTER, bound=1.5, peer=DCP_AGAIN))
     if task in ("save", "load"):
         most = 1.1 if task == "save" else 1.3
         found.append(Bar(task=name, name=OURS, kind=Kind.WITHIN, bound=most, peer=BARE))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint import BARE, DCP, DCP2, HASH, OURS, TORCH
+from checkpoint import AGAIN, BARE, DCP, DCP2, DCP_AGAIN, HASH, OURS, TORCH
 from pairs import Variant, alternate
 from peers import Peers
 from torch import nn
@@ -244,14 +244,23 @@ class _Loads:
         self._theirs = make_theirs(settings, blocks, seed=1)
 
     def variants(self) -> list[Variant]:
-        found = [Variant(OURS, self._load), Variant(BARE, self._bare), Variant(DCP, self._dcp)]
+        found = [
+            Variant(OURS, self._load),
+            Variant(BARE, self._bare),
+            Variant(AGAIN, self._load_again),
+            Variant(DCP, self._dcp),
+            Variant(DCP_AGAIN, self._dcp_again),
+        ]
         if self._technique == "ddp":
             found.append(Variant(TORCH, self._torch))
         return found
 
     def _load(self) -> None:
+        self._ours[1].state.clear()  # as of a script that has just started
+        self._load_again()
+
+    def _load_again(self) -> None:
         model, optimizer = self._ours
-        optimizer.state.clear()  # as of a script that has just started
         ec.load(self._place / "ours", model=model, optimizer=optimizer)
 
     def _bare(self) -> None:
@@ -259,6 +268,10 @@ class _Loads:
             self._load()
 
     def _dcp(self) -> None:
+        self._theirs[1].state.clear()
+        self._dcp_again()
+
+    def _dcp_again(self) -> None:
         model, optimizer = self._theirs
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         dcp.load(state, checkpoint_id=self._place / "dcp")
