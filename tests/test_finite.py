@@ -254,6 +254,25 @@ def test_gradients_of_every_dtype_are_looked_at(dtype: torch.dtype) -> None:
     ec.run(main, 1)
 
 
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (10**400, {0: "inf"}),
+        (-(10**400), {0: "-inf"}),
+        (torch.tensor([NAN + 1j], dtype=torch.complex64).conj(), {0: "1 nan of 2"}),
+        (torch.tensor(NAN).to(torch.float8_e4m3fn), {0: "nan"}),
+    ],
+)
+def test_a_loss_of_any_kind_is_looked_at(loss: Any, found: dict[int, str]) -> None:
+    def main(world: World) -> dict[int, str]:
+        _, guard = plain_guard(world)
+        with pytest.raises(NonFiniteError) as caught:
+            guard.allows_step(loss)
+        return dict(caught.value.losses)
+
+    assert ec.run(main, 1) == [found]
+
+
 def test_a_sparse_gradient_is_looked_at() -> None:
     def main(world: World) -> None:
         table = nn.Embedding(5, 2, sparse=True)

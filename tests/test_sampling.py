@@ -318,6 +318,12 @@ def test_a_state_of_another_order_is_refused_and_changes_nothing(
     assert sampler.state_dict() == before
 
 
+def test_numbers_of_numpy_make_the_same_state_as_those_of_python() -> None:
+    state = ec.ResumableSampler(np.int64(7), np.int64(2), (0, 1), seed=np.int32(3)).state_dict()
+    assert json.loads(json.dumps(state)) == state
+    ec.ResumableSampler(7, 2, (0, 1), seed=3).load_state_dict(state)
+
+
 def test_all_that_differs_is_said_at_once() -> None:
     saved = ec.ResumableSampler(10, 2, ALONE, seed=1).state_dict()
     sampler = ec.ResumableSampler(NUM_SAMPLES, BATCH, ALONE)

@@ -343,6 +343,14 @@ def test_questions_outside_of_the_block_are_refused() -> None:
         stop.requested()
 
 
+def test_a_block_that_was_not_entered_cannot_be_left() -> None:
+    world, stop = alone()
+    with pytest.raises(StateError, match="do not listen"):
+        stop.__exit__(None, None, None)
+    with ec.StopSignals(world.group) as other:
+        assert not other.requested()
+
+
 def test_a_handler_that_python_cannot_restore_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _, stop = alone()
     monkeypatch.setattr(signal, "getsignal", lambda number: None)

@@ -7,6 +7,7 @@ it, or train on with weights that belong to no model.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import final
@@ -165,7 +166,7 @@ class FiniteGuard:
         for name, param in self._model.named_parameters():
             if param.grad is not None and param.grad.numel():
                 grad = param.grad.detach()
-                found[name] = grad.coalesce().values() if grad.is_sparse else grad
+                found[name] = _wide(grad.coalesce().values() if grad.is_sparse else grad)
         return found
 
     @draws_nothing
@@ -178,7 +179,7 @@ class FiniteGuard:
         total = torch.zeros(1, dtype=torch.float64, device=device)
         for value in (seen.loss, seen.norm):
             if value is not None:
-                total += value.abs().sum().to(device)
+                total += _wide(value).abs().sum().to(device)
         for kind in by_kind(self._gradients().values()) if seen.norm is None else ():
             # Narrow dtypes have norms that they cannot hold.
             dtype = torch.float32 if kind[0].dtype.itemsize < 4 else None
@@ -219,7 +220,8 @@ def _text(values: Tensor | None) -> str:
     """``nan``, or ``2 nan, 1 -inf of 6``; empty if all is finite."""
     if values is None:
         return ""
-    parts = torch.view_as_real(values) if values.is_complex() else values
+    values = _wide(values)
+    parts = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     counts = {
         "nan": int(parts.isnan().sum()),
         "inf": int(parts.isposinf().sum()),
@@ -231,11 +233,21 @@ def _text(values: Tensor | None) -> str:
     return ", ".join(f"{count} {name}" for name, count in there.items()) + f" of {parts.numel()}"
 
 
+def _wide(values: Tensor) -> Tensor:
+    """Numbers of 8 bits as such that torch can compute with."""
+    narrow = values.is_floating_point() and values.dtype.itemsize == 1
+    return values.float() if narrow else values
+
+
 def _number(name: str, value: object) -> Tensor:
     if isinstance(value, Tensor) and value.dtype != torch.bool:
         return value.detach()
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return torch.tensor(float(value), dtype=torch.float64)
+        try:
+            found = float(value)
+        except OverflowError:  # an integer that no float can hold is as good as infinite
+            found = math.inf if value > 0 else -math.inf
+        return torch.tensor(found, dtype=torch.float64, device="cpu")
     raise ArgumentError(f"{name} is {value!r:.80}; give a tensor, a number, or None for none")
 
 

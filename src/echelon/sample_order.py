@@ -41,9 +41,13 @@ class SampleOrder:
     version: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
-        whole("num_samples", self.num_samples, low=1)
-        whole("batch_size", self.batch_size, low=1)
-        whole("seed", self.seed, high=2**64 - 1)
+        found = {
+            "num_samples": whole("num_samples", self.num_samples, low=1),
+            "batch_size": whole("batch_size", self.batch_size, low=1),
+            "seed": whole("seed", self.seed, high=2**64 - 1),
+        }
+        for name, value in found.items():  # as integers of Python, whatever they were
+            object.__setattr__(self, name, value)
         one_of("shuffle", self.shuffle, (True, False))
         one_of("drop_last", self.drop_last, (True, False))
         if not self.end:

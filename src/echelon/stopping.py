@@ -215,6 +215,8 @@ class StopSignals:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if not self._open:
+            raise StateError("these StopSignals do not listen: use them in a with statement")
         try:
             if self._signal is not None and (kind is None or issubclass(kind, SystemExit)):
                 self._group.barrier(label="all ranks have stopped")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +16,20 @@ from echelon.checkpoint import files
 from echelon.checkpoint.background import AsyncSave, Background
 from echelon.checkpoint.contents import Contents
 from echelon.checkpoint.council import Council, named
-from echelon.checkpoint.loading import Loaded, Request, folders_to_try, load_step
+from echelon.checkpoint.loading import (
+    Loaded,
+    Request,
+    folders_to_try,
+    load_step,
+    went_away,
+)
 from echelon.checkpoint.saving import Saving
-from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointNotFound
+from echelon.errors import (
+    ArgumentError,
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointNotFound,
+)
 from echelon.world.group import Group
 from echelon.world.run import entered
 
@@ -27,6 +38,7 @@ __all__ = ["async_save", "load", "save", "steps"]
 Folder = str | os.PathLike[str]
 
 _MOST_STEPS = 10**9 - 1  # the digits of a folder's name
+_MOST_LOOKS = 10  # at steps that another job removes while they are being loaded
 
 
 def save(
@@ -159,20 +171,34 @@ def load(
     _check_request(request)
     _settle(contents.group)
     council = Council(contents.group, root)
+    for _ in range(_MOST_LOOKS - 1):
+        tried = folders_to_try(council, contents, request)
+        try:
+            return _load_first(tried, council, contents, request)
+        except CheckpointError:
+            if not went_away(council, tried):
+                raise
+    return _load_first(folders_to_try(council, contents, request), council, contents, request)
+
+
+def _load_first(
+    tried: Sequence[tuple[int, Path]], council: Council, contents: Contents, request: Request
+) -> Loaded:
+    """Load the first step that is whole."""
     skipped: dict[int, str] = {}
-    for found, folder in folders_to_try(council, contents, request):
+    for found, folder in tried:
         try:
             loaded = load_step(council, contents, request, folder)
         except CheckpointCorrupt as error:
-            if not fallback:
+            if not request.fallback:
                 raise
-            warnings.warn(f"a damaged checkpoint was passed over: {error}", stacklevel=2)
+            warnings.warn(f"a damaged checkpoint was passed over: {error}", stacklevel=3)
             skipped[found] = str(error)
         else:
             _count_on(loaded.step, contents)
             return replace(loaded, skipped=skipped)
     raise CheckpointNotFound(
-        "no step is whole:\n" + "\n".join(f"  {one}" for one in skipped.values()), root
+        "no step is whole:\n" + "\n".join(f"  {one}" for one in skipped.values()), request.root
     )
 
 
@@ -240,6 +266,11 @@ def _begun(
 
 def _folder(directory: Folder) -> Path:
     path = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
-    if not isinstance(path, str) or not path or "\0" in path:
-        raise ArgumentError(f"directory is {directory!r:.80}; give the path of a folder")
-    return Path(os.path.abspath(path))
+    try:
+        if isinstance(path, str) and path and b"\0" not in os.fsencode(path):
+            return Path(os.path.abspath(path))
+    except UnicodeEncodeError:
+        pass  # no file can have this name
+    except OSError as error:  # there is no current folder any more
+        raise named(error, None) from error
+    raise ArgumentError(f"directory is {directory!r:.80}; give the path of a folder")

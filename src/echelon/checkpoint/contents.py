@@ -70,7 +70,11 @@ class Contents:
         group = group_of(list(models.values()), group)
         optimizers = {name: one for name, one in items.items() if isinstance(one, Optimizer)}
         rest = {name: one for name, one in items.items() if name not in models | optimizers}
-        objects = {name: one for name, one in rest.items() if isinstance(one, Stateful)}
+        objects = {
+            name: one
+            for name, one in rest.items()
+            if isinstance(one, Stateful) and not isinstance(one, type)
+        }
         return cls(
             modules={name: _under(name, holdings_of(one, group)) for name, one in models.items()},
             optimizers=optimizers,
@@ -84,6 +88,13 @@ class Contents:
     def names(self) -> list[str]:
         """Of all that was given, in order of the alphabet."""
         return sorted([*self.modules, *self.optimizers, *self.objects, *self.values])
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """What each of them is."""
+        sorts = {"module": self.modules, "optimizer": self.optimizers}
+        sorts |= {"object": self.objects, "value": self.values}
+        return {name: kind for kind, own in sorts.items() for name in sorted(own)}
 
     @property
     def owners(self) -> Owners:

@@ -131,7 +131,11 @@ def named(error: Exception, rank: int | None) -> Exception:
 def _told(error: Exception) -> dict[str, Any]:
     """An exception as JSON."""
     facts = {name: value for name, value in vars(error).items() if _is_json(value)}
-    return {"type": type(error).__name__, "text": str(error), "facts": facts}
+    try:
+        text = str(error)
+    except Exception as problem:  # of the user's code; the others must not wait for it
+        text = f"(its text raised {type(problem).__name__})"
+    return {"type": type(error).__name__, "text": text, "facts": facts}
 
 
 def _heard(told: dict[str, Any], rank: int, path: object) -> Exception:

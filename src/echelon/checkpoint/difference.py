@@ -61,6 +61,6 @@ def _difference(one: Step, mine: SavedTensor, other: Step, theirs: SavedTensor) 
 
 
 def _read(step: Step, saved: SavedTensor) -> Tensor:
-    values = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+    values = torch.empty(saved.shape, dtype=DTYPES[saved.dtype], device="cpu")
     step.read(saved, 0, values)
     return values

@@ -154,6 +154,18 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         return list(entries)
 
 
+_locks: set[int] = set()
+
+
+def _leave_locks() -> None:
+    """A fork, such as a process that loads data, must not hold the locks of a parent that dies."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_leave_locks)
+
+
 @contextmanager
 def lock(root: Path) -> Iterator[None]:
     """Be the only one that saves into ``root``; the lock goes with the process that holds it.
@@ -163,17 +175,19 @@ def lock(root: Path) -> Iterator[None]:
     """
     path = root / _LOCK
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    _locks.add(fd)
     try:
         with _naming(path):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             yield
         finally:
-            # Closing is not enough: a child that was forked meanwhile has it open, too.
             with suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
-        os.close(fd)
+        if fd in _locks:
+            _locks.remove(fd)
+            os.close(fd)
 
 
 def temporary(root: Path, step: int) -> Path:
@@ -236,9 +250,10 @@ def discard(made: Path) -> None:
 def prune(root: Path, step: int, keep: int) -> None:
     """Remove steps older than the newest ``keep`` up to ``step``, which is committed and stays.
 
-    Those that a newer version has written stay and do not count, because nothing here reads them.
+    What nothing here can read stays and does not count: steps that a newer version has written, or
+    that have no manifest.
     """
-    old = [one for one in steps(root) if one < step and not _is_newer(root / step_name(one))]
+    old = [one for one in steps(root) if one < step and _counts(root / step_name(one))]
     gone = [_set_aside(root / step_name(one)) for one in [*old, step][:-keep]]
     if gone:
         sync_folder(root)
@@ -246,15 +261,15 @@ def prune(root: Path, step: int, keep: int) -> None:
         _remove(path)
 
 
-def _is_newer(folder: Path) -> bool:
-    """Whether a newer version has written a step."""
+def _counts(folder: Path) -> bool:
+    """Whether a folder is a step that this version may know."""
     try:
         with SavedBytes(folder / MANIFEST) as file:
             beginning = bytearray(min(file.nbytes, BEGINNING_NBYTES))
             file.read_into(memoryview(beginning), 0)
     except CheckpointCorrupt:
         return False
-    return newer_schema(bytes(beginning)) is not None
+    return newer_schema(bytes(beginning)) is None
 
 
 def _set_aside(path: Path) -> Path:

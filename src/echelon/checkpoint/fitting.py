@@ -176,7 +176,7 @@ class Fitting:
         if found.name not in self._values:
             chosen = self._own(found, has_own)
             self.claim(nbytes_of(chosen.dtype, chosen.shape))
-            values = torch.empty(chosen.shape, dtype=DTYPES[chosen.dtype])
+            values = torch.empty(chosen.shape, dtype=DTYPES[chosen.dtype], device="cpu")
             self.fresh.append(Target(chosen, 0, values))
             self._values[found.name] = values
         return self._values[found.name]

@@ -16,7 +16,7 @@ A bad byte ends [3] on all ranks, before anything that the user can see has chan
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,7 @@ from echelon.errors import (
 )
 from echelon.world.run import entered
 
-__all__ = ["Loaded", "Request", "folders_to_try", "load_step"]
+__all__ = ["Loaded", "Request", "folders_to_try", "load_step", "went_away"]
 
 
 @final
@@ -105,7 +105,7 @@ def folders_to_try(
     """
     asked: dict[str, Json] = {"call": "load", "directory": str(request.root)}
     asked |= {"step": request.step, "strict": request.strict, "fallback": request.fallback}
-    asked |= {"rng": request.rng, "names": contents.names}
+    asked |= {"rng": request.rng, "names": contents.names, "kinds": contents.kinds}
 
     def look() -> Json:
         _check_stateful(contents)
@@ -115,12 +115,25 @@ def folders_to_try(
     return [(step, Path(folder)) for step, folder in found]
 
 
+def went_away(council: Council, tried: Sequence[tuple[int, Path]]) -> bool:
+    """Whether one of the steps is not there any more, as after a save with ``keep``.
+
+    All ranks call it.
+    """
+
+    def look() -> Json:
+        return council.rank == 0 and any(not folder.is_dir() for _, folder in tried)
+
+    found: bool = council.all_do("whether steps are still there", look)[0]
+    return found
+
+
 def _steps_to_try(request: Request) -> list[tuple[int, str]]:
     root = request.root
     own = step_of(root.name)
-    if request.step is None and own is not None and root.is_dir():
-        return [(own, str(root))]
     known = files.steps(root)
+    if request.step is None and own is not None and root.is_dir() and not known:
+        return [(own, str(root))]
     newest = max(known, default=-1) if request.step is None else request.step
     if newest not in known:
         if request.step is None:

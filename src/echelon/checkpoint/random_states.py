@@ -20,7 +20,7 @@ from torch import Tensor
 
 from echelon import streams
 from echelon.checkpoint.checksum import checksum
-from echelon.errors import CheckpointCorrupt
+from echelon.errors import ArgumentError, CheckpointCorrupt
 
 __all__ = ["GENERATORS", "RandomStates", "random_states"]
 
@@ -32,11 +32,20 @@ def random_states(device: torch.device) -> dict[str, Any]:
     """What the generators of this rank would go on from.
 
     Simulated ranks share those of Python, NumPy and the device.
+
+    Raises:
+        ArgumentError: that of NumPy was exchanged for another kind.
     """
     version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = np.random.get_state(legacy=True)
+    if not isinstance(state, tuple):
+        raise ArgumentError(
+            f"NumPy's global generator is a {state['bit_generator']} and not the MT19937 that it "
+            "begins with, so its state cannot be saved: give rng=False, and the state by a name"
+        )
+    kind, keys, position, has_gauss, cached = state
     return {
-        "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
+        "python": [version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), gauss],
         "numpy": [kind, _tensor(keys), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
         "device": streams.random_state(device),

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from echelon.checkpoint.fitting import Fitting
 from echelon.checkpoint.optimizers import Owners, Tensorial, number_of, ranges_of, state_name
 from echelon.checkpoint.part import Json
+from echelon.checkpoint.tensors import is_ordinary
 from echelon.errors import CheckpointError
 from echelon.held import Held
 
@@ -32,6 +33,7 @@ class Restoring:
         fitting: where its tensors are noted.
     """
 
+    @torch.inference_mode(mode=False)  # steps will write what is made here
     def __init__(
         self, name: str, optimizer: Optimizer, section: Json, owners: Owners, fitting: Fitting
     ) -> None:
@@ -47,6 +49,7 @@ class Restoring:
                 if state is not None:
                     self._states[param] = state
 
+    @torch.inference_mode(mode=False)
     def install(self) -> None:
         """Give the optimizer its options and states. The memory of new ones is filled by now.
 
@@ -84,8 +87,10 @@ class Restoring:
         )
         for param, own in self._states.items():  # torch casts to the dtype of the parameter
             for key, value in own.items():
-                if isinstance(value, Tensor) and value.dim():
-                    optimizer.state[param][key] = value
+                if isinstance(value, Tensor):
+                    cast = optimizer.state[param].get(key)
+                    number = isinstance(cast, Tensor) and not value.dim()
+                    optimizer.state[param][key] = value.to(cast.device) if number else value
 
     def _match(self, ranges: Owners) -> list[dict[str, Any]]:
         """For each group the options of the saved one that has its parameters."""
@@ -153,9 +158,10 @@ class Restoring:
             for held, of_state in zip(own, names, strict=True)
             if self._fitting.fits(of_state, held.shape)
         ]
-        is_live = isinstance(live, Tensor) and (live.shape, live.dtype) == (
-            param.shape,
-            tensorial.dtype,
+        is_live = (
+            isinstance(live, Tensor)
+            and (live.shape, live.dtype) == (param.shape, tensorial.dtype)
+            and is_ordinary(live)
         )
         values: Tensor = param  # nothing is written where nothing fits
         if is_live:

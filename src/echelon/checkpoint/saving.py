@@ -85,6 +85,7 @@ class Saving:
 
         asked: dict[str, Json] = {"call": call, "directory": str(self._root), "step": self._step}
         asked |= {"keep": self._keep, "rng": rng, "names": contents.names}
+        asked["kinds"] = contents.kinds
         try:
             told = self._council.all_do("a request to save", request, asked)
             self._made = self._root / told[0]["made"]

@@ -9,7 +9,16 @@ from torch import Tensor
 from echelon.checkpoint.checksum import Checksum
 from echelon.streams import is_cpu
 
-__all__ = ["bytes_of", "copy_aside", "digest_of", "is_plain", "land", "landing", "memory_of"]
+__all__ = [
+    "bytes_of",
+    "copy_aside",
+    "digest_of",
+    "is_ordinary",
+    "is_plain",
+    "land",
+    "landing",
+    "memory_of",
+]
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -19,6 +28,15 @@ def is_plain(tensor: Tensor) -> bool:
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()
+    )
+
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether it has a place of its own for each element, where one can be written."""
+    return (
+        tensor.layout == torch.strided
+        and not tensor.is_meta
+        and torch._debug_has_internal_overlap(tensor) != 1
     )
 
 
@@ -58,7 +76,7 @@ def landing(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if is_plain(tensor) and tensor.dtype == dtype:
         return tensor.detach().view(-1)
-    return torch.empty(tensor.numel(), dtype=dtype)
+    return torch.empty(tensor.numel(), dtype=dtype, device="cpu")
 
 
 def land(tensor: Tensor, landed: Tensor) -> None:

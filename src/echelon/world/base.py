@@ -126,7 +126,7 @@ class World:
         if self._closed:
             return
         self._closed = True
-        if error is None:
+        if error is None or isinstance(error, SystemExit):  # the script's own way to end
             try:
                 self.group.prepare_close()
             except BaseException as problem:

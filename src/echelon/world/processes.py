@@ -139,6 +139,7 @@ def call(fn: Callable[..., Any], world: World, args: tuple[Any, ...]) -> Any:
         return fn(world, *args)
     except SystemExit as end:
         if end.code not in (None, 0):
+            world.group.prepare_close()  # this rank has not failed: it leaves
             raise
         return None
 
