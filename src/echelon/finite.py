@@ -179,7 +179,7 @@ class FiniteGuard:
         total = torch.zeros(1, dtype=torch.float64, device=device)
         for value in (seen.loss, seen.norm):
             if value is not None:
-                total += _wide(value).abs().sum().to(device)
+                total += value.abs().sum().to(device)
         for kind in by_kind(self._gradients().values()) if seen.norm is None else ():
             # Narrow dtypes have norms that they cannot hold.
             dtype = torch.float32 if kind[0].dtype.itemsize < 4 else None
@@ -220,7 +220,6 @@ def _text(values: Tensor | None) -> str:
     """``nan``, or ``2 nan, 1 -inf of 6``; empty if all is finite."""
     if values is None:
         return ""
-    values = _wide(values)
     parts = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     counts = {
         "nan": int(parts.isnan().sum()),
@@ -241,7 +240,7 @@ def _wide(values: Tensor) -> Tensor:
 
 def _number(name: str, value: object) -> Tensor:
     if isinstance(value, Tensor) and value.dtype != torch.bool:
-        return value.detach()
+        return _wide(value.detach())
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             found = float(value)

@@ -255,7 +255,7 @@ def test_verify_names_the_damaged_tensor_and_fails(tmp_path: Path) -> None:
     code, text = invoke("verify", tmp_path)
     assert code == 1
     assert "'model/bias'" in text
-    # Its manifest is that of another step whose bytes are whole.
+    # The manifests alone are the same.
     code, text = invoke("diff", path, path)
     assert code == 2
     assert "'model/bias'" in text

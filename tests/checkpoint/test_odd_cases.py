@@ -116,26 +116,29 @@ def test_a_run_may_be_named_like_a_step(tmp_path: Path) -> None:
 
 
 def test_a_fork_does_not_keep_the_lock_of_a_job_that_was_killed(tmp_path: Path) -> None:
+    reader, writer = os.pipe()  # the fork lives until nobody holds the writing end
+
     def job() -> None:
+        os.close(writer)
         ec.async_save(tmp_path, step=1, value=torch.zeros(30_000_000))
         while not list(tmp_path.glob(".saving-*")):
             time.sleep(0.001)
         if os.fork() == 0:
-            time.sleep(20)
+            os.read(reader, 1)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    reader, writer = os.pipe()
     if not (pid := os.fork()):
-        os.close(reader)
         job()
-    os.close(writer)
-    os.waitpid(pid, 0)
-    start_s = time.monotonic()
-    ec.save(tmp_path, step=2, value=1)
-    assert time.monotonic() - start_s < 10  # the fork lives on
-    assert ec.steps(tmp_path)[-1] == 2
-    os.close(reader)
+    try:
+        os.waitpid(pid, 0)
+        start_s = time.monotonic()
+        ec.save(tmp_path, step=2, value=1)
+        assert time.monotonic() - start_s < 10  # the fork lives on
+        assert ec.steps(tmp_path)[-1] == 2
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 def removes(world: World, folder: Path) -> int:

@@ -171,14 +171,15 @@ def load(
     _check_request(request)
     _settle(contents.group)
     council = Council(contents.group, root)
-    for _ in range(_MOST_LOOKS - 1):
+    looks = 0
+    while True:
+        looks += 1
         tried = folders_to_try(council, contents, request)
         try:
             return _load_first(tried, council, contents, request)
         except CheckpointError:
-            if not went_away(council, tried):
+            if looks == _MOST_LOOKS or not went_away(council, tried):
                 raise
-    return _load_first(folders_to_try(council, contents, request), council, contents, request)
 
 
 def _load_first(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from echelon.checkpoint.checksum import Checksum
 from echelon.streams import is_cpu
+from echelon.world.flat import is_expanded
 
 __all__ = [
     "bytes_of",
@@ -33,11 +34,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def is_ordinary(tensor: Tensor) -> bool:
     """Whether it has a place of its own for each element, where one can be written."""
-    return (
-        tensor.layout == torch.strided
-        and not tensor.is_meta
-        and torch._debug_has_internal_overlap(tensor) != 1
-    )
+    return tensor.layout == torch.strided and not tensor.is_meta and not is_expanded(tensor)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -18,9 +18,9 @@ from echelon.checkpoint import files
 from echelon.checkpoint.format import step_name, step_of
 from echelon.checkpoint.interchange.native import (
     SavedTensors,
-    beside_tensors,
     model_in,
     names_that_fit,
+    others_in,
     read_step,
     write_step,
 )
@@ -139,16 +139,17 @@ def convert(source: Path, target: Path, options: Options) -> Converted:
     target = Path(os.path.abspath(target))
     if form_of(source) is Form.ECHELON and made is Form.SAFETENSORS:
         with _verified(source, options) as step:
-            tensors = SavedTensors(step, model_in(step, options.section))
+            model = model_in(step, options.section)
+            tensors = SavedTensors(step, model)
             written = write_plain(tensors, target, options.shard_nbytes)
             _compare(tensors, PlainFiles(target), target)
-            beside = () if options.weights_only else beside_tensors(step, options.section)
+            beside = () if options.weights_only else others_in(step, model)
         return Converted(written, beside)
     state = _read(source, options)
     if made is Form.SAFETENSORS:
         raise ArgumentError("make a checkpoint of echelon of it first, and safetensors of that")
     if made is Form.ECHELON:
-        number = _number_of(source) if options.step is None else options.step
+        number = state.step if options.step is None else options.step
         written = [write_step(state, target, number)]
         with Step(written[0]) as step:
             _compare(state.model, SavedTensors(step, "model"), target)
@@ -169,13 +170,6 @@ def _as_dcp_keeps(found: Mapping[str, Any]) -> dict[str, Any]:
         key: _as_dcp_keeps(one) if isinstance(one, Mapping) else one for key, one in found.items()
     }
     return {key: one for key, one in kept.items() if not (isinstance(one, dict) and not one)}
-
-
-def _number_of(source: Path) -> int:
-    """The number of the newest step of a source, or 0."""
-    number = step_of(step_at(source).name) if form_of(source) is Form.ECHELON else 0
-    assert number is not None, "step_at gives the folder of a step"
-    return number
 
 
 def _form_to_make(target: Path, options: Options) -> Form:
@@ -214,7 +208,7 @@ def _read(source: Path, options: Options) -> PlainState:
                 "author put there. If you have written it, say --trust-pickle"
             )
         state = from_nested(read_dcp(source), source)
-    return PlainState(model=state.model) if options.weights_only else state
+    return PlainState(model=state.model, step=state.step) if options.weights_only else state
 
 
 def _without_optimizer(found: Mapping[str, Any]) -> dict[str, Any]:

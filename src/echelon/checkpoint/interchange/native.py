@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -19,9 +19,9 @@ from echelon.errors import ArgumentError
 
 __all__ = [
     "SavedTensors",
-    "beside_tensors",
     "model_in",
     "names_that_fit",
+    "others_in",
     "read_step",
     "write_step",
 ]
@@ -92,23 +92,22 @@ def read_step(step: Step, section: str | None = None) -> PlainState:
         made = named[name] = named_optimizer(tree, groups)
     loaded = api.load(step.folder, rng=False, **{model: tree, **named, **states})
     values = {**loaded.values, **{name: one.found for name, one in states.items()}}
-    taken = {model, *[*named][-1:], *values}
+    taken = {*[*named][-1:], *values}
     return PlainState(
         model=tree.state_dict(),
         optimizer=None if made is None else _state_by_name(made, tree),
         values=values,
+        step=step.manifest.step,
         left_out=(
-            *sorted(step.sections.keys() - taken),
-            *step.sections[model]["extras"],
+            *others_in(step, model, taken),
             *(f"{name} of ranks other than the first" for name in loaded.apart if name in values),
         ),
     )
 
 
-def beside_tensors(step: Step, section: str | None) -> tuple[str, ...]:
-    """What a step has beside the tensors of one model, by name."""
-    model = model_in(step, section)
-    return (*sorted(step.sections.keys() - {model}), *step.sections[model]["extras"])
+def others_in(step: Step, model: str, taken: Collection[str] = ()) -> tuple[str, ...]:
+    """The names of what a step has beside the tensors of a model and what was ``taken``."""
+    return (*sorted(step.sections.keys() - {model, *taken}), *step.sections[model]["extras"])
 
 
 @final

@@ -26,12 +26,14 @@ class PlainState:
         model: tensors by name.
         optimizer: ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``.
         values: anything else.
+        step: its number; 0 where the form has none.
         left_out: names of what there was and no other form takes.
     """
 
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Any] | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
+    step: int = 0
     left_out: tuple[str, ...] = ()
 
 
