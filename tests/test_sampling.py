@@ -238,6 +238,13 @@ def test_a_loader_of_other_samples_is_refused(options: dict[str, Any], message: 
         sampler.batches(DataLoader(**{"dataset": Numbers(), **options}))
 
 
+@pytest.mark.parametrize("loader", [None, 3, DataLoader])
+def test_what_is_no_loader_is_refused(loader: Any) -> None:
+    sampler = ec.ResumableSampler(NUM_SAMPLES, BATCH, (0, 1))
+    with pytest.raises(ArgumentError, match=r"loader is .*give DataLoader"):
+        sampler.batches(loader)
+
+
 def test_a_loader_that_drops_or_invents_batches_is_named() -> None:
     sampler = ec.ResumableSampler(NUM_SAMPLES, BATCH, ALONE)
 

@@ -299,6 +299,8 @@ class ResumableSampler(Sampler[Any]):
     def _is_single(self, loader: object) -> bool:
         """Whether ``loader`` asks for samples one by one; refuse one that reads others."""
         if not isinstance(loader, DataLoader):
+            if not isinstance(loader, Iterable):
+                raise ArgumentError(f"loader is {loader!r:.80}: {_USE_AS}")
             return False
         dataset, num_samples = loader.dataset, self._order.num_samples
         if isinstance(dataset, Sized) and len(dataset) != num_samples:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon.errors import ArgumentError, CheckpointError, CheckpointNotFound
+from echelon.errors import ArgumentError, CheckpointError, CheckpointNotFound, UnsupportedError
 from echelon.world.base import World
 from tests.checkpoint.whole import check_equal
 
@@ -75,6 +75,30 @@ def test_a_state_that_cannot_be_written_is_exchanged(tmp_path: Path) -> None:
     optimizer.state[model.weight]["exp_avg"] = torch.ones(1).expand(2, 2)
     ec.load(tmp_path, model=model, optimizer=optimizer)
     check_equal(optimizer.state[model.weight]["exp_avg"], expected)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda o: o.param_groups[0]["params"].pop(), r"a state of a parameter of shape \(2,\)"),
+        (lambda o: o.state.update(seen=3), "a state of 'seen' that is in none of its groups"),
+        (lambda o: o.state.update({o.param_groups[0]["params"][0]: [1]}), r"keeps \[1\] as the"),
+        (lambda o: o.state[o.param_groups[0]["params"][0]].update({0: 1}), "keys are names"),
+    ],
+)
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_a_state_that_is_no_parameter_s_or_has_no_names_is_refused(
+    call: str, spoil: Any, message: str, tmp_path: Path
+) -> None:
+    model, optimizer = stepped(torch.optim.Adam, torch.float32)
+    ec.save(tmp_path, step=3, model=model, optimizer=optimizer)
+    spoil(optimizer)
+    with pytest.raises((ArgumentError, UnsupportedError), match=message):
+        if call == "save":
+            ec.save(tmp_path, step=4, model=model, optimizer=optimizer)
+        else:
+            ec.load(tmp_path, model=model, optimizer=optimizer)
+    assert ec.steps(tmp_path) == [3]
 
 
 def test_what_was_loaded_in_inference_mode_can_be_trained(tmp_path: Path) -> None:

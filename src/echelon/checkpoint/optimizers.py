@@ -79,7 +79,8 @@ def ranges_of(name: str, optimizer: Optimizer, owners: Owners) -> Owners:
     """The ranges of the parameters of an optimizer.
 
     Raises:
-        ArgumentError: one is of no model that is saved or loaded with it.
+        ArgumentError: one is of no model that is saved or loaded with it, or a state is of none.
+        UnsupportedError: a state is not one value for each name.
     """
     found = {}
     for i, group in enumerate(optimizer.param_groups):
@@ -93,7 +94,24 @@ def ranges_of(name: str, optimizer: Optimizer, owners: Owners) -> Owners:
                 )
             else:
                 found[param] = ()
+    for owner, own in optimizer.state.items():
+        if owner not in found:
+            raise ArgumentError(
+                f"{name!r} has a state of {_described(owner)} that is in none of its groups: put "
+                "it back into one, or take its state out of optimizer.state"
+            )
+        if not isinstance(own, Mapping) or not all(type(key) is str for key in own):
+            raise UnsupportedError(
+                f"{name!r} keeps {own!r:.80} as the state of {_described(owner)}: a checkpoint "
+                "takes a dict whose keys are names"
+            )
     return found
+
+
+def _described(owner: object) -> str:
+    if isinstance(owner, Tensor):
+        return f"a parameter of shape {tuple(owner.shape)}"
+    return f"{owner!r:.80}"
 
 
 def states_of(optimizer: Optimizer) -> Iterator[State]:
