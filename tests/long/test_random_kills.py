@@ -7,8 +7,10 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ from tests.checkpoint.whole import State, check_equal, whole_state
 
 NUM_STEPS, EVERY = 60, 3
 PARTS, KILLS = 10, 10  # in each part
-LEAST_IN_SAVES = 3  # of each part, or the test has proven too little
+LEAST_IN_SAVES = 3  # of each part, which goes on until it has them
 LAYOUTS_OF_PARTS = ("ddp2", "fsdp2", "pp2")
 
 
@@ -60,7 +62,10 @@ def straight(world: World, layout: str) -> dict[int, State]:
 
 
 class Killer(threading.Thread):
-    """Kills a rank of the next job: at a random time, or while a save is under way."""
+    """Kills a rank of the next job: at a random time, or while a save is under way.
+
+    To aim at one it needs to know how long they last, which differs with the disk: the save before.
+    """
 
     def __init__(self, folder: Path, draw: random.Random, aims: bool) -> None:
         super().__init__(name="killer")
@@ -71,6 +76,12 @@ class Killer(threading.Thread):
 
     def _file(self, rank: int) -> Path:
         return self.folder.parent / f"pid-{rank}"
+
+    def _await(self, look: Callable[[], Any]) -> Any:
+        """What ``look`` gives as soon as it is something, or when the job has ended."""
+        while not (found := look()) and not self.over.is_set():
+            time.sleep(0.0002)
+        return found
 
     def run(self) -> None:
         rank, wait_s = self.draw.randrange(2), self.draw.random()
@@ -84,16 +95,24 @@ class Killer(threading.Thread):
             return  # it has ended
         try:
             if self.aims:
-                seen = under_way(self.folder)  # left by the one before
-                while not under_way(self.folder) - seen and not self.over.is_set():
-                    time.sleep(0.0002)
-                self.over.wait(wait_s * 0.05)
+                seen = saves(self.folder)  # left by the one before
+                seen |= self._await(lambda: saves(self.folder) - seen)
+                begun_s = time.monotonic()
+                self._await(lambda: not saves(self.folder) & seen)
+                lasted_s = time.monotonic() - begun_s
+                self._await(lambda: saves(self.folder) - seen)
+                self.over.wait(wait_s * lasted_s)
             else:
                 self.over.wait(wait_s * 0.5)
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
         finally:
             os.close(process)
+
+
+def saves(folder: Path) -> set[str]:
+    """Folders of saves that are no steps yet."""
+    return {name for name in under_way(folder) if name.startswith(".saving-")}
 
 
 def under_way(folder: Path) -> set[str]:
@@ -111,7 +130,7 @@ def test_a_job_whose_ranks_are_killed_ends_with_the_same_bits(part: int, tmp_pat
     layout = LAYOUTS_OF_PARTS[part % len(LAYOUTS_OF_PARTS)]
     expected = ec.run(straight, 2, args=(layout,))[0]
     kills = in_saves = jobs = 0
-    while kills < KILLS:
+    while kills < KILLS or in_saves < LEAST_IN_SAVES:
         jobs += 1
         folder = tmp_path / f"job-{jobs}" / "run"
         folder.parent.mkdir()
@@ -136,4 +155,4 @@ def test_a_job_whose_ranks_are_killed_ends_with_the_same_bits(part: int, tmp_pat
         for state in states:
             check_equal(state, expected[NUM_STEPS])
         assert not under_way(folder)
-    assert in_saves >= LEAST_IN_SAVES, f"{in_saves} of {kills} kills fell into a save"
+    print(f"{kills} kills, {in_saves} of them in a save")
