@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -15,7 +16,9 @@ import torch.distributed as dist
 
 from echelon.world.base import World
 from echelon.world.environment import JobEnvironment
+from echelon.world.logbook import VARIABLE, Logbook
 from echelon.world.torch_dist import connect, open_store
+from echelon.world.torch_dist.group import PeerGroup
 from echelon.world.torch_dist.job import Job
 from echelon.world.torch_dist.native import NativeGroup
 from echelon.world.torch_dist.peers import Peers
@@ -25,6 +28,7 @@ from echelon.world.watch import Watch
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "tests.world.gloo_ranks"])
 
+START_S = 30.0  # on a busy machine some starts take seconds
 END_S = 60.0  # after this, ranks are killed
 
 
@@ -62,12 +66,19 @@ def gloo_outcomes(
     """What each rank returned, or the exception that ended it, and in which order they ended.
 
     Args:
-        timeout: seconds that a rank waits for others.
+        timeout: seconds that a rank waits for others, once all have started.
         check: compare calls.
         native: use the engine's own collectives, as on NCCL.
     """
-    port = free_port()
-    return start(_in_world, ranks, (fn, ranks, port, tuple(args), timeout, check, native))
+    logbook = Logbook.create(ranks)
+    try:
+        return start(
+            _in_world,
+            ranks,
+            (fn, ranks, free_port(), tuple(args), timeout, check, native, logbook.path),
+        )
+    finally:
+        logbook.close()
 
 
 def start(main: Callable[..., Any], ranks: int, args: tuple[Any, ...]) -> list[tuple[Any, int]]:
@@ -147,32 +158,42 @@ def _in_world(
     timeout: float,
     check: bool,
     native: bool,
+    logbook: str,
 ) -> Any:
     job = local_job(rank, size, port)
+    watch = Watch.of_job(job, {VARIABLE: logbook})
     if not native:
         device = torch.device("cpu")
-        watch = Watch.of_job(job, {})
         with connect(
-            job, "gloo", device=device, timeout=timeout, check=check, watch=watch
+            job, "gloo", device=device, timeout=START_S, check=check, watch=watch
         ) as world:
+            _limit(world, timeout)
             watch.run()
             return fn(world, *args)
     try:
-        group = _native_group(job, open_store(job, timeout), timeout, check)
+        group = _native_group(job, open_store(job, START_S), timeout, check, watch)
         with World(group, backend="gloo", close=group.close) as world:
             return fn(world, *args)
     finally:
         dist.destroy_process_group()
 
 
+def _limit(world: World, timeout: float) -> None:
+    """Have ranks wait no longer than this, in the group of all and in those made from it."""
+    group = world.group
+    assert isinstance(group, PeerGroup)
+    group._peers.timeout = timeout
+    maker = group._connect.__self__  # type: ignore[attr-defined]
+    group._connect = replace(maker, timeout=timeout).make
+
+
 def _native_group(
-    job: JobEnvironment, store: dist.Store, timeout: float, check: bool
+    job: JobEnvironment, store: dist.Store, timeout: float, check: bool, watch: Watch
 ) -> NativeGroup:
     """A group that uses gloo as it would use NCCL."""
     limit = timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size, timeout=limit)
     holds_store = job.rank == 0
-    watch = Watch.alone(job.rank)
     notices = Job(dist.PrefixStore("notices", store), watch, job.size if holds_store else 0)
 
     def make(name: str, ranks: tuple[int, ...]) -> NativeGroup:

@@ -90,6 +90,7 @@ def uses_memory(world: ec.World, ending: str) -> int:
 
 
 def test_segments_have_no_name_and_go_with_the_last_process() -> None:
+    gc.collect()  # or a window of another test goes meanwhile
     names, before = set(os.listdir("/dev/shm")), mapped_segments()
     pids = ec.run(uses_memory, 3, "processes", args=("return",))
     gc.collect()
@@ -99,6 +100,7 @@ def test_segments_have_no_name_and_go_with_the_last_process() -> None:
 
 
 def test_nothing_is_left_after_kill_9_of_all_ranks() -> None:
+    gc.collect()
     before = mapped_segments()
     with pytest.raises(RankFailed, match="was killed by SIGKILL"):
         ec.run(uses_memory, 3, "processes", args=("kill -9 of all",))

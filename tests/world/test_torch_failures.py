@@ -22,11 +22,10 @@ from echelon.errors import (
 )
 from echelon.world.base import World
 from echelon.world.environment import environment
-from echelon.world.signature import Call, Place
 from echelon.world.torch_dist import connect, from_process_group, open_store
-from echelon.world.torch_dist.notices import Notice, conclude
-from echelon.world.torch_dist.start import check_wanted
-from echelon.world.work import Ticket
+from echelon.world.torch_dist.job import GRACE_LOST_S
+from echelon.world.torch_dist.peers import Engine
+from echelon.world.torch_dist.start import _Maker, check_wanted
 from tests.children import environ
 from tests.world.gloo_ranks import Died, free_port, gloo_outcomes, local_job, start
 
@@ -69,6 +68,30 @@ def expect_another_length(world: World) -> None:
     world.group.all_to_all_single(torch.empty(sum(splits)), torch.ones(size), splits, [1] * size)
 
 
+def say_late_why_it_left(world: World, after_s: float) -> None:
+    world.group.barrier()
+    if world.rank == 1:
+        world.group._peers.sever()  # as an engine does when a wait is over
+        time.sleep(after_s)
+        raise ValueError("boom")
+    world.group.all_reduce(torch.ones(10))
+
+
+def start_on_one_rank_alone(rank: int, port: int) -> None:
+    if rank == 1:
+        begin = _Maker._start_gloo
+
+        def begin_in_vain(self: _Maker, *args: Any) -> Engine:
+            begin(self, *args)
+            raise RuntimeError("no such interface")
+
+        _Maker._start_gloo = begin_in_vain  # type: ignore[method-assign]
+    with connect(
+        local_job(rank, 2, port), "gloo", device=torch.device("cpu"), timeout=10.0
+    ) as world:
+        world.group.barrier()
+
+
 def send_another_length(world: World) -> None:
     if world.rank == 0:
         world.group.send(torch.ones(6), 1)
@@ -81,6 +104,19 @@ def wait_in_a_chain(world: World) -> None:
     if world.rank == 0:
         raise KeyError("first")
     world.group.recv(torch.ones(1), world.rank - 1)
+
+
+def wait_in_a_chain_and_stay(world: World) -> float:
+    world.group.barrier()
+    start_s = time.monotonic()
+    if world.rank == 2:
+        raise KeyError("first")
+    with pytest.raises(RankFailed, match="raised KeyError: 'first'"):
+        world.group.recv(torch.ones(1), world.rank + 1)
+    heard_s = time.monotonic() - start_s
+    if world.rank == 1:
+        time.sleep(TIMEOUT_S)
+    return heard_s
 
 
 def use_it_after_a_failure(world: World) -> str:
@@ -193,9 +229,24 @@ def test_calls_that_differ_never_meet_and_are_shown_after_the_timeout(
     fn: Callable[[World], None],
 ) -> None:
     found = errors(fn, ranks=2)
-    for error in found:
-        assert isinstance(error, CollectiveMismatch)
-        assert sorted(error.calls) == [0, 1]
+    assert [type(error) for error in found] == [CollectiveMismatch] * 2, found
+    assert [sorted(error.calls) for error in found] == [[0, 1]] * 2
+
+
+def test_a_rank_that_lives_is_given_time_to_say_why_its_connection_closed() -> None:
+    found = errors(say_late_why_it_left, ranks=2, timeout=20.0, args=(GRACE_LOST_S + 1.0,))
+    assert isinstance(found[0], RankFailed)
+    assert found[0].cause == "raised ValueError: boom"
+
+
+def test_a_rank_that_cannot_start_its_engine_says_so_to_those_that_have() -> None:
+    (ready, _), (failed, _) = start(start_on_one_rank_alone, 2, (free_port(),))
+    assert isinstance(failed, WorldError)
+    assert isinstance(ready, RankFailed)
+    assert ready.failed_rank == 1
+    assert ready.cause.startswith(
+        "raised WorldError: rank 1 of 2 could not start gloo: no such interface"
+    )
 
 
 def test_the_first_cause_is_found_behind_ranks_that_only_follow() -> None:
@@ -204,6 +255,12 @@ def test_the_first_cause_is_found_behind_ranks_that_only_follow() -> None:
     for error in found[1:]:
         assert isinstance(error, RankFailed)
         assert (error.failed_rank, error.cause) == (0, "raised KeyError: 'first'")
+
+
+def test_a_rank_that_has_failed_but_stays_holds_up_nobody() -> None:
+    found = errors(wait_in_a_chain_and_stay, timeout=10 * TIMEOUT_S)
+    assert max(found[:2]) < TIMEOUT_S
+    assert isinstance(found[2], KeyError)
 
 
 def test_slurm_variables_start_a_world() -> None:
@@ -276,61 +333,3 @@ def test_echelon_check_is_read_and_other_values_are_refused() -> None:
     assert check_wanted({}) is False
     with pytest.raises(WorldError, match="ECHELON_CHECK is 'yes'"):
         check_wanted({"ECHELON_CHECK": "yes"})
-
-
-def ticket(rank: int, call: Call, position: int = 4) -> Ticket:
-    return Ticket(call, Place("train.py", 10 + rank, "main"), position, "world", rank, True)
-
-
-REDUCE = Call("all_reduce", torch.float32, (10,), "sum")
-GATHER = Call("all_gather_single", torch.float32, (10,))
-
-
-def test_a_notice_survives_the_store() -> None:
-    notice = Notice.of(ticket(1, REDUCE), late=True, missing=[2], seconds=1.5, sends=(1, 2))
-    assert Notice.load(notice.dump()) == notice
-
-
-def test_a_timeout_without_notices_names_those_that_were_waited_for() -> None:
-    mine = Notice.of(ticket(0, REDUCE), late=True, missing=[1, 2], seconds=3.0)
-    error, final = conclude(mine, {}, (0, 1, 2))
-    assert isinstance(error, CommTimeout)
-    assert (error.missing, final) == ((1, 2), False)
-
-
-def test_a_rank_that_waits_for_another_one_is_not_blamed() -> None:
-    mine = Notice.of(ticket(0, REDUCE), late=False, missing=[1], seconds=3.0)
-    theirs = Notice.of(ticket(1, REDUCE), late=True, missing=[2], seconds=3.0)
-    error, _ = conclude(mine, {1: theirs}, (0, 1, 2))
-    assert isinstance(error, RankFailed)
-    assert error.failed_rank == 2
-    assert "did not come: rank 1 waited 3.0 s for it" in error.cause
-
-
-def test_a_rank_that_came_too_late_learns_who_gave_up() -> None:
-    mine = Notice.of(ticket(0, REDUCE), late=False, missing=[1], seconds=0.1)
-    theirs = Notice.of(ticket(1, REDUCE), late=True, missing=[0], seconds=3.0)
-    error, _ = conclude(mine, {1: theirs}, (0, 1))
-    assert "rank 1 gave up after it had waited 3.0 s for this rank" in str(error)
-
-
-def test_calls_of_one_position_are_compared() -> None:
-    mine = Notice.of(ticket(0, REDUCE), late=True, missing=[1], seconds=3.0)
-    other = Notice.of(ticket(1, GATHER), late=False, missing=[0], seconds=0.1)
-    error, final = conclude(mine, {1: other}, (0, 1))
-    assert isinstance(error, CollectiveMismatch)
-    assert final
-
-
-def test_calls_of_other_positions_are_not_compared() -> None:
-    mine = Notice.of(ticket(0, REDUCE), late=True, missing=[1], seconds=3.0)
-    other = Notice.of(ticket(1, GATHER, position=9), late=True, missing=[2], seconds=3.0)
-    error, _ = conclude(mine, {1: other}, (0, 1, 2))
-    assert isinstance(error, CommTimeout)
-    assert "rank 1 waits in all_gather_single float32[10]" in str(error)
-
-
-def test_without_a_store_nobody_is_said_to_have_died() -> None:
-    mine = Notice.of(ticket(0, REDUCE), late=False, missing=[1], seconds=0.1)
-    error, _ = conclude(mine, {}, (0, 1), True)
-    assert "why is not known, because the store is gone" in str(error)

@@ -20,9 +20,11 @@ __all__ = ["Job"]
 _T = TypeVar("_T")
 
 # How long a rank in trouble waits for the notices of others before it says what it knows itself.
-# A rank that timed out has lost its connections before it could write why.
+# A rank that timed out has lost its connections before it could write why. Where the logbook says
+# that it lives it will write, if late: its host may be busy.
 GRACE_S = 1.0
 GRACE_LOST_S = 2.0
+GRACE_ALIVE_S = 10.0
 # A store behind a cut link never answers: a call to it is given up after this time.
 STORE_S = 2.0
 # How long the rank that holds the store stays for the others, so that they can still read notices.
@@ -86,15 +88,23 @@ class Job:
             if not knows_more_later:
                 self._post(mine)
             others = [rank for rank in ranks if rank != self.rank]
-            end = time.monotonic() + (GRACE_LOST_S if knows_more_later else GRACE_S)
+            start_s = time.monotonic()
             last = False
             while True:
                 seen = self._ask(lambda: self._read(others)) or {}
-                error, certain = conclude(mine, seen, tuple(ranks), self._store_gone)
-                if certain or self._store_gone or last or time.monotonic() > end:
+                ended = {rank: self._has_ended(rank) for rank in mine.missing}
+                alive = [rank for rank, has_ended in ended.items() if has_ended is False]
+                waited_s = time.monotonic() - start_s
+                error, certain = conclude(
+                    mine, seen, tuple(ranks), blind=self._store_gone, alive=alive, seconds=waited_s
+                )
+                grace_s = GRACE_LOST_S if knows_more_later else GRACE_S
+                if knows_more_later and alive:
+                    grace_s = GRACE_ALIVE_S
+                if certain or self._store_gone or last or waited_s > grace_s:
                     break
                 # Whoever has ended writes no more, but may have written since we read.
-                last = bool(mine.missing) and all(map(self._has_ended, mine.missing))
+                last = bool(ended) and all(ended.values())
                 time.sleep(0.0 if last else 0.05)
             if isinstance(error, CommTimeout):
                 error = self.watch.explained(error)
@@ -136,9 +146,10 @@ class Job:
             closed = self._ask(lambda: self.store.add("closed", 0))
         self.watch.close()
 
-    def _has_ended(self, rank: int) -> bool:
+    def _has_ended(self, rank: int) -> bool | None:
+        """Whether the process of a rank has ended; None where that cannot be seen from here."""
         entry = self.watch.entry(rank)
-        return entry is not None and entry.ended
+        return None if entry is None else entry.ended
 
     def _post(self, notice: Notice) -> None:
         """Write the first notice of this rank; later ones are its consequences."""

@@ -108,7 +108,13 @@ class Notice:
 
 
 def conclude(
-    mine: Notice, seen: Mapping[int, Notice], ranks: tuple[int, ...], blind: bool = False
+    mine: Notice,
+    seen: Mapping[int, Notice],
+    ranks: tuple[int, ...],
+    *,
+    blind: bool = False,
+    alive: Sequence[int] = (),
+    seconds: float = 0.0,
 ) -> tuple[CommError, bool]:
     """What this rank raises, given the notices of others, and whether that is final.
 
@@ -117,6 +123,8 @@ def conclude(
         seen: notices of other ranks, by rank in the job.
         ranks: the group's ranks in the job, in order.
         blind: the store is gone, so a rank without a notice may have written one.
+        alive: ranks in the job whose processes are known to live.
+        seconds: for how long notices have been looked for.
     """
     mismatch = _mismatch(mine, seen, ranks)
     if mismatch is not None:
@@ -131,10 +139,14 @@ def conclude(
         root, cause = _blame(notice, mine.rank)
         return RankFailed(root, cause, doing), notice.reason is not Reason.TIMEOUT
     if mine.reason is Reason.LOST:
+        failed = (silent or missing)[0]
         cause = "died: its connection closed without a word (killed, crashed or exited)"
         if blind:
             cause = "closed its connection; why is not known, because the store is gone, too"
-        return RankFailed((silent or missing)[0], cause, doing), False
+        elif failed in alive:
+            waited = f"but has not said why in {seconds:.1f} s"
+            cause = f"closed its connection; its process lives, {waited}"
+        return RankFailed(failed, cause, doing), False
     others = "\n".join(
         f"  rank {notice.rank} waits in {notice.call} of group {notice.group!r} at {notice.place}"
         for notice in known

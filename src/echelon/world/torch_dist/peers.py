@@ -13,6 +13,7 @@ Numbers that wrap round do no harm, because messages of one tag are matched in o
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -174,9 +175,10 @@ class Peers:
                 continue
             self.awaited = (peer,)
             self._tell(peer)
-            left = max(deadline - time.monotonic(), 0.001)
+            left = max(deadline - time.monotonic(), 0.0)
             try:
-                work.wait(timedelta(seconds=left))
+                # The engine counts whole milliseconds: rounded down, it would give up too early.
+                work.wait(timedelta(milliseconds=math.ceil(left * 1e3) + 1))
             except RuntimeError as error:
                 late = time.monotonic() >= deadline
                 raise PeerLost(_lost(pending, peer, late), late) from error
@@ -185,12 +187,12 @@ class Peers:
 
     def sever(self) -> None:
         """Break all connections: a wait that is over at once makes gloo close them."""
-        if self.size > 1 and self._engine is not None:
-            # The wait is meant to fail; a connection that is gone already needs no closing.
+        nothing = torch.zeros(1, dtype=torch.uint8)
+        for peer in self.others():
+            # A wait for a peer that is gone already fails as well, but closes nothing else.
             with suppress(RuntimeError):
-                peer = self.others()[0]
-                nothing = torch.zeros(1, dtype=torch.uint8)
-                self._engine.recv([nothing], peer, _NEVER_SENT).wait(_BRIEFLY)
+                if self._engine is not None:
+                    self._engine.recv([nothing], peer, _NEVER_SENT).wait(_BRIEFLY)
 
     def close(self) -> None:
         """Let go of the engine, which ends its threads."""

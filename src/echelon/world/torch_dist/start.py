@@ -80,8 +80,9 @@ def connect(
     meet(store, env, backend, timeout, watch)
     check_start(store, env, facts, timeout)
     holds_store = env.rank == 0 and not env.agent_store
+    job = Job(store, watch, env.size if holds_store else 0)
     maker = _Maker(
-        job=Job(store, watch, env.size if holds_store else 0),
+        job=job,
         backend=backend,
         device=device,
         timeout=timeout,
@@ -92,10 +93,12 @@ def connect(
     try:
         group = maker.make("world", tuple(range(env.size)))
     except RuntimeError as error:
-        raise WorldError(
+        failure = WorldError(
             f"rank {env.rank} of {env.size} could not start {backend}: {error}. On several hosts, "
             "GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) names the network interface to use."
-        ) from error
+        )
+        job.close(failure)  # the others may have started, and would take this one for dead
+        raise failure from error
     return _world(group, backend, env, watch)
 
 
