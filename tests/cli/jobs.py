@@ -60,7 +60,7 @@ class Job:
         script: the text of the script.
         launcher: what starts the script.
         options: of the launcher, before the script.
-        ignores: a signal that the caller ignores, as ``nohup`` does.
+        ignores: signals that the caller ignores, as ``nohup`` does.
         arguments: of the script.
     """
 

@@ -84,14 +84,23 @@ def test_a_launcher_that_is_killed_while_its_agent_starts_leaves_nothing(tmp_pat
         assert not (tmp_path / "ready-0").exists()
 
 
-@pytest.mark.parametrize("killed", ["launcher", "agent", "both"])
+@pytest.mark.parametrize(
+    ("killed", "ignores"),
+    [
+        ("launcher", None),
+        ("launcher", "INT QUIT"),  # as a shell starts it in the background of a script
+        ("agent", None),
+        ("both", None),
+    ],
+)
 def test_every_process_of_a_job_ends_with_its_launcher_and_with_its_agent(
-    killed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    killed: str, ignores: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = STAYS
     if killed == "both":  # then the kernel ends the ranks, and nobody is left to end their children
         script = script.replace('subprocess.Popen(["sleep", "300"])', "")
-    with Job(tmp_path, script, str(tmp_path), options=("--grace", "300")) as job:
+    options = ("--grace", "300")
+    with Job(tmp_path, script, str(tmp_path), options=options, ignores=ignores) as job:
         job.wait_for("ready-0", "ready-1")
         agent = job.agent()
         ours = [pid for pid in job.processes() if pid not in (agent, job.launcher.pid)]

@@ -277,9 +277,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     agent = LocalAgent(spec, logs, options.log_dir, options.grace, logbook)
     # torch's agent takes signals that are named here; this one must name some, and uses none.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
-    for number in (*STOP_SIGNALS, signal.SIGQUIT):
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it for SIGHUP
             signal.signal(number, agent.request_stop)
+    # With this one the kernel says that the launcher was killed. It must be heard in the background
+    # of a script, too, where a shell starts commands that ignore it.
+    signal.signal(signal.SIGQUIT, agent.request_stop)
     if options.end_with is not None:
         tether.tether(options.end_with, signal.SIGQUIT)
     if agent.stop is not None:
