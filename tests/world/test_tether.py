@@ -14,7 +14,7 @@ TETHERED = [sys.executable, "-I", "-S", tether.__file__]
 def test_a_tethered_program_ends_with_its_parent() -> None:
     parent = f"""
 import os, signal, subprocess
-child = subprocess.Popen({TETHERED} + [str(os.getpid()), "/bin/sh", "-c", "echo $$; exec sleep 300"])
+child = subprocess.Popen({TETHERED} + [str(os.getpid()), "/bin/sh", "-c", "echo $$; exec sleep 90"])
 signal.pause()
 """
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
