@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from echelon.world.listeners import Listener
+from echelon.world.process_status import ProcessStatus
 from tests.children import environ
 from tests.listeners import listeners_of
 
@@ -46,10 +47,8 @@ sys.exit(75)
 
 def has_ended(pid: int) -> bool:
     """Whether a process has ended; where nobody waits for orphans it may still be listed."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes() == b""
-    except OSError:
-        return True
+    status = ProcessStatus.of(pid)
+    return status is None or status.ended
 
 
 class Job:

@@ -22,6 +22,7 @@ from echelon.world.shm.direct import Direct
 from echelon.world.shm.segment import Segment
 from echelon.world.shm.staged import Staged
 from tests.children import environ
+from tests.cli.jobs import has_ended
 from tests.world import path_checks
 from tests.world.checking import refuses, same
 
@@ -119,14 +120,6 @@ def stay(world: ec.World, folder: str) -> None:
     world.group.barrier()
 
 
-def is_running(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
 def until(condition: Callable[[], bool], seconds: float) -> bool:
     """Whether ``condition`` becomes true within ``seconds``."""
     end = time.monotonic() + seconds
@@ -148,11 +141,11 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path) -> None:
         assert until(lambda: len(list(tmp_path.glob("*.pid"))) == 3, 60.0)
         time.sleep(0.1)  # they do what they are meant to do
         pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
-        assert all(map(is_running, pids))
+        assert not any(map(has_ended, pids))
     finally:
         caller.kill()
         caller.wait()
-    assert until(lambda: not any(map(is_running, pids)), 2.0)
+    assert until(lambda: all(map(has_ended, pids)), 2.0)
 
 
 def test_descriptors_do_not_grow_with_windows_and_groups() -> None:

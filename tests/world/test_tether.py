@@ -19,9 +19,11 @@ signal.pause()
 """
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        shell = int(process.stdout.readline())  # it has become the command, by the number it had
-        assert not has_ended(shell)
-        process.kill()
+        try:
+            shell = int(process.stdout.readline())  # becomes the command, by the number it had
+            assert not has_ended(shell)
+        finally:
+            process.kill()
     end = time.monotonic() + 10
     while not has_ended(shell):
         assert time.monotonic() < end
