@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.errors import StateError
+from echelon.pipeline.execute import Executor
+from echelon.pipeline.ir import Action
 from echelon.pipeline.timeline import Timeline
 from echelon.world.base import World
 from tests.pipeline.models import batch, build, mse
@@ -110,3 +112,18 @@ def test_what_was_not_measured_is_not_given() -> None:
             failed.costs  # noqa: B018
 
     ec.run(main, 2)
+
+
+def is_interrupted_before_it_waits(world: World) -> None:
+    do = Executor._do
+
+    def late(self: Executor, action: Action) -> None:
+        time.sleep(0.02 if str(action).startswith("0I") else 0.0)  # meanwhile the value comes
+        do(self, action)
+
+    Executor._do = late  # type: ignore[method-assign]
+    every_rank_has_the_timeline_of_all(world)
+
+
+def test_a_computation_starts_when_its_value_is_there_however_late_the_wait_begins() -> None:
+    ec.run(is_interrupted_before_it_waits, 2, "processes")

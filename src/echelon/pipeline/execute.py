@@ -107,6 +107,7 @@ class Executor:
     def _begin(self) -> None:
         self._batch: Batch | None = None
         self._waited_s = 0.0  # for what the action under way needs
+        self._start_s = 0.0  # of the action under way, where somebody listens
         self._recent: deque[Action] = deque(maxlen=_LAST)
         self._sending: dict[Action, Sending] = {}  # the oldest first
         self._values: dict[_Key, tuple[Form, list[Tensor]]] = {}  # inputs from a stage of ours
@@ -152,6 +153,7 @@ class Executor:
     def _tell(self, action: Action, *, training: bool) -> None:
         """Do it, and tell listeners how long it took and how much of that was waiting."""
         self._waited_s, start_s = 0.0, time.perf_counter()
+        self._start_s = start_s
         try:
             self._do(action)
         finally:
@@ -236,9 +238,8 @@ class Executor:
         if arrival is None:
             form, tensors = self._values.pop(key)
         else:
-            start_s = time.perf_counter()
             form, tensors = arrival.take()
-            self._waited_s = time.perf_counter() - start_s
+            self._waited_s = time.perf_counter() - self._start_s
             self._let_go(self._receipts.by_input.get(key, ()))
         self._input_forms[key] = tuple(one for one in form.tensors if one.requires_grad)
         return form.assemble(tensors)
@@ -322,9 +323,8 @@ class Executor:
         arrival = self._grad_arrivals.pop(key, None)
         if arrival is None:
             return self._grads.pop(key)
-        start_s = time.perf_counter()
         grads = arrival.take()
-        self._waited_s = time.perf_counter() - start_s
+        self._waited_s = time.perf_counter() - self._start_s
         self._let_go(self._receipts.by_gradient.get(key, ()))
         return grads
 
