@@ -30,6 +30,7 @@ DCP, DCP2, TORCH = "DCP", "DCP, 2 threads", "torch.save"
 # Into an optimizer that has its states already, and not into a new one.
 AGAIN, DCP_AGAIN = "echelon, in place", "DCP, in place"
 HASH = "XXH3 of a GiB"
+DISK = "the disk alone"  # as many bytes, written and synced, and nothing else
 
 
 def bars(task: str, technique: str) -> tuple[Bar, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint import AGAIN, BARE, DCP, DCP2, DCP_AGAIN, HASH, OURS, TORCH
+from checkpoint import AGAIN, BARE, DCP, DCP2, DCP_AGAIN, DISK, HASH, OURS, TORCH
 from pairs import Variant, alternate
 from peers import Peers
 from torch import nn
@@ -39,7 +39,8 @@ def measure_saves(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
     if settings["technique"] == "ddp":
         found["hash"] = hashing(peers, rounds)
     ours, theirs = make_ours(peers, settings["technique"], blocks), make_theirs(settings, blocks)
-    saves = _Saves(peers, Path(settings["folder"]), ours, theirs)
+    share_nbytes = blocks * BLOCK_NBYTES // peers.group.size
+    saves = _Saves(peers, Path(settings["folder"]), ours, theirs, share_nbytes)
     found["save"] = alternate(peers.group, saves.variants(), rounds).record()
     found["async save"] = warm(peers, saves.blocking(), rounds)
     saves.keep()
@@ -157,8 +158,11 @@ def no_checksums() -> Iterator[None]:
 class _Saves:
     """One state, saved in every way."""
 
-    def __init__(self, peers: Peers, place: Path, ours: Trained, theirs: Trained) -> None:
+    def __init__(
+        self, peers: Peers, place: Path, ours: Trained, theirs: Trained, share_nbytes: int
+    ) -> None:
         self._peers, self._place, self._ours, self._theirs = peers, place, ours, theirs
+        self._share_nbytes = share_nbytes
         self._numbers = count()
         self._waiting: list[Callable[[], object]] = []
 
@@ -170,6 +174,7 @@ class _Saves:
             self._variant(DCP, lambda path: self._dcp(path, 1)),
             self._variant(DCP2, lambda path: self._dcp(path, 2)),
             self._variant(TORCH, self._torch),
+            self._variant(DISK, self._disk),
         ]
 
     def blocking(self) -> list[Variant]:
@@ -218,6 +223,14 @@ class _Saves:
     def _dcp(self, path: Path, threads: int) -> None:
         state = dict(zip(("model", "optimizer"), get_state_dict(*self._theirs), strict=True))
         dcp.save(state, storage_writer=dcp.FileSystemWriter(path, thread_count=threads))
+
+    def _disk(self, path: Path) -> None:
+        """What no save can go below: the bytes of this rank, from a piece that is in the cache."""
+        piece = memoryview(bytearray(os.urandom(1 << 20)))
+        path.mkdir(exist_ok=True)
+        with no_checksums(), files.NewFile(path / f"{self._peers.rank}.bytes") as file:
+            for start in range(0, self._share_nbytes, len(piece)):
+                file.write(piece[: self._share_nbytes - start])
 
     def _torch(self, path: Path) -> None:
         """As a script does by hand: each rank what it has, or rank 0 alone where all are alike."""
