@@ -162,7 +162,7 @@ class _Saves:
         self, peers: Peers, place: Path, ours: Trained, theirs: Trained, share_nbytes: int
     ) -> None:
         self._peers, self._place, self._ours, self._theirs = peers, place, ours, theirs
-        self._share_nbytes = share_nbytes
+        self._share_nbytes, self._piece = share_nbytes, memoryview(os.urandom(1 << 20))
         self._numbers = count()
         self._waiting: list[Callable[[], object]] = []
 
@@ -226,11 +226,10 @@ class _Saves:
 
     def _disk(self, path: Path) -> None:
         """What no save can go below: the bytes of this rank, from a piece that is in the cache."""
-        piece = memoryview(bytearray(os.urandom(1 << 20)))
         path.mkdir(exist_ok=True)
         with no_checksums(), files.NewFile(path / f"{self._peers.rank}.bytes") as file:
-            for start in range(0, self._share_nbytes, len(piece)):
-                file.write(piece[: self._share_nbytes - start])
+            for start in range(0, self._share_nbytes, len(self._piece)):
+                file.write(self._piece[: self._share_nbytes - start])
 
     def _torch(self, path: Path) -> None:
         """As a script does by hand: each rank what it has, or rank 0 alone where all are alike."""

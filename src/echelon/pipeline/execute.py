@@ -152,15 +152,14 @@ class Executor:
 
     def _tell(self, action: Action, *, training: bool) -> None:
         """Do it, and tell listeners how long it took and how much of that was waiting."""
-        self._waited_s, start_s = 0.0, time.perf_counter()
-        self._start_s = start_s
+        self._waited_s, self._start_s = 0.0, time.perf_counter()
         try:
             self._do(action)
         finally:
             events.emit(
                 "pipeline.action",
-                start_s,
-                time.perf_counter() - start_s,
+                self._start_s,
+                time.perf_counter() - self._start_s,
                 rank=self._world_rank,
                 action=str(action),
                 kind=action.kind,
