@@ -18,11 +18,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from echelon.world.default_dtype import RankDtype
 
 __all__ = ["draws_nothing", "random_stream"]
 
@@ -60,6 +63,17 @@ _DRAWING: frozenset[Any] = frozenset(
     for name in names.split()
     if name in dir(module)
 )
+
+
+# Functions that stand for these have their names: a library that guards ``torch.nn.init`` puts its
+# own there, and torch hands those on.
+_NAMES = frozenset(function.__name__ for function in _DRAWING if isinstance(function, FunctionType))
+
+
+def _draws(function: Callable[..., Any]) -> bool:
+    return function in _DRAWING or (
+        isinstance(function, FunctionType) and function.__name__ in _NAMES
+    )
 
 
 class _Turns:
@@ -114,11 +128,12 @@ class _RankGenerator:
 
 
 class _OwnDraws(TorchFunctionMode):
-    """Gives a rank its turn around every function of torch that draws."""
+    """Gives a rank its turn around every function of torch that draws, and its default dtype."""
 
-    def __init__(self, who: object) -> None:
+    def __init__(self, who: object, dtype: RankDtype) -> None:
         super().__init__()
         self._who = who
+        self._dtype = dtype
 
     def __torch_function__(
         self,
@@ -127,10 +142,13 @@ class _OwnDraws(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _DRAWING:
-            with _turns.turn(self._who):
-                return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        if _draws(func):
+            return self._dtype.call(self._draw, (func, args, kwargs or {}), {})
+        return self._dtype.call(func, args, kwargs or {})
+
+    def _draw(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with _turns.turn(self._who):
+            return func(*args, **kwargs)
 
 
 def draws_nothing(function: Callable[P, R]) -> Callable[P, R]:
@@ -159,7 +177,7 @@ def _run_backward_with_own_draws(*args: Any, **kwargs: Any) -> Any:
     who = getattr(_current, "who", None)
     if who is None:
         return _run_backward(*args, **kwargs)
-    with _OwnDraws(who):
+    with _OwnDraws(who, _current.dtype):
         return _run_backward(*args, **kwargs)
 
 
@@ -186,8 +204,11 @@ def _rank_generator_installed() -> Iterator[None]:
 
 
 @contextmanager
-def random_stream() -> Iterator[None]:
+def random_stream(dtype: RankDtype | None = None) -> Iterator[None]:
     """Give this thread its own stream while the body runs; it starts as a copy of the outer one.
+
+    Args:
+        dtype: of this thread, which then looks at each call of torch, too.
 
     Example:
         >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
@@ -198,8 +219,9 @@ def random_stream() -> Iterator[None]:
         True
     """
     who = object()
-    with _rank_generator_installed(), _OwnDraws(who):
-        _current.who = who
+    dtype = dtype or RankDtype(torch.get_default_dtype())
+    with _rank_generator_installed(), _OwnDraws(who, dtype):
+        _current.who, _current.dtype = who, dtype
         try:
             yield
         finally:

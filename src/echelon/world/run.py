@@ -29,7 +29,7 @@ from echelon.world.failure import (
 )
 from echelon.world.main_thread import serve, serving
 from echelon.world.processes import call, run_processes
-from echelon.world.randomness import random_stream
+from echelon.world.rank_globals import own_globals
 from echelon.world.steps import Steps
 from echelon.world.threads import ThreadGroup
 from echelon.world.watch import Watch
@@ -122,12 +122,13 @@ def _run_threads(
 ) -> list[Any]:
     fabric = Fabric(ranks, timeout)
     results: list[Any] = [None] * ranks
+    dtype = torch.get_default_dtype()
 
     def rank_main(rank: int) -> None:
         try:
             # Backward runs on the rank's own thread, or hooks of several ranks would queue behind
             # one another.
-            with random_stream(), torch.autograd.set_multithreading_enabled(False):
+            with own_globals(dtype), torch.autograd.set_multithreading_enabled(False):
                 fabric.enter(rank)
                 group = ThreadGroup(fabric, rank, range(ranks), device=device)
                 world = World(
