@@ -8,9 +8,9 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["Token", "in_backward", "queue_end", "run_backward"]
+__all__ = ["Token", "in_backward", "queue_end", "run_backward", "will_accumulate"]
 
 
 @final
@@ -44,6 +44,17 @@ def queue_end(end: Callable[[], None] | None) -> Callable[[], Token | None]:
 def in_backward() -> bool:
     """Whether this thread runs inside a backward, as in a hook or a recomputed forward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def will_accumulate(param: Tensor) -> bool:
+    """Whether the backward that runs now adds to ``param.grad``, as far as its graph tells.
+
+    ``torch.autograd.grad`` does not, and ``backward(inputs=...)`` only to those that it is given.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
+    except RuntimeError:  # torch does not answer where autograd.grad asks for param itself
+        return False
 
 
 def run_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:

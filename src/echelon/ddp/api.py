@@ -187,10 +187,9 @@ class DDP(Wrapper, Holder):
         if self._reducer.noticed and self.module.training:
             self._send_buffers()
         output = self.module(*args, **kwargs)
-        if self._options.sync == "overlap":
-            for tensor in tensors(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(self._on_backward)
+        for tensor in tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._on_backward)
         return output
 
     @contextmanager
@@ -207,8 +206,9 @@ class DDP(Wrapper, Holder):
     def sync_gradients(self) -> None:
         """Reduce what ``.grad`` of every parameter holds now. All ranks call it.
 
-        With ``sync="manual"``, once after the backwards of a step. With ``sync="overlap"`` only for
-        gradients that ``no_sync`` left local, or that were written by hand.
+        With ``sync="manual"``, after the backwards of a step. With ``sync="overlap"`` only for
+        gradients that ``no_sync`` left local, or that were written by hand. A gradient that is
+        reduced already is not reduced again, but added to.
 
         Raises:
             StateError: inside ``no_sync`` or backward, or there are no local gradients.

@@ -73,6 +73,7 @@ class Bucket:
         self.views = (
             _views(self._gradients, starts, self.params) if self.casts else self._wire_views
         )
+        self._version = 0
         self._emit_memory(1)
 
     @property
@@ -157,6 +158,17 @@ class Bucket:
             torch._foreach_add_(views, [olds[self.members[slot]] for slot in slots])
         for slot in slots:
             self.params[slot].grad = self.views[slot]
+
+    def remember(self) -> None:
+        """Take what the gradients are now as what the ranks have reduced."""
+        self._version = self._gradients._version
+
+    def is_written(self) -> bool:
+        """Whether somebody wrote other values than zero into the views since ``remember``."""
+        return self._gradients._version != self._version and any(
+            param.grad is view and bool(view.any())
+            for param, view in zip(self.params, self.views, strict=True)
+        )
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients that are views of this bucket."""

@@ -10,9 +10,9 @@ gradients. What one backward knows is in a ``Backward``, so an aborted one leave
 [Note: what .grad holds]
 After a backward that reduces, ``.grad`` is a view and holds the reduced gradient. A further
 one sets it aside, reduces the new gradient alone and adds: old + reduced new, for every reduction.
-A backward under ``no_sync`` accumulates what is local. On top of a reduced gradient it first brings
-that to local units (a sum over ranks is divided by their number), so that the next reduction,
-which takes whatever ``.grad`` holds, gives it back unchanged.
+A backward under ``no_sync``, and any with ``sync="manual"``, accumulates what is local. On top of a
+reduced gradient it first brings that to local units (a sum over ranks is divided by their number),
+so that the next reduction, which takes whatever ``.grad`` holds, gives it back unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from echelon.ddp.join import Rounds, Step
 from echelon.ddp.memory import Bucket
 from echelon.ddp.options import Options
 from echelon.errors import StateError
-from echelon.graph_task import Token, queue_end
+from echelon.graph_task import Token, queue_end, will_accumulate
 from echelon.world.group import Group
 
 __all__ = ["Reducer"]
@@ -85,7 +85,7 @@ class Reducer:
             nbytes = param.numel() * options.wire_dtype(param.dtype).itemsize
             gradients.append(Gradient(param.numel(), nbytes, param.dtype))
         plans = plan_buckets(gradients, options.bucket_bytes, options.first_bucket_bytes, order)
-        if self._overlap:
+        if self._overlap or self._factor() != 1:
             self._arrivals.watch(plans, record=not self._ordered)
         return plans
 
@@ -129,12 +129,14 @@ class Reducer:
         """
         if self._current() is not None:
             return
-        token = queue_end(self._finish if self._syncing else None)
-        if self._syncing:
+        reduces = self._syncing and self._overlap
+        token = queue_end(self._finish if reduces else None)
+        if reduces:
             self._start(Backward(token, synced=True), first)
         else:
             self._backward = Backward(token, synced=False)
-            self._to_local_units(first)
+            if first is not None or self._accumulates():
+                self._to_local_units(first)
 
     def large(self, b: int, slot: int) -> None:
         """Move a large gradient at once."""
@@ -157,7 +159,7 @@ class Reducer:
         if current is None:
             # No output of forward led here: it hides in an object, or is not from forward.
             self.begin(first=i)
-            if self._syncing:
+            if self._syncing and self._overlap:
                 # The buckets may be new, so the numbers that the hook knows may be old.
                 b = next(b for b, plan in enumerate(self._plans) if i in plan.members)
                 self._arrivals.arrive(i, b, self._plans[b].members.index(i))
@@ -190,13 +192,8 @@ class Reducer:
             raise StateError("sync_gradients() inside no_sync(): leave the block first")
         if self._current() is not None:
             raise StateError("sync_gradients() inside backward: call it after loss.backward()")
-        if self._overlap and self._reduced and not self._has_local_gradients():
-            raise StateError(
-                "there are no local gradients to reduce: with sync='overlap' backward reduces "
-                "them, and sync_gradients() is for those that no_sync() left local, or you wrote"
-            )
-        if self._overlap:
-            self._to_local_units(None)
+        self._refuse_reduced()
+        self._to_local_units(None)
         self._reduced = False  # the views are taken as they are
         token = Token()
         self._start(Backward(lambda: token, synced=True), None)
@@ -294,6 +291,8 @@ class Reducer:
                     bucket.put_back(current.olds)
         self._backward = None
         self._reduced = True
+        for bucket in self.buckets:
+            bucket.remember()
         if self._order is None:
             came = dict.fromkeys(self._arrivals.order)
             old = (i for plan in self._plans for i in plan.members)
@@ -336,6 +335,29 @@ class Reducer:
             for work in aborted.works:
                 if work is not None:
                     work.wait()
+
+    def _refuse_reduced(self) -> None:
+        """Raise where ``sync_gradients`` would have nothing to reduce, or could not tell what."""
+        if not self._reduced or self._has_local_gradients():
+            return
+        if self._overlap:
+            raise StateError(
+                "there are no local gradients to reduce: with sync='overlap' backward reduces "
+                "them, and sync_gradients() is for those that no_sync() left local, or you wrote"
+            )
+        if self._factor() != 1 and any(bucket.is_written() for bucket in self.buckets):
+            raise StateError(
+                "values were written into gradients that are reduced already, and no backward came "
+                f"since; with reduction={self._options.reduction!r} it is not known whether they "
+                "are of this rank. Give each parameter a gradient of its own (param.grad = tensor), "
+                "or call zero_grad(set_to_none=True) before you write"
+            )
+
+    def _accumulates(self) -> bool:
+        """Whether the engine adds to a ``.grad`` here; ``torch.autograd.grad`` does not."""
+        if not self._reduced or self._factor() == 1:
+            return True  # nobody needs to know
+        return any(param.requires_grad and will_accumulate(param) for _, param in self._named)
 
     def _has_local_gradients(self) -> bool:
         return any(
