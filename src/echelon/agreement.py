@@ -139,12 +139,17 @@ def check_agreement(
     return [frozenset(names) for _, names, _ in everyone]
 
 
-def compare(kind: str, facts: Sequence[Mapping[str, str]]) -> None:
+def compare(
+    kind: str,
+    facts: Sequence[Mapping[str, str]],
+    do: str = "Build the same model on every rank.",
+) -> None:
     """Refuse facts that are not the same, and in the same order, on all ranks.
 
     Args:
         kind: of facts, for the message: ``"option"``.
         facts: of each rank, by name.
+        do: what the message tells the user to do.
 
     Raises:
         ModelMismatch: names the first difference and who has what.
@@ -153,7 +158,7 @@ def compare(kind: str, facts: Sequence[Mapping[str, str]]) -> None:
     for name in names:
         found = {rank: one.get(name, _ABSENT) for rank, one in enumerate(facts)}
         if len(set(found.values())) > 1:
-            raise ModelMismatch(f"{kind} {name!r}", found)
+            raise ModelMismatch(f"{kind} {name!r}", found, do)
     orders = [list(one) for one in facts]
     for position, names_there in enumerate(zip(*orders, strict=True)):
         if len(set(names_there)) > 1:

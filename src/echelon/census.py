@@ -60,15 +60,19 @@ class Census:
 
     def _compare(self, name: str, param: nn.Parameter) -> None:
         dtype, trainable = self._known.get(param, (param.dtype, None))
-        what = None
+        what, do = None, "change the model first and wrap it then"
         if trainable is None and param.requires_grad:
             what = "was added or replaced"
         elif param.dtype is not dtype:
             what = f"was converted from {dtype} to {param.dtype}"
         elif trainable is False and param.requires_grad:
             what = "was frozen, and unfrozen"
+            do = (
+                "wrap the model while everything that is ever trained requires a gradient, and "
+                "freeze it then; that, and to thaw it again, is allowed between any two steps"
+            )
         if what is not None:
             raise StateError(
                 f"parameter {name!r} {what} after {self._owner} wrapped the model, so its gradient "
-                "would not be reduced: change the model first and wrap it then"
+                f"would not be reduced: {do}"
             )

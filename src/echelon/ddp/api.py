@@ -80,7 +80,8 @@ class DDP(Wrapper, Holder):
 
     Args:
         module: the same on all ranks. Its parameters keep their identity, so an optimizer may be
-            made before or after. Frozen parameters are not reduced.
+            made before or after. What is frozen now is not reduced and stays frozen; the rest may
+            be frozen and thawed between steps, the same on all ranks.
         group: the ranks that hold a copy.
         bucket_bytes: gradients are reduced in buckets of at most this size; a larger one alone.
         first_bucket_bytes: the cap of the first bucket, so that communication begins early.

@@ -104,7 +104,12 @@ class Arrivals:
             receiver.ready(b)
 
     def _watch(self, i: int, hook: _Hook) -> None:
-        self._handles.append(self._params[i].register_post_accumulate_grad_hook(hook))
+        param = self._params[i]
+        is_frozen = not param.requires_grad
+        # torch takes hooks of what requires a gradient only, and keeps them when that ends.
+        param.requires_grad_(True)
+        self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        param.requires_grad_(not is_frozen)
 
     def _lean(self, i: int, b: int) -> _Hook:
         # Runs once a parameter and backward, so it is as short as it can be.

@@ -16,7 +16,9 @@ from echelon.ddp.buckets import BucketPlan
 from echelon.errors import StateError, UnsupportedError
 from echelon.world.group import Group
 
-__all__ = ["Bucket"]
+__all__ = ["NUM_NOTICES", "Bucket"]
+
+NUM_NOTICES = 2
 
 _grad = attrgetter("grad")
 
@@ -27,12 +29,12 @@ class Bucket:
 
     ::
 
-        window  | gradient 0 | pad | gradient 1 | … | 1 1 … 1 | n |
+        window  | gradient 0 | pad | gradient 1 | … | 1 1 … 1 | n n |
                   [1] views                           [2]       [3]
 
     [1] ``.grad`` of the parameters; where gradients travel in another dtype, the views of a second
     buffer in the parameters' dtype. [2] one flag a gradient: 1 where this rank has it. After the
-    reduction, 0 means that no rank has it. [3] the notice, one more number for the reducer's use.
+    reduction, 0 means that no rank has it. [3] the notices, two more numbers for the reducer's use.
 
     Attributes:
         members: indices of the parameters.
@@ -59,10 +61,10 @@ class Bucket:
         self.label = f"gradients of {_span(self.names)} (bucket {index})"
         self._world_rank = group.ranks[group.rank]
         num, numel = len(self.members), plan.placement.numel
-        self._window = group.window(numel + num + 1, wire_dtype)
+        self._window = group.window(numel + num + NUM_NOTICES, wire_dtype)
         self.wire = self._window.local
         self._flags = self.wire[numel : numel + num]
-        self.notice = self.wire[numel + num :]
+        self.notices = self.wire[numel + num :]
         self._body = self.wire[:numel]
         self.casts = wire_dtype != self.dtype
         self._gradients = self._body

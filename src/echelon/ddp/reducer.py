@@ -6,13 +6,6 @@ callback for its end in the same graph task; with reentrant checkpointing that i
 hook on each parameter counts; a bucket whose count is zero is moved into its buffer and leaves, in
 the order of the buckets. The callback sends what is left, waits for all, and finishes the
 gradients. What one backward knows is in a ``Backward``, so an aborted one leaves nothing behind.
-
-[Note: what .grad holds]
-After a backward that reduces, ``.grad`` is a view and holds the reduced gradient. A further
-one sets it aside, reduces the new gradient alone and adds: old + reduced new, for every reduction.
-A backward under ``no_sync``, and any with ``sync="manual"``, accumulates what is local. On top of a
-reduced gradient it first brings that to local units (a sum over ranks is divided by their number),
-so that the next reduction, which takes whatever ``.grad`` holds, gives it back unchanged.
 """
 
 from __future__ import annotations
@@ -29,11 +22,13 @@ from echelon.accumulation import add_gradient
 from echelon.ddp.arrivals import Arrivals
 from echelon.ddp.backward import Backward
 from echelon.ddp.buckets import BucketPlan, Gradient, plan_buckets
+from echelon.ddp.gradient_state import GradientState
 from echelon.ddp.join import Rounds, Step
 from echelon.ddp.memory import Bucket
 from echelon.ddp.options import Options
+from echelon.ddp.trainable import Trainable
 from echelon.errors import StateError
-from echelon.graph_task import Token, queue_end, will_accumulate
+from echelon.graph_task import Token, queue_end
 from echelon.world.group import Group
 
 __all__ = ["Reducer"]
@@ -68,8 +63,9 @@ class Reducer:
         self._world_rank = group.ranks[group.rank]
         self._overlap = options.sync == "overlap"
         self._syncing = True
-        self._reduced = False  # whether gradients that are views are reduced
+        self._state = GradientState(self._named, options, group.size)
         self._backward: Backward | None = None
+        self._trainable = Trainable(self._named, group)
         self._order: list[int] | None = None  # of arrival, in the first reduction
         self._ordered = not self._overlap  # whether the plan follows the order of arrival
         self._arrivals = Arrivals([param for _, param in self._named], self)
@@ -85,7 +81,7 @@ class Reducer:
             nbytes = param.numel() * options.wire_dtype(param.dtype).itemsize
             gradients.append(Gradient(param.numel(), nbytes, param.dtype))
         plans = plan_buckets(gradients, options.bucket_bytes, options.first_bucket_bytes, order)
-        if self._overlap or self._factor() != 1:
+        if self._overlap or self._state.factor != 1:
             self._arrivals.watch(plans, record=not self._ordered)
         return plans
 
@@ -135,8 +131,8 @@ class Reducer:
             self._start(Backward(token, synced=True), first)
         else:
             self._backward = Backward(token, synced=False)
-            if first is not None or self._accumulates():
-                self._to_local_units(first)
+            if first is not None or self._state.will_change():
+                self._state.make_local(self.buckets, first)
 
     def large(self, b: int, slot: int) -> None:
         """Move a large gradient at once."""
@@ -192,22 +188,22 @@ class Reducer:
             raise StateError("sync_gradients() inside no_sync(): leave the block first")
         if self._current() is not None:
             raise StateError("sync_gradients() inside backward: call it after loss.backward()")
-        self._refuse_reduced()
-        self._to_local_units(None)
-        self._reduced = False  # the views are taken as they are
+        self._state.check_sync(self.buckets)
+        self._state.make_local(self.buckets, None)
         token = Token()
         self._start(Backward(lambda: token, synced=True), None)
         self._finish()
 
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add a local gradient to ``.grad``, whatever that holds."""
-        self._to_local_units(None)
+        self._state.make_local(self.buckets, None)
         add_gradient(param, gradient)
 
     def shadow(self) -> None:
         """Take part in a reduction of the other ranks, with nothing of our own."""
         assert self.rounds is not None
         self._discard_aborted()
+        self._trainable.compare(at_once=True, has_batch=False)
         self._prepare()
         current = Backward(lambda: None, synced=True, num_contributors=len(self.rounds.active))
         for bucket in self.buckets:
@@ -216,22 +212,24 @@ class Reducer:
         for _ in self.buckets:
             self._launch(current, None)
         self._wait(current)
-        self._reduced = False
+        self._trainable.compare(at_once=False, has_batch=False)
+        self._state.reduced = False
         self._order = self._order or list(range(len(self._named)))  # a rank with batches knows it
 
     def _start(self, new: Backward, first: int | None) -> None:
         self._discard_aborted()
+        self._trainable.compare(at_once=True)
         new.num_contributors = self._group.size
         if self.rounds is not None:
             new.num_contributors = len(self.rounds.announce(Step.BACKWARD))
         with torch.no_grad():
-            if self._reduced:
-                self._refuse_mixed(first)
+            if self._state.reduced:
+                self._state.check_unmixed(self.buckets, first)
                 kept = None if first is None else self._named[first][1]
                 for bucket in self.buckets:
                     new.olds.update(bucket.set_aside(kept))
             self._prepare()
-        self._reduced = False
+        self._state.reduced = False
         self._arrivals.open([len(bucket.members) for bucket in self.buckets])
         self._backward = new
         if events.listening():
@@ -247,8 +245,9 @@ class Reducer:
         bucket = self.buckets[b]
         if missing is not None:
             bucket.flag(missing)
-        if self._notice is not None and b == len(self.buckets) - 1:
-            bucket.notice.fill_(self._notice())
+        if b == len(self.buckets) - 1:
+            bucket.notices[0] = self._notice is not None and self._notice()
+            bucket.notices[1] = missing is not None and self._trainable.changed()
         if events.listening():
             events.emit("ddp.bucket", rank=self._world_rank, bucket=b, nbytes=bucket.nbytes)
         work = None
@@ -290,7 +289,7 @@ class Reducer:
                 for bucket in self.buckets:
                     bucket.put_back(current.olds)
         self._backward = None
-        self._reduced = True
+        self._state.reduced = True
         for bucket in self.buckets:
             bucket.remember()
         if self._order is None:
@@ -299,6 +298,7 @@ class Reducer:
             self._order = [*came, *(i for i in old if i not in came)]
         if events.listening():
             events.emit("ddp.backward", rank=self._world_rank, phase="end")
+        self._trainable.compare(at_once=False)
 
     def _wait(self, current: Backward) -> tuple[list[int], list[int]]:
         """Wait for every bucket and finish its gradients; who was unused here, and everywhere."""
@@ -311,8 +311,10 @@ class Reducer:
             nowhere = bucket.settle(divisor, missing)
             here += [bucket.members[slot] for slot in missing]
             everywhere += [bucket.members[slot] for slot in nowhere]
-        if self._notice is not None and bool(self.buckets[-1].notice != 0):
+        notices = self.buckets[-1].notices
+        if self._notice is not None and bool(notices[0] != 0):
             self.noticed = True
+        self._trainable.hear(notices[1:])
         return sorted(here), sorted(everywhere)
 
     # State -----------------------------------------------------------------------------------
@@ -335,60 +337,3 @@ class Reducer:
             for work in aborted.works:
                 if work is not None:
                     work.wait()
-
-    def _refuse_reduced(self) -> None:
-        """Raise where ``sync_gradients`` would have nothing to reduce, or could not tell what."""
-        if not self._reduced or self._has_local_gradients():
-            return
-        if self._overlap:
-            raise StateError(
-                "there are no local gradients to reduce: with sync='overlap' backward reduces "
-                "them, and sync_gradients() is for those that no_sync() left local, or you wrote"
-            )
-        if self._factor() != 1 and any(bucket.is_written() for bucket in self.buckets):
-            raise StateError(
-                "values were written into gradients that are reduced already, and no backward came "
-                f"since; with reduction={self._options.reduction!r} it is not known whether they "
-                "are of this rank. Give each parameter a gradient of its own (param.grad = tensor), "
-                "or call zero_grad(set_to_none=True) before you write"
-            )
-
-    def _accumulates(self) -> bool:
-        """Whether the engine adds to a ``.grad`` here; ``torch.autograd.grad`` does not."""
-        if not self._reduced or self._factor() == 1:
-            return True  # nobody needs to know
-        return any(param.requires_grad and will_accumulate(param) for _, param in self._named)
-
-    def _has_local_gradients(self) -> bool:
-        return any(
-            param.grad is not None and param.grad is not view
-            for bucket in self.buckets
-            for param, view in zip(bucket.params, bucket.views, strict=True)
-        )
-
-    def _factor(self) -> float:
-        """What turns a reduced gradient into the share of each rank."""
-        return self._options.divisor(self._group.size) / self._group.size
-
-    def _to_local_units(self, first: int | None) -> None:
-        """Bring reduced gradients to local units, as [Note: what .grad holds] says."""
-        if not self._reduced:
-            return
-        self._refuse_mixed(first)
-        self._reduced = False
-        if self._factor() != 1:
-            with torch.no_grad():
-                for bucket in self.buckets:
-                    bucket.scale(self._factor())
-
-    def _refuse_mixed(self, first: int | None) -> None:
-        """Raise where a new gradient was added to a reduced one before we could tell them apart."""
-        if first is None or self._factor() == 1:
-            return
-        name, param = self._named[first]
-        if any(param.grad is view for bucket in self.buckets for view in bucket.views):
-            raise StateError(
-                f"parameter {name!r} got a new gradient on top of a reduced one in a backward that "
-                "no output of forward announced: return tensors from forward, in tuples, lists, "
-                "dicts or dataclasses, or call zero_grad(set_to_none=True) before backward"
-            )

@@ -16,11 +16,15 @@ class ModelMismatch(EchelonError):
         found: what each rank has, by rank.
     """
 
-    def __init__(self, what: str, found: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        what: str,
+        found: Mapping[int, str],
+        do: str = "Build the same model on every rank.",
+    ) -> None:
         self.found = dict(found)
         super().__init__(
-            f"the models of the ranks differ in {what}:\n{rows_text(self.found)}\n"
-            "Build the same model on every rank."
+            f"the models of the ranks differ in {what}:\n{rows_text(self.found)}\n{do}"
         )
 
 

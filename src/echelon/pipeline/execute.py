@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from echelon import events
-from echelon.errors import CommError, StageError, WorldError
+from echelon.errors import CommError, ModelMismatch, StageError, WorldError
 from echelon.pipeline.boundary import Form, TensorForm
 from echelon.pipeline.ir import Action, Kind, Schedule
 from echelon.pipeline.link import Arrival, GradientArrival, Link, Sending
@@ -170,7 +170,7 @@ class Executor:
     def _do(self, action: Action) -> None:
         try:
             self._run[action.kind](action)
-        except (CommError, WorldError) as error:  # of the ranks, not of what the stage computes
+        except (CommError, ModelMismatch, WorldError) as error:  # of the ranks, not of what the stage computes
             error.add_note(f"in action {action}, after {self._last_actions()}")
             raise
         except Exception as error:

@@ -133,8 +133,11 @@ class Sharing:
 
     def reduce(self) -> None:
         """Reduce the gradients on this rank."""
-        # A frozen stage has none, and wrappers refuse to reduce nothing.
-        if self._replica is not None and any(p.requires_grad for p in self._module.parameters()):
+        if self._replica is None:
+            return
+        # A frozen stage that is sharded has none, and its wrapper refuses to reduce nothing. Other
+        # replicas are always asked, because they may have frozen different parameters.
+        if self._shards is None or any(p.requires_grad for p in self._module.parameters()):
             self._replica.sync_gradients()
 
     def gather(self) -> None:

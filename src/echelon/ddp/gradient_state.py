@@ -1,0 +1,112 @@
+"""Whether gradients hold what the ranks have reduced or what is local, and how they change sides.
+
+[Note: what .grad holds]
+After a backward that reduces, ``.grad`` is a view and holds the reduced gradient. A further
+one sets it aside, reduces the new gradient alone and adds: old + reduced new, for every reduction.
+A backward under ``no_sync``, and any with ``sync="manual"``, accumulates what is local. On top of a
+reduced gradient it first brings that to local units (a sum over ranks is divided by their number),
+so that the next reduction, which takes whatever ``.grad`` holds, gives it back unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import nn
+
+from echelon.ddp.memory import Bucket
+from echelon.ddp.options import Options
+from echelon.errors import StateError
+from echelon.graph_task import will_accumulate
+
+__all__ = ["GradientState"]
+
+
+@final
+class GradientState:
+    """What the gradients that are views of buckets hold.
+
+    Args:
+        size: number of ranks.
+
+    Attributes:
+        reduced: whether it is what the ranks have reduced.
+        factor: what turns a reduced gradient into the share of each rank.
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], options: Options, size: int
+    ) -> None:
+        self.reduced = False
+        self.factor = options.divisor(size) / size
+        self._named, self._options = named, options
+
+    def check_sync(self, buckets: Sequence[Bucket]) -> None:
+        """Refuse a ``sync_gradients`` that has nothing to reduce, or cannot tell what.
+
+        Raises:
+            StateError: all gradients are reduced already.
+        """
+        if not self.reduced or _has_local_gradients(buckets):
+            return
+        if not any(param.requires_grad for _, param in self._named):
+            return  # all are frozen now, and the ranks compare whether that is so on all of them
+        if self._options.sync == "overlap":
+            raise StateError(
+                "there are no local gradients to reduce: with sync='overlap' backward reduces "
+                "them, and sync_gradients() is for those that no_sync() left local, or you wrote"
+            )
+        if self.factor != 1 and any(bucket.is_written() for bucket in buckets):
+            raise StateError(
+                "values were written into gradients that are reduced already, and no backward came "
+                f"since; with reduction={self._options.reduction!r} it is unknown whether they are "
+                "of this rank. Give each parameter a gradient of its own (param.grad = tensor), or "
+                "call zero_grad(set_to_none=True) before you write"
+            )
+
+    def will_change(self) -> bool:
+        """Whether the backward that runs now adds to a ``.grad``, if anybody needs to know."""
+        if not self.reduced or self.factor == 1:
+            return True
+        return any(param.requires_grad and will_accumulate(param) for _, param in self._named)
+
+    def make_local(self, buckets: Sequence[Bucket], first: int | None) -> None:
+        """Bring reduced gradients to local units.
+
+        Args:
+            first: the parameter that has a new gradient already, if nothing announced the backward.
+        """
+        if not self.reduced:
+            return
+        self.check_unmixed(buckets, first)
+        self.reduced = False
+        if self.factor != 1:
+            with torch.no_grad():
+                for bucket in buckets:
+                    bucket.scale(self.factor)
+
+    def check_unmixed(self, buckets: Sequence[Bucket], first: int | None) -> None:
+        """Refuse a new gradient that was added to a reduced one before they could be told apart.
+
+        Raises:
+            StateError: nothing announced the backward.
+        """
+        if first is None or self.factor == 1:
+            return
+        name, param = self._named[first]
+        if any(param.grad is view for bucket in buckets for view in bucket.views):
+            raise StateError(
+                f"parameter {name!r} got a new gradient on top of a reduced one in a backward that "
+                "no output of forward announced: return tensors from forward, in tuples, lists, "
+                "dicts or dataclasses, or call zero_grad(set_to_none=True) before backward"
+            )
+
+
+def _has_local_gradients(buckets: Sequence[Bucket]) -> bool:
+    return any(
+        param.grad is not None and param.grad is not view
+        for bucket in buckets
+        for param, view in zip(bucket.params, bucket.views, strict=True)
+    )

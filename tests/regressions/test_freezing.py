@@ -1,0 +1,216 @@
+"""Parameters are frozen and thawed between steps, as in GANs and gradual unfreezing."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import echelon as ec
+from tests.worlds import run_world
+
+MICROBATCHES = 2
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)]
+    return nn.Sequential(*layers).double()
+
+
+def freeze(model: nn.Module, step: int) -> None:
+    """Another choice in each step: a layer, one weight, all but a bias, nothing, a layer twice."""
+    choices = [{"0"}, {"2.weight"}, {"0", "2", "4.weight"}, set(), {"4"}, {"4"}, {"0", "4"}]
+    frozen = choices[step % len(choices)]
+    for name, param in model.named_parameters():
+        param.requires_grad_(name not in frozen and name.split(".")[0] not in frozen)
+
+
+def rows(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(4 * size, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randn(4 * size, 2, generator=generator, dtype=torch.float64)
+
+
+def plain_weights(steps: int, size: int) -> dict[str, torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(steps):
+        freeze(model, step)
+        x, y = rows(step, size)
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+Wrap = Callable[[nn.Module, ec.Group], nn.Module]
+WRAPS: dict[str, Wrap] = {
+    "overlap": lambda m, g: ec.DDP(m, g, bucket_bytes=200, first_bucket_bytes=100),
+    "one bucket": ec.DDP,
+    "manual": lambda m, g: ec.DDP(m, g, sync="manual", bucket_bytes=200),
+    "FSDP": lambda m, g: ec.FSDP(m, g, units=ec.units.by_type(nn.Linear)),
+    "FSDP by rows": lambda m, g: ec.FSDP(m, g, units=ec.units.whole(), layout="rows"),
+}
+
+
+def trains_as_one_process(world: ec.World, name: str, steps: int) -> None:
+    module = net()
+    model = WRAPS[name](module, world.group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(steps):
+        freeze(module, step)
+        x, y = (t.chunk(world.size)[world.rank] for t in rows(step, world.size))
+        nn.functional.mse_loss(model(x), y).backward()
+        if name == "manual":
+            model.sync_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+    # Sums over ranks are taken in another order than over one batch.
+    for key, value in plain_weights(steps, world.size).items():
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=0, atol=1e-12, msg=key)
+
+
+def all_train_as_one_process(world: ec.World) -> None:
+    for name in WRAPS:
+        trains_as_one_process(world, name, 9)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", WRAPS)
+def test_weights_are_those_of_one_process_with(name, ranks):
+    run_world("threads", trains_as_one_process, ranks, (name, 16))
+
+
+@pytest.mark.parametrize("kind", ["processes", "gloo"])
+def test_weights_are_those_of_one_process_over(kind):
+    run_world(kind, all_train_as_one_process, 2)
+
+
+SHARED = ({"dp": 2}, {"shard": 2})
+PLANS = [
+    *(({"pp": 2, **more}, schedule, {}) for more in ({}, *SHARED) for schedule in ("1f1b", "zb")),
+    *(({"pp": 2, **more}, "1f1b", {"reduce_every": "microbatch"}) for more in SHARED),
+]
+
+
+def pipeline_of(
+    world: ec.World, module: nn.Module, plan: dict[str, int], schedule: str, options: dict[str, str]
+) -> nn.Module:
+    wanted = ec.Plan(microbatches=MICROBATCHES, schedule=schedule, pipeline=options, **plan)
+    return ec.parallelize(module, wanted, world, loss_fn=nn.functional.mse_loss)
+
+
+def pipeline_trains_as_one_process(
+    world: ec.World, plan: dict[str, int], schedule: str, options: dict[str, str]
+) -> None:
+    module = net()
+    pipe = pipeline_of(world, module, plan, schedule, options)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+    replicas = world.size // plan["pp"]
+    for step in range(9):
+        freeze(module, step)  # also the stages of other ranks
+        x, y = (t.chunk(replicas)[world.rank % replicas] for t in rows(step, replicas))
+        pipe.step(x, target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = pipe.whole_state_dict()
+    for key, value in plain_weights(9, replicas).items():
+        torch.testing.assert_close(state[key], value, rtol=0, atol=1e-12, msg=key)
+
+
+@pytest.mark.parametrize(("plan", "schedule", "options"), PLANS)
+def test_a_pipeline_has_the_weights_of_one_process(plan, schedule, options):
+    ranks = plan["pp"] * plan.get("dp", 1) * plan.get("shard", 1)
+    run_world("threads", pipeline_trains_as_one_process, ranks, (plan, schedule, options))
+
+
+def one_replica_freezes_its_stage(world: ec.World) -> None:
+    module = net()
+    pipe = pipeline_of(world, module, {"pp": 2, "dp": 2}, "1f1b", {})
+    for step in range(3):
+        if step == 1 and world.rank == 1:
+            module.requires_grad_(False)
+        x, y = rows(step, 1)
+        pipe.step(x, target=y)
+
+
+def test_a_replica_that_freezes_a_whole_stage_is_named():
+    with pytest.raises(ec.ModelMismatch) as caught:
+        run_world("threads", one_replica_freezes_its_stage, 4)
+    assert "parameter '0.weight':\n  rank 0: trained\n  rank 1: frozen" in str(caught.value)
+
+
+def differs(world: ec.World, name: str) -> str:
+    module = net()
+    model = WRAPS[name](module, world.group)
+    for step in range(3):
+        if step == 1 and world.rank == 1:
+            module[2].weight.requires_grad_(False)
+        x, y = (t.chunk(world.size)[world.rank] for t in rows(step, world.size))
+        try:
+            nn.functional.mse_loss(model(x), y).backward()
+            if name == "manual":
+                model.sync_gradients()
+        except ec.ModelMismatch as error:
+            return f"step {step}: {error}"
+        model.zero_grad()
+    return "no error"
+
+
+def all_differ(world: ec.World) -> list[str]:
+    return [differs(world, name) for name in WRAPS if "FSDP" not in name]
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
+def test_ranks_that_freeze_different_parameters_are_named_with_the_parameter_over(kind):
+    for texts in run_world(kind, all_differ, 3):
+        for text in texts:
+            assert "step 1" in text
+            assert "whether they train parameter '2.weight'" in text
+            assert "rank 0: trained\n  rank 1: frozen   <-- differs\n  rank 2: trained" in text
+
+
+def thaw_one_that_was_wrapped_frozen(world: ec.World, name: str) -> None:
+    module = net()
+    module[0].requires_grad_(False)
+    model = WRAPS[name](module, world.group)
+    module[0].weight.requires_grad_(True)
+    model(rows(0, 1)[0])
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_what_was_frozen_when_it_was_wrapped_is_refused_before_the_step_when_thawed(name):
+    with pytest.raises(ec.StateError, match=r"'0.weight' was frozen, and unfrozen .* freeze it"):
+        run_world("threads", thaw_one_that_was_wrapped_frozen, 2, (name,))
+
+
+def leaves_a_join_early(world: ec.World) -> list[bool]:
+    module = net()
+    model = ec.DDP(module, world.group)
+    with model.join():
+        for step in range(2 + 2 * world.rank):
+            module[0].requires_grad_(step < 3)
+            model(rows(step, 1)[0]).sum().backward()
+            model.zero_grad()
+    module[0].requires_grad_(False)
+    model(rows(0, 1)[0]).sum().backward()
+    return [p.grad is None for p in module.parameters()]
+
+
+def test_a_rank_without_batches_takes_the_opinion_of_those_that_train():
+    for frozen in run_world("threads", leaves_a_join_early, 2):
+        assert frozen == [True, True, False, False, False, False]
+
+
+def a_copy_freezes_alone(world: ec.World) -> None:
+    model = ec.DDP(net(), world.group)
+    clone = copy.deepcopy(model)
+    clone.requires_grad_(False)
+    model(rows(0, 1)[0]).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_frozen_copy_does_not_freeze_the_model():
+    run_world("threads", a_copy_freezes_alone, 2)
