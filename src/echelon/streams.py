@@ -99,6 +99,10 @@ class Mark(ABC):
     def settle(self) -> None:
         """Block the host until everything before it is done."""
 
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether everything before it is done."""
+
 
 class Lane(ABC):
     """An order of execution. See [Note: lanes].
@@ -141,6 +145,9 @@ class _NoMark(Mark):
     def settle(self) -> None:
         pass  # it has happened
 
+    def done(self) -> bool:
+        return True
+
 
 @final
 class _NoLane(Lane):
@@ -169,6 +176,9 @@ class _CudaMark(Mark):
 
     def settle(self) -> None:
         self._event.synchronize()
+
+    def done(self) -> bool:
+        return self._event.query()
 
 
 @final

@@ -62,7 +62,7 @@ class Trainable:
         if self._answer is None:
             return
         answer, mark = self._answer
-        if not (at_once or streams.is_cpu(self._group.device) or self.changed()):
+        if not (at_once or mark.done() or self.changed()):
             return
         self._answer = None
         mark.settle()

@@ -170,7 +170,7 @@ class Executor:
     def _do(self, action: Action) -> None:
         try:
             self._run[action.kind](action)
-        except (CommError, ModelMismatch, WorldError) as error:  # of the ranks, not of what the stage computes
+        except (CommError, ModelMismatch, WorldError) as error:  # of the ranks, not of a stage
             error.add_note(f"in action {action}, after {self._last_actions()}")
             raise
         except Exception as error:
