@@ -178,7 +178,7 @@ class _CudaMark(Mark):
         self._event.synchronize()
 
     def done(self) -> bool:
-        return self._event.query()
+        return bool(self._event.query())
 
 
 @final
