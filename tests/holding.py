@@ -38,7 +38,9 @@ def joined(holdings: Holdings, group: Group) -> dict[str, Tensor]:
     are alike which are said to be.
     """
     check_params(holdings)
-    told: list[list[Seen]] = group.all_gather_object([Seen.of(one) for one in holdings.tensors])
+    told: list[list[Seen]] = group.all_gather_object(
+        [Seen.of(one) for one in holdings.tensors], pickle=True
+    )
     ranges: dict[tuple[str, ...], list[Seen]] = {}
     for own in told:
         assert len({one.names for one in own}) == len(own), "a rank says a tensor twice"

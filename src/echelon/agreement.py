@@ -101,10 +101,10 @@ def check_agreement(
     values: bool,
     more: Mapping[str, Mapping[str, str]] | None = None,
 ) -> list[frozenset[str]]:
-    """Compare the model and the options of all ranks, in one exchange of objects.
+    """Compare the model and the options of all ranks, in one exchange of their hashes.
 
-    There is another one only if ``more`` differs. Devices are not compared, but a value is never
-    equal to none.
+    There is another one, of all facts, only if hashes differ. Devices are not compared, but a value
+    is never equal to none.
 
     Args:
         values: whether to compare parameters and buffers bit by bit (their hashes), too.
@@ -127,16 +127,21 @@ def check_agreement(
     tensors = [*module.named_parameters(), *module.named_buffers()]
     on_meta = [name for name, tensor in tensors if tensor.is_meta]
     details = {kind: dict(facts) for kind, facts in (more or {}).items()}
-    digest = hashlib.blake2b(repr(details).encode(), digest_size=8).hexdigest()
-    everyone: list[tuple[dict[str, dict[str, str]], list[str], str]]
-    everyone = ranks.all_gather_object((mine, on_meta, digest))
-    for kind in mine:
-        compare(kind, [facts[kind] for facts, _, _ in everyone])
-    if len({one for _, _, one in everyone}) > 1:  # so only then all of it travels
+    everyone = ranks.all_gather_object((_digest_of(mine), on_meta, _digest_of(details)))
+    if len({one for one, _, _ in everyone}) > 1:  # so only then all of it travels
+        all_facts = ranks.all_gather_object(mine)
+        for kind in mine:
+            compare(kind, [facts[kind] for facts in all_facts])
+    if len({one for _, _, one in everyone}) > 1:
         all_details = ranks.all_gather_object(details)
         for kind in details:
             compare(kind, [facts[kind] for facts in all_details])
     return [frozenset(names) for _, names, _ in everyone]
+
+
+def _digest_of(facts: Mapping[str, Mapping[str, str]]) -> str:
+    """Of facts and their order."""
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
 def compare(

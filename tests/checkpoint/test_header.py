@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.checkpoint.dtypes import DTYPES
 from echelon.checkpoint.header import Entry, header, header_nbytes, key_of, read_header
 from echelon.errors import ArgumentError, CheckpointCorrupt
+from echelon.values.dtypes import DTYPES
 from tests.checkpoint.manifests import NAMES
 
 ENTRIES: list[Entry] = [

@@ -113,7 +113,7 @@ class Halves(NamedTuple):
 def test_values_of_classes_that_both_sides_can_find_are_sent() -> None:
     value = Halves(torch.ones(2), 0.5), [None, {"largest": torch.randn(3, 2).max(1)}]
     form, tensors = take_apart(value, "stage 0")
-    found = Form.from_bytes(form.to_bytes())
+    found = Form.from_bytes(form.to_bytes(), 0)
     assert found.same(form)
     (halves, rest) = found.assemble(tensors)
     assert (type(halves), halves.factor) == (Halves, 0.5)

@@ -5,11 +5,9 @@
     format      what the files are; its docstring is the specification
     header      the beginning of a safetensors file
     checksum    what tells bytes from other bytes
-    values      Python values as JSON and tensors, exactly
-    bounded     JSON of unknown origin, judged before anything is made from it
-    dtypes      which dtypes can be saved, and their names in files
 
-No file holds a pickle, and reading one never runs what is in it.
+``echelon.values`` says how Python values are written. No file holds a pickle, and reading one never
+runs what is in it.
 """
 
 from __future__ import annotations

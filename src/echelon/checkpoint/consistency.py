@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, cast, final
 import numpy as np
 import numpy.typing as npt
 
-from echelon.checkpoint.bounded import brief
 from echelon.checkpoint.checksum import are_checksums, is_checksum
-from echelon.checkpoint.dtypes import DTYPES
 from echelon.checkpoint.names import MAX_STEP, is_file_name, is_tensor_name
-from echelon.checkpoint.sizes import TOO_MANY, is_size, tensor_problem
 from echelon.errors import ArgumentError
+from echelon.values.bounded import brief
+from echelon.values.dtypes import DTYPES
+from echelon.values.sizes import TOO_MANY, is_size, tensor_problem
 
 if TYPE_CHECKING:
     from echelon.checkpoint.format import Manifest, SavedFile, SavedTensor

@@ -14,9 +14,9 @@ from echelon.checkpoint.modules import group_of, holdings_of
 from echelon.checkpoint.optimizers import Owners, optimizer_part
 from echelon.checkpoint.part import Part
 from echelon.checkpoint.random_states import random_states
-from echelon.checkpoint.values import encode
 from echelon.errors import ArgumentError
 from echelon.held import Held, Holdings, Kept
+from echelon.values import encode
 from echelon.world.group import Group
 
 __all__ = ["Contents", "Stateful"]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from echelon.checkpoint.format import DTYPES, Manifest, SavedTensor
 from echelon.checkpoint.part import Json, own_name
-from echelon.checkpoint.sizes import nbytes_of
-from echelon.checkpoint.values import decode
 from echelon.errors import CheckpointCorrupt
 from echelon.held import Held, Kept
+from echelon.values import decode
+from echelon.values.sizes import nbytes_of
 
 __all__ = ["Fitting", "Target"]
 

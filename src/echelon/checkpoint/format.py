@@ -44,7 +44,7 @@ exactly:
     an object, by name. Each is an object of ``dtype``, a name of safetensors' such as ``"F32"``;
     ``shape``, an array; ``pieces``; and ``ties``, an array of further names of the tensor.
 ``sections``
-    an object: what was saved beside tensors. Free JSON; ``checkpoint.values`` says how Python
+    an object: what was saved beside tensors. Free JSON; ``echelon.values`` says how Python
     values look in it.
 
 **A piece** is the array ``[file, start, numel, offset, checksum]``: elements ``start`` to
@@ -70,13 +70,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast, final
 
-from echelon.checkpoint.bounded import Json, brief, read_json, write_json
 from echelon.checkpoint.checksum import checksum
 from echelon.checkpoint.consistency import MAX_PIECES, Inconsistent, check_manifest
-from echelon.checkpoint.dtypes import DTYPES, dtype_name
 from echelon.checkpoint.names import file_name, is_tensor_name, step_name, step_of
-from echelon.checkpoint.sizes import is_size
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointTooNew
+from echelon.values.bounded import Json, brief, read_json, write_json
+from echelon.values.dtypes import DTYPES, dtype_name
+from echelon.values.sizes import is_size
 
 __all__ = [
     "BEGINNING_NBYTES",

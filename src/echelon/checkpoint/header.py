@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import cast
 
-from echelon.checkpoint.bounded import Json, brief, read_json, write_json
-from echelon.checkpoint.dtypes import DTYPES
 from echelon.checkpoint.names import is_key
-from echelon.checkpoint.sizes import is_size, nbytes_of, tensor_problem
 from echelon.errors import ArgumentError, CheckpointCorrupt
+from echelon.values.bounded import Json, brief, read_json, write_json
+from echelon.values.dtypes import DTYPES
+from echelon.values.sizes import is_size, nbytes_of, tensor_problem
 
 __all__ = ["Entry", "header", "header_nbytes", "key_of", "read_header"]
 

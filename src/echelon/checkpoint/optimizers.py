@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.checkpoint.bounded import brief
 from echelon.checkpoint.format import DTYPES, dtype_name
 from echelon.checkpoint.part import Json, Part
-from echelon.checkpoint.values import decode, encode
 from echelon.errors import ArgumentError, CheckpointCorrupt, UnsupportedError
 from echelon.held import Held, Kept
+from echelon.values import decode, encode
+from echelon.values.bounded import brief
 
 __all__ = ["Owners", "State", "optimizer_part", "states_of"]
 

@@ -9,7 +9,6 @@ receiver has the memory ready before the message comes.
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -18,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from echelon.errors import ArgumentError
+from echelon.errors import ArgumentError, CommError
+from echelon.pipeline.nesting import described, rebuilt
+from echelon.world.object_bytes import from_object, to_object
 
 __all__ = ["Form", "TensorForm", "take_apart"]
 
@@ -81,7 +82,7 @@ class Form:
             return False
         if len(self.tensors) == len(self.leaves):
             return True
-        return pickle.dumps(self.leaves) == pickle.dumps(other.leaves)
+        return all(map(_alike, self.leaves, other.leaves))
 
     def to_bytes(self) -> bytes:
         """For the stage that receives.
@@ -89,21 +90,40 @@ class Form:
         Raises:
             ArgumentError: the receiver could not find a class that is in it.
         """
-        try:
-            # The containers themselves, with numbers in them: all classes go that can be found.
-            numbers = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
-            return pickle.dumps((self.leaves, numbers))
-        except (pickle.PicklingError, AttributeError) as error:
-            raise ArgumentError(
-                f"what goes to the next stage cannot be written down: {error}; define the class "
-                "at the top of a module"
-            ) from error
+        # The containers themselves, with numbers in them.
+        numbers = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
+        leaves = [
+            (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, TensorForm) else [leaf]
+            for leaf in self.leaves
+        ]
+        data = from_object((leaves, described(numbers)), "what goes to the next stage")
+        return data.numpy().tobytes()
 
     @staticmethod
-    def from_bytes(data: bytes) -> Form:
-        """What ``to_bytes`` gave on the stage before."""
-        leaves, numbers = pickle.loads(data)
+    def from_bytes(data: bytes, rank: int) -> Form:
+        """What ``to_bytes`` gave on the stage before, which ``rank`` (in the job) has.
+
+        Raises:
+            ArgumentError: it has a class that this process does not know.
+            CommError: these are the bytes of no form.
+        """
+        found = to_object(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
+        try:
+            given, nodes = found
+            leaves = tuple(
+                TensorForm(*leaf) if isinstance(leaf, tuple) else leaf[0] for leaf in given
+            )
+            numbers = rebuilt(nodes, iter(range(len(leaves))))
+        except (TypeError, ValueError, KeyError, IndexError, StopIteration) as error:
+            raise CommError(f"rank {rank} sent what is no form of a value: {error!r}") from error
         return Form(leaves, pytree.tree_structure(numbers))
+
+
+def _alike(leaf: Any, other: Any) -> bool:
+    """Whether two leaves that are equal are also the same."""
+    if type(leaf) is not type(other):
+        return False
+    return not isinstance(leaf, float | complex) or repr(leaf) == repr(other)  # 0.0 and -0.0
 
 
 def take_apart(value: Any, where: str) -> tuple[Form, list[Tensor]]:

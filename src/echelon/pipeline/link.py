@@ -24,6 +24,7 @@ from echelon.pipeline.boundary import Form, TensorForm
 from echelon.pipeline.packet import Packet, Packets
 from echelon.pipeline.stage import Output
 from echelon.world.group import Group
+from echelon.world.object_bytes import checked_nbytes
 from echelon.world.randomness import draws_nothing
 from echelon.world.work import Work
 
@@ -230,11 +231,13 @@ class Arrival:
         self._memory.wait()
         length = int(self._memory.packet.number.item())
         if length:
-            device = self._link._group.device
-            raw = torch.empty(length, dtype=torch.uint8, device=device)
+            group = self._link._group
+            sender = group.ranks[self._link._peer]
+            nbytes = checked_nbytes(length, sender)
+            raw = torch.empty(nbytes, dtype=torch.uint8, device=group.device)
             for work in self._link._recv(self._microbatch, _FORM, raw):
                 work.wait()
-            self._form = Form.from_bytes(raw.cpu().numpy().tobytes())
+            self._form = Form.from_bytes(raw.cpu().numpy().tobytes(), sender)
             self._link._known[self._key] = self._form
             self._memory = self._post()
             self._memory.wait()

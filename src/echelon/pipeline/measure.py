@@ -71,7 +71,8 @@ class Measurement:
     ) -> None:
         self._stack.close()
         if error is None:
-            self._by_rank = self._group.all_gather_object(list(self._own))
+            everyone = self._group.all_gather_object([tuple(ran) for ran in self._own])
+            self._by_rank = [[_Ran(*ran) for ran in own] for own in everyone]
 
     def _hear(self, event: events.Event) -> None:
         facts = event.facts

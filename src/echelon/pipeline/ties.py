@@ -130,7 +130,9 @@ def find_ties(
         found.append((param, sorted({placement[index] for index in names})))
         problems += _problems(param, names, own, is_reduced=replicate is not None)
     several = [ranks for _, ranks in found if len(ranks) > 1]
-    told = group.all_gather_object((several, problems[:1]))
+    told = group.all_gather_object(
+        (several, [(error.__name__, text) for error, text in problems[:1]])
+    )
     if any(theirs != told[0][0] for theirs, _ in told):
         raise ArgumentError(
             "the ranks see different parameters that stages share, on ranks "
@@ -138,7 +140,8 @@ def find_ties(
             "whole list of stages, without None"
         )
     for rank, (_, wrong) in enumerate(told):
-        for error, text in wrong:
+        for name, text in wrong:
+            error = UnsupportedError if name == UnsupportedError.__name__ else ArgumentError
             raise error(f"on rank {rank} of the pipeline, {text}")
     ties = []
     for param, ranks in found:

@@ -1,17 +1,13 @@
-"""Tensors of any shape, and objects, as the 1D buffers that backends move."""
+"""Tensors of any shape, and bytes, as the 1D buffers that backends move."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from echelon.errors import ArgumentError
-
-__all__ = ["apart", "flattened", "from_bytes", "is_expanded", "pickled"]
+__all__ = ["apart", "flattened", "from_bytes", "is_expanded"]
 
 
 def apart(part: Tensor, outputs: Sequence[Tensor], own: int | None = None) -> Tensor:
@@ -57,13 +53,3 @@ def from_bytes(data: bytes) -> Tensor:
     if not data:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def pickled(item: Any) -> Tensor:
-    """The bytes of an object. 1D uint8."""
-    try:
-        return from_bytes(pickle.dumps(item))
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
-        raise ArgumentError(
-            f"{item!r:.80} cannot be sent to other ranks ({error}): give what pickle takes"
-        ) from error

@@ -276,9 +276,13 @@ class Group(Backend):
     # Objects ---------------------------------------------------------------------------------
 
     @final
-    def all_gather_object(self, item: Any) -> list[Any]:
-        """The picklable ``item`` of every rank, in rank order; for set-up, not for training."""
-        return objects.gather_objects(self, item)
+    def all_gather_object(self, item: Any, *, pickle: bool = False) -> list[Any]:
+        """The ``item`` of every rank, in rank order; for set-up, not for training.
+
+        It holds what a checkpoint may hold. With ``pickle=True`` on all ranks it is of any class.
+        **Danger**: reading a pickle runs code that its sender, or who speaks as it, has put there.
+        """
+        return objects.gather_objects(self, item, pickle)
 
     @final
     def all_gather_bytes(self, data: bytes, *, label: str = "bytes") -> list[bytes]:
@@ -286,10 +290,10 @@ class Group(Backend):
         return objects.gather_bytes(self, data, label)
 
     @final
-    def broadcast_object(self, item: Any = None, src: int = 0) -> Any:
-        """The picklable ``item`` of rank ``src``, on every rank; for set-up, not for training."""
+    def broadcast_object(self, item: Any = None, src: int = 0, *, pickle: bool = False) -> Any:
+        """The ``item`` of rank ``src``, on every rank; as for ``all_gather_object``."""
         self._check_rank("src", src)
-        return objects.broadcast_object(self, item, src)
+        return objects.broadcast_object(self, item, src, pickle)
 
     # Point to point --------------------------------------------------------------------------
 

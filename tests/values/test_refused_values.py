@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.checkpoint.values import decode, encode
 from echelon.errors import ArgumentError, CheckpointCorrupt
-from tests.checkpoint.test_values import passed_on, same
+from echelon.values import decode, encode
+from tests.values.test_values import passed_on, same
 
 
 class Color(enum.IntEnum):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import cast
 
-from echelon.checkpoint.bounded import brief
-from echelon.checkpoint.dtypes import DTYPES
+from echelon.values.bounded import brief
+from echelon.values.dtypes import DTYPES
 
 __all__ = ["TOO_MANY", "is_size", "nbytes_of", "tensor_problem"]
 

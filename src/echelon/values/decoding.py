@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.bounded import Json, brief
-from echelon.checkpoint.kinds import (
+from echelon.errors import CheckpointCorrupt
+from echelon.values.bounded import Json, brief
+from echelon.values.kinds import (
     ARRAY_DTYPES,
     MAX_BITS,
     MAX_DEPTH,
@@ -22,8 +23,7 @@ from echelon.checkpoint.kinds import (
     TORCH_DTYPES,
     is_simple,
 )
-from echelon.checkpoint.sizes import is_size
-from echelon.errors import CheckpointCorrupt
+from echelon.values.sizes import is_size
 
 __all__ = ["Decoder"]
 

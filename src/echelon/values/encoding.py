@@ -1,4 +1,4 @@
-"""Values into JSON and tensors; ``values`` says into which."""
+"""Values into JSON and tensors; the docstring of ``echelon.values`` says into which."""
 
 from __future__ import annotations
 
@@ -9,31 +9,52 @@ import re
 import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.advice import advice_for
-from echelon.checkpoint.bounded import Json
-from echelon.checkpoint.dtypes import dtype_name
-from echelon.checkpoint.kinds import ARRAYS, MAX_BITS, MAX_DEPTH, SCALAR_NAMES, SCALARS, is_simple
 from echelon.errors import ArgumentError
+from echelon.values.advice import advice_for
+from echelon.values.bounded import Json
+from echelon.values.dtypes import dtype_name
+from echelon.values.kinds import ARRAYS, MAX_BITS, MAX_DEPTH, SCALAR_NAMES, SCALARS, is_simple
 
-__all__ = ["Encoder"]
+__all__ = ["SAVED", "SENT", "Encoder", "Purpose"]
 
-_MAX_VALUES = 1_000_000
 _MAX_PATH = 512  # characters; the names of tensors have a limit, too
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")  # keys that are part of a path as they are
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Purpose:
+    """What values are encoded for.
+
+    Attributes:
+        is_done: what happens to them, as it reads after "cannot be".
+        only_safetensors: whether tensors must have a dtype that safetensors has.
+        max_values: how many there may be.
+    """
+
+    is_done: str
+    only_safetensors: bool
+    max_values: int
+
+
+SAVED = Purpose(is_done="saved in a checkpoint", only_safetensors=True, max_values=1_000_000)
+SENT = Purpose(is_done="sent to other ranks", only_safetensors=False, max_values=1 << 40)
 
 
 @final
 class Encoder:
     """One value on its way into JSON."""
 
-    def __init__(self) -> None:
+    def __init__(self, purpose: Purpose = SAVED) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._purpose = purpose
         self._open: set[int] = set()  # the containers that the value at hand is in
         self._num_values = 0
 
@@ -45,9 +66,10 @@ class Encoder:
             path: of a tensor here.
         """
         self._num_values += 1
-        if self._num_values > _MAX_VALUES:
+        if self._num_values > self._purpose.max_values:
             raise ArgumentError(
-                f"{place}: there are more than {_MAX_VALUES} values; give long lists as tensors"
+                f"{place}: there are more than {self._purpose.max_values} values; give long lists "
+                "as tensors"
             )
         if (simple := _SIMPLE.get(type(value))) is not None:
             try:
@@ -62,11 +84,11 @@ class Encoder:
         if container is None:
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             raise ArgumentError(
-                f"{place} is a {kind.removeprefix('builtins.')}, which cannot be saved in a "
-                f"checkpoint: give {advice_for(value)}"
+                f"{place} is a {kind.removeprefix('builtins.')}, which cannot be "
+                f"{self._purpose.is_done}: give {advice_for(value)}"
             )
         if id(value) in self._open:
-            raise ArgumentError(f"{place} contains itself and cannot be saved")
+            raise ArgumentError(f"{place} contains itself and cannot be {self._purpose.is_done}")
         if len(self._open) == MAX_DEPTH:
             raise ArgumentError(f"{place} is in more than {MAX_DEPTH} containers")
         self._open.add(id(value))
@@ -127,10 +149,11 @@ class Encoder:
             )
         if value.is_meta:
             raise ArgumentError(f"{place} is a tensor on meta, which has no values to save")
-        try:
-            dtype_name(value.dtype)
-        except ArgumentError as error:
-            raise ArgumentError(f"{place}: {error}") from None
+        if self._purpose.only_safetensors:
+            try:
+                dtype_name(value.dtype)
+            except ArgumentError as error:
+                raise ArgumentError(f"{place}: {error}") from None
         # No path begins with "#/", because a part of one is "#" and a number.
         path = path or "."
         path = path if len(path) <= _MAX_PATH else f"#/{len(self.tensors)}"

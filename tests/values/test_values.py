@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
-from echelon.checkpoint.dtypes import DTYPES
-from echelon.checkpoint.values import decode, encode
+from echelon.values import decode, encode
+from echelon.values.dtypes import DTYPES
 
 
 def bits(value: float) -> bytes:

@@ -1,5 +1,15 @@
 """Python values as JSON and tensors, and back: exactly, and nothing else.
 
+Checkpoints hold values in this form, and ranks send them to each other in it: reading it makes
+values of the kinds below, and never runs what is in it. ::
+
+    encoding    a value into JSON and tensors
+    decoding    and back, whoever wrote them
+    bounded     JSON of unknown origin, judged before anything is made from it
+    kinds       what writing and reading must agree on
+    dtypes      which dtypes can be saved, and their names in files
+    sizes       how large a tensor can be that somebody says there is
+
 What JSON has, it is: None, bool, int of 64 bits, float that is finite, str, list, and dict with
 keys that are str and do not begin with ``$``. Anything else is an object of one member::
 
@@ -24,7 +34,7 @@ keys that are str and do not begin with ``$``. Anything else is an object of one
 
 Keys and members of sets are numbers, str, bytes, None, dtypes, devices, and tuples of these.
 A class that is not in this list, a subclass of one that is included, is refused when it is
-saved: it would not come back as itself. So nothing that is loaded is ever called by its name.
+written: it would not come back as itself. So nothing that is loaded is ever called by its name.
 Attributes that somebody has put on a value are not part of it, nor is whether a tensor requires
 gradients; tensors come back on the CPU.
 """
@@ -35,14 +45,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from echelon.checkpoint.bounded import Json
-from echelon.checkpoint.decoding import Decoder
-from echelon.checkpoint.encoding import Encoder
+from echelon.values.bounded import Json
+from echelon.values.decoding import Decoder
+from echelon.values.encoding import SAVED, SENT, Encoder, Purpose
 
-__all__ = ["decode", "encode"]
+__all__ = ["SAVED", "SENT", "decode", "encode"]
 
 
-def encode(value: object, where: str) -> tuple[Json, dict[str, Tensor]]:
+def encode(value: object, where: str, purpose: Purpose = SAVED) -> tuple[Json, dict[str, Tensor]]:
     """``value`` as JSON, and its tensors by their paths in it, such as ``"state/0/mean"``.
 
     Tensors are not copied, nor are arrays that are contiguous and writable.
@@ -50,6 +60,7 @@ def encode(value: object, where: str) -> tuple[Json, dict[str, Tensor]]:
 
     Args:
         where: what the user calls it, for errors.
+        purpose: what becomes of it.
 
     Raises:
         ArgumentError: something in it is of a type that cannot be saved, or contains itself, or
@@ -59,7 +70,7 @@ def encode(value: object, where: str) -> tuple[Json, dict[str, Tensor]]:
         >>> encode({"betas": (0.9, 0.95)}, "optimizer")
         ({'betas': {'$tuple': [0.9, 0.95]}}, {})
     """
-    encoder = Encoder()
+    encoder = Encoder(purpose)
     return encoder.encode(value, where, ""), encoder.tensors
 
 

@@ -4,8 +4,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from echelon.checkpoint.dtypes import DTYPES, dtype_name
 from echelon.errors import ArgumentError
+from echelon.values.dtypes import DTYPES, dtype_name
 
 
 @pytest.mark.parametrize("name", DTYPES)
