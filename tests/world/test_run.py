@@ -108,8 +108,8 @@ def test_a_result_that_cannot_be_sent_is_an_error() -> None:
 
 
 def test_a_function_that_cannot_be_sent_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ArgumentError, match="at the top level of a module, or use world='threads'"):
-        ec.run(lambda world: None, 2, "processes")
+    with pytest.raises(ArgumentError, match="only one process can have, or use world='threads'"):
+        ec.run(describe, 2, "processes", args=(threading.Lock(),))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import ctypes
 import fcntl
 import multiprocessing
 import os
-import pickle
 import signal
 import time
 import traceback
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from echelon.errors import ArgumentError, CommError, CommTimeout, RankFailed, WorldError
+from echelon.world import child_pickle
 from echelon.world.base import World
 from echelon.world.failure import is_heard
 from echelon.world.logbook import Entry, Logbook, Phase
@@ -79,17 +79,18 @@ def run_processes(
         Exception: the first failure of a rank, with a note that names the rank.
     """
     _refuse_import()
+    method = multiprocessing.get_start_method(allow_none=True)
+    logbook = Logbook.create(ranks)
     try:
-        method = multiprocessing.get_start_method(allow_none=True)
-        logbook = Logbook.create(ranks)
-        job = pickle.dumps((fn, args, timeout, enter, method, logbook.path))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        job = child_pickle.dumps_job((fn, args, timeout, enter, method, logbook.path))
+    except Exception as error:  # whatever the object at fault raises
+        logbook.close()
         raise ArgumentError(
-            f"{fn!r} and its arguments cannot be sent to other processes ({error}): "
-            "define the function at the top level of a module, or use world='threads'"
+            f"{fn!r} and its arguments cannot be sent to other processes ({error}): make in the "
+            "function what only one process can have, or use world='threads'"
         ) from error
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["echelon.world.processes"])
+    context.set_forkserver_preload(["echelon.world.fork_server", "echelon.world.processes"])
     segments = create_segments(ranks)
     tokens = (segments[0].token, segments[1].token)
     children: list[BaseProcess] = []
@@ -104,7 +105,8 @@ def run_processes(
                 args=(rank, ranks, tokens, job, theirs, lifeline),
                 name=f"{_NAME}{rank}",
             )
-            process.start()
+            with child_pickle.importing_main_if_it_can():
+                process.start()
             theirs.close()
             lifeline.close()
             lifelines.append(held)
@@ -188,16 +190,16 @@ def _place(rank: int, entry: Entry | None) -> str:
 def _receive(process: BaseProcess, pipe: Connection) -> tuple[Any] | BaseException:
     """The result of a rank as a 1-tuple, or what it raised, or how it died."""
     try:
-        kind, payload, text = pickle.loads(pipe.recv_bytes())
+        kind, payload, text = child_pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join()
         if process.exitcode == _UNGUARDED:
             return ArgumentError(_ADVICE)
         return _Died(process.exitcode or 0)
     if kind == "result":
-        return (pickle.loads(payload),)
+        return (child_pickle.loads(payload),)
     try:
-        error: BaseException = pickle.loads(payload)
+        error: BaseException = child_pickle.loads(payload)
     except Exception as problem:  # an exception class that only the child can build
         error = WorldError(f"a rank raised an exception that cannot be sent: {text} ({problem!r})")
     error.__cause__ = _RemoteTraceback(text)
@@ -284,7 +286,7 @@ def _child(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
     try:
-        fn, args, timeout, enter, method, logbook = pickle.loads(job)
+        fn, args, timeout, enter, method, logbook = child_pickle.loads(job)
         watch = Watch(Logbook.open(logbook), rank, rank)
         # Or processes that the rank starts, as a DataLoader does, would be started our way.
         multiprocessing.set_start_method(method, force=True)
@@ -298,7 +300,7 @@ def _child(
         enter(world)
         result = call(fn, world, args)
         world.close()
-        payload = pickle.dumps(("result", pickle.dumps(result), ""))
+        payload = child_pickle.dumps(("result", child_pickle.dumps(result), ""))
     except BaseException as error:
         group.close(error)
         _send_error(pipe, error)
@@ -309,10 +311,10 @@ def _child(
 def _send_error(pipe: Connection, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     try:
-        payload = pickle.dumps(error)
-        pickle.loads(payload)
+        payload = child_pickle.dumps(error)
+        child_pickle.loads(payload)
     except Exception:  # the text still tells what happened
-        payload = pickle.dumps(
+        payload = child_pickle.dumps(
             CommError(text) if isinstance(error, CommError) else WorldError(text)
         )
-    pipe.send_bytes(pickle.dumps(("error", payload, text)))
+    pipe.send_bytes(child_pickle.dumps(("error", payload, text)))

@@ -57,7 +57,8 @@ def run(
     """Call ``fn(world, *args)`` on every rank and return the results in rank order.
 
     Args:
-        fn: called with this rank's ``World``; for ``"processes"`` a function of a module.
+        fn: called with this rank's ``World``. For ``"processes"``, it and its results are copied
+            from one process to another, with their code if they cannot be imported there.
         ranks: how many.
         world: ``"threads"``: simulated ranks in this process; ``"processes"``: local processes
             over shared memory.

@@ -1,0 +1,59 @@
+"""What the process that local ranks are forked from does besides: it leaves no folder behind.
+
+multiprocessing makes a folder for the socket of its fork server, ``/tmp/pymp-…``, and removes it
+when the program that started the server ends in good order. A program that a signal ends does not.
+The server ends in good order then, because nobody holds its life line any more; so it removes the
+folder. A SIGTERM for all processes of a job reaches the server, too, which does not end by it, as
+it does not end by Ctrl-C: it goes with the program.
+
+The server imports this module before it forks. Elsewhere the import does nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+__all__: list[str] = []
+
+_FOLDER = "pymp-"  # of multiprocessing.util.get_temp_dir
+
+
+def _own_sockets() -> list[Path]:
+    """The sockets in such a folder on which this process listens."""
+    found = []
+    for entry in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # the one that lists this folder is gone again
+            number = int(entry.name)
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                with socket.socket(fileno=os.dup(number)) as opened:
+                    name = opened.getsockname()
+                    if opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and name:
+                        found.append(Path(str(name)))
+    return [path for path in found if path.parent.name.startswith(_FOLDER)]
+
+
+def _remove(sockets: list[Path], server: int) -> None:
+    """Remove the sockets and their folders, unless this is a process forked from the server."""
+    if os.getpid() != server:
+        return
+    for path in sockets:
+        with suppress(OSError):  # the program was faster, or keeps something else there
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()
+
+
+def _serve() -> None:
+    sockets = _own_sockets()
+    if sockets:
+        atexit.register(_remove, sockets, os.getpid())
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, before))
+
+
+_serve()
