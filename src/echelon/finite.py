@@ -19,6 +19,7 @@ from echelon.arguments import one_of, whole
 from echelon.errors import ArgumentError, NonFiniteError, StateError
 from echelon.gradients import by_kind
 from echelon.held import Holder
+from echelon.sharded_gradients import unmarked
 from echelon.world.facts import agree, gather_json
 from echelon.world.group import Group
 from echelon.world.randomness import draws_nothing
@@ -165,7 +166,7 @@ class FiniteGuard:
         found = {}
         for name, param in self._model.named_parameters():
             if param.grad is not None and param.grad.numel():
-                grad = param.grad.detach()
+                grad = unmarked(param.grad).detach()
                 found[name] = _wide(grad.coalesce().values() if grad.is_sparse else grad)
         return found
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from echelon.arguments import number
 from echelon.errors import ArgumentError
+from echelon.sharded_gradients import unmarked
 
 __all__ = ["Sharded", "by_kind", "clip_grad_norm_", "grad_norm"]
 
@@ -75,7 +76,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     # The small term keeps a norm of zero from dividing by zero; it is torch's own.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).where(norm.isfinite(), 1.0)
     for parts in by_kind(gradients):
-        torch._foreach_mul_(parts, scale.to(parts[0].device))
+        torch._foreach_mul_([unmarked(one) for one in parts], scale.to(parts[0].device))
     return norm
 
 

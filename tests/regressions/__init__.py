@@ -1,0 +1,1 @@
+"""Defects that were found, each with the sentence that holds now."""

@@ -35,6 +35,7 @@ from torch import Tensor
 from echelon.errors import CommTimeout
 from echelon.fsdp.policy import Options
 from echelon.fsdp.storage import Storage, shaped_part
+from echelon.sharded_gradients import GradientScope, mark
 from echelon.streams import Mark, is_cpu
 from echelon.world.group import Group
 from echelon.world.work import Work
@@ -124,6 +125,9 @@ class GradientShard:
             storage = self.storage
             self._flat = storage.places.kept(storage.own_numel, self.grad_dtype).zero_()
             self.views = self._views_of(self._flat)
+            if storage.sharded and storage.group.size > 1:
+                scope = GradientScope(storage.group, storage.rows)
+                self.views = [mark(view, scope) for view in self.views]
         return self._flat
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from echelon.arguments import number
 from echelon.fsdp.storage import Storage
+from echelon.sharded_gradients import unmarked
 from echelon.world.group import Group
 
 __all__ = ["norm_over_shards"]
@@ -27,7 +28,7 @@ def norm_over_shards(storages: Sequence[Storage], group: Group, norm_type: float
         ArgumentError: ``norm_type`` is below 1 or no number.
     """
     number("norm_type", norm_type, 1.0, math.inf)
-    dtype = reduce(torch.promote_types, [storage.dtype for storage in storages])
+    dtype = reduce(torch.promote_types, [storage.dtype.to_real() for storage in storages])
     parts = _combined([one for one in storages if one.sharded], group, norm_type)
     wholes = _combined([one for one in storages if not one.sharded], group, norm_type)
     if math.isinf(norm_type):
@@ -42,7 +43,7 @@ def norm_over_shards(storages: Sequence[Storage], group: Group, norm_type: float
 def _combined(storages: Sequence[Storage], group: Group, norm_type: float) -> Tensor:
     """The norm of this rank's gradients, in float64."""
     grads = [
-        param.grad.detach()
+        unmarked(param.grad).detach()
         for storage in storages
         for param in storage.exposed
         if param.grad is not None and param.grad.numel()

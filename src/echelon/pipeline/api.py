@@ -33,6 +33,7 @@ from echelon.pipeline.stage import Stage
 from echelon.pipeline.staged_module import StagedModule
 from echelon.pipeline.start import start
 from echelon.pipeline.ties import find_ties
+from echelon.sharded_gradients import mark_stage_gradients
 from echelon.world.group import Group
 
 __all__ = ["Pipeline"]
@@ -220,6 +221,8 @@ class Pipeline(StagedModule):
             raise
         for tie in self._ties if finalize else ():
             tie.reduce()
+        if self._group.size > 1:
+            mark_stage_gradients(p.grad for p in self.parameters() if p.grad is not None)
         return self._loss_of(batch, loss_everywhere)
 
     def eval_step(

@@ -1,0 +1,386 @@
+"""Gradients that know that they are shards, so that a norm of them is that of the whole.
+
+``torch.nn.utils.clip_grad_norm_`` and everything that is written like it takes norms of what
+``.grad`` holds. Of plain tensors every rank would get the norm of its own shards, scale by another
+number than the others, and nobody would hear of it.
+
+[Note: what a norm costs, and what it does not]
+A ``ShardedGradient`` is the memory of a gradient under another Python class. Operators run on it as
+on any tensor; only Python calls pass through ``__torch_function__``, some microseconds each. A norm
+is combined over the ranks of the group, which all take it. In ``torch.nn.utils`` the norm of each
+gradient is not asked for by itself, only that of all of them: there norms of shards wait, and one
+collective combines all.
+
+[Note: which results are still a gradient]
+What is as large as the gradient and made from it elementwise is a shard of the whole result, so it
+is marked again: ``.grad`` may be replaced by it. All other results are plain tensors of this rank,
+such as sums over a shard.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from echelon.errors import UnsupportedError
+
+__all__ = ["GradientScope", "ShardedGradient", "mark", "mark_stage_gradients", "unmarked"]
+
+_CLIP = "torch.nn.utils.clip_grad"  # where only the norm of all gradients is asked for
+_OPTIMIZERS = "torch.optim"
+_MOST_FRAMES = 8  # between that and us: modes of torch, and ours
+_LABEL = "norms of gradients, which all ranks take"
+_INSTEAD = "call ec.clip_grad_norm_(model, max_norm) on all ranks; with math.inf it only measures"
+
+
+class Ranks(Protocol):
+    """The ranks of a group."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the tensors that they reduce."""
+
+    def all_reduce(
+        self, tensor: Tensor, op: str = ..., async_op: bool = ..., *, label: str | None = ...
+    ) -> Any:
+        """Replace ``tensor`` by its reduction over the ranks."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GradientScope:
+    """Which ranks have the rest of a gradient, and of all gradients.
+
+    Attributes:
+        group: those that have shards of it; None where each rank has all of it.
+        by_rows: whether shards are whole rows of dim 0, and not of the flattened gradient.
+        is_staged: whether other ranks have gradients of parameters that this one does not know.
+    """
+
+    group: Ranks | None = None
+    by_rows: bool = False
+    is_staged: bool = False
+
+
+class ShardedGradient(Tensor):
+    """A gradient of which this rank has a shard, or which is one of those of its stages."""
+
+    _scope: GradientScope
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        rule = _RULES.get(func)
+        if rule is None:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        named = dict(kwargs or {})
+        return rule(func, args or (named.pop(next(iter(named))),), named)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return unmarked(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(unmarked(self), memo)
+
+
+class _Norms(Tensor):
+    """Norms of gradients whose norm is to be taken: of shards they wait for the other ranks.
+
+    Attributes:
+        _order: of the norms.
+        _scopes: of each of them, in order; None for a plain one.
+        _is_stacked: whether they are a 1D tensor.
+    """
+
+    _order: float
+    _scopes: tuple[GradientScope | None, ...]
+    _is_stacked: bool
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        first = args[0] if args else None
+        if func is torch.stack and isinstance(first, list | tuple):
+            return _stacked(first, kwargs or {})
+        if func in _MOVES and isinstance(first, _Norms):
+            return _norms(_bypass(func, args, kwargs or {}), first._order, first._scopes)
+        if func in _NORMS and isinstance(first, _Norms) and first._is_stacked:
+            first.check_that_they_are_of_all()
+        if getattr(func, "__name__", "") == "__get__":  # such as ``device``
+            return _bypass(func, args, kwargs or {})
+        return _bypass(func, _settled(args), _settled(kwargs or {}))
+
+    def check_that_they_are_of_all(self) -> None:
+        """Refuse a norm of the gradients of some stages."""
+        if any(scope is not None and scope.is_staged for scope in self._scopes):
+            raise _not_of_all()
+
+
+def mark(gradient: Tensor, scope: GradientScope) -> ShardedGradient:
+    """The same memory, as a gradient of ``scope``."""
+    marked = unmarked(gradient).as_subclass(ShardedGradient)
+    marked._scope = scope
+    return marked
+
+
+def mark_stage_gradients(gradients: Iterable[Tensor]) -> None:
+    """Let the gradients of the stages of this rank know that other ranks have others.
+
+    In place: whoever compares ``.grad`` with what it has set finds the same object.
+    """
+    for gradient in gradients:
+        if type(gradient) is Tensor:
+            gradient.__class__ = ShardedGradient
+            gradient._scope = _STAGED  # type: ignore[attr-defined]
+        elif isinstance(gradient, ShardedGradient) and not gradient._scope.is_staged:
+            gradient._scope = replace(gradient._scope, is_staged=True)
+
+
+def unmarked(tensor: Tensor) -> Tensor:
+    """The same memory as a plain tensor."""
+    return tensor if type(tensor) is Tensor else tensor.as_subclass(Tensor)
+
+
+_STAGED = GradientScope(is_staged=True)
+
+
+def _bypass(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+# What stays marked ---------------------------------------------------------------------------
+
+
+def _is_asked_by(module: str) -> bool:
+    """Whether code of a module of torch, or of one inside it, has called us."""
+    frame = sys._getframe(1)
+    for _ in range(_MOST_FRAMES):
+        if f"{frame.f_globals.get('__name__')}.".startswith(f"{module}."):
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _functions(names: str, *owners: Any) -> Iterator[Callable[..., Any]]:
+    for name in names.split():
+        for owner in owners or (torch, Tensor):
+            if hasattr(owner, name):
+                yield getattr(owner, name)
+
+
+def _marked_again(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result, marked if it is a new tensor of the size of the gradient."""
+    result = _bypass(func, args, kwargs)
+    if type(result) is not Tensor:
+        return result
+    scopes = {one._scope for one in args if isinstance(one, ShardedGradient)}
+    sizes = {one.numel() for one in args if isinstance(one, ShardedGradient)}
+    return mark(result, scopes.pop()) if len(scopes) == 1 and result.numel() in sizes else result
+
+
+def _cloned(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A copy; what an optimizer makes of it is its state, such as a momentum."""
+    if _is_asked_by(_OPTIMIZERS):
+        return _bypass(func, args, kwargs)
+    return _marked_again(func, args, kwargs)
+
+
+# Norms ---------------------------------------------------------------------------------------
+
+
+def _order_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """The order of the norm that is asked for.
+
+    Raises:
+        UnsupportedError: it is one of rows or of a matrix, or no norm of a vector.
+    """
+    named = {**dict(zip(_NORMS[func], args[1:], strict=False)), **kwargs}
+    order = named.pop("ord", named.pop("p", None))
+    of_matrix = func is torch.linalg.norm and order is not None
+    order = 2.0 if order in (None, "fro") else order
+    named.pop("dtype", None)
+    named.pop("foreach", None)
+    shaped = {
+        key: value for key, value in named.items() if value is not None and value is not False
+    }
+    if shaped or of_matrix or not isinstance(order, int | float) or order <= 0:
+        asked = ", ".join(f"{key}={value!r}" for key, value in {"ord": order, **shaped}.items())
+        raise UnsupportedError(
+            f"a norm with {asked:.80} of a gradient of which this rank has a shard, which is no "
+            "matrix of the model's: take the norm of all of the gradient, or put it together first "
+            "(shard_info(name) says where shards lie). An optimizer that needs whole matrices "
+            "cannot train a sharded model"
+        )
+    return float(order)
+
+
+def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The norm of one gradient, or of its rows."""
+    gradient = args[0]
+    if not isinstance(gradient, ShardedGradient):
+        return _bypass(func, args, kwargs)
+    scope = gradient._scope
+    if scope.by_rows and _is_of_rows(func, args, kwargs):
+        return _bypass(func, args, kwargs)
+    if scope.group is None:  # whole, and one of those of a stage
+        norm = _bypass(func, args, kwargs)
+        order = 2.0
+    else:
+        order = _order_of(func, args, kwargs)
+        dtype = kwargs.get("dtype")
+        norm = _norm_of_shard(gradient, order, dtype)
+    if _is_asked_by(_CLIP):
+        if scope.is_staged:
+            raise _not_of_all()
+        return _norms(norm, order, (scope,))
+    if scope.group is not None:
+        norm = _over_ranks([norm], order, scope)[0]
+    return _norms(norm, order, (_STAGED,)) if scope.is_staged and not norm.dim() else norm
+
+
+def _is_of_rows(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the norm is along dims that no rank has a part of."""
+    dims = kwargs.get("dim", dict(zip(_NORMS[func], args[1:], strict=False)).get("dim"))
+    dims = (dims,) if isinstance(dims, int) else dims or ()
+    num_dims = unmarked(args[0]).dim()
+    return bool(dims) and all(dim % max(num_dims, 1) != 0 for dim in dims)
+
+
+def _foreach_norm(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """The norm of each of several gradients; one collective for each scope."""
+    gradients = list(args[0])
+    scopes = [one._scope if isinstance(one, ShardedGradient) else None for one in gradients]
+    if _is_asked_by(_CLIP) and any(scope is not None and scope.is_staged for scope in scopes):
+        raise _not_of_all()
+    order = _order_of(func, args, kwargs)
+    norms = [
+        _norm_of_shard(one, order, kwargs.get("dtype"))
+        if isinstance(one, ShardedGradient)
+        else torch.linalg.vector_norm(one, order, dtype=kwargs.get("dtype"))
+        for one in gradients
+    ]
+    return _complete(norms, order, scopes)
+
+
+def _norm_of_shard(gradient: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
+    shard = unmarked(gradient).detach()
+    # torch has no largest magnitude of nothing.
+    norm: Tensor = torch.linalg.vector_norm(shard, order if shard.numel() else 2.0, dtype=dtype)
+    return norm
+
+
+def _over_ranks(norms: Sequence[Tensor], order: float, scope: GradientScope) -> list[Tensor]:
+    """Norms of shards as norms of the whole gradients. All ranks of the scope call it."""
+    assert scope.group is not None
+    together = torch.stack([norm.double().to(scope.group.device) for norm in norms])
+    if math.isinf(order):
+        scope.group.all_reduce(together, "max", label=_LABEL)
+    else:
+        together = together.pow_(order)
+        scope.group.all_reduce(together, "sum", label=_LABEL)
+        together = together.pow_(1 / order)
+    return [one.to(norm) for one, norm in zip(together.unbind(), norms, strict=True)]
+
+
+def _not_of_all() -> UnsupportedError:
+    return UnsupportedError(
+        "the norm of the gradients of this rank's stages is not that of the model, and every rank "
+        f"would clip by another number: {_INSTEAD}"
+    )
+
+
+# Norms of norms ------------------------------------------------------------------------------
+
+
+def _norms(values: Tensor, order: float, scopes: tuple[GradientScope | None, ...]) -> _Norms:
+    plain = unmarked(values)
+    norms: _Norms = plain.as_subclass(_Norms)
+    norms._order, norms._scopes, norms._is_stacked = order, scopes, plain.dim() == 1
+    return norms
+
+
+def _stacked(norms: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Tensor:
+    """Norms of several gradients, one after another."""
+    known = next(one for one in norms if isinstance(one, _Norms))
+    values = torch.stack([unmarked(one) for one in norms], **kwargs)
+    if values.dim() != 1:
+        return values
+    scopes = [one._scopes[0] if isinstance(one, _Norms) else None for one in norms]
+    return _norms(values, known._order, tuple(scopes))
+
+
+def _settled(value: Any) -> Any:
+    """The same arguments with finished norms."""
+    if isinstance(value, _Norms):
+        plain = unmarked(value)
+        values = list(torch.atleast_1d(plain).unbind())
+        return torch.stack(_complete(values, value._order, value._scopes)).view(plain.shape)
+    if isinstance(value, list | tuple):
+        return type(value)(_settled(one) for one in value)
+    if isinstance(value, Mapping):
+        return {key: _settled(one) for key, one in value.items()}
+    return value
+
+
+def _complete(
+    norms: Sequence[Tensor], order: float, scopes: Sequence[GradientScope | None]
+) -> list[Tensor]:
+    """The same norms, those of shards combined over their ranks: one collective for each scope."""
+    complete = list(norms)
+    for scope in dict.fromkeys(scopes):
+        if scope is not None and scope.group is not None:
+            at = [i for i, one in enumerate(scopes) if one == scope]
+            for i, norm in zip(at, _over_ranks([norms[i] for i in at], order, scope), strict=True):
+                complete[i] = norm
+    return complete
+
+
+# By function of torch: what its arguments after the tensor are called.
+_NORMS: dict[Callable[..., Any], tuple[str, ...]] = {
+    torch.linalg.vector_norm: ("ord", "dim", "keepdim"),
+    torch.linalg.norm: ("ord", "dim", "keepdim"),
+    torch.norm: ("p", "dim", "keepdim", "out", "dtype"),
+    torch.functional.norm: ("p", "dim", "keepdim", "out", "dtype"),
+    Tensor.norm: ("p", "dim", "keepdim", "dtype"),
+    torch._foreach_norm: ("ord", "dtype"),
+}
+_MOVES = frozenset(_functions("to float double cpu detach", Tensor))
+_KEEPING = (
+    *_functions("detach to float double half bfloat16 cpu contiguous", Tensor),
+    *_functions("view reshape flatten view_as reshape_as", Tensor),
+    *_functions("mul multiply div divide true_divide add sub subtract neg negative"),
+    *_functions("abs absolute square pow clamp nan_to_num sign where lerp"),
+    *_functions("__mul__ __rmul__ __truediv__ __add__ __radd__ __sub__ __rsub__ __neg__", Tensor),
+    *_functions("__pow__ __abs__", Tensor),
+    Tensor.data.__get__,  # type: ignore[attr-defined]
+)
+_RULES: dict[Callable[..., Any], Callable[..., Any]] = {
+    **dict.fromkeys(_KEEPING, _marked_again),
+    **dict.fromkeys(_functions("clone"), _cloned),
+    **dict.fromkeys(_NORMS, _norm),
+    torch._foreach_norm: _foreach_norm,
+}
