@@ -24,7 +24,7 @@ PACKAGE = "echelon"
 # to it. A module imports its own room and the layers below, so rooms side by side never meet.
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"arguments", "sharded_gradients", "values"},
+    {"arguments", "compiled", "sharded_gradients", "values"},
     {"accumulation", "axes", "beside", "census", "claims", "events", "gradients"}
     | {"graph_task", "ignored", "layout", "nested", "sample_order", "streams", "wrapper"},
     {"world"},

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from echelon.compiled import plain_name
 from echelon.errors import ArgumentError
 from echelon.world.flat import is_expanded
 from echelon.world.group import Group
@@ -38,14 +39,12 @@ __all__ = [
     "holdings_in",
     "named_extras",
     "named_state",
-    "plain_name",
     "whole",
 ]
 
 Shape = tuple[int, ...]
 Rename = Callable[[str], str]
 
-_COMPILED = "_orig_mod"  # where torch.compile puts a module into one of its own
 _EXTRA = "_extra_state"  # where nn.Module keeps what get_extra_state() returns
 
 
@@ -325,16 +324,6 @@ def _problem(tensor: Tensor) -> str | None:
 
 
 # Names ---------------------------------------------------------------------------------------
-
-
-def plain_name(name: str) -> str:
-    """The name without what ``torch.compile`` puts into it.
-
-    Example:
-        >>> plain_name("_orig_mod.blocks.0._orig_mod.weight")
-        'blocks.0.weight'
-    """
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[tuple[str, ...], Tensor]]:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from echelon.compiled import plain_name
 from echelon.errors import StateError
 
 __all__ = ["Wrapper"]
@@ -41,7 +42,8 @@ class Wrapper(nn.Module):
         if self not in memo or not remove_duplicate:
             memo.add(self)
             yield prefix, self
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+        for name, module in self.module.named_modules(memo, prefix, remove_duplicate):
+            yield prefix + plain_name(name.removeprefix(prefix)), module
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What ``to()``, ``double()``, ``cuda()`` and the like call; allowed if nothing changes."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -15,7 +14,9 @@ from echelon.agreement import check_agreement, check_model, option_facts
 from echelon.arguments import Reduction
 from echelon.census import Census
 from echelon.claims import check_unclaimed, claim, disclaim
+from echelon.compiled import keep_plain_names, plain_name
 from echelon.ddp.buffers import Buffers, broadcast_coalesced
+from echelon.ddp.facts import BucketInfo, Unused
 from echelon.ddp.held import holdings_of_replica
 from echelon.ddp.join import Rounds, Step
 from echelon.ddp.options import Init, Options, Sync
@@ -30,34 +31,6 @@ from echelon.wrapper import Wrapper
 __all__ = ["DDP", "BucketInfo", "Unused"]
 
 _PREFIX = "module."
-
-
-@dataclass(frozen=True, slots=True)
-class BucketInfo:
-    """Gradients that are reduced together.
-
-    Attributes:
-        names: their parameters, in the order of the buffer.
-        dtype: in which they travel.
-        nbytes: size of the buffer, with padding and one flag a gradient.
-    """
-
-    names: tuple[str, ...]
-    dtype: torch.dtype
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unused:
-    """Parameters that got no gradient in the last reduction.
-
-    Attributes:
-        here: on this rank.
-        everywhere: on no rank; their ``.grad`` was left as it was.
-    """
-
-    here: tuple[str, ...]
-    everywhere: tuple[str, ...]
 
 
 class DDP(Wrapper, Holder):
@@ -161,11 +134,12 @@ class DDP(Wrapper, Holder):
         reduced = [(name, p) for name, p in module.named_parameters() if id(p) not in skip]
         self._ignored = [name for name, p in module.named_parameters() if id(p) in skip]
         named = [(name, p) for name, p in reduced if p.requires_grad]
+        keep_plain_names(module)
         self._census = Census(module, "DDP")
         claim([param for _, param in reduced], self, for_good=False)
         watch_buffers = options.broadcast_buffers and group.size > 1 and len(self._buffer_state) > 0
         notice = self._buffer_state.changed if watch_buffers else None
-        self._names = [name for name, _ in named]
+        self._names = [plain_name(name) for name, _ in named]
         self._reducer = Reducer(named, group, options, notice)
         self._on_backward: Callable[[Tensor], None] = lambda grad: self._reducer.begin()
         self._attached = True

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from echelon import arguments
+from echelon.compiled import plain_name
 from echelon.errors import ArgumentError
 from echelon.fsdp.cuts import ShardInfo
 from echelon.fsdp.gradients import Slots
@@ -94,8 +95,8 @@ def unit_facts(units: Sequence[Unit]) -> tuple[UnitInfo, ...]:
     """One entry a unit."""
     return tuple(
         UnitInfo(
-            unit.name,
-            tuple(member.name for one in unit.storages for member in one.members),
+            plain_name(unit.name),
+            tuple(plain_name(member.name) for one in unit.storages for member in one.members),
             sum(one.cut.numel for one in unit.storages),
             any(one.sharded for one in unit.storages),
             unit.gathered,
@@ -112,7 +113,7 @@ def owners_of(storages: Sequence[Storage], name: str) -> list[ShardInfo]:
     """
     for storage in storages:
         for i, member in enumerate(storage.members):
-            if member.name == name:
+            if plain_name(member.name) == plain_name(name):
                 if storage.sharded:
                     return storage.cut.info(i)
                 shape, numel = storage.cut.shapes[i], storage.own[i].numel

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon import arguments
+from echelon.compiled import plain_name
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.fsdp.state import Home, homes_of
 from echelon.fsdp.storage import Storage
@@ -334,9 +335,10 @@ def _params(
         ArgumentError: it is no optimizer, or has a parameter that is not in the model.
     """
     arguments.optimizer(optimizer)
-    names = {id(param): name for name, param in module.named_parameters()}
+    named = [(plain_name(name), param) for name, param in module.named_parameters()]
+    names = {id(param): name for name, param in named}
     homes = homes_of(storages)
-    known = {id(p): [_Param(name, p, homes.get(id(p)))] for name, p in module.named_parameters()}
+    known = {id(p): [_Param(name, p, homes.get(id(p)))] for name, p in named}
     for storage in storages:
         if storage.is_flat:
             known[id(storage.exposed[0])] = [

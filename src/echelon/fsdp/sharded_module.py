@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from echelon import arguments
 from echelon.census import Census
 from echelon.claims import claim
+from echelon.compiled import keep_plain_names, plain_name
 from echelon.errors import ArgumentError, StateError
 from echelon.fsdp import facts
 from echelon.fsdp.build import copy_units
@@ -58,6 +59,7 @@ class ShardedModule(Wrapper, Holder):
         self._options = options
         self._units, self._slots = built
         self._hooks = Hooks(self._units, ranks, options)
+        keep_plain_names(module)
         self._census = Census(module, "FSDP")
         for storage in self._storages():
             claim([*storage.params, *storage.exposed], self, for_good=True)  # it leaves parts
@@ -83,7 +85,7 @@ class ShardedModule(Wrapper, Holder):
         inside = {id(param) for storage in self._storages() for param in storage.params}
         for name, param in self.module.named_parameters(prefix, recurse, remove_duplicate):
             if id(param) not in inside:
-                yield name, param
+                yield prefix + plain_name(name.removeprefix(prefix)), param
 
     @contextmanager
     def full_parameters(self, *, writeback: bool = False) -> Iterator[None]:

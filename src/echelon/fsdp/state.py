@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from echelon.compiled import plain_keys, plain_name
 from echelon.errors import ArgumentError, StateError
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.storage import Storage, await_readers
@@ -154,6 +155,7 @@ def load_state(
         raise ArgumentError(f"the state is {given!r:.80}; give a dict of tensors by name")
     homes = homes_of(storages)
     own = module.state_dict(keep_vars=True)
+    given = plain_keys(given)
     report = LoadReport(
         [key for key in own if key not in given], [key for key in given if key not in own]
     )
@@ -202,7 +204,7 @@ def _misfit(found: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]
 def _load_extra(module: nn.Module, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Give modules what their ``get_extra_state`` had returned."""
     for name, submodule in module.named_modules():
-        key = f"{name}.{_EXTRA}".lstrip(".")
+        key = plain_name(f"{name}.{_EXTRA}".lstrip("."))
         if key in own and key in given:
             submodule.set_extra_state(given[key])
 
@@ -223,7 +225,7 @@ def part_loader(storages: Sequence[Storage], module: nn.Module) -> Callable[...,
         homes = homes_of(storages)
         own = module.state_dict(keep_vars=True)
         for key in [key for key in state if key.startswith(prefix)]:
-            value, plain = state.pop(key), key.removeprefix(prefix)
+            value, plain = state.pop(key), plain_name(key.removeprefix(prefix))
             home = homes.get(id(own.get(plain)))
             if home is not None and isinstance(value, Tensor):
                 shape = home.storage.cut.shapes[home.i]

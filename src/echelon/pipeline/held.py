@@ -18,7 +18,7 @@ from torch import nn
 
 from echelon.errors import ArgumentError
 from echelon.held import Held, Holdings, Kept, axes_in, holdings_in, named_state
-from echelon.pipeline.parts import Part
+from echelon.pipeline.start import part_in
 from echelon.world.group import Group
 
 __all__ = ["HeldStages"]
@@ -170,10 +170,4 @@ def _together(told: Sequence[Sequence[tuple[str, ...]]]) -> dict[str, _Shared]:
 
 def _name(stage: nn.Module, index: int, local: str) -> str:
     """The name in the model of what a stage calls ``local``."""
-    return local if _has_names_of_model(stage) else f"{index}.{local}"
-
-
-def _has_names_of_model(stage: nn.Module) -> bool:
-    """Whether ``split`` made it; it may be compiled, or wrapped for data parallelism."""
-    inner = stage._modules.get("_orig_mod") or stage._modules.get("module")
-    return isinstance(stage, Part) or (inner is not None and _has_names_of_model(inner))
+    return f"{index}.{local}" if part_in(stage) is None else local

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon import arguments
+from echelon.compiled import plain_name
 from echelon.errors import ArgumentError, StateError
 from echelon.pipeline.start import name_in_model
 from echelon.world.group import Group
@@ -232,11 +233,12 @@ def _together(everyone: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
 
 def _plain(stage: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of the model, also where a wrapper shows others to optimizers."""
-    yield from nn.Module.named_parameters(stage)
+    for name, param in nn.Module.named_parameters(stage):
+        yield plain_name(name), param
 
 
 def _state_of(view: torch.optim.Optimizer, stage: nn.Module) -> dict[str, Any]:
-    names: dict[Tensor, str] = {param: name for name, param in stage.named_parameters()}
+    names: dict[Tensor, str] = {p: plain_name(name) for name, p in stage.named_parameters()}
     return {
         "state": {names[param]: copy.deepcopy(one) for param, one in view.state.items()},
         "param_groups": [
@@ -248,7 +250,7 @@ def _state_of(view: torch.optim.Optimizer, stage: nn.Module) -> dict[str, Any]:
 def _load_into(
     view: torch.optim.Optimizer, stage: nn.Module, state: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    params = {name: p for name, p in stage.named_parameters() if _has(view, p)}
+    params = {plain_name(name): p for name, p in stage.named_parameters() if _has(view, p)}
     wrong = [
         f"{key!r} of {name!r} has shape {tuple(value.shape)} instead of {tuple(params[name].shape)}"
         for name, values in state.items()

@@ -8,6 +8,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from echelon.compiled import plain_name
 from echelon.errors import ArgumentError
 
 __all__ = ["LayerRow", "Part", "Row", "names_of", "register"]
@@ -55,7 +56,7 @@ def register(part: Part, own: Mapping[str, nn.Module], bare: Mapping[str, nn.Mod
     for name, module in own.items():
         path, _, local = name.rpartition(".")
         _home(part, path).add_module(local, module)
-    part.names = frozenset(part.state_dict(keep_vars=True))
+    part.names = frozenset(map(plain_name, part.state_dict(keep_vars=True)))
 
 
 def _home(part: nn.Module, path: str) -> nn.Module:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from echelon.arguments import one_of
+from echelon.compiled import keep_plain_names
 from echelon.held import Holder, Holdings
 from echelon.pipeline.held import HeldStages
 from echelon.pipeline.optimizer_state import StateByName
@@ -38,6 +39,8 @@ class StagedModule(nn.Module, Holder):
         replicate: Group | None,
         num_ranks: int,
     ) -> None:
+        for stage in own.values():
+            keep_plain_names(stage)
         self.stages = nn.ModuleDict({str(index): stage for index, stage in own.items()})
         self._first_names = _first_names(stages)
         self._placement, self._group = placement, group

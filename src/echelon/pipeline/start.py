@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 
+from echelon.compiled import compiled_inside, plain_name
 from echelon.errors import ArgumentError
 from echelon.initial import Maker, Place, draw_seed, own_tensors
 from echelon.pipeline.parts import Part
 from echelon.world.group import Group
 
-__all__ = ["name_in_model", "names_of_state", "start"]
+__all__ = ["name_in_model", "names_of_state", "part_in", "start"]
 
 
 def name_in_model(stage: nn.Module, index: int, name: str) -> str:
@@ -21,7 +22,8 @@ def name_in_model(stage: nn.Module, index: int, name: str) -> str:
         >>> name_in_model(nn.Linear(1, 1), 3, "bias")
         '3.bias'
     """
-    return name if _part_in(stage) is not None else f"{index}.{name}".rstrip(".")
+    name = plain_name(name)
+    return name if part_in(stage) is not None else f"{index}.{name}".rstrip(".")
 
 
 def names_of_state(stage: nn.Module, index: int, names: Iterable[str]) -> dict[str, str]:
@@ -31,18 +33,21 @@ def names_of_state(stage: nn.Module, index: int, names: Iterable[str]) -> dict[s
         >>> names_of_state(nn.Linear(1, 1), 3, ["3.bias", "4.bias"])
         {'bias': '3.bias'}
     """
-    part = _part_in(stage)
+    part = part_in(stage)
     if part is not None:
-        return {name: name for name in names if name in part.names}
+        return {plain_name(name): name for name in names if plain_name(name) in part.names}
     start = f"{index}."
-    return {name.removeprefix(start): name for name in names if name.startswith(start)}
+    own = [name for name in names if name.startswith(start)]
+    return {plain_name(name.removeprefix(start)): name for name in own}
 
 
-def _part_in(stage: nn.Module) -> Part | None:
-    """What ``split`` made, which may be wrapped for data parallelism."""
-    inner = stage._modules.get("module")
-    found = stage if isinstance(stage, Part) else inner
-    return found if isinstance(found, Part) else None
+def part_in(stage: nn.Module) -> Part | None:
+    """What ``split`` made, which may be compiled, or wrapped for data parallelism."""
+    found: nn.Module | None = stage
+    while found is not None and not isinstance(found, Part):
+        compiled = compiled_inside(found)
+        found = found._modules.get("module") if compiled is None else compiled
+    return found
 
 
 def start(

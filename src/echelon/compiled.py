@@ -1,0 +1,61 @@
+"""Modules that ``torch.compile`` has put into one of its own keep the plain model's names.
+
+``torch.compile(module)`` is a module around ``module``, and torch shows it in every name as
+``_orig_mod``. A checkpoint of a compiled model could then not be loaded into the plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+__all__ = ["compiled_inside", "keep_plain_names", "plain_keys", "plain_name"]
+
+_COMPILED = "_orig_mod"  # where torch.compile puts a module into one of its own
+
+
+def plain_name(name: str) -> str:
+    """The name without what ``torch.compile`` puts into it.
+
+    Example:
+        >>> plain_name("_orig_mod.blocks.0._orig_mod.weight")
+        'blocks.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with plain names."""
+    return {plain_name(key): value for key, value in state.items()}
+
+
+def compiled_inside(module: nn.Module) -> nn.Module | None:
+    """What ``torch.compile`` was given if ``module`` is what it returned."""
+    return module._modules.get(_COMPILED)
+
+
+def keep_plain_names(module: nn.Module) -> None:
+    """Let the state dicts of ``module``, and of all in it, have plain names, compiled or not.
+
+    Both kinds of names are loaded.
+    """
+    for one in module.modules():
+        if compiled_inside(one) is not None and _leave_out not in one._state_dict_hooks.values():
+            one.register_state_dict_post_hook(_leave_out)
+            one.register_load_state_dict_pre_hook(_put_in)
+
+
+def _leave_out(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    start = f"{prefix}{_COMPILED}."
+    for key in list(state):  # all of them, so that their order stays
+        value = state.pop(key)
+        state[prefix + key.removeprefix(start) if key.startswith(start) else key] = value
+
+
+def _put_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    start = f"{prefix}{_COMPILED}."
+    for key in list(state):
+        if key.startswith(prefix) and not key.startswith(start):
+            state[start + key.removeprefix(prefix)] = state.pop(key)
