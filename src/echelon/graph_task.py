@@ -8,9 +8,9 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["Token", "in_backward", "queue_end", "run_backward", "will_accumulate"]
+__all__ = ["Token", "in_backward", "queue_end", "run_backward", "will_accumulate", "will_run"]
 
 
 @final
@@ -55,6 +55,11 @@ def will_accumulate(param: Tensor) -> bool:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
     except RuntimeError:  # torch does not answer where autograd.grad asks for param itself
         return False
+
+
+def will_run(node: Node) -> bool:
+    """Whether the backward that runs now comes to ``node``, which is no leaf, or was there."""
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def run_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:

@@ -125,3 +125,37 @@ def test_ranks_that_run_units_in_other_orders_end_with_an_error_that_names_one(c
     for error, _ in gloo_outcomes(train_in_other_orders, 2, check=check, timeout=2.0):
         assert isinstance(error, CollectiveMismatch if check else CommError)
         assert "unit blocks." in str(error)
+
+
+# By rank: which blocks it uses in its first steps, before any order was seen.
+FIRST = [
+    [[3, 1], [2], [0, 4]],
+    [[5], [0, 1, 2, 3, 4], [1, 3]],
+    [[], [4], [2]],
+]
+
+
+def train_from_the_first_step(world: ec.World) -> dict[str, Tensor]:
+    rule = ec.units.by_type(Mixture)
+    model = ec.FSDP(build(), world.group, units=rule, min_num_params=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step, used in enumerate(FIRST):
+        model(inputs(step, world.rank), sorted(used[world.rank]), True).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_ranks_may_skip_different_units_from_the_first_step(kind: str) -> None:
+    plain_model = build()
+    optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.05)
+    for step, used in enumerate(FIRST):
+        for rank in range(3):
+            loss = plain_model(inputs(step, rank), sorted(used[rank]), True).square().mean()
+            (loss / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in run_world(kind, train_from_the_first_step, 3, timeout=20):
+        for name, value in plain_model.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=name)

@@ -119,10 +119,10 @@ def test_a_forward_whose_graph_is_gone_delays_nothing() -> None:
 def test_uses_are_awaited_while_their_graph_lives_and_once_a_pass() -> None:
     uses, first, second = Uses(), Pass(lambda: None, True, 1), Pass(lambda: None, True, 1)
     one, two = uses.add(), uses.add()
-    assert uses.reach(two, first)
-    assert not uses.reach(two, first)
+    assert two.reach(first)
+    assert not two.reach(first)
     assert uses.awaits(first)
-    assert uses.reach(one, first)
+    assert one.reach(first)
     assert not uses.awaits(first)
     assert uses.awaits(second)
     del one, two

@@ -165,7 +165,7 @@ class FSDP(ShardedModule):
             args, kwargs = cast_floats((args, kwargs), lambda t: t.to(precision.compute))
         if not self._hooks.depth:
             self._census.check()
-        with self._hooks.forward():
+        with self._hooks.forward((args, kwargs)):
             try:
                 output = self.module(*args, **kwargs)
             except (RuntimeError, IndexError) as error:

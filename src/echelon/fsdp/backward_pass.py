@@ -10,17 +10,41 @@ from torch import Tensor
 from echelon.fsdp.gradients import Reduction
 from echelon.graph_task import Token
 
-__all__ = ["Pass", "Run"]
+__all__ = ["Pass", "Run", "UnitPass"]
 
 
 @final
 class Run:
-    """The units that one forward of the model has used; gone when no backward of it can come."""
+    """The units that one forward of the model has used; gone when no backward of it can come.
 
-    __slots__ = ("__weakref__", "units")
+    Attributes:
+        units: those that it has called.
+        opaque: those whose outputs show no tensor, so that nothing tells when backward comes.
+    """
+
+    __slots__ = ("__weakref__", "opaque", "units")
 
     def __init__(self) -> None:
         self.units = {0}
+        self.opaque: set[int] = set()
+
+
+@final
+class UnitPass:
+    """One unit in one backward.
+
+    Attributes:
+        opened: whether backward has reached it.
+        remaining: how many of its gradients have not come.
+        inside: forwards of it whose outputs backward has reached, and whose inputs it has not.
+        completed: whether its gradients were taken off.
+    """
+
+    __slots__ = ("completed", "inside", "opened", "remaining")
+
+    def __init__(self) -> None:
+        self.opened = self.completed = False
+        self.remaining = self.inside = 0
 
 
 @final
@@ -30,8 +54,7 @@ class Pass:
     Attributes:
         token: gives None when it is over or was aborted.
         synced: whether it reduces.
-        opened: units that backward has reached.
-        remaining: by unit, the number of gradients that are not there.
+        units: by unit, how far backward has come with it.
         completed: units whose gradients were all there, in that order.
         had: by unit, for each of its storages, which parameters had a gradient before.
         held: by unit, whole gradients that wait for their turn.
@@ -42,8 +65,7 @@ class Pass:
 
     def __init__(self, token: Callable[[], Token | None], synced: bool, num_units: int) -> None:
         self.token, self.synced = token, synced
-        self.opened = [False] * num_units
-        self.remaining = [0] * num_units
+        self.units = [UnitPass() for _ in range(num_units)]
         self.completed: list[int] = []
         self.had: dict[int, list[list[bool] | None]] = {}
         self.held: dict[int, list[Tensor | None]] = {}

@@ -111,7 +111,7 @@ class Departures:
             u = order[current.sent]
             if u in current.held:
                 self._send(current, u, current.held.pop(u))
-            elif not current.opened[u] and is_left_out(u):
+            elif not current.units[u].opened and is_left_out(u):
                 current.left_out.add(u)
                 self._send(current, u, self._take_unopened(u))
             else:
@@ -122,7 +122,8 @@ class Departures:
         for u in self._orders.reductions[current.sent :]:
             gradients = current.held.pop(u, None)
             if gradients is None:
-                gradients = self.take(u) if current.opened[u] else self._take_unopened(u)
+                is_open = current.units[u].opened
+                gradients = self.take(u) if is_open else self._take_unopened(u)
             self._units[u].release()
             self._send(current, u, gradients)
 
@@ -173,9 +174,9 @@ class Departures:
         for started in aborted.reductions:
             for reduction in started:
                 reduction.finish()
-        for u, opened in enumerate(aborted.opened):
-            if opened:
-                for param in self._units[u].trainable:
+        for unit, state in zip(self._units, aborted.units, strict=True):
+            if state.opened:
+                for param in unit.trainable:
                     param.grad = None
 
 

@@ -37,7 +37,8 @@ class Gathers:
     def __init__(self, units: Sequence[Unit], options: Options) -> None:
         self._units, self._options = units, options
         moving = [u for u, unit in enumerate(units) if u and unit.moves]
-        self.orders = Orders(len(units), moving, regathers=options.strategy.regathers)
+        reducing = [u for u, unit in enumerate(units) if unit.shards]
+        self.orders = Orders(reducing, moving, regathers=options.strategy.regathers)
         self._early: deque[int] = deque()  # gathers that have begun ahead, in order
         self._passed: set[int] = set()  # units whose gathers in this backward are behind us
         self.holds = False  # all units stay whole, so that passes gather nothing

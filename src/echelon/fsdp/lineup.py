@@ -92,7 +92,10 @@ class Lineup:
 def common_order(
     orders: Sequence[Sequence[int]], usual: Sequence[int], without: Collection[int] = ()
 ) -> list[int]:
-    """One order that contains the order of every rank: that of the first, with what others add.
+    """One order that contains the order of every rank.
+
+    What one rank has reached before something else comes before it. Where no rank has reached both,
+    the usual order decides. Where ranks contradict each other, the first one does.
 
     Args:
         orders: of each rank; a unit may come several times.
@@ -102,18 +105,12 @@ def common_order(
     Example:
         >>> common_order([[1, 4], [1, 2, 4]], usual=[1, 2, 3, 4, 5])
         [1, 2, 3, 4, 5]
+        >>> common_order([[3, 1], [2]], usual=[3, 2, 1])
+        [3, 2, 1]
         >>> common_order([[3, 1, 3]], usual=[1, 2, 3])
         [3, 1, 2, 3]
     """
-    found = list(orders[0])
-    for order in orders[1:]:
-        at = 0
-        for u in order:
-            if u in found[at:]:
-                at = found.index(u, at) + 1
-            else:
-                found.insert(at, u)
-                at += 1
+    found = _merged(orders, usual)
     at = 0
     for u in usual:
         if u in found:
@@ -122,3 +119,22 @@ def common_order(
             found.insert(at, u)
             at += 1
     return found
+
+
+def _merged(orders: Sequence[Sequence[int]], usual: Sequence[int]) -> list[int]:
+    """All that ``orders`` have, each item once for as often as one rank has reached it."""
+    left = [_numbered(order) for order in dict.fromkeys(map(tuple, orders))]
+    position = {u: at for at, u in enumerate(usual)}
+    merged: list[int] = []
+    while left := [order for order in left if order]:
+        # What comes first wherever it comes; if nothing does, the ranks contradict each other.
+        free = [o[0] for o in left if all(o[0] not in other[1:] for other in left)]
+        first = min(free, key=lambda item: position.get(item[0], -1)) if free else left[0][0]
+        merged.append(first[0])
+        left = [[item for item in order if item != first] for order in left]
+    return merged
+
+
+def _numbered(order: Sequence[int]) -> list[tuple[int, int]]:
+    """Each unit with how often it came before."""
+    return [(u, order[:at].count(u)) for at, u in enumerate(order)]

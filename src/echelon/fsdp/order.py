@@ -20,7 +20,7 @@ class Orders:
     units. So all of them note the new one, and agree on it before the next forward.
 
     Args:
-        num_units: the root is unit 0.
+        reducing: units with gradients, the root, unit 0, first.
         moving: units that are gathered with communication, but for the root.
         regathers: whether backward gathers them again.
 
@@ -30,12 +30,12 @@ class Orders:
         reductions: the order in which gradients leave.
     """
 
-    def __init__(self, num_units: int, moving: Sequence[int], *, regathers: bool) -> None:
+    def __init__(self, reducing: Sequence[int], moving: Sequence[int], *, regathers: bool) -> None:
         self._moving = list(moving)
         self._usual_back = list(reversed(moving)) if regathers else []
         self.forward = Lineup(self._moving, guess=True)
         self.backward = Lineup(self._usual_back, guess=True)
-        self.reductions = [*range(num_units - 1, 0, -1), 0]  # the root's gradients come last
+        self.reductions = list(reversed(reducing))  # the root's gradients come last
         self._noted: dict[str, tuple[list[int], list[int]]] = {}
         self._knows_reductions = False
 

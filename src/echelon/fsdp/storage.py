@@ -151,6 +151,15 @@ class Storage(ABC):
         """Whether whole parameters are never the parts themselves: other dtype, other memory."""
         return self.places.offloads or self.dtype != self.compute_dtype
 
+    def holds(self, address: int) -> bool:
+        """Whether ``address`` lies in the memory of ``wholes``."""
+        for start, whole in zip(self.cut.starts, self.wholes, strict=True):
+            if whole.numel():
+                itemsize = whole.element_size()
+                first = whole.data_ptr() - start * itemsize
+                return first <= address < first + self.cut.numel * itemsize
+        return False
+
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's parts on the device."""

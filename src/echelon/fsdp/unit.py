@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import repeat
+from operator import attrgetter
 from typing import final
 
 from torch import Tensor, nn
 
 from echelon import events
+from echelon.errors import StateError
 from echelon.fsdp.gradients import GradientShard
 from echelon.fsdp.level import Level
 from echelon.fsdp.storage import Storage
 from echelon.world.group import Group
 
 __all__ = ["Unit"]
+
+_version = attrgetter("_version")
 
 
 @final
@@ -160,6 +164,47 @@ class Unit:
         self._weigh()
         self._gathered = self._kept = False
         self._emit("fsdp.release")
+
+    def versions(self) -> Sequence[object]:
+        """What changes when somebody writes into a whole parameter, or gives it other memory."""
+        return [*map(_version, self._params), *map(Tensor.data_ptr, self._params)]
+
+    def check_unwritten(self, before: Sequence[object]) -> None:
+        """Compare ``versions()`` with what they were before a forward.
+
+        Raises:
+            StateError: they differ; names the parameter.
+        """
+        now = self.versions()
+        if now == before:
+            return
+        changed = next(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
+        members = [member for one in self.storages for member in one.members]
+        raise StateError(
+            f"the forward of unit {self.label!r} wrote into parameter "
+            f"{members[changed % len(members)].name!r}, or gave it other memory. All ranks share "
+            "it, so what a rank writes would be lost or half read by others (as with "
+            "nn.Embedding(max_norm=...)): compute a new tensor from the parameter, keep what "
+            "changes in a buffer, write between steps inside `with "
+            "model.full_parameters(writeback=True):`, or name its module in ignored="
+        )
+
+    def check_not_inside(self, tensor: Tensor) -> None:
+        """Check that ``tensor``, which outlives a forward, does not lie in whole parameters.
+
+        Raises:
+            StateError: it does; its memory may be given back at any time.
+        """
+        if not tensor.numel():
+            return
+        at = tensor.data_ptr()
+        for one in self.storages:
+            if one.sharded and one.holds(at):
+                raise StateError(
+                    f"unit {self.label!r} returned a view of its own parameters, "
+                    f"{list(tensor.shape)}, whose memory is given back after its forward: return "
+                    "a clone(), or make no unit of that module, so that the one around it owns it"
+                )
 
     def _weigh(self) -> None:
         before, self._whole_nbytes = self._whole_nbytes, 0

@@ -1,0 +1,251 @@
+"""The backward of a sharded model: which units it has reached, left and completed.
+
+[Note: when gradients leave]
+Hooks on the outputs of a unit tell when backward reaches it, hooks on its inputs when backward has
+left it (see ``uses``), and hooks on its parameters count gradients. A unit whose gradients are all
+there, and that backward has left, is *complete*: its gradients leave, and it is released.
+Reductions leave in one order on all ranks, that of the first backward, so a unit that one rank has
+used in part waits there until the end. The callback at the end of backward sends what is left,
+waits for all, finds out which parameters no rank used, and hands the reduced parts over as
+``.grad``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import nn
+
+from echelon.errors import StateError
+from echelon.fsdp.backward_pass import Pass, Run
+from echelon.fsdp.departures import Departures
+from echelon.fsdp.gathers import Gathers
+from echelon.fsdp.storage import await_readers
+from echelon.fsdp.unit import Unit
+from echelon.fsdp.uses import Use, Uses
+from echelon.graph_task import Token, queue_end
+
+__all__ = ["Backward"]
+
+
+@final
+class Backward:
+    """What hooks on tensors and parameters call while autograd runs.
+
+    Args:
+        units: the root first.
+        gathers: makes units whole.
+        departures: takes gradients.
+
+    Attributes:
+        syncing: whether the next backward reduces.
+        uses: forwards that have a graph, by unit.
+        runs: forwards of the model that await a backward.
+    """
+
+    def __init__(self, units: Sequence[Unit], gathers: Gathers, departures: Departures) -> None:
+        self._units, self._gathers, self._departures = units, gathers, departures
+        self._storages = [storage for unit in units for storage in unit.storages]
+        self.syncing = True
+        self.uses = [Uses() for _ in units]
+        self.runs: weakref.WeakSet[Run] = weakref.WeakSet()
+        self._pass: Pass | None = None
+        for u, unit in enumerate(units):
+            for param in unit.trainable:
+                param.register_post_accumulate_grad_hook(self._arrival(u))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a backward is under way."""
+        return self._pass is not None and self._pass.token() is not None
+
+    def reach(self, u: int, use: Use) -> None:
+        """Backward has reached an output of a unit: gather it."""
+        current = self._begin()
+        state = current.units[u]
+        is_new, is_another = not state.opened, use.reach(current)
+        if is_another:
+            state.inside += 1
+        if is_new:
+            self._open(current, u)
+        elif is_another:
+            state.remaining += self._units[u].num_recast
+        self._gathers.in_backward(u, self._send_ready)
+        if is_new:
+            self._gathers.opened(u)
+
+    def recompute(self, u: int) -> None:
+        """Forward runs again, inside of backward: gather the unit."""
+        self._begin()
+        self._gathers.in_backward(u, self._send_ready)
+
+    def leave(self, u: int, use: Use) -> None:
+        """Backward has passed an input of a unit."""
+        current = self._pass
+        if current is None or current.token() is None or not use.is_reached_by(current):
+            return  # it came there by another way
+        if use.leave():
+            current.units[u].inside -= 1
+            self._complete_if_left(current, u)
+
+    def _begin(self) -> Pass:
+        """The pass that runs, begun if none does."""
+        current = self._pass
+        if current is None or current.token() is None:
+            self.discard_aborted()
+            self._gathers.begin_backward()
+            token = queue_end(self._end_backward)
+            current = self._pass = Pass(token, self.syncing, len(self._units))
+            for u in sorted({u for run in self.runs for u in run.opaque}):
+                self._open(current, u)
+                current.units[u].inside += 1  # nothing tells when backward leaves it
+                self._gathers.in_backward(u, self._send_ready)
+        return current
+
+    def _open(self, current: Pass, u: int) -> None:
+        if u in current.left_out:
+            raise StateError(
+                f"unit {self._units[u].label!r} got a gradient in a backward whose forward did not "
+                "call its module: use its parameters inside of its own forward only"
+            )
+        current.units[u].opened = True
+        current.units[u].remaining = len(self._units[u].trainable)
+        with torch.no_grad():
+            current.had[u] = [shard.set_aside() for shard in self._units[u].shards]
+
+    def _arrival(self, u: int) -> Callable[[nn.Parameter], None]:
+        # A parameter holds its hooks where the garbage collector does not look. If they held us,
+        # who hold the parameters, a wrapper that is dropped would never be freed.
+        find = weakref.ref(self)
+
+        def hook(param: nn.Parameter) -> None:
+            backward = find()
+            if backward is not None:
+                backward._arrived(u, param)
+
+        return hook
+
+    def _arrived(self, u: int, param: nn.Parameter) -> None:
+        current = self._pass
+        if current is None or not current.units[u].opened:
+            current = self._begin()
+            self._open_late(current, u, param)
+        state = current.units[u]
+        if state.completed:
+            raise StateError(
+                f"a parameter of unit {self._units[u].label!r} got a second gradient in one "
+                "backward, after the first left. Reentrant activation checkpointing of a "
+                "shared module does that: use checkpoint(..., use_reentrant=False)"
+            )
+        state.remaining -= 1
+        if state.remaining <= 0:
+            self._complete_if_left(current, u)
+
+    def _open_late(self, current: Pass, u: int, param: nn.Parameter) -> None:
+        """A gradient came to a unit whose outputs announced nothing: keep it, and open.
+
+        Raises:
+            StateError: the gradient was computed with the part of a parameter.
+        """
+        unit = self._units[u]
+        if not unit.gathered and any(one.sharded for one in unit.storages):
+            raise StateError(
+                f"backward went through unit {unit.label!r} by a way that its outputs do not show, "
+                "so its parameters were released and the gradient would be wrong: return what the "
+                "loss needs from the unit's forward, as tensors, or make no unit of that module"
+            )
+        gradient, param.grad = param.grad, None
+        self._open(current, u)
+        current.units[u].inside += 1  # nothing tells when backward leaves it
+        param.grad = gradient
+
+    def _complete_if_left(self, current: Pass, u: int) -> None:
+        """Release a unit that backward has left, with its gradients if they are all there."""
+        state, unit = current.units[u], self._units[u]
+        if state.inside:
+            return
+        if state.completed:
+            unit.release()  # a forward whose parameters are frozen came after the gradients
+        elif state.remaining <= 0 and not (unit.num_recast and self.uses[u].awaits(current)):
+            self._complete(current, u)
+
+    def _complete(self, current: Pass, u: int) -> None:
+        """All gradients of a unit are there: take them off, release it, send what may leave."""
+        unit = self._units[u]
+        gradients = self._departures.take(u)
+        self._departures.weigh(current, gradients)
+        unit.release()
+        self._gathers.complete(u)
+        current.units[u].completed = True
+        if not unit.shards:
+            return
+        current.completed.append(u)
+        if not current.synced:
+            self._departures.keep(u, gradients, current.had.pop(u))
+            return
+        current.held[u] = gradients
+        self._send_ready()
+
+    def _send_ready(self) -> None:
+        """Send the gradients of units whose turn it is."""
+        if self._pass is not None and self._pass.synced:
+            self._departures.send_ready(self._pass, self._is_left_out)
+
+    def _is_left_out(self, u: int) -> bool:
+        """Whether no gradient will come to a unit, and others do not wait for our next gather."""
+        return self._gathers.left_out(u) and not any(u in run.units for run in self.runs)
+
+    def _end_backward(self) -> None:
+        """Backward is over. Gathers first: others may need them to reduce what we wait for."""
+        used = {u for run in self.runs for u in run.units}
+        self._gathers.end_backward(used, self._send_ready)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Send what is left, wait for all, hand the reduced parts over."""
+        current = self._pass
+        assert current is not None
+        if not current.synced:
+            for u, (unit, state) in enumerate(zip(self._units, current.units, strict=True)):
+                is_left = state.opened and not state.completed
+                gradients = self._departures.take(u) if is_left else []
+                unit.release()
+                if is_left:
+                    self._departures.keep(u, gradients, current.had.pop(u))
+            await_readers(self._storages)
+            self._pass = None
+            return
+        self._departures.send_rest(current)
+        for unit in self._units:
+            unit.release()
+        self._departures.settle(current)
+        self._gathers.orders.note_reductions(current.completed)
+        self._pass = None
+
+    def reduce_now(self) -> None:
+        """Reduce what ``no_sync`` kept.
+
+        Raises:
+            StateError: inside ``no_sync`` or a backward, or nothing was kept.
+        """
+        if not self.syncing:
+            raise StateError("sync_gradients() inside no_sync(): leave the block first")
+        if self.is_running:
+            raise StateError("sync_gradients() inside backward: call it after loss.backward()")
+        if not self._departures.kept:
+            raise StateError(
+                "sync_gradients() found no gradients to reduce: were forward and backward called, "
+                "under no_sync()? Without it, backward reduces them itself"
+            )
+        token = Token()
+        self._pass = Pass(lambda: token, True, len(self._units))
+        self._finish()
+
+    def discard_aborted(self) -> None:
+        """Leave nothing of a backward that was aborted."""
+        aborted, self._pass = self._pass, None
+        if aborted is not None:
+            self._departures.discard(aborted)

@@ -1,0 +1,244 @@
+"""A unit stays whole until backward has left it, whichever of its parameters get gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import echelon as ec
+from tests.fsdp.checking import same_grads, whole_grads
+from tests.worlds import KINDS, run_world
+
+WIDTH = 6
+
+
+class Unit(nn.Module):
+    """What rules find."""
+
+
+class FrozenNorm(Unit):
+    """LoRA's block: a frozen norm and base, and trainable low-rank factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(2, WIDTH)), nn.Parameter(torch.randn(WIDTH, 2))
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.base(h) + h @ self.a.t() @ self.b.t()
+
+
+class FrozenScale(Unit):
+    """The frozen parameter comes first, so its operation is the last of backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.scale)
+
+
+class Detached(Unit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.scale.detach()) * self.scale
+
+
+class InPlace(FrozenScale):
+    """Writes into its input, and is written into by whoever called it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.tanh_() * self.scale)
+
+
+class AllFrozen(Unit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+class Checkpointed(FrozenNorm):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class InAnObject(FrozenScale):
+    """Takes and returns what torch cannot look into."""
+
+    def forward(self, x: SimpleNamespace) -> SimpleNamespace:
+        return SimpleNamespace(inner=SimpleNamespace(x=super().forward(x.inner.x)))
+
+
+class InAnAttribute(FrozenScale):
+    """Returns nothing."""
+
+    def forward(self, x: Tensor) -> None:
+        self.result = super().forward(x)
+
+
+class Stack(nn.Module):
+    """Calls its units as they want to be called, the second one twice."""
+
+    def __init__(self, kind: Callable[[], Unit]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.units = nn.ModuleList(kind() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for unit in (self.units[0], self.units[1], self.units[1], self.units[2]):
+            if isinstance(unit, InAnObject):
+                x = unit(SimpleNamespace(inner=SimpleNamespace(x=x))).inner.x
+            elif isinstance(unit, InAnAttribute):
+                unit(x)
+                x = unit.result
+            elif isinstance(unit, InPlace):
+                x = unit(x * 1).mul_(2).view(-1, WIDTH)
+            else:
+                x = unit(x)
+        return x
+
+
+UNITS = (
+    FrozenNorm,
+    FrozenScale,
+    Detached,
+    InPlace,
+    AllFrozen,
+    Checkpointed,
+    InAnObject,
+    InAnAttribute,
+)
+CASES: list[tuple[type[Unit], dict[str, Any]]] = [
+    *((kind, {}) for kind in UNITS),
+    *((kind, {"strategy": ec.Strategy.SHARD_GRAD_OP, "layout": "rows"}) for kind in UNITS),
+    (FrozenNorm, {"strategy": ec.Strategy.NO_SHARD}),
+    (Detached, {"backward_prefetch": ec.BackwardPrefetch.POST, "forward_prefetch": 2}),
+]
+
+
+def build(kind: Callable[[], Unit]) -> Stack:
+    torch.manual_seed(0)
+    return Stack(kind).double()
+
+
+def loss_of(model: nn.Module, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
+    return F.mse_loss(model(x), x)
+
+
+def gradients(world: ec.World) -> list[dict[str, Tensor]]:
+    """Of two backwards of each case; the second one adds to the first."""
+    found = []
+    for kind, options in CASES:
+        rule = ec.units.by_type(Unit)
+        model = ec.FSDP(build(kind), world.group, units=rule, min_num_params=0, **options)
+        for _ in range(2):
+            loss_of(model, world.rank).backward()
+            assert not any(unit.gathered for unit in model.units)
+        found.append(whole_grads(model, world))
+    return found
+
+
+def of_one_process(kind: Callable[[], Unit], size: int) -> dict[str, Tensor]:
+    model = build(kind)
+    for rank in range(size):
+        (2 * loss_of(model, rank) / size).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_through_frozen_and_detached_parameters_are_those_of_one_process(
+    kind: str,
+) -> None:
+    for found in run_world(kind, gradients, 2):
+        for (unit, _), grads in zip(CASES, found, strict=True):
+            same_grads(grads, of_one_process(unit, 2))
+
+
+def checkpointed_by_hand() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Reentrant(), Reentrant()).double()
+
+
+def reentrant(world: ec.World) -> dict[str, Tensor]:
+    rule = ec.units.by_type(Unit)
+    model = ec.FSDP(checkpointed_by_hand(), world.group, units=rule, min_num_params=0)
+    loss_of(model, world.rank).backward()
+    return whole_grads(model, world)
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_a_frozen_norm_may_be_checkpointed_by_a_nested_backward(kind: str) -> None:
+    plain = checkpointed_by_hand()
+    for rank in range(2):
+        (loss_of(plain, rank) / 2).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    for found in run_world(kind, reentrant, 2):
+        same_grads(found, expected)
+
+
+def peak_of_frozen_units(world: ec.World) -> int:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[AllFrozen() for _ in range(5)])
+    rule = ec.units.by_type(Unit)
+    sharded = ec.FSDP(model, world.group, units=rule, min_num_params=0)
+    for _ in range(2):
+        sharded(torch.randn(2, WIDTH)).sum().backward()
+    return sharded.memory_stats().peak_gathered
+
+
+def test_frozen_units_are_released_one_by_one() -> None:
+    one = (WIDTH * WIDTH + WIDTH) * 4
+    # The root, the unit that backward is in, and the one that is gathered ahead of need.
+    assert run_world("gloo", peak_of_frozen_units, 2) == [3 * one] * 2
+
+
+class Aside(Unit):
+    """Keeps a part of the loss where nobody sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aside = self.linear(x.detach()).square().sum()
+        return x * 2
+
+
+def loss_aside(world: ec.World) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Aside())
+    sharded = ec.FSDP(model, world.group, units=ec.units.by_type(Unit), min_num_params=0)
+    sharded(torch.randn(2, WIDTH))
+    model[1].aside.backward()
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_a_backward_that_comes_to_a_unit_by_another_way_than_its_outputs_is_refused(kind) -> None:
+    with pytest.raises(ec.StateError, match="by a way that its outputs do not show"):
+        run_world(kind, loss_aside, 2)
