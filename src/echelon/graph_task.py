@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["Token", "in_backward", "queue_end", "run_backward", "will_accumulate", "will_run"]
+__all__ = [
+    "Token",
+    "in_backward",
+    "queue_end",
+    "run_backward",
+    "sequence_number",
+    "will_accumulate",
+    "will_run",
+]
 
 
 @final
@@ -55,6 +63,11 @@ def will_accumulate(param: Tensor) -> bool:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
     except RuntimeError:  # torch does not answer where autograd.grad asks for param itself
         return False
+
+
+def sequence_number() -> int:
+    """That of the next node of a graph that this thread makes; backward runs high ones first."""
+    return torch._C._autograd._get_sequence_nr()
 
 
 def will_run(node: Node) -> bool:

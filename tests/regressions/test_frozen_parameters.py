@@ -67,6 +67,14 @@ class InPlace(FrozenScale):
         return self.linear(x.tanh_() * self.scale)
 
 
+class View(FrozenScale):
+    """Takes a view and returns one; both are written into."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.view(-1, 1, WIDTH)
+        return super().forward(y.mul_(0.5)).view(x.shape)
+
+
 class AllFrozen(Unit):
     def __init__(self) -> None:
         super().__init__()
@@ -117,8 +125,8 @@ class Stack(nn.Module):
             elif isinstance(unit, InAnAttribute):
                 unit(x)
                 x = unit.result
-            elif isinstance(unit, InPlace):
-                x = unit(x * 1).mul_(2).view(-1, WIDTH)
+            elif isinstance(unit, InPlace | View):
+                x = unit((x * 1).view(-1, WIDTH)).mul_(2)
             else:
                 x = unit(x)
         return x
@@ -129,6 +137,7 @@ UNITS = (
     FrozenScale,
     Detached,
     InPlace,
+    View,
     AllFrozen,
     Checkpointed,
     InAnObject,

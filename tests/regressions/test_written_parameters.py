@@ -99,3 +99,44 @@ def keep_outside(world: ec.World) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_may_be_written_is_kept(kind: str) -> None:
     assert run_world(kind, keep_outside, 2) == pytest.approx([1.0, 1.0])
+
+
+def train_inside(world: ec.World) -> tuple[list[float], float]:
+    """A forward, an evaluation and a backward inside the block, and a write between them."""
+    torch.manual_seed(0)
+    rule = ec.units.by_type(nn.Linear)
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model = ec.FSDP(inner, world.group, units=rule, min_num_params=0)
+    x = torch.full((1, 4), 1.0 + world.rank)
+    with model.full_parameters(writeback=True):
+        with torch.no_grad():
+            inner[0].weight.fill_(2.0)
+            inner[0].bias.zero_()
+            inner[1].weight.fill_(3.0)
+            model(x)
+        loss = model(x).sum()
+        assert inner[0].weight.shape == (4, 4)
+        with pytest.raises(ec.StateError, match="after the block"):
+            loss.backward(retain_graph=True)
+    loss.backward()
+    grads = world.group.all_gather_object(inner[0].weight.grad.tolist())
+    return [v for part in grads for v in part], float(model.state_dict()["1.weight"].sum())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_inside_full_parameters_is_that_of_what_was_written(kind: str) -> None:
+    for grads, total in run_world(kind, train_inside, 2):
+        assert grads == [4.5] * 16
+        assert total == 12.0
+
+
+def write_without_saying_so(world: ec.World) -> None:
+    model = ec.FSDP(nn.Linear(4, 4), world.group, min_num_params=0)
+    with model.full_parameters(), torch.no_grad():
+        model.module.weight.zero_()
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_a_write_that_full_parameters_would_lose_is_refused(kind: str) -> None:
+    with pytest.raises(ec.StateError, match="writeback=True"):
+        run_world(kind, write_without_saying_so, 2)

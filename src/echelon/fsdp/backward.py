@@ -82,12 +82,12 @@ class Backward:
         self._begin()
         self._gathers.in_backward(u, self._send_ready)
 
-    def leave(self, u: int, use: Use) -> None:
-        """Backward has passed an input of a unit."""
+    def leave(self, u: int, use: Use, by_base: bool) -> None:
+        """Backward has passed an input of a unit, or the base of one that is a view."""
         current = self._pass
         if current is None or current.token() is None or not use.is_reached_by(current):
             return  # it came there by another way
-        if use.leave():
+        if use.leave(by_base):
             current.units[u].inside -= 1
             self._complete_if_left(current, u)
 
@@ -95,6 +95,11 @@ class Backward:
         """The pass that runs, begun if none does."""
         current = self._pass
         if current is None or current.token() is None:
+            if self._units[0].pinned:
+                raise StateError(
+                    "backward inside full_parameters(): a gradient becomes that of this rank's "
+                    "part, and the parameter is whole there. Call backward after the block"
+                )
             self.discard_aborted()
             self._gathers.begin_backward()
             token = queue_end(self._end_backward)

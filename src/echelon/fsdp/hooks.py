@@ -56,7 +56,6 @@ class Hooks:
     def __init__(self, units: Sequence[Unit], ranks: Ranks, options: Options) -> None:
         self.units, self.ranks, self._options = list(units), ranks, options
         self.depth = 0  # forwards of the wrapper that are under way
-        self.pinned = False  # all units stay whole
         self._run = Run()
         self._gathers = Gathers(self.units, options)
         self._departures = Departures(self.units, ranks, options, self._gathers.orders)
@@ -125,14 +124,14 @@ class Hooks:
 
     def _begin_forward(self) -> None:
         self._backward.discard_aborted()
+        self._run = Run()
+        self._backward.runs.add(self._run)
         for unit, entered in zip(self.units, self._entered, strict=True):
             unit.release()
             entered.clear()  # a forward that was aborted has left some
         if not self._gathers.holds:
             self._gathers.begin_forward(self.ranks)
             self.prepare()
-        self._run = Run()
-        self._backward.runs.add(self._run)
 
     def before_forward(self, u: int, inputs: Any) -> None:
         """Gather a unit, and see to it that backward tells when it has left.
@@ -158,8 +157,17 @@ class Hooks:
         use = None
         if torch.is_grad_enabled():
             use = self._backward.uses[u].add()
-            use.watch(inputs, lambda use: self._backward.leave(u, use))
+            use.watch(inputs, lambda use, by_base: self._backward.leave(u, use, by_base))
         self._entered[u].append(_Entry(use, self.units[u].versions()))
+
+    def _watch_output(self, u: int, use: Use, tensor: Tensor) -> bool:
+        """Have backward told when it reaches ``tensor``; whether it may."""
+        nodes = use.made(tensor)
+        for node in nodes:
+            # The graph holds the run, and tells so whether its backward may come. What left the
+            # unit after this one looks at the same tensor, and a hook on it comes before this.
+            node.register_prehook(lambda grads, run=self._run: self._backward.reach(u, use))
+        return bool(nodes)
 
     def prepare(self) -> None:
         """Make the own parts ready, and meet: from now on the parts of all ranks are valid."""
@@ -228,6 +236,17 @@ class Hooks:
         self._backward.reduce_now()
 
     @property
+    def pinned(self) -> bool:
+        """Whether all units show whole parameters, until this is set to False."""
+        return self.units[0].pinned
+
+    @pinned.setter
+    def pinned(self, value: bool) -> None:
+        self._gathers.holds = value  # passes inside of the block gather nothing
+        for unit in self.units:
+            unit.pinned = value
+
+    @property
     def busy(self) -> bool:
         """Whether a forward, a backward or ``full_parameters`` is under way."""
         if self.pinned:
@@ -251,13 +270,7 @@ class Hooks:
             is_seen = True
             if not self.pinned:
                 unit.check_not_inside(tensor)
-            if use is not None and tensor.grad_fn is not None and not use.takes(tensor):
-                # The graph holds the run, and tells so whether its backward may come. What left the
-                # unit after this one looks at the same tensor, and a hook on it comes before this.
-                tensor.grad_fn.register_prehook(
-                    lambda grads, run=self._run: self._backward.reach(u, use)
-                )
-                is_watched = True
+            is_watched |= use is not None and self._watch_output(u, use, tensor)
         if self.pinned or in_backward() or entered:
             return  # a recomputed forward's backward comes next, or a module has called itself
         if use is not None and not is_seen:

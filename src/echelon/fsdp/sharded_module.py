@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -92,10 +92,12 @@ class ShardedModule(Wrapper, Holder):
         """Make all parameters whole inside the block. All ranks enter it.
 
         Args:
-            writeback: keep what the block wrote; each rank keeps its own part.
+            writeback: keep what the block wrote; each rank keeps its own part. Where ranks share
+                memory, each of them has whole parameters of its own meanwhile.
 
         Raises:
-            StateError: inside a forward or a backward.
+            StateError: inside a forward or a backward; or the block wrote and ``writeback`` is
+                False.
         """
         if self._hooks.busy:
             raise StateError(
@@ -104,19 +106,36 @@ class ShardedModule(Wrapper, Holder):
             )
         self._hooks.prepare()
         for unit in self._units:
-            unit.gather()
+            if writeback:
+                unit.isolate()
+            else:
+                unit.gather()
+        versions = [unit.versions() for unit in self._units]
         self._hooks.pinned = True
         try:
             yield
             if writeback:
+                # Every rank has its copies: from now on the parts of others may be written.
+                self._hooks.rest("what was written is kept")
                 with torch.no_grad():
                     for storage in self._storages():
                         storage.keep()
+            else:
+                self._check_unwritten(versions)
         finally:
             self._hooks.pinned = False
             for unit in self._units:
                 unit.release()
             self._hooks.rest("whole parameters are released")
+
+    def _check_unwritten(self, before: Sequence[Sequence[object]]) -> None:
+        for unit, versions in zip(self._units, before, strict=True):
+            name = unit.written(versions)
+            if name is not None:
+                raise StateError(
+                    f"parameter {name!r} was written inside full_parameters(), where that is lost "
+                    "or seen by some ranks only: use full_parameters(writeback=True)"
+                )
 
     def update_shards(self, flat: Tensor) -> None:
         """Write this rank's parts from one tensor, in the order of ``parameters()``, in place.

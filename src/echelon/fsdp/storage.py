@@ -31,6 +31,7 @@ class Storage(ABC):
         cut: who owns what.
         sharded: whether ranks own different parts.
         moves: whether a gather communicates.
+        shares_wholes: whether all ranks see one and the same ``wholes``.
         rows: whether parts are whole rows.
         requires_grad: of all parameters.
         places: where its memory lies.
@@ -45,7 +46,7 @@ class Storage(ABC):
     """
 
     sharded = True
-    moves = False
+    moves = shares_wholes = False
     _part: Part | None = None  # none where own parts are views of a whole buffer that all share
 
     def __init__(
@@ -93,9 +94,18 @@ class Storage(ABC):
     def release(self) -> None:
         """Give the memory of ``wholes`` back, if it is this rank's alone."""
 
-    @abstractmethod
     def keep(self) -> None:
-        """Take over what was written into ``wholes``."""
+        """Take over what was written into the whole parameters that are shown."""
+        self.adopt([param.data for param in self.params])
+
+    def isolated(self) -> list[Tensor]:
+        """Whole parameters that no other rank sees, with the values of ``wholes``."""
+        if not self.shares_wholes:
+            return self.wholes
+        copy = torch.empty(self.cut.numel, dtype=self.compute_dtype, device=self.places.device)
+        views = self.whole_views(copy)
+        torch._foreach_copy_(views, self.wholes)
+        return views
 
     def adopt(self, values: Sequence[Tensor]) -> None:
         """Take this rank's parts of whole parameters."""

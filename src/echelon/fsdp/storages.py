@@ -31,6 +31,8 @@ __all__ = ["Gathered", "Replicated", "Shared", "copy_storage", "make_storage"]
 class Shared(Storage):
     """One whole buffer for all ranks of the group, who share memory."""
 
+    shares_wholes = True
+
     def _allocate(self) -> None:
         self.full = self.group.shared_tensor(self.cut.numel, self.compute_dtype)
         self.wholes = self.whole_views(self.full)
@@ -62,10 +64,6 @@ class Shared(Storage):
 
     def release(self) -> None:
         pass  # it is everyone's
-
-    def keep(self) -> None:
-        if self._targets:
-            torch._foreach_copy_(self.locals, self._targets)
 
     @property
     def whole_nbytes(self) -> int:
@@ -138,9 +136,6 @@ class Gathered(Storage):
         self.places.gathers.follow()
         self.full.untyped_storage().resize_(0)
 
-    def keep(self) -> None:
-        self.adopt(self.wholes)
-
     @property
     def whole_nbytes(self) -> int:
         return self.full.untyped_storage().nbytes()
@@ -182,10 +177,6 @@ class Replicated(Storage):
 
     def release(self) -> None:
         pass  # always there
-
-    def keep(self) -> None:
-        if self._whole is not self._part.masters:
-            self._part.masters.copy_(self._whole)
 
     @property
     def whole_nbytes(self) -> int:

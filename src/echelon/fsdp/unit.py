@@ -42,6 +42,7 @@ class Unit:
         num_gathers: how often it was made whole.
         level: the bytes of whole parameters of all units together.
         stays: whether ``release`` keeps the whole parameters, for the next ``gather``.
+        pinned: whether whole parameters are shown all the time.
         num_recast: trainable parameters whose parts have another dtype or device than the whole.
     """
 
@@ -58,7 +59,7 @@ class Unit:
         self.storages, self.shards = tuple(storages), tuple(shards)
         self.trainable: list[nn.Parameter] = [p for shard in shards for p in shard.storage.params]
         self.num_gathers = 0
-        self.stays = False
+        self.stays = self.pinned = False
         self.level = level
         self._whole_nbytes = 0
         self._gathered = False
@@ -130,6 +131,11 @@ class Unit:
         self._become(self._wholes)
         self._gathered, self._kept = True, False
 
+    def isolate(self) -> None:
+        """Show whole parameters that no other rank sees, until the next release."""
+        self.gather()
+        self._become([whole for storage in self.storages for whole in storage.isolated()])
+
     def _begin(self, *, ahead: bool) -> None:
         for storage in self.storages:
             storage.gather(ahead)
@@ -145,13 +151,13 @@ class Unit:
 
     def hide(self) -> None:
         """Show this rank's parts, but keep the whole parameters for the next ``gather``."""
-        if self._gathered:
+        if self._gathered and not self.pinned:
             self._become(self._locals)
             self._gathered, self._kept = False, True
 
     def release(self) -> None:
         """Make the parameters this rank's parts again, and give the memory back."""
-        if self.stays:
+        if self.stays or self.pinned:
             self.hide()
             return
         if self._coming:
@@ -169,25 +175,30 @@ class Unit:
         """What changes when somebody writes into a whole parameter, or gives it other memory."""
         return [*map(_version, self._params), *map(Tensor.data_ptr, self._params)]
 
+    def written(self, before: Sequence[object]) -> str | None:
+        """The name of a parameter that somebody wrote into since ``versions()`` was ``before``."""
+        now = self.versions()
+        if now == before:
+            return None
+        changed = next(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
+        members = [member for one in self.storages for member in one.members]
+        return members[changed % len(members)].name
+
     def check_unwritten(self, before: Sequence[object]) -> None:
         """Compare ``versions()`` with what they were before a forward.
 
         Raises:
             StateError: they differ; names the parameter.
         """
-        now = self.versions()
-        if now == before:
-            return
-        changed = next(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
-        members = [member for one in self.storages for member in one.members]
-        raise StateError(
-            f"the forward of unit {self.label!r} wrote into parameter "
-            f"{members[changed % len(members)].name!r}, or gave it other memory. All ranks share "
-            "it, so what a rank writes would be lost or half read by others (as with "
-            "nn.Embedding(max_norm=...)): compute a new tensor from the parameter, keep what "
-            "changes in a buffer, write between steps inside `with "
-            "model.full_parameters(writeback=True):`, or name its module in ignored="
-        )
+        name = self.written(before)
+        if name is not None:
+            raise StateError(
+                f"the forward of unit {self.label!r} wrote into parameter {name!r}, or gave it "
+                "other memory. All ranks share it, so what a rank writes would be lost or half "
+                "read by others (as with nn.Embedding(max_norm=...)): compute a new tensor from "
+                "the parameter, keep what changes in a buffer, write between steps inside `with "
+                "model.full_parameters(writeback=True):`, or name its module in ignored="
+            )
 
     def check_not_inside(self, tensor: Tensor) -> None:
         """Check that ``tensor``, which outlives a forward, does not lie in whole parameters.

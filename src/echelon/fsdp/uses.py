@@ -34,70 +34,113 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from echelon.fsdp.backward_pass import Pass
-from echelon.graph_task import will_run
+from echelon.graph_task import sequence_number, will_run
 from echelon.nested import tensors
 
 __all__ = ["Use", "Uses"]
 
 
 @final
+class _Input:
+    """An input of a forward that needs a gradient, as it was before that forward.
+
+    Args:
+        tensor: the input.
+        hook: called when its gradient is complete.
+    """
+
+    __slots__ = ("_index", "_is_leaf", "_node")
+
+    def __init__(self, tensor: Tensor, hook: Callable[..., None]) -> None:
+        node = tensor.grad_fn
+        self._index, self._is_leaf = tensor.output_nr, node is None
+        if node is None:  # a hook on a leaf itself would outlive the graph
+            node = get_gradient_edge(tensor).node
+            node.register_prehook(hook)
+        else:
+            tensor.register_hook(hook)
+        self._node = node
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is this input."""
+        return tensor.grad_fn is self._node and tensor.output_nr == self._index
+
+    @property
+    def will_run(self) -> bool:
+        """Whether the backward that runs comes to it; a leaf cannot be asked, and mostly is."""
+        return self._is_leaf or will_run(self._node)
+
+
+@final
 class Use:
     """One forward of a unit. Its graph holds it, so it is gone when no backward can come."""
 
-    __slots__ = ("__weakref__", "_inputs", "_left", "_reached_by")
+    __slots__ = ("__weakref__", "_bases", "_by_base", "_first", "_inputs", "_left", "_reached_by")
 
     def __init__(self) -> None:
         self._reached_by: weakref.ref[Pass] | None = None
-        self._inputs: list[tuple[Node, int, bool]] = []  # with the index, and whether it is a leaf
+        self._inputs: list[_Input] = []
+        self._bases: list[_Input] = []  # of inputs that are views: see ``watch``
+        self._by_base = False
         self._left = 0  # inputs that the pass will come to
+        self._first = sequence_number()  # what has a lower one was made before
 
-    def watch(self, inputs: Any, passed: Callable[[Use], None]) -> None:
-        """Have ``passed`` called each time that a backward has passed one of ``inputs``.
+    def watch(self, inputs: Any, passed: Callable[[Use, bool], None]) -> None:
+        """Have ``passed`` called, for ``leave``, each time that a backward passes an input.
 
-        The hooks stay with the graph that made the inputs, also if the unit writes into them.
+        The hooks stay with the graph that made the inputs. A forward that writes into an input
+        which is a view takes what made the view out of the graph, and what made its base stays.
         """
+        for tensor in tensors(inputs):
+            if tensor.requires_grad:
+                self._inputs.append(_Input(tensor, self._hook(passed, by_base=False)))
+                base = tensor._base
+                if base is not None and base.requires_grad:
+                    self._bases.append(_Input(base, self._hook(passed, by_base=True)))
+
+    def _hook(self, passed: Callable[[Use, bool], None], *, by_base: bool) -> Callable[..., None]:
         find = weakref.ref(self)  # an input may live longer than this
 
         def hook(*_: Tensor | None) -> None:
             use = find()
             if use is not None:
-                passed(use)
+                passed(use, by_base)
 
-        for tensor in tensors(inputs):
-            if not tensor.requires_grad:
+        return hook
+
+    def made(self, output: Tensor) -> list[Node]:
+        """The nodes of this forward by which backward may reach ``output``.
+
+        Code that writes into an output which is a view takes what made the view out of the graph.
+        """
+        nodes = []
+        for tensor in (output, output._base):
+            node = None if tensor is None else tensor.grad_fn
+            if tensor is None or node is None or node._sequence_nr() < self._first:
                 continue
-            node = tensor.grad_fn
-            if node is None:  # a hook on a leaf itself would outlive the graph
-                node = get_gradient_edge(tensor).node
-                node.register_prehook(hook)
-                self._inputs.append((node, 0, True))
-            else:
-                tensor.register_hook(hook)
-                self._inputs.append((node, tensor.output_nr, False))
-
-    def takes(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is an input as it came in, so that nothing of this use led to it."""
-        return any(
-            tensor.grad_fn is node and tensor.output_nr == index for node, index, _ in self._inputs
-        )
+            if not any(one.is_of(tensor) for one in self._inputs):
+                nodes.append(node)
+        return nodes
 
     def reach(self, current: Pass) -> bool:
         """A pass has come to an output of this use; whether for the first time."""
         if self.is_reached_by(current):
             return False
         self._reached_by = weakref.ref(current)
-        # Whether a leaf will get its gradient cannot be asked in ``torch.autograd.grad``.
-        self._left = sum(is_leaf or will_run(node) for node, _, is_leaf in self._inputs)
+        self._left = sum(one.will_run for one in self._inputs)
+        self._by_base = not self._left
+        if self._by_base:
+            self._left = sum(one.will_run for one in self._bases)
         return True
+
+    def leave(self, by_base: bool) -> bool:
+        """The pass has passed one more input, or base of one; whether that was the last one."""
+        self._left -= by_base is self._by_base
+        return self._left == 0 and by_base is self._by_base
 
     def is_reached_by(self, current: Pass) -> bool:
         """Whether a pass has come to an output of this use."""
         return self._reached_by is not None and self._reached_by() is current
-
-    def leave(self) -> bool:
-        """The pass has passed one more input; whether that was the last one."""
-        self._left -= 1
-        return self._left == 0
 
 
 @final
