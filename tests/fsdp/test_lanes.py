@@ -47,6 +47,9 @@ class RecordingMark(streams.Mark):
     def join(self) -> None:
         self.lane.log.append(f"join {self.lane.name}")
 
+    def done(self) -> bool:
+        return False
+
     def settle(self) -> None:
         self.lane.log.append(f"host waits for {self.lane.name}")
 
