@@ -251,3 +251,27 @@ def loss_aside(world: ec.World) -> None:
 def test_a_backward_that_comes_to_a_unit_by_another_way_than_its_outputs_is_refused(kind) -> None:
     with pytest.raises(ec.StateError, match="by a way that its outputs do not show"):
         run_world(kind, loss_aside, 2)
+
+
+def frozen_after_wrapping(world: ec.World) -> list[str]:
+    """What happens to the units in a backward, when a parameter of each was frozen later."""
+    rule = ec.units.by_type(Unit)
+    model = ec.FSDP(build(FrozenScale), world.group, units=rule, min_num_params=0)
+    for unit in model.module.units:
+        unit.linear.bias.requires_grad_(False)
+    found: list[str] = []
+
+    def listener(event: ec.events.Event) -> None:
+        if event.name in ("fsdp.gather", "fsdp.release"):
+            found.append(f"{event.name[5:]} {event.facts['unit']}")
+
+    loss = loss_of(model, world.rank)
+    with ec.events.listen(listener):
+        loss.backward()
+    return found
+
+
+def test_a_unit_does_not_wait_for_parameters_that_were_frozen_later() -> None:
+    found = ec.run(frozen_after_wrapping, 1)[0]
+    assert found.index("release units.2") < found.index("gather units.1")
+    assert found.index("release units.1") < found.index("gather units.0")

@@ -117,7 +117,8 @@ class Backward:
                 "call its module: use its parameters inside of its own forward only"
             )
         current.units[u].opened = True
-        current.units[u].remaining = len(self._units[u].trainable)
+        # What was frozen since the model was wrapped gets no gradient.
+        current.units[u].remaining = sum(p.requires_grad for p in self._units[u].trainable)
         with torch.no_grad():
             current.had[u] = [shard.set_aside() for shard in self._units[u].shards]
 
