@@ -23,7 +23,7 @@ PACKAGE = "echelon"
 # Lowest first. A room is a file or a folder under src/echelon; what is inside a folder belongs
 # to it. A module imports its own room and the layers below, so rooms side by side never meet.
 LAYERS: list[set[str]] = [
-    {"errors"},
+    {"errors", "version"},
     {"arguments", "compiled", "sharded_gradients", "values"},
     {"accumulation", "axes", "beside", "census", "claims", "events", "gradients"}
     | {"graph_task", "ignored", "layout", "nested", "sample_order", "streams", "wrapper"},

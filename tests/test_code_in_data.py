@@ -14,9 +14,12 @@ from tests.test_architecture import Modules, package_of, read_modules
 # What turns bytes into code: by module, the mentions that are allowed, and why each is harmless.
 MAY_RUN_DATA = {
     "world.objects": {"pickle": "only where the user's own call says pickle=True"},
-    "world.processes": {
+    "world.child_pickle": {
         "pickle": "a pipe between a process and a child of its own, which only they hold",
-        "multiprocessing": "starts these children, and makes these pipes",
+        "cloudpickle": "the same, for what a child cannot import",
+    },
+    "world.processes": {
+        "multiprocessing": "starts these children, and makes their pipes",
     },
     "checkpoint.interchange.torch_files": {
         "pickle": "for the name of its error",
@@ -26,10 +29,8 @@ MAY_RUN_DATA = {
         "torch.load": "with weights_only=True",
         "dcp_to_torch_save": "only where the user has said --trust-pickle",
     },
-    "cli.threads": {
-        "exec": "the script that the user starts",
-        "compile": "the script that the user starts",
-    },
+    "cli.threads": {"exec": "the script that the user starts"},
+    "cli.program": {"compile": "the script that the user starts"},
 }
 
 _RUNNERS = {"eval", "exec", "compile", "__import__"}

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from echelon.version import __version__
+
 if TYPE_CHECKING:
     from echelon import errors, events, observe, pipeline, testing
     from echelon.checkpoint.api import async_save, load, save, steps
@@ -97,6 +99,7 @@ __all__ = [
     "Work",
     "World",
     "WorldError",
+    "__version__",
     "async_save",
     "clip_grad_norm_",
     "errors",

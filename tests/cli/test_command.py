@@ -34,7 +34,7 @@ def test_help_needs_no_torch_and_little_time() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.stdout.splitlines()[-1] == "False"
-    for command in ("run", "report", "doctor", "bench"):
+    for command in ("run", "report", "doctor", "checkpoint"):
         assert command in done.stdout
     # Time on the processor: what the clock shows on a machine that does nothing else.
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -124,9 +124,3 @@ def test_a_report_is_drawn_again(tmp_path: Path) -> None:
     code, output = call("report", tmp_path)
     assert (code, output.strip()) == (0, str(tmp_path / "report.html"))
     assert (tmp_path / "report.html").exists()
-
-
-def test_an_unknown_benchmark_is_refused() -> None:
-    code, output = call("bench", "nonsense")
-    assert code == 2
-    assert "there is no benchmark 'nonsense'" in output or "there are no benchmarks" in output

@@ -72,7 +72,8 @@ def test_attempts_before_a_success_are_told_and_leave_nothing(tmp_path: Path) ->
         assert (code, output) == (0, "rank 0 attempt 1\nrank 0 attempt 2\n")
         assert errors[0] == "rank 1 was killed by SIGKILL"
         assert errors[1].startswith("attempt 2 of 4 begins")
-        assert len(errors) == 2
+        assert errors[2].startswith("rank 1 printed, too: --tee shows it")
+        assert len(errors) == 3
         assert job.log_folders() == []
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
+from echelon.cli.program import Program
 from echelon.cli.threads import run_threads
 
 PRELUDE = """
@@ -36,7 +37,7 @@ def run(
     script.write_text(PRELUDE + body)
     monkeypatch.setattr(sys, "argv", ["echelon"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    code = run_threads(script, ["--lr", "3"], 3, timeout)
+    code = run_threads(Program(str(script)), ["--lr", "3"], 3, timeout)
     printed = capsys.readouterr()
     return Done(code, printed.out.splitlines(), printed.err.splitlines())
 

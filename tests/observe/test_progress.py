@@ -38,3 +38,23 @@ def test_a_pipe_is_not_folded_at_any_width(capsys: pytest.CaptureFixture[str]) -
     with Progress(1) as progress:
         progress.note("x" * 500)
     assert capsys.readouterr().out == "x" * 500 + "\n"
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (200, "0% step 12/20000  loss 2.500 nats"),
+        (72, "step 12/20000  loss 2.500 nats  123,456 tokens/s  3.0 MiB  1m 05s left"),
+        (60, "step 12/20000  loss 2.500  123,456 tokens/s  1m 05s left"),
+        (50, "12/20000  2.500  123,456 tok/s  1m 05s left"),
+        (40, "12/20000 2.50 123.5k/s 1m 05s"),
+    ],
+)
+def test_a_narrow_terminal_keeps_speed_and_time_left(width: int, shown: str) -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=width, color_system=None)
+    with Progress(20_000, unit="nats", console=console) as progress:
+        progress.update(12, loss=2.5, tokens_per_s=123_456, nbytes=3 * 2**20, left_s=65)
+    assert shown in output.getvalue()
+    assert "123" in output.getvalue()
+    assert "1m 05s" in output.getvalue()

@@ -14,6 +14,8 @@ from typing import Annotated
 import typer
 
 from echelon.cli.checkpoint_commands import app as checkpoints_app
+from echelon.cli.program import Program
+from echelon.version import __version__
 
 __all__ = ["app", "main"]
 
@@ -27,6 +29,24 @@ app = typer.Typer(
 
 
 app.add_typer(checkpoints_app, name="checkpoint")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"echelon {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Train one PyTorch model on many ranks."""
 
 
 class WorldKind(StrEnum):
@@ -64,12 +84,18 @@ Timeout = Annotated[
 ]
 
 
+Module = Annotated[
+    bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")
+]
+Tee = Annotated[
+    bool, typer.Option("--tee", help="Show what all ranks print, each line with its rank.")
+]
+
+
 # Options end at the script; what follows is the script's, dashes included.
 @app.command("run", context_settings={"allow_interspersed_args": False})
 def _run(
-    script: Annotated[
-        Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="A Python script.")
-    ],
+    script: Annotated[str, typer.Argument(help="A Python script; with -m, the name of a module.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="For the script.")
     ] = None,
@@ -79,6 +105,8 @@ def _run(
     max_restarts: MaxRestarts = 0,
     grace: Grace = None,
     timeout: Timeout = None,
+    module: Module = False,
+    tee: Tee = False,
     show_command: Annotated[
         bool, typer.Option("--print", help="Show the command that does it and start nothing.")
     ] = False,
@@ -86,12 +114,16 @@ def _run(
     """Run SCRIPT on many ranks of this machine.
 
     The script gets its world from echelon.init(). Processes are started and ended by torch's
-    agent, and what rank 0 prints is shown. Simulated ranks all print to the same place.
+    agent, and what rank 0 prints is shown; --tee shows what all print. Simulated ranks all print to
+    the same place.
 
     SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks. If they leave with exit code 75, so does
     this command: the job was stopped, and the same command resumes it.
     """
     ranks = _num_ranks(ranks, arguments or [])
+    program = Program(script, is_module=module)
+    if (problem := program.problem()) is not None:
+        raise typer.BadParameter(problem, param_hint="SCRIPT")
     if world is WorldKind.THREADS:
         _refuse_for_threads(
             {
@@ -103,17 +135,18 @@ def _run(
         )
         from echelon.cli.threads import run_threads
 
-        raise typer.Exit(run_threads(script, arguments or [], ranks, timeout))
+        raise typer.Exit(run_threads(program, arguments or [], ranks, timeout, tee=tee))
     from echelon.cli import processes
 
     launch = processes.Launch(
-        script=script,
+        program=program,
         arguments=tuple(arguments or ()),
         ranks=ranks,
         log_dir=log_dir,
         max_restarts=max_restarts,
         grace=processes.GRACE_S if grace is None else grace,
         timeout=timeout,
+        tee=tee,
     )
     if show_command:
         typer.echo(launch.shown())
@@ -232,19 +265,6 @@ def _doctor() -> None:
     from echelon.cli.doctor import examine
 
     raise typer.Exit(examine())
-
-
-@app.command("bench", context_settings={"allow_interspersed_args": False})
-def _bench(
-    name: Annotated[str, typer.Argument(help="A file of benchmarks/ without .py.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="For the benchmark.")
-    ] = None,
-) -> None:
-    """Run a benchmark of the checkout."""
-    from echelon.cli.bench import run_benchmark
-
-    raise typer.Exit(run_benchmark(name, arguments or []))
 
 
 def main() -> None:

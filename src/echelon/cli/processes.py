@@ -21,8 +21,10 @@ from types import FrameType
 
 from echelon.cli.endings import failure_lines, leaving_line, restart_lines
 from echelon.cli.failures import cause_text, threads_per_rank
+from echelon.cli.program import Program
 from echelon.cli.run_folders import RunFolder
 from echelon.cli.screen import Screen
+from echelon.errors.base import ranks_text
 from echelon.world import tether
 from echelon.world.attempt import Attempt, Outcome
 from echelon.world.failure import FailureRecord
@@ -41,22 +43,24 @@ class Launch:
     """One call of ``echelon run`` with processes.
 
     Attributes:
-        script: what to run.
+        program: what to run.
         arguments: of the script.
         ranks: how many processes.
         log_dir: where their output goes; None: a folder that goes away after success.
         max_restarts: how often all ranks start again after a failure.
         grace: seconds that ranks get to save and leave after a signal, before they are killed.
         timeout: seconds that a rank waits for others in one call, for ``ec.init``; None: its own.
+        tee: show what all ranks print, not only rank 0.
     """
 
-    script: Path
+    program: Program
     arguments: tuple[str, ...]
     ranks: int
     log_dir: Path | None = None
     max_restarts: int = 0
     grace: float = GRACE_S
     timeout: float | None = None
+    tee: bool = False
 
     def command(self, log_dir: str, live: bool, launcher: int | None = None) -> list[str]:
         """The command that starts torch's agent.
@@ -74,7 +78,7 @@ class Launch:
         if launcher is not None:
             options["--end-with"] = str(launcher)
         flags = [part for option in options.items() for part in option] + ["--live"] * live
-        return [sys.executable, "-m", _AGENT, *flags, str(self.script), *self.arguments]
+        return [sys.executable, "-m", _AGENT, *flags, *self.program.words(), *self.arguments]
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The variables to set; those that the user has set stay, but for what the call says."""
@@ -111,13 +115,34 @@ def run_processes(launch: Launch) -> int:
     if last.killed or unsaved:
         print(f"all output is in {folder.keep()}", file=sys.stderr)
     else:
+        line = _unseen(launch, folder.path)
+        if line is not None and last.outcome is Outcome.FINISHED:
+            print(line, file=sys.stderr)
         folder.drop()
     return code
 
 
+def _unseen(launch: Launch, log_dir: Path) -> str | None:
+    """Where to find what ranks printed and the screen did not show; None if there is nothing."""
+    if launch.log_dir is not None:
+        return f"all output is in {log_dir}"
+    if launch.tee:
+        return None
+    logs = (
+        path for rank in range(1, launch.ranks) for path in log_dir.glob(f"*/*/{rank}/std*.log")
+    )
+    unseen = sorted({int(path.parent.name) for path in logs if path.stat().st_size})
+    if not unseen:
+        return None
+    return (
+        f"{ranks_text(unseen)} printed, too: --tee shows it, --log-dir DIR keeps it in a file for "
+        "each rank"
+    )
+
+
 def _watch(launch: Launch, log_dir: Path) -> tuple[list[signal.Signals], int]:
     """Run the agent and show what rank 0 writes; the signals that came meanwhile, and its code."""
-    live = sys.stdout.isatty()
+    live = sys.stdout.isatty() and not launch.tee
     with open(log_dir / _LOG, "w") as log:
         process = subprocess.Popen(
             launch.command(str(log_dir), live, os.getpid()),
@@ -130,7 +155,7 @@ def _watch(launch: Launch, log_dir: Path) -> tuple[list[signal.Signals], int]:
             # Until it has started and can end its ranks in good order, it ends with us at once.
             preexec_fn=partial(tether.tether, os.getpid(), signal.SIGKILL),
         )
-        screen = Screen(log_dir, live)
+        screen = Screen(log_dir, live, tee=launch.ranks if launch.tee else None)
         shown = 0
         with _passing_on(process) as caught:
             while process.poll() is None:

@@ -1,4 +1,4 @@
-"""What rank 0 writes, on the screen while it runs."""
+"""What rank 0 writes, or all ranks, on the screen while they run."""
 
 from __future__ import annotations
 
@@ -7,22 +7,55 @@ import time
 from pathlib import Path
 from typing import TextIO, final
 
-__all__ = ["Screen"]
+__all__ = ["Prefixed", "Screen", "rank_prefix"]
 
 HOLD_S = 15.0  # how long a traceback of rank 0 is held back: it may be the end of the run
 
 
+def rank_prefix(rank: int) -> str:
+    """What stands before each line that a rank printed, where all are shown."""
+    return f"[rank {rank}] "
+
+
+@final
+class Prefixed:
+    """Writes whole lines to a stream, each with a prefix."""
+
+    def __init__(self, stream: TextIO, prefix: str) -> None:
+        self._stream, self._prefix = stream, prefix
+        self._open = ""  # a line without its end
+
+    def write(self, text: str) -> None:
+        """Write the lines that are whole, and keep the rest."""
+        whole, newline, rest = (self._open + text).rpartition("\n")
+        self._open = rest
+        if newline:
+            lines = whole.split("\n")
+            self._stream.write("".join(f"{self._prefix}{line}\n" for line in lines))
+
+    def end_line(self) -> None:
+        """Write what has been kept, as a line."""
+        if self._open:
+            self.write("\n")
+            self.flush()
+
+    def flush(self) -> None:
+        """Have the stream written."""
+        self._stream.flush()
+
+
 @final
 class Screen:
-    """Copies what rank 0 of the current attempt writes to files onto the standard streams.
+    """Copies what ranks of the current attempt write to files onto the standard streams.
 
     Args:
         log_dir: of the run.
         live: rank 0 writes to our standard output itself.
+        tee: number of ranks, all of which are shown, each line with its rank; None: rank 0 alone.
     """
 
-    def __init__(self, log_dir: Path, live: bool) -> None:
-        self._log_dir, self._live = log_dir, live
+    def __init__(self, log_dir: Path, live: bool, tee: int | None = None) -> None:
+        self._log_dir, self._live, self._tee = log_dir, live, tee
         self._attempt = 0
         self._tails = self._open_tails()
 
@@ -39,11 +72,15 @@ class Screen:
         self._tails = self._open_tails()
 
     def _open_tails(self) -> list[_Tail]:
-        rank_0 = f"*/attempt_{self._attempt}/0"
-        tails = [_Tail(self._log_dir, f"{rank_0}/stderr.log", sys.stderr)]
-        if not self._live:
-            tails.append(_Tail(self._log_dir, f"{rank_0}/stdout.log", sys.stdout))
-        return tails
+        streams = [("stderr", sys.stderr), *([] if self._live else [("stdout", sys.stdout)])]
+        folder = f"*/attempt_{self._attempt}"
+        if self._tee is None:
+            return [_Tail(self._log_dir, f"{folder}/0/{name}.log", to) for name, to in streams]
+        return [
+            _Tail(self._log_dir, f"{folder}/{rank}/{name}.log", Prefixed(to, rank_prefix(rank)))
+            for rank in range(self._tee)
+            for name, to in streams
+        ]
 
 
 class _Tail:
@@ -53,7 +90,7 @@ class _Tail:
     it is held back for a moment, and dropped if the run has failed.
     """
 
-    def __init__(self, log_dir: Path, pattern: str, stream: TextIO) -> None:
+    def __init__(self, log_dir: Path, pattern: str, stream: TextIO | Prefixed) -> None:
         self._log_dir, self._pattern, self._stream = log_dir, pattern, stream
         self._file: TextIO | None = None
         self._held = ""
@@ -78,6 +115,8 @@ class _Tail:
         self.show()
         if not failed:
             self._write(self._held)
+        if isinstance(self._stream, Prefixed):
+            self._stream.end_line()
         if self._file is not None:
             self._file.close()
 

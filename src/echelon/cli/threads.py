@@ -6,13 +6,14 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from types import CodeType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from echelon.cli.failures import MAX_LINES, cause_text, threads_per_rank
-from echelon.errors import DeadlockError
+from echelon.cli.program import Program
+from echelon.cli.screen import rank_prefix
+from echelon.errors import ArgumentError, DeadlockError
 from echelon.world.failure import FailureRecord
 
 if TYPE_CHECKING:
@@ -20,40 +21,47 @@ if TYPE_CHECKING:
 
 __all__ = ["run_threads"]
 
+_printing = threading.local()  # which rank runs on a thread
 GRACE_S = 2.0  # for ranks that still compute when the script has failed
 
 
 def run_threads(
-    script: Path, arguments: Sequence[str], ranks: int, timeout: float | None = None
+    program: Program,
+    arguments: Sequence[str],
+    ranks: int,
+    timeout: float | None = None,
+    *,
+    tee: bool = False,
 ) -> int:
-    """Run ``script`` once for each of ``ranks`` threads; the exit code.
+    """Run ``program`` once for each of ``ranks`` threads; the exit code.
 
     Each rank has its own ``__main__`` namespace; imported modules are shared.
 
     Args:
         timeout: seconds that a rank waits for others in one call; None: as long as by default.
+        tee: write the number of the rank before each line that it prints.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))  # torch reads it once
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
+    sys.path.insert(0, program.folder())
     raised: list[tuple[BaseException, FailureRecord]] = []
     try:
-        code = compile(script.read_bytes(), str(script), "exec")
-    except (SyntaxError, ValueError) as error:
+        code, names = program.read()
+    except (ArgumentError, SyntaxError, ValueError) as error:
         return _fail(error, raised, ranks)
+    sys.argv = [names["__file__"], *arguments]
     # They bring torch; mistakes above need not wait for it.
     from echelon.world.base import DEFAULT_TIMEOUT_S
     from echelon.world.run import run
 
     before = frozenset(threading.enumerate())  # of them, none is a rank of this run
     output = sys.stdout
-    sys.stdout = _WholeLines(output)
+    sys.stdout = _WholeLines(output, tee)
     try:
         run(
             _rank_main,
             ranks,
             world="threads",
-            args=(code, str(script), raised),
+            args=(code, names, raised),
             timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
         )
     except KeyboardInterrupt:
@@ -72,8 +80,9 @@ def run_threads(
 class _WholeLines(io.TextIOBase):
     """Standard output for many threads, whose lines do not run into each other."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, tee: bool) -> None:
         self._stream = stream
+        self._tee = tee
         self._open = threading.local()  # what a thread wrote since its last newline
         self._lock = threading.Lock()
 
@@ -83,15 +92,23 @@ class _WholeLines(io.TextIOBase):
         self._open.text = rest
         if newline:
             with self._lock:
-                self._stream.write(whole + newline)
+                self._stream.write(self._marked(whole) + newline)
         return len(text)
 
     def flush(self) -> None:
-        """Write what this thread has kept."""
-        kept, self._open.text = self._kept(), ""
+        """Write what this thread has kept; where lines show their ranks, whole lines only."""
+        kept = ""
+        if not self._tee:
+            kept, self._open.text = self._kept(), ""
         with self._lock:
             self._stream.write(kept)
             self._stream.flush()
+
+    def end(self) -> None:
+        """Write what a rank has kept that ends."""
+        if self._tee and self._kept():
+            self.write("\n")
+        self.flush()
 
     def isatty(self) -> bool:
         """Whether a person watches."""
@@ -106,6 +123,14 @@ class _WholeLines(io.TextIOBase):
         """Of the stream underneath."""
         return self._stream.encoding
 
+    def _marked(self, text: str) -> str:
+        """``text`` with the rank that prints it before each line, if that is wanted."""
+        rank: int | None = getattr(_printing, "rank", None)
+        if rank is None or not self._tee:
+            return text
+        prefix = rank_prefix(rank)
+        return "\n".join(f"{prefix}{line}" for line in text.split("\n"))
+
     def _kept(self) -> str:
         return getattr(self._open, "text", "")
 
@@ -113,15 +138,19 @@ class _WholeLines(io.TextIOBase):
 def _rank_main(
     world: World,
     code: CodeType,
-    script: str,
+    names: Mapping[str, Any],
     raised: list[tuple[BaseException, FailureRecord]],
 ) -> None:
     """Run the script as if it were the only one; ``echelon.init`` finds the world by the thread."""
+    _printing.rank = world.rank
     try:
-        exec(code, {"__name__": "__main__", "__file__": script, "__builtins__": __builtins__})
+        exec(code, {**names, "__name__": "__main__", "__builtins__": __builtins__})
     except BaseException as error:
         raised.append((error, FailureRecord.of(error, world.rank, f"at step {world.step}")))
         raise
+    finally:
+        if isinstance(sys.stdout, _WholeLines):
+            sys.stdout.end()
 
 
 def _fail(

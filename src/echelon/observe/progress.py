@@ -43,11 +43,26 @@ def bytes_text(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+_BAR = 20  # characters
+_BAR_WIDTH = _BAR + 8  # with the percentage and the spaces between
+_WITHOUT_BAR = (TextColumn("{task.description}", markup=False),)
+_WITH_BAR = (BarColumn(bar_width=_BAR), TaskProgressColumn(), *_WITHOUT_BAR)
+
+
+def _short(count: float) -> str:
+    """A number in at most four characters and a letter."""
+    for power, letter in ((3, "G"), (2, "M"), (1, "k")):
+        if count >= 1000**power:
+            return f"{count / 1000**power:.1f}{letter}"
+    return f"{count:.0f}"
+
+
 class Progress:
     """Shows loss, tokens per second, memory and time left. A context manager; for one rank only.
 
-    On a terminal there is one live line. Elsewhere (a pipe, a file) there is one plain line each
-    ``interval_s`` and one for the last step.
+    On a terminal there is one live line, which leaves out what matters least where it is narrow:
+    the bar, then memory, then words; never the speed and the time left. Elsewhere (a pipe, a file)
+    there is one plain line each ``interval_s`` and one for the last step.
 
     Args:
         total_steps: of the run.
@@ -79,12 +94,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            columns = [
-                BarColumn(bar_width=20),
-                TaskProgressColumn(),
-                TextColumn("{task.description}", markup=False),
-            ]
-            self._bar = Bar(*columns, console=self._console, refresh_per_second=4)
+            self._bar = Bar(*_WITH_BAR, console=self._console, refresh_per_second=4)
             self._task = self._bar.add_task("", total=self.total_steps)
             self._bar.start()
         return self
@@ -104,11 +114,21 @@ class Progress:
     ) -> None:
         """Show the state after ``step`` steps."""
         unit = f" {self._unit}" if self._unit else ""
+        done, left = f"{step}/{self.total_steps}", duration_text(left_s)
         text = (
-            f"step {step}/{self.total_steps}  loss {loss:.3f}{unit}"
-            f"  {tokens_per_s:,.0f} tokens/s  {bytes_text(nbytes)}  {duration_text(left_s)} left"
+            f"step {done}  loss {loss:.3f}{unit}"
+            f"  {tokens_per_s:,.0f} tokens/s  {bytes_text(nbytes)}  {left} left"
         )
         if self._bar is not None:
+            width = self._console.width
+            self._bar.columns = _WITH_BAR if len(text) + _BAR_WIDTH <= width else _WITHOUT_BAR
+            shorter = (
+                text,
+                f"step {done}  loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  {left} left",
+                f"{done}  {loss:.3f}  {tokens_per_s:,.0f} tok/s  {left} left",
+                f"{done} {loss:.2f} {_short(tokens_per_s)}/s {left}",
+            )
+            text = next((one for one in shorter if len(one) <= width), shorter[-1])
             self._bar.update(self._task, completed=step, total=self.total_steps, description=text)
             return
         now = self._clock()

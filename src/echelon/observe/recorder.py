@@ -248,7 +248,9 @@ class Recorder:
             if error is None:
                 self._collect()
         if error is None and self.folder is not None:
-            write_report(self.folder)
+            page = write_report(self.folder)
+            if page is not None and self._progress is not None:
+                self._progress.note(f"the report of this run is {page}")
 
     def _collect(self) -> None:
         """Bring what all ranks counted to rank 0, and write it. A collective."""

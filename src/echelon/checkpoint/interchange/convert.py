@@ -38,6 +38,9 @@ from echelon.errors import ArgumentError, CheckpointError, CheckpointNotFound
 __all__ = ["Converted", "Form", "Options", "convert", "form_of", "step_at"]
 
 
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+
+
 class Form(Enum):
     """How a state lies on a disk."""
 
@@ -177,8 +180,14 @@ def _form_to_make(target: Path, options: Options) -> Form:
         return options.to
     if target.suffix == ".safetensors" or options.shard_nbytes is not None:
         return Form.SAFETENSORS
-    if target.suffix in (".pt", ".pth", ".bin"):
+    if target.suffix in _TORCH_SUFFIXES:
         return Form.TORCH
+    if target.suffix[1:2].isalpha() and not target.is_dir():
+        raise ArgumentError(
+            f"{target} ends in {target.suffix!r}, which says no form that is known: end it in "
+            f".safetensors, {', '.join(_TORCH_SUFFIXES)}, or in nothing for the folder of a run, "
+            "or say --to echelon, safetensors, dcp or torch"
+        )
     return Form.ECHELON
 
 

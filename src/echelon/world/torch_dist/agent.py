@@ -246,6 +246,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--live", action="store_true", help="but standard output of rank 0 does not"
     )
     parser.add_argument("--end-with", type=int, metavar="PID", help="the process that starts this")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     return parser.parse_args(arguments)
@@ -264,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         local_world_size=options.ranks,
         rdzv_handler=LoopbackRendezvous(options.log_dir.name),
         entrypoint=sys.executable,
-        args=(*tethered, "-u", options.script, *options.arguments),
+        args=(*tethered, "-u", *["-m"] * options.module, options.script, *options.arguments),
         max_restarts=options.max_restarts,
         monitor_interval=0.1,
         local_addr=LOOPBACK,
