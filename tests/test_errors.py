@@ -38,6 +38,7 @@ EXAMPLES = [
     errors.CheckpointMismatch("runs/a", ["w"], ["v"], {"u": "(2,) instead of (3,)"}),
     errors.NonFiniteError(7, {1: "nan"}, {"w": {0: "1 nan of 4", 1: "inf"}}, skipped=2),
     WorldError("no"),
+    errors.AuthenticationError([1], "in group 'world'"),
     errors.StartMismatch("version of torch", {0: "2.11.0", 1: "2.13.0"}),
     SharedMemoryError("a window", 3 * 2**20, 2**20),
     CommError("no"),

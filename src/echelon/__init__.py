@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from echelon.ddp import DDP
     from echelon.errors import (
         ArgumentError,
+        AuthenticationError,
         CheckpointCorrupt,
         CheckpointError,
         CheckpointMismatch,
@@ -61,6 +62,7 @@ __all__ = [
     "FSDP",
     "ArgumentError",
     "AsyncSave",
+    "AuthenticationError",
     "BackwardPrefetch",
     "CheckpointCorrupt",
     "CheckpointError",

@@ -128,7 +128,7 @@ def test_a_rank_that_lives_has_not_ended() -> None:
 
 def test_what_is_no_logbook_is_refused() -> None:
     descriptor = os.memfd_create("something else")
-    with pytest.raises(OSError, match="is no logbook"):
+    with pytest.raises(OSError, match="is no memory that is called 'echelon logbook'"):
         Logbook.open(f"/proc/{os.getpid()}/fd/{descriptor}")
     os.close(descriptor)
     with pytest.raises(FileNotFoundError):

@@ -18,7 +18,7 @@ GATHER = Call("all_gather_single", torch.float32, (10,))
 
 def test_a_notice_survives_the_store() -> None:
     notice = Notice.of(ticket(1, REDUCE), late=True, missing=[2], seconds=1.5, sends=(1, 2))
-    assert Notice.load(notice.dump()) == notice
+    assert Notice.load(notice.dump().encode(), notice.rank) == notice
 
 
 def test_a_timeout_without_notices_names_those_that_were_waited_for() -> None:

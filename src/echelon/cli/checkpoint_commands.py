@@ -96,10 +96,11 @@ def _diff(one: Folder, other: Folder) -> None:
 def _run(command: Callable[[], int]) -> None:
     """Run a command; what cannot be done is a sentence and exit code 2."""
     from echelon.errors import ArgumentError, CheckpointError
+    from echelon.world.printable import printable
 
     try:
         code = command()
     except (ArgumentError, CheckpointError, OSError) as error:
-        typer.echo(f"echelon checkpoint: {error}", err=True)
+        typer.echo(printable(f"echelon checkpoint: {error}"), err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(code)

@@ -17,6 +17,7 @@ from echelon.checkpoint.interchange.convert import Converted, Options, convert, 
 from echelon.checkpoint.step import Step
 from echelon.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointTooNew
 from echelon.observe.progress import bytes_text
+from echelon.world.printable import printable
 
 __all__ = ["compare_steps", "convert_state", "list_steps", "verify_steps"]
 
@@ -33,7 +34,7 @@ def list_steps(folder: Path) -> int:
         try:
             with Step(path) as step:
                 manifest = step.manifest
-                table.add_row(
+                row = (
                     str(manifest.step),
                     str(manifest.world["size"]),
                     f"{len(manifest.tensors):,}",
@@ -42,11 +43,12 @@ def list_steps(folder: Path) -> int:
                     ", ".join(sorted(step.sections)),
                 )
         except CheckpointCorrupt as error:
-            table.add_row(path.name, "", "", "", "", f"damaged: {error}")
+            row = (path.name, "", "", "", "", f"damaged: {error}")
             code = 1
         except CheckpointTooNew as error:
-            table.add_row(path.name, "", "", "", "", f"not known here: {error}")
+            row = (path.name, "", "", "", "", f"not known here: {error}")
             code = 1
+        table.add_row(*map(printable, row))  # somebody else may have written the files
     _console().print(table)
     return code
 
@@ -58,12 +60,12 @@ def verify_steps(folder: Path) -> int:
         try:
             with Step(path) as step:
                 step.verify(0, 1)
-            _console().print(f"{path.name}: whole")
+            _print(f"{path.name}: whole")
         except CheckpointCorrupt as error:
-            _console().print(f"{path.name}: damaged: {error}")
+            _print(f"{path.name}: damaged: {error}")
             code = 1
         except CheckpointTooNew as error:
-            _console().print(f"{path.name}: not known here: {error}")
+            _print(f"{path.name}: not known here: {error}")
             code = 1
     return code
 
@@ -72,9 +74,9 @@ def convert_state(source: Path, target: Path, options: Options) -> int:
     """Write another form, and print what was written."""
     done = convert(source, target, options)
     for path in done.written:
-        _console().print(f"wrote {path}")
+        _print(f"wrote {path}")
     if done.left_out:
-        _console().print(f"left out: {_names(done)}")
+        _print(f"left out: {_names(done)}")
     return 0
 
 
@@ -91,11 +93,11 @@ def compare_steps(one: Path, other: Path) -> int:
             step.verify(0, 1)
         found = list(differences(first, second))
     for name, what in found[:_SHOWN]:
-        _console().print(f"{name}: {what}")
+        _print(f"{name}: {what}")
     if len(found) > _SHOWN:
-        _console().print(f"and {len(found) - _SHOWN} more")
+        _print(f"and {len(found) - _SHOWN} more")
     if not found:
-        _console().print("the same")
+        _print("the same")
     return 1 if found else 0
 
 
@@ -106,6 +108,10 @@ def _steps(folder: Path) -> Iterable[Path]:
     if not known:
         raise CheckpointNotFound("no step was committed here", folder)
     return [step_at(folder, step) for step in known]
+
+
+def _print(text: str) -> None:
+    _console().print(printable(text))
 
 
 def _console() -> Console:

@@ -28,6 +28,7 @@ from echelon.errors.base import ranks_text
 from echelon.world import tether
 from echelon.world.attempt import Attempt, Outcome
 from echelon.world.failure import FailureRecord
+from echelon.world.printable import printable
 
 __all__ = ["GRACE_S", "Launch", "run_processes"]
 
@@ -107,7 +108,7 @@ def run_processes(launch: Launch) -> int:
     last = attempts[-1]
     if last.outcome is Outcome.FAILED:
         notes = [f"all output is in {folder.keep()}"]
-        print("\n".join(_failure(last, launch, folder.path, notes)), file=sys.stderr)
+        print(printable("\n".join(_failure(last, launch, folder.path, notes))), file=sys.stderr)
         return code
     if last.outcome is not Outcome.FINISHED:
         print(leaving_line(last, launch.grace), file=sys.stderr)
@@ -165,7 +166,7 @@ def _watch(launch: Launch, log_dir: Path) -> tuple[list[signal.Signals], int]:
                     if attempt.restarts:
                         screen.close_attempt(failed=True)
                         lines = restart_lines(attempt, _failure(attempt, launch, log_dir), log_dir)
-                        print("\n".join(lines), file=sys.stderr, flush=True)
+                        print(printable("\n".join(lines)), file=sys.stderr, flush=True)
                         shown += 1
         screen.close_attempt(failed=process.returncode != 0)
     return caught, process.returncode
@@ -219,7 +220,7 @@ def _end_without_agent(folder: RunFolder, caught: Sequence[signal.Signals], code
         lines = [f"torch's agent was killed by {name}, and the ranks with it", *notes]
     else:
         lines = cause_text({}, {}, {}, _text(folder.path / _LOG), notes)
-    print("\n".join(lines), file=sys.stderr)
+    print(printable("\n".join(lines)), file=sys.stderr)
     return 1
 
 

@@ -18,6 +18,7 @@
     ├── NonFiniteError (FloatingPointError)  NaN or Inf in a loss or in gradients
     ├── WorldError                      a world that could not be started
     │   ├── SharedMemoryError           not enough shared memory
+    │   ├── AuthenticationError         what speaks as a rank is none of this job
     │   └── StartMismatch               the ranks were started differently
     └── CommError                       ranks that fail to communicate
         ├── CollectiveMismatch          different collectives at one position
@@ -45,6 +46,7 @@ from echelon.errors.checkpoints import (
 )
 from echelon.errors.training import ModelMismatch, NonFiniteError, StageError
 from echelon.errors.worlds import (
+    AuthenticationError,
     CollectiveMismatch,
     CommError,
     CommTimeout,
@@ -57,6 +59,7 @@ from echelon.errors.worlds import (
 
 __all__ = [
     "ArgumentError",
+    "AuthenticationError",
     "CheckpointCorrupt",
     "CheckpointError",
     "CheckpointMismatch",

@@ -8,6 +8,7 @@ from typing import Self
 from echelon.errors.base import EchelonError, ranks_text, revive, rows_text
 
 __all__ = [
+    "AuthenticationError",
     "CollectiveMismatch",
     "CommError",
     "CommTimeout",
@@ -34,6 +35,34 @@ class SharedMemoryError(WorldError):
             "use fewer ranks or a smaller model, free memory, or raise the limit, of the container "
             "or of files (ulimit -f)"
         )
+
+
+class AuthenticationError(WorldError):
+    """What speaks as a rank of this job has not proved that it is one.
+
+    Attributes:
+        ranks: in the job, as which a stranger spoke; empty where that is not known.
+    """
+
+    def __init__(self, ranks: Sequence[int], where: str) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(
+            f"what speaks as {ranks_text(self.ranks)} {where} does not know the secret of this "
+            "job, or says nothing: another process has connected first, or ECHELON_SECRET is not "
+            "the same for all ranks. Nothing that it sent was used. Look who else is on the host "
+            "and in the network of this job, and start it again"
+        )
+
+    @classmethod
+    def of_store(cls, key: str) -> Self:
+        """A value in the store that no rank of this job has written."""
+        message = (
+            f"the value of {key!r} in the store was not written by a rank of this job: another "
+            "process has access to the store and has overwritten it, or ECHELON_SECRET is not the "
+            "same for all ranks. The value was not used. Start the job where nobody else reaches "
+            "its store"
+        )
+        return revive(cls, message, {"ranks": ()})
 
 
 class StartMismatch(WorldError):

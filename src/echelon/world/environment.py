@@ -32,6 +32,7 @@ class JobEnvironment:
         master_port: its port; 0 if there is none.
         agent_store: whether torchrun's agent already holds the store.
         attempt: how often the launcher has restarted the job.
+        private_store: path of the store that ``echelon run`` holds for this host; empty for others.
     """
 
     launcher: str
@@ -43,6 +44,7 @@ class JobEnvironment:
     master_port: int = 0
     agent_store: bool = False
     attempt: int = 0
+    private_store: str = ""
 
     @property
     def one_host(self) -> bool:
@@ -131,7 +133,14 @@ def _torchrun(env: Mapping[str, str]) -> JobEnvironment:
         master_port=port,
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_count(env, "TORCHELASTIC_RESTART_COUNT"),
+        private_store=_private_store(env),
     )
+
+
+def _private_store(env: Mapping[str, str]) -> str:
+    """The path of the store of ``echelon run``, where this job is its own and not one inside it."""
+    path, _, run_id = env.get("ECHELON_STORE", "").partition(" ")
+    return path if run_id == env.get("TORCHELASTIC_RUN_ID") else ""
 
 
 def _slurm(env: Mapping[str, str]) -> JobEnvironment:

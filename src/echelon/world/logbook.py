@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Self, final
 
+from echelon.world.own_memory import open_memory
 from echelon.world.process_status import ProcessStatus
 
 if TYPE_CHECKING:
@@ -254,11 +255,9 @@ class Logbook:
         """The one that another process has created.
 
         Raises:
-            OSError: it cannot be reached from here, or is no logbook.
+            OSError: it cannot be reached from here, is no logbook, or another user's.
         """
-        if _NAME not in os.readlink(path):  # a process of that number in another container
-            raise OSError(f"{path} is no logbook")
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = open_memory(path, _NAME)
         try:
             return cls(descriptor, os.fstat(descriptor).st_size // Page.nbytes)
         finally:

@@ -281,9 +281,9 @@ def _meet_job(
                 "use 'gloo' or 'nccl'"
             )
         store = torch_dist.open_store(job, timeout)
-        torch_dist.meet(store, job, backend, timeout, watch)
+        trusted = torch_dist.meet(store, job, backend, timeout, watch).store
         name = f"world {job.attempt}"
-        group = shm.connect(job.rank, job.size, store, timeout=timeout, name=name, watch=watch)
+        group = shm.connect(job.rank, job.size, trusted, timeout=timeout, name=name, watch=watch)
         return World(
             group,
             backend="shm",

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+import re
 import resource
 import weakref
 from typing import Self, final
@@ -19,10 +20,14 @@ from torch import Tensor
 
 from echelon.errors import SharedMemoryError, WorldError
 from echelon.world.memory import available_nbytes
+from echelon.world.own_memory import open_memory
+from echelon.world.printable import printable
 
 __all__ = ["Segment"]
 
 _PAGE = mmap.PAGESIZE
+_NAME = "echelon"
+_TOKEN = re.compile(r"[0-9]{1,10}:[0-9]{1,10}:[0-9]{1,18}")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
@@ -73,7 +78,7 @@ class Segment:
         available = available_nbytes()
         if reserve and nbytes > available - _RESERVE:
             raise SharedMemoryError(what, nbytes, max(0, available - _RESERVE))
-        fd = os.memfd_create("echelon", os.MFD_CLOEXEC)
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
             if reserve:
@@ -94,15 +99,20 @@ class Segment:
         Raises:
             WorldError: it cannot be reached from here.
         """
+        if _TOKEN.fullmatch(token) is None:
+            raise WorldError(f"{printable(repr(token[:80]))} is no shared memory of a rank")
         pid, fd, nbytes = (int(part) for part in token.split(":"))
         try:
-            own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+            own = open_memory(f"/proc/{pid}/fd/{fd}", _NAME)
         except OSError as error:
             raise WorldError(
                 f"process {os.getpid()} cannot open the shared memory of process {pid} "
-                f"({error.strerror}): the ranks must be processes of one user in one container; "
-                "otherwise use backend='gloo'"
+                f"({error.strerror or error}): the ranks must be processes of one user in one "
+                "container; otherwise use backend='gloo'"
             ) from error
+        if os.fstat(own).st_size < nbytes:  # to read behind its end would end this process
+            os.close(own)
+            raise WorldError(f"the shared memory of process {pid} is shorter than {nbytes} bytes")
         segment = cls(own, nbytes, populate=populate)
         segment.unpublish()
         return segment

@@ -32,6 +32,7 @@ from echelon.world.attempt import Attempt
 from echelon.world.failure import FailureRecord
 from echelon.world.logbook import VARIABLE, Logbook, Phase
 from echelon.world.process_status import ProcessStatus
+from echelon.world.torch_dist import private_store
 from echelon.world.torch_dist.loopback import LoopbackRendezvous
 from echelon.world.torch_dist.rendezvous import LOOPBACK
 
@@ -274,6 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs = DefaultLogsSpecs(log_dir=str(options.log_dir), redirects=files)
     logbook = Logbook.create(options.ranks)
     os.environ[VARIABLE] = logbook.path
+    path, _store = private_store.create()  # which lives as long as this process
+    os.environ[private_store.VARIABLE] = f"{path} {options.log_dir.name}"
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that crashes shows its stack
     agent = LocalAgent(spec, logs, options.log_dir, options.grace, logbook)
     # torch's agent takes signals that are named here; this one must name some, and uses none.

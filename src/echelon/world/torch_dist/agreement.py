@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import CollectiveMismatch
+from echelon.world.printable import printable
 from echelon.world.signature import Call, fingerprint
 from echelon.world.torch_dist.peers import Peers, collective_tag
 from echelon.world.work import Ticket
@@ -77,4 +78,4 @@ def _describe(ticket: Ticket, sends: list[int], expects: list[int]) -> Tensor:
 
 
 def _read(row: Tensor) -> str:
-    return row.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+    return printable(row.numpy().tobytes().rstrip(b"\0").decode(errors="replace"))

@@ -105,6 +105,8 @@ class TorchGroup(Group):
         start_s = time.monotonic()
         try:
             return self._connect(name, tuple(self.ranks[member] for member in members))
+        except PeerLost as lost:
+            raise self._trouble(ticket, lost, start_s) from lost
         except RuntimeError as error:
             late = time.monotonic() - start_s >= self.timeout
             others = tuple(member for member in members if member != self.rank)

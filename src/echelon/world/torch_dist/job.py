@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar, final
 
 from torch._C import _distributed_c10d as c10d
 
 from echelon.errors import CommError, CommTimeout, RankFailed
 from echelon.world.torch_dist.notices import Notice, Reason, conclude
+from echelon.world.torch_dist.peers import PeerLost
 from echelon.world.watch import Watch
 
 __all__ = ["Job"]
@@ -45,12 +47,12 @@ class Job:
         self.store = store
         self.watch = watch
         self.rank = watch.rank
-        self._stay_for = size
+        self._num_ranks = self._stay_for = size
         self._store_gone = False
         self.failure: CommError | None = None
         self._lock = threading.Lock()
         self._posted = False
-        self._closed = False
+        self._is_closed = False
         self._sever: list[Callable[[], None]] = []
         self._drop: list[Callable[[bool], None]] = []
 
@@ -69,6 +71,20 @@ class Job:
         """Raise the first failure of this rank again: connections do not survive one."""
         if self.failure is not None:
             raise self.failure
+
+    def look(self, ranks: Sequence[int]) -> None:
+        """Raise if one of these ranks (in the job) has left, and so will never come.
+
+        Raises:
+            PeerLost: names it by its place among ``ranks``.
+        """
+        gone = [
+            i
+            for i, rank in enumerate(ranks)
+            if self._has_ended(rank) or self.store.check([f"notice/{rank}"])
+        ]
+        if gone:
+            raise PeerLost(tuple(gone), late=False)
 
     def diagnose(self, mine: Notice, ranks: Sequence[int]) -> CommError:
         """Find out who failed, tell the other ranks, and break all connections of this rank.
@@ -123,9 +139,9 @@ class Job:
     def close(self, error: BaseException | None) -> None:
         """End all groups of this rank and tell the others why. A second call does nothing."""
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 return
-            self._closed = True
+            self._is_closed = True
             if error is not None:
                 text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 self._post(Notice(rank=self.rank, reason=Reason.RAISED, text=text[:2000]))
@@ -139,12 +155,19 @@ class Job:
             drop(failed)
         self._sever.clear()
         self._drop.clear()
-        closed = self._ask(lambda: self.store.add("closed", 1))
+        self._ask(lambda: self.store.set(f"closed/{self.rank}", ""))
         end = time.monotonic() + (STAY_FAILED_S if failed else STAY_S)
-        while closed is not None and closed < self._stay_for and time.monotonic() < end:
-            time.sleep(0.02)
-            closed = self._ask(lambda: self.store.add("closed", 0))
+        waiting = set(range(self._num_ranks)) if self._stay_for > 0 else set()
+        while self._num_ranks - len(waiting) < self._stay_for and time.monotonic() < end:
+            closed = self._ask(partial(self._closed, frozenset(waiting)))
+            if closed is None:
+                break
+            waiting -= closed
+            time.sleep(0.02 if waiting else 0.0)
         self.watch.close()
+
+    def _closed(self, ranks: Collection[int]) -> set[int]:
+        return {rank for rank in ranks if self.store.check([f"closed/{rank}"])}
 
     def _has_ended(self, rank: int) -> bool | None:
         """Whether the process of a rank has ended; None where that cannot be seen from here."""
@@ -160,9 +183,10 @@ class Job:
     def _read(self, ranks: Sequence[int]) -> dict[int, Notice]:
         keys = {rank: f"notice/{rank}" for rank in ranks}
         return {
-            rank: Notice.load(self.store.get(key))
+            rank: notice
             for rank, key in keys.items()
             if self.store.check([key])
+            and (notice := Notice.load(self.store.get(key), rank)) is not None
         }
 
     def _ask(self, question: Callable[[], _T]) -> _T | None:

@@ -1,7 +1,10 @@
 """A rendezvous of one host whose store no other host can reach.
 
 The store of torch's own rendezvous listens on all interfaces whatever its address says, and asks
-nobody who they are. Seen in 2.13; https://github.com/pytorch/pytorch/issues/173909.
+nobody who they are. Seen in 2.13; https://github.com/pytorch/pytorch/issues/173909. The store of
+this one listens on the loopback interface, where users of the host still reach it: it is there for
+scripts that make process groups of torch themselves. Neither the agent nor ``echelon.init`` takes
+anything from it.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ __all__ = ["LoopbackRendezvous"]
 class LoopbackRendezvous(RendezvousHandler):
     """What torch's agent needs to start the ranks of this host, and no others.
 
-    The agent shares its store with the ranks, which reach it at ``MASTER_ADDR`` and
-    ``MASTER_PORT``.
+    Ranks reach the store for process groups of torch at ``MASTER_ADDR`` and ``MASTER_PORT``. The
+    agent's own is in its memory.
 
     Args:
         run_id: names the job; the ranks see it as ``TORCHELASTIC_RUN_ID``.
@@ -37,6 +40,7 @@ class LoopbackRendezvous(RendezvousHandler):
         self._run_id = run_id
         listener = socket.create_server((LOOPBACK, 0), backlog=2048)
         self._store = serve_store(listener, timeout)
+        self._own = c10d.HashStore()
         self._round = 0
 
     @property
@@ -55,7 +59,7 @@ class LoopbackRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet for one attempt: this agent is always the only one."""
         self._round += 1
-        store = c10d.PrefixStore(f"agent/{self._round}", self._store)
+        store = c10d.PrefixStore(f"agent/{self._round}", self._own)
         address = RendezvousStoreInfo(LOOPBACK, self._store.port)
         return RendezvousInfo(store, 0, 1, address)
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 
 from echelon.errors import CollectiveMismatch, CommError, CommTimeout, RankFailed
+from echelon.world.printable import printable
 from echelon.world.work import Ticket
 
 __all__ = ["Notice", "Reason", "conclude", "disagree"]
@@ -99,12 +100,34 @@ class Notice:
         return json.dumps({**asdict(self), "reason": self.reason.name})
 
     @classmethod
-    def load(cls, text: str | bytes) -> Notice:
-        """From the text of ``dump``."""
-        facts = json.loads(text)
-        facts["reason"] = Reason[facts["reason"]]
-        facts |= {name: tuple(facts[name]) for name in ("sends", "expects", "missing")}
-        return cls(**facts)
+    def load(cls, text: bytes, rank: int) -> Notice | None:
+        """The notice of ``rank`` from the text of ``dump``; None where it is none of that rank.
+
+        In a store that asks nobody who they are, anybody may have written it: it tells something
+        only if each fact is of its kind, and nothing in it is for a terminal to obey.
+        """
+        try:
+            facts = json.loads(text)
+            reason = Reason[facts.pop("reason")]
+            numbers = {name: tuple(map(int, facts.pop(name))) for name in _NUMBERS}
+            texts = {name: printable(str(facts.pop(name))) for name in _TEXTS}
+            notice = cls(
+                rank=int(facts.pop("rank")),
+                reason=reason,
+                position=int(facts.pop("position")),
+                p2p=bool(facts.pop("p2p")),
+                seconds=float(facts.pop("seconds")),
+                root=int(facts.pop("root")),
+                **numbers,  # type: ignore[arg-type]
+                **texts,  # type: ignore[arg-type]
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+        return notice if notice.rank == rank else None
+
+
+_NUMBERS = ("sends", "expects", "missing")
+_TEXTS = ("text", "group", "call", "place", "cause")
 
 
 def conclude(

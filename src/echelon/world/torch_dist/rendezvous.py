@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, final
 
 from torch._C import _distributed_c10d as c10d
 
 from echelon.errors import CommTimeout, StartMismatch, WorldError
-from echelon.world.environment import JobEnvironment
+from echelon.world import secret as secrets
+from echelon.world.environment import JobEnvironment, environment
 from echelon.world.facts import difference, encode
 from echelon.world.listeners import announced
+from echelon.world.printable import printable
+from echelon.world.secret import Secret
+from echelon.world.torch_dist import private_store
+from echelon.world.torch_dist.sealed_store import SealedStore
 from echelon.world.watch import Watch
 
-__all__ = ["LOOPBACK", "check_start", "meet", "open_store", "serve_store"]
+__all__ = [
+    "LOOPBACK",
+    "Rendezvous",
+    "check_start",
+    "meet",
+    "open_store",
+    "serve_store",
+    "store_beside",
+]
 
 LOOPBACK = "127.0.0.1"
 _START = "the start of the world"
@@ -28,11 +43,30 @@ _GRACE_S = 2.0  # beyond its own limit, for a store that keeps to it
 _SLICE_S = 0.1  # how soon a rank that waits hears that the job cannot start
 
 
-def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
-    """The store of a job: the one that torchrun's agent holds, or else one that rank 0 holds.
+@final
+@dataclass(frozen=True)
+class Rendezvous:
+    """What ranks that have met go on with.
 
-    A store has no authentication. If all ranks are on one host, rank 0's listens on the
-    loopback interface only, otherwise on the interface of ``env.master_addr``, and says so.
+    Attributes:
+        store: in which they trust what they read.
+        secret: that they share; None where there is no way to have one.
+        is_kept: whether the store lives as long as any rank, whoever has opened it.
+    """
+
+    store: c10d.Store
+    secret: Secret | None
+    is_kept: bool
+
+
+def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
+    """The store in which ranks meet.
+
+    That of ``echelon run`` is open to processes of this user alone. Else it is the one that
+    torchrun's agent holds, or else one that rank 0 holds: torch's, which asks nobody who they are.
+    If all ranks are on one host, rank 0's listens on the loopback interface only, otherwise on the
+    interface of ``env.master_addr``, and says so. Where the user has given a secret, what ranks
+    write is sealed with it.
 
     Args:
         timeout: seconds to wait for rank 0 to open it.
@@ -40,6 +74,11 @@ def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
     Raises:
         WorldError: the port is in use, or the store cannot be reached in time.
     """
+    # The agent's store outlives the job when the number of hosts changes.
+    name = f"echelon/{env.attempt}" + (f"/{env.size}" if env.agent_store else "")
+    if env.private_store:
+        return c10d.PrefixStore(name, private_store.open_existing(env.private_store))
+    given = Secret.of(os.environ)
     host = LOOPBACK if env.one_host and not env.agent_store else env.master_addr
     if env.rank == 0 and not env.agent_store:
         with announced(env.rank, "the store", one_host=env.one_host):
@@ -47,9 +86,8 @@ def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
         store: c10d.Store = serve_store(listener, timeout)
     else:
         store = _reach(env, host, timeout)
-    # The agent's store outlives the job when the number of hosts changes.
-    name = f"echelon/{env.attempt}" + (f"/{env.size}" if env.agent_store else "")
-    return c10d.PrefixStore(name, store)
+    store = c10d.PrefixStore(name, store)
+    return store if given is None else SealedStore(store, given, name)
 
 
 def serve_store(listener: socket.socket, timeout: float) -> c10d.TCPStore:
@@ -120,7 +158,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def meet(
     store: c10d.Store, env: JobEnvironment, backend: str, timeout: float, watch: Watch | None = None
-) -> None:
+) -> Rendezvous:
     """Return when all ranks have come, and were told the same about their job.
 
     Args:
@@ -129,6 +167,7 @@ def meet(
         watch: of this rank; afterwards it sees those of its host.
 
     Raises:
+        AuthenticationError: somebody else has written into the store of a job with a secret.
         WorldError: two processes have one rank, or ranks know of different sizes or backends; the
             same on every rank that has come.
         RankFailed: a rank has ended, as the launcher knows.
@@ -136,8 +175,9 @@ def meet(
     """
     watch = Watch.alone(env.rank) if watch is None else watch
     end = time.monotonic() + timeout
+    fresh = secrets.nonce().hex()
     # torchrun gives ranks out itself, and may use its store again after a restart.
-    if not env.agent_store and store.add(f"came/{env.rank}", 1) > 1:
+    if not env.agent_store and store.compare_set(f"came/{env.rank}", "", fresh) != fresh.encode():
         _refuse(store, f"RANK={env.rank} was given to two processes; each needs its own")
     mine = f"WORLD_SIZE={env.size}, backend {backend!r}"
     if env.rank == 0:
@@ -148,26 +188,92 @@ def meet(
         return store.check(["plan"])
 
     _await(store, is_planned, end, lambda: (0,), timeout)
-    plan = store.get("plan").decode()
+    plan = store.get("plan").decode(errors="replace")
     if plan != mine:
         _refuse(
             store,
-            f"the ranks were told different things: rank 0 of {plan}; rank {env.rank} of {mine}. "
-            "WORLD_SIZE and the backend must be the same for all ranks of a job, and "
+            f"the ranks were told different things: rank 0 of {printable(plan)}; rank {env.rank} "
+            f"of {mine}. WORLD_SIZE and the backend must be the same for all ranks of a job, and "
             "LOCAL_WORLD_SIZE for all ranks of a host",
         )
-    store.set(f"here/{env.rank}", "")
-    store.add("num_here", 1)
+    keys = [f"here/{rank}" for rank in range(env.size)]
+    store.set(keys[env.rank], fresh)
 
     def missing() -> tuple[int, ...]:
-        return tuple(rank for rank in range(env.size) if not store.check([f"here/{rank}"]))
+        return tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
 
     def all_here() -> bool:
         watch.check(_START)
-        return store.add("num_here", 0) >= env.size
+        return store.check(keys)
 
     _await(store, all_here, end, missing, timeout)
-    watch.share(env, store)
+    rendezvous = _trusted(store, env, keys, end, timeout)
+    watch.share(env, rendezvous.store)
+    return rendezvous
+
+
+def _trusted(
+    store: c10d.Store, env: JobEnvironment, keys: list[str], end: float, timeout: float
+) -> Rendezvous:
+    """From the store in which ranks met to one in which they trust what they read."""
+    if isinstance(store, SealedStore):
+        # With words that each rank has just made up, so that nothing can be replayed to it.
+        secret = store.secret.derived(*store.multi_get(keys))
+        return Rendezvous(store.rekeyed(secret), secret, is_kept=env.agent_store)
+    if env.private_store:
+        return Rendezvous(store, _shared_secret(store, env, end, timeout), is_kept=True)
+    if env.size == 1:
+        return Rendezvous(store, None, is_kept=True)
+    # All that ranks of one host take from a store that anybody can write to is a path, and the
+    # kernel says whose memory it leads to.
+    private = None
+    if env.rank == 0:
+        path, private = private_store.create() if env.one_host else ("", None)
+        store.set("private store", path)
+    else:
+        _await(store, lambda: store.check(["private store"]), end, lambda: (0,), timeout)
+        path = store.get("private store").decode(errors="replace")
+        if bool(path) != env.one_host:
+            _refuse(
+                store,
+                f"rank 0 says that {'all' if path else 'not all'} ranks are on one host, and rank "
+                f"{env.rank} that {'all' if env.one_host else 'not all'} are: LOCAL_WORLD_SIZE "
+                "must be the number of ranks of the host, on all of its ranks",
+            )
+        private = private_store.open_existing(path) if path else None
+    if private is None:
+        return Rendezvous(store, None, is_kept=env.agent_store)
+    return Rendezvous(private, _shared_secret(private, env, end, timeout), is_kept=True)
+
+
+def store_beside(
+    theirs: c10d.Store, group: str, ranks: Sequence[int], timeout: float
+) -> tuple[c10d.Store, Secret | None]:
+    """A store and a secret for the ranks of a process group that the script has made itself.
+
+    Args:
+        theirs: its store.
+        group: its name.
+        ranks: in the job; this one is among them.
+        timeout: seconds to wait for the others.
+    """
+    job, given = environment(os.environ), Secret.of(os.environ)
+    if job is not None and job.private_store and job.size >= len(ranks) > 1:
+        private = private_store.open_existing(job.private_store)
+        own = c10d.PrefixStore(f"echelon/{job.attempt}/beside/{group}", private)
+        first = replace(job, rank=ranks.index(job.rank))
+        end = time.monotonic() + timeout
+        return own, _shared_secret(own, first, end, timeout)
+    store = c10d.PrefixStore("echelon", theirs)
+    return (store, None) if given is None else (SealedStore(store, given, group), given)
+
+
+def _shared_secret(store: c10d.Store, env: JobEnvironment, end: float, timeout: float) -> Secret:
+    """The secret that rank 0 has put into a store that only this user can read."""
+    if env.rank == 0:
+        store.set("secret", Secret.create().to_hex())
+    _await(store, lambda: store.check(["secret"]), end, lambda: (0,), timeout)
+    return Secret.from_hex(store.get("secret").decode())
 
 
 def check_start(
@@ -199,13 +305,16 @@ def check_start(
     _await(store, lambda: store.check(["difference"]), end, lambda: (0,), timeout)
     if (found := json.loads(store.get("difference"))) is None:
         return
-    store.add("num_told", 1)
+    told = [f"told/{rank}" for rank in range(env.size)]
+    store.set(told[env.rank], "")
     if env.rank == 0:  # which may hold the store, and the others have yet to read it
         end = time.monotonic() + min(timeout, _GRACE_S)
         with suppress(CommTimeout):
-            _await(store, lambda: store.add("num_told", 0) >= env.size, end, tuple, timeout)
+            _await(store, lambda: store.check(told), end, tuple, timeout)
     field, values = found
-    raise StartMismatch(field, {int(rank): value for rank, value in values.items()})
+    raise StartMismatch(
+        printable(field), {int(rank): printable(value) for rank, value in values.items()}
+    )
 
 
 def _refuse(store: c10d.Store, why: str) -> NoReturn:
@@ -225,7 +334,7 @@ def _await(
     pause_s = 0.001
     while not ready():
         if store.check(["refused"]):
-            raise WorldError(store.get("refused").decode())
+            raise WorldError(printable(store.get("refused").decode(errors="replace")))
         if time.monotonic() > end:
             raise CommTimeout(_START, missing(), timeout)
         time.sleep(pause_s)

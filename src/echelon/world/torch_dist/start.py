@@ -13,20 +13,32 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from echelon.errors import ArgumentError, WorldError
+from echelon.errors import ArgumentError, AuthenticationError, EchelonError, WorldError
 from echelon.world.base import DEFAULT_TIMEOUT_S, World
 from echelon.world.environment import JobEnvironment
 from echelon.world.facts import agree, start_facts
 from echelon.world.listeners import announced
+from echelon.world.secret import Secret
 from echelon.world.steps import Steps
 from echelon.world.torch_dist.group import PeerGroup, TorchGroup
 from echelon.world.torch_dist.job import Job
 from echelon.world.torch_dist.native import NativeGroup
-from echelon.world.torch_dist.peers import Engine, Peers
-from echelon.world.torch_dist.rendezvous import LOOPBACK, check_start, meet, open_store
+from echelon.world.torch_dist.notices import Notice, Reason
+from echelon.world.torch_dist.peers import Engine, PeerLost, Peers
+from echelon.world.torch_dist.proof import conclude, strangers
+from echelon.world.torch_dist.rendezvous import (
+    LOOPBACK,
+    check_start,
+    meet,
+    open_store,
+    store_beside,
+)
 from echelon.world.watch import Watch
 
 __all__ = ["check_wanted", "connect", "from_process_group"]
+
+_TRIALS = 3  # to find connections that no stranger has
+_PROOF_S = 10.0  # what a peer gets to prove itself in the first; a busy host is slow
 
 
 def check_wanted(environ: dict[str, str] | None = None) -> bool:
@@ -76,13 +88,14 @@ def connect(
         group: TorchGroup = _wrapped(default, device, timeout, check, watch)
         agree(group, facts)
         return _world(group, backend, env, watch)
-    store = open_store(env, timeout)
-    meet(store, env, backend, timeout, watch)
-    check_start(store, env, facts, timeout)
-    holds_store = env.rank == 0 and not env.agent_store
-    job = Job(store, watch, env.size if holds_store else 0)
+    store = open_store(env, timeout)  # which may have to live until all ranks have left it
+    rendezvous = meet(store, env, backend, timeout, watch)
+    check_start(rendezvous.store, env, facts, timeout)
+    holds_store = env.rank == 0 and not rendezvous.is_kept
+    job = Job(rendezvous.store, watch, env.size if holds_store else 0)
     maker = _Maker(
         job=job,
+        secret=rendezvous.secret,
         backend=backend,
         device=device,
         timeout=timeout,
@@ -90,16 +103,38 @@ def connect(
         loopback=env.one_host and "GLOO_SOCKET_IFNAME" not in os.environ,
         one_host=env.one_host,
     )
+    return _world(_first_group(maker, tuple(range(env.size))), backend, env, watch)
+
+
+def _first_group(
+    maker: _Maker, ranks: tuple[int, ...], made: dist.ProcessGroup | None = None
+) -> TorchGroup:
+    """The group of all ranks; where it cannot start, the other ranks hear why."""
+    job = maker.job
     try:
-        group = maker.make("world", tuple(range(env.size)))
+        return maker.make("world", ranks, made)
+    except PeerLost as lost:
+        mine = Notice(
+            rank=job.rank,
+            reason=Reason.TIMEOUT if lost.late else Reason.LOST,
+            group="world",
+            call=f"the start of {maker.backend}",
+            place="echelon.init()",
+            missing=tuple(ranks[rank] for rank in lost.missing),
+            seconds=maker.timeout,
+        )
+        failure: EchelonError = job.diagnose(mine, ranks)
+        cause: Exception = lost
+    except AuthenticationError as error:
+        failure, cause = error, error
     except RuntimeError as error:
         failure = WorldError(
-            f"rank {env.rank} of {env.size} could not start {backend}: {error}. On several hosts, "
-            "GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) names the network interface to use."
+            f"rank {job.rank} of {len(ranks)} could not start {maker.backend}: {error}. On several "
+            "hosts, GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) names the network interface to use."
         )
-        job.close(failure)  # the others may have started, and would take this one for dead
-        raise failure from error
-    return _world(group, backend, env, watch)
+        cause = error
+    job.close(failure)  # the others may have started, and would take this one for dead
+    raise failure from (None if failure is cause else cause)
 
 
 def _world(group: TorchGroup, backend: str, env: JobEnvironment, watch: Watch) -> World:
@@ -157,9 +192,11 @@ def _wrapped(
     kind = str(device).split(":")[0]
     if kind not in backends:
         raise ArgumentError(f"the process group serves {list(backends)}, not {device}")
-    store = c10d.PrefixStore("echelon", dist.distributed_c10d._get_process_group_store(group))
+    theirs = dist.distributed_c10d._get_process_group_store(group)
+    store, secret = store_beside(theirs, group.group_name, ranks, timeout)
     maker = _Maker(
         job=Job(store, watch),
+        secret=secret,
         backend=backends[kind],
         device=device,
         timeout=timeout,
@@ -167,7 +204,7 @@ def _wrapped(
         loopback=False,
         one_host=True,  # as far as we know: what other hosts can reach is told then, too
     )
-    return maker.make("world", ranks, group)
+    return _first_group(maker, ranks, group)
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
@@ -186,11 +223,13 @@ class _Maker:
     the job, or would name the group by the number of groups that this rank happens to be in.
 
     Attributes:
+        secret: of the job, by which ranks know one another; None where they cannot.
         loopback: whether gloo uses the loopback interface.
         one_host: whether all ranks are on this host.
     """
 
     job: Job
+    secret: Secret | None
     backend: str
     device: torch.device
     timeout: float
@@ -207,15 +246,14 @@ class _Maker:
             made: a process group of these ranks to use, instead of a new one.
         """
         store = c10d.PrefixStore(f"group/{name}", self.job.store)
-        rank = ranks.index(self.job.rank)
         if self.backend == "gloo":
-            engine = self._gloo(store, name, ranks) if made is None else _cpu_engine(made)
-            peers = Peers(engine, rank, len(ranks), self.timeout, partial(self._tell, ranks))
+            engine = None if made is None else _cpu_engine(made)
+            peers = self._peers(store, name, ranks, partial(self._tell, ranks), engine)
             return PeerGroup(peers, self.job, name, ranks, self.device, self.make, self.check)
         check = None
         if self.check:
-            side = self._gloo(c10d.PrefixStore("check", store), name, ranks)
-            check = Peers(side, rank, len(ranks), self.timeout)
+            beside = c10d.PrefixStore("check", store)
+            check = self._peers(beside, f"{name}/check", ranks, lambda peer: None)
         native, end = self._native(store, name, ranks) if made is None else (made, _leave)
         return NativeGroup(
             cast(Engine, native),
@@ -231,6 +269,44 @@ class _Maker:
 
     def _tell(self, ranks: tuple[int, ...], peer: int | None) -> None:
         self.job.watch.await_rank(None if peer is None else ranks[peer])
+
+    def _peers(
+        self,
+        store: c10d.Store,
+        name: str,
+        ranks: tuple[int, ...],
+        tell: Callable[[int | None], None],
+        made: Engine | None = None,
+    ) -> Peers:
+        """The ranks behind an engine, each of which has proved that it is one of this job.
+
+        A stranger who is faster than a rank has its connection. So it is all made anew, a few
+        times, and what was sent over connections of strangers is not looked at.
+
+        Args:
+            made: an engine to use, instead of a new one.
+
+        Raises:
+            AuthenticationError: on all ranks, if there is a stranger each time.
+        """
+        rank, size = ranks.index(self.job.rank), len(ranks)
+        found: list[int] = []
+        for trial in range(_TRIALS if made is None else 1):
+            own = c10d.PrefixStore(str(trial), store)
+            engine = self._gloo(own, name, ranks) if made is None else made
+            peers = Peers(engine, rank, size, self.timeout, tell)
+            if self.secret is None or size == 1:
+                return peers
+            seconds = min(self.timeout, _PROOF_S * 2**trial)
+            seen = strangers(peers, self.secret, f"{name}/{trial}", seconds)
+            found = conclude(own, rank, size, seen, self.timeout, partial(self.job.look, ranks))
+            if not found:
+                return peers
+            if made is None:
+                peers.sever()
+            peers.close()
+            del engine, peers  # which ends its connections and its threads
+        raise AuthenticationError([ranks[r] for r in found], f"in group {name!r}")
 
     def _gloo(self, store: c10d.Store, name: str, ranks: tuple[int, ...]) -> Engine:
         """A new engine for ``ranks``, which says where it listens if other hosts can see it."""

@@ -1,0 +1,156 @@
+"""Another user of the host, who attacks a job with all that such a user can do.
+
+``python -m tests.regressions.stranger FOLDER HOW [PORT]`` imports what it needs as root, becomes
+user 65534, and goes on until it is ended. What it got hold of it writes into ``FOLDER/spoils``, and
+once it has reached what it attacks it makes ``FOLDER/reached``.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+
+NOBODY = 65534
+SHARED = ("echelon", "echelon store", "echelon logbook")  # names in /dev/shm that it takes
+RED = "\x1b[2J\x1b[31m[bold red]pay here[/]\x07"
+
+
+class Bomb:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mknod, (self.path,)
+
+
+def become_nobody() -> None:
+    """Give up all rights of root."""
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+def listening() -> set[int]:
+    """The ports of this host on which somebody listens, as everybody can read them."""
+    rows = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return {int(row.split()[1].split(":")[1], 16) for row in rows if row.split()[3] == "0A"}
+
+
+def keys(attempt: int = 0, size: int = 2) -> Iterator[str]:
+    """Where ranks have ever written, and where an engine does, in the store of a job."""
+    groups = ("world", "world.1", "world.2")
+    for prefix in (f"echelon/{attempt}", f"echelon/{attempt}/{size}", "echelon", ""):
+        for rank in range(size):
+            yield from (f"{prefix}/{name}/{rank}" for name in ("facts", "notice", "closed"))
+            for group in groups:
+                for trial in ("", "0/", "1/", "2/"):
+                    yield from (
+                        f"{prefix}/group/{group}/{trial}{name}{rank}" for name in ("0/", "found/")
+                    )
+                    yield f"{prefix}/group/{group}/{trial}strangers"
+        yield from (f"{prefix}/{name}" for name in ("difference", "secret", "num_here", "closed"))
+        yield f"{prefix}/echelon/world {attempt}/segments"
+        yield from (f"agent/1/{name}" for name in ("torchelastic/assigned_ranks/0", "role_info/0"))
+
+
+def spoil_store(port: int, folder: Path) -> None:
+    """Overwrite, delete and fill what is in the store behind ``port``, if there is one."""
+    with suppress(RuntimeError):
+        store = c10d.TCPStore(
+            "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1), wait_for_workers=False
+        )
+        bomb = pickle.dumps(Bomb(str(folder / "ran")))
+        for key in keys():
+            store.set(key, bomb)
+            store.delete_key(key)
+            store.set(key, bomb)
+        (folder / "reached").touch()
+
+
+def knock(port: int) -> list[socket.socket]:
+    """Connections that say to an engine of gloo that they are a rank, and garbage or nothing."""
+    made = []
+    for number in range(4):
+        with suppress(OSError):
+            line = socket.create_connection(("127.0.0.1", port), 0.2)
+            line.sendall(struct.pack("<q", number))
+            made.append(line)
+    with suppress(OSError):
+        line = socket.create_connection(("127.0.0.1", port), 0.2)
+        line.sendall(b"\xff" * 100)
+        made.append(line)
+    return made
+
+
+def overwrite(port: int, key: str, value: str, reached: Path) -> None:
+    """Write a value into a store over and over, as long as it is there."""
+    with suppress(RuntimeError):
+        store = c10d.TCPStore(
+            "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1), wait_for_workers=False
+        )
+        while True:
+            store.set(key, value)
+            reached.touch()
+
+
+def open_memory(spoils: Path) -> None:
+    """Try to open the memory of all processes of others."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            for link in (process / "fd").iterdir():
+                if "memfd:echelon" in os.readlink(link) and process.name != str(os.getpid()):
+                    spoils.write_text(f"opened {link}")
+
+
+def main() -> None:
+    """Attack until ended."""
+    folder, mode = Path(sys.argv[1]), sys.argv[2]
+    given = set(map(int, sys.argv[3:]))
+    before = listening()
+    "127.0.0.1".encode("idna")  # imported now, because nobody may not read the files of root
+    become_nobody()
+    own = os.memfd_create("echelon store")  # the memory of a stranger, under the name of a store
+    texts = {
+        "path": ("echelon/0/private store", f"/proc/{os.getpid()}/fd/{own}"),
+        "text": ("echelon/0/refused", RED),
+    }
+    for name in SHARED:
+        with suppress(OSError):
+            Path("/dev/shm", name).touch()
+    (folder / "ready").touch()
+    seen: set[int] = set()
+    lines = []
+    while True:
+        new = (listening() - before) & (given or listening())
+        for port in sorted(new):
+            if mode == "store":
+                spoil_store(port, folder)
+            elif mode == "connect" and port not in seen:
+                lines += knock(port)
+            elif mode in texts:
+                overwrite(port, *texts[mode], folder / "reached")
+        seen |= new
+        open_memory(folder / "spoils")
+        time.sleep(0.005)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        for name in SHARED:
+            with suppress(OSError):
+                Path("/dev/shm", name).unlink()

@@ -1,0 +1,187 @@
+"""Another user of the host cannot become a rank, run anything or read anything of a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.children import environ
+from tests.cli.jobs import Job as Started
+from tests.regressions.stranger import SHARED
+from tests.world.gloo_ranks import free_port
+
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can start a process of another user"
+)
+
+SCRIPT = """
+import json, os, pathlib, sys, time
+import torch
+import echelon as ec
+from echelon.world.torch_dist import start
+
+backend, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+rank = int(os.environ["RANK"])
+late = len(sys.argv) > 3 and rank == int(sys.argv[3])
+begin, trials = start._Maker._start_gloo, []
+
+
+def begin_late(*args):  # so that the other one listens, and a stranger is first
+    time.sleep(1.0 if late and not trials else 0.0)
+    trials.append(backend)
+    return begin(*args)
+
+
+start._Maker._start_gloo = begin_late
+if late and backend == "bare":
+    time.sleep(2.0)
+world = ec.init("gloo" if backend == "bare" else backend)
+(folder / f"trials-{rank}").write_text(str(len(trials)))
+torch.manual_seed(rank)
+model = ec.DDP(torch.nn.Linear(3, 1), world.group)
+with torch.no_grad():
+    model.module.weight.fill_(1.0)
+model(torch.full((2, 3), world.rank + 1.0)).sum().backward()
+found = {
+    "grad": model.module.weight.grad.tolist(),
+    "objects": world.group.all_gather_object({"rank": world.rank}),
+    "part": world.group.subgroup([0, 1]).all_gather_object(world.rank),
+}
+(folder / f"result-{rank}").write_text(json.dumps(found))
+"""
+RIGHT = {"grad": [[3.0, 3.0, 3.0]], "objects": [{"rank": 0}, {"rank": 1}], "part": [0, 1]}
+
+
+@contextmanager
+def stranger(*how: str) -> Iterator[None]:
+    """Another user who attacks; afterwards nothing of his has run, and he holds nothing."""
+    with tempfile.TemporaryDirectory(prefix="echelon-stranger-") as name:
+        folder = Path(name)
+        folder.chmod(0o777)
+        attack = subprocess.Popen(
+            [sys.executable, "-m", "tests.regressions.stranger", name, *how],
+            env=environ(),
+            stderr=subprocess.DEVNULL,  # torch tells of each connection that ends
+        )
+        try:
+            end = time.monotonic() + 60
+            while not (folder / "ready").exists():
+                assert attack.poll() is None
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            assert Path(f"/proc/{attack.pid}").stat().st_uid == 65534
+            yield
+            assert attack.poll() is None, "the attack has ended before the job"
+        finally:
+            attack.kill()
+            attack.wait(20)
+            for file in SHARED:
+                Path("/dev/shm", file).unlink(missing_ok=True)
+        assert how[0] == "connect" or (folder / "reached").exists(), "the attack has found nothing"
+        assert not (folder / "ran").exists(), "what a stranger sent has run"
+        assert not (folder / "spoils").exists(), (folder / "spoils").read_text()
+
+
+def results(folder: Path) -> list[object]:
+    return [json.loads((folder / f"result-{rank}").read_text()) for rank in range(2)]
+
+
+@needs_root
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_stranger_who_rewrites_all_stores_changes_nothing(backend: str, tmp_path: Path) -> None:
+    with (
+        stranger("store"),
+        Started(tmp_path, SCRIPT, backend, str(tmp_path)) as job,
+    ):
+        code, output, errors = job.end()
+    assert (code, output, errors) == (0, "", [])
+    assert results(tmp_path) == [RIGHT, RIGHT]
+
+
+@needs_root
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_stranger_who_connects_before_a_rank_loses_the_connection_and_the_job_goes_on(
+    late: int, tmp_path: Path
+) -> None:
+    with (
+        stranger("connect"),
+        Started(
+            tmp_path, SCRIPT, "gloo", str(tmp_path), str(late), options=("--timeout", "4")
+        ) as job,
+    ):
+        code, output, errors = job.end()
+    assert (code, output, errors) == (0, "", [])
+    assert results(tmp_path) == [RIGHT, RIGHT]
+    assert int((tmp_path / "trials-0").read_text()) > 1, "the stranger was not first"
+
+
+def bare_ranks(folder: Path, port: int, **variables: str) -> list[subprocess.Popen[str]]:
+    """Two ranks that no launcher of ours has started: they meet in a TCP store of torch."""
+    (folder / "job.py").write_text(SCRIPT)
+    return [
+        subprocess.Popen(
+            [sys.executable, str(folder / "job.py"), "bare", str(folder), "1"],
+            env=environ(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE="2",
+                LOCAL_WORLD_SIZE="2",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+                ECHELON_TIMEOUT="30",
+                **variables,
+            ),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def ends(ranks: list[subprocess.Popen[str]]) -> list[str]:
+    """What ranks wrote on standard error, once they have ended."""
+    try:
+        return [rank.communicate(timeout=90)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@needs_root
+@pytest.mark.slow
+def test_memory_that_a_stranger_offers_as_the_store_is_refused_by_its_owner(
+    tmp_path: Path,
+) -> None:
+    port = free_port()
+    with stranger("path", str(port)):
+        errors = ends(bare_ranks(tmp_path, port))
+    assert "is memory of user 65534, and this process of user 0" in errors[1]
+    assert "WorldError" in errors[1]
+
+
+@needs_root
+@pytest.mark.slow
+def test_what_a_stranger_writes_for_the_screen_is_shown_and_not_obeyed(tmp_path: Path) -> None:
+    port = free_port()
+    with stranger("text", str(port)):
+        errors = ends(bare_ranks(tmp_path, port))
+    assert not any("\x1b" in text or "\x07" in text for text in errors)
+    assert any(r"WorldError: \x1b[2J\x1b[31m[bold red]pay here[/]\x07" in text for text in errors)
+
+
+def test_ranks_with_a_secret_of_the_user_meet_and_those_with_another_are_refused(
+    tmp_path: Path,
+) -> None:
+    assert ends(bare_ranks(tmp_path, free_port(), ECHELON_SECRET="5c" * 32)) == ["", ""]
+    assert results(tmp_path) == [RIGHT, RIGHT]
