@@ -69,13 +69,17 @@ def check_options(args: argparse.Namespace) -> None:
 
 def plan_of(args: argparse.Namespace, model: GPT) -> ec.Plan:
     """What ``--plan`` and its options say."""
-    options: dict[str, Any] = {}
-    if "pipeline" in techniques(args):
-        options |= {name: getattr(args, name) for name in ("microbatches", "schedule", "chunks")}
+    options = pipeline_options(args)
     if "fsdp" in techniques(args):
         options["strategy"] = ec.Strategy[args.strategy]
         options["fsdp"] = {"layout": args.layout, "precision": precision(args, model)}
     return ec.Plan.parse(args.plan, **options)
+
+
+def pipeline_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Of a plan that has stages."""
+    names = ("microbatches", "schedule", "chunks") if "pipeline" in techniques(args) else ()
+    return {name: getattr(args, name) for name in names}
 
 
 def precision(args: argparse.Namespace, model: GPT) -> ec.MixedPrecision:
@@ -123,9 +127,8 @@ def wrap(model: GPT, args: argparse.Namespace, world: ec.World, loss: Loss) -> S
 def share(args: argparse.Namespace, world: ec.World) -> tuple[int, int]:
     """Which part of a batch this rank reads: (0, 1) is the whole, of which a pipeline does some."""
     if args.plan is not None:
-        axes = axes_of(args.plan)
-        lines = axes.get("dp", 1) * axes.get("shard", 1)
-        return world.rank % lines, lines
+        plan = ec.Plan.parse(args.plan, **pipeline_options(args))
+        return plan.data_rank(world), plan.data_size
     return (0, 1) if args.technique == "pipeline" else (world.rank, world.size)
 
 

@@ -169,8 +169,6 @@ def test_lengths_are_those_of_the_whole_job() -> None:
     assert sampler.num_batches == NUM_BATCHES
     list(read(sampler, 2))
     assert (sampler.num_batches, sampler.position) == (NUM_BATCHES, 2 * BATCH)
-    with pytest.raises(TypeError):  # which a loader would count in batches or in samples
-        len(loader_of(sampler))
 
 
 # --- other ways to make a loader ------------------------------------------------------------------

@@ -20,6 +20,7 @@ from echelon.pipeline.fit import check_options
 from echelon.pipeline.ir import Schedule
 from echelon.pipeline.schedules import FAMILIES
 from echelon.pipeline.schedules import schedule as make_schedule
+from echelon.world.base import World
 
 __all__ = ["Plan"]
 
@@ -206,6 +207,39 @@ class Plan:
     def num_ranks(self) -> int:
         """How many it is for."""
         return self.pp * self.dp * self.shard
+
+    @property
+    def data_size(self) -> int:
+        """Over how many ranks a batch is cut; ranks that differ on ``pp`` only have the same rows.
+
+        Example:
+            >>> Plan(pp=2, dp=2, shard=2, microbatches=2).data_size
+            4
+        """
+        return self.dp * self.shard
+
+    def data_rank(self, world: World) -> int:
+        """Which of the ``data_size`` parts of a batch a rank of ``world`` reads.
+
+        With ``pp`` > 1 the ranks of the first stage need its inputs, and those of the last stage
+        its targets. ``ec.ResumableSampler`` takes ``(plan.data_rank(world), plan.data_size)``.
+
+        Raises:
+            ArgumentError: the world has another number of ranks than the plan.
+
+        Example:
+            >>> from echelon.world.run import run
+            >>> run(Plan(pp=2, shard=2, microbatches=2).data_rank, ranks=4)
+            [0, 1, 0, 1]
+        """
+        if not isinstance(world, World):
+            raise ArgumentError(f"world is {world!r:.80}; give the World that main() got")
+        if self.num_ranks != world.size:
+            raise ArgumentError(
+                f"the plan is for pp * dp * shard = {self.pp} * {self.dp} * {self.shard} = "
+                f"{self.num_ranks} ranks, and there are {world.size}"
+            )
+        return world.rank % self.data_size
 
     def __str__(self) -> str:
         return text_of({name: getattr(self, name) for name in AXES})

@@ -7,6 +7,7 @@ so that another number of ranks can go on from there.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from itertools import chain, islice
 from typing import Any, TypeVar, final
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from echelon.arguments import whole
 from echelon.errors import ArgumentError, RankError, StateError
@@ -199,6 +200,18 @@ class ResumableSampler(Sampler[Any]):
             )
         self._epoch, self._position = epoch, position
         self._reading = self._weight = None
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, as ``num_batches``, so ``len(loader)`` is that.
+
+        A loader with this sampler as ``sampler=`` counts samples, and makes batches of them itself:
+        it gets the number of samples of this rank.
+        """
+        if sys._getframe(1).f_code is BatchSampler.__len__.__code__:
+            num_full, rest = divmod(self._order.end, self._order.batch_size)
+            full, last = range(self._order.batch_size), range(rest)
+            return num_full * len(self._share(full)) + len(self._share(last))
+        return self.num_batches
 
     def __iter__(self) -> Iterator[Any]:
         """For the loader that ``batches`` reads from.

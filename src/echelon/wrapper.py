@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.compiled import plain_name
-from echelon.errors import StateError
+from echelon.errors import StateError, UnsupportedError
 
 __all__ = ["Wrapper"]
 
@@ -30,6 +30,27 @@ class Wrapper(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
+
+    def _wear_forward(self) -> None:
+        """Let ``forward`` show the signature of the module's, which tools read to choose inputs."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return type(self).forward(self, *args, **kwargs)
+
+        forward.__doc__ = type(self).forward.__doc__
+        forward.__wrapped__ = self.module.forward  # type: ignore[attr-defined]
+        self.forward = forward
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What PyTorch's ``DistributedDataParallel`` asks for first: refuse to be wrapped in it."""
+        name = type(self).__name__
+        raise UnsupportedError(
+            f"an echelon {name} was given to torch.nn.parallel.DistributedDataParallel, which "
+            "would reduce its gradients once more. The Trainer of transformers and prepare() of "
+            "accelerate do so where they find ranks: give them the plain module, or train the "
+            f"{name} in a loop of your own without them"
+        )
 
     def named_modules(
         self,

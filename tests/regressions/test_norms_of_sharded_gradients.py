@@ -175,7 +175,6 @@ def test_a_model_around_a_sharded_one_is_clipped_by_the_norm_of_both() -> None:
         expected = plain(world.size)
         inner = build()
         model = nn.Sequential(ec.FSDP(inner[:3], world.group, min_num_params=0), inner[3])
-        ec.DDP(inner[3], world.group)  # reduces what lies around
         model(rows(world.rank)).square().mean().backward()
         for param in model[1].parameters():
             world.group.all_reduce(param.grad, "mean")

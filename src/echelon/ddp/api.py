@@ -126,6 +126,7 @@ class DDP(Wrapper, Holder):
     ) -> None:
         """Set everything up that needs no communication."""
         self.module = module
+        self._wear_forward()
         self.training = module.training
         self._group = group
         self._options = options

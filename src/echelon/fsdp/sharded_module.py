@@ -35,6 +35,7 @@ from echelon.fsdp.state import (
 )
 from echelon.fsdp.storage import Storage, await_readers
 from echelon.fsdp.unit import Unit
+from echelon.fsdp.whole_only import allow_copies, guard_modules
 from echelon.held import Holder, Holdings
 from echelon.world.group import Group
 from echelon.wrapper import Wrapper
@@ -53,6 +54,7 @@ class ShardedModule(Wrapper, Holder):
         built: tuple[list[Unit], list[Slots]],
     ) -> None:
         self.module = module
+        self._wear_forward()
         self.training = module.training
         self._ranks = ranks
         self._group = ranks.shard
@@ -63,6 +65,7 @@ class ShardedModule(Wrapper, Holder):
         self._census = Census(module, "FSDP")
         for storage in self._storages():
             claim([*storage.params, *storage.exposed], self, for_good=True)  # it leaves parts
+        guard_modules(module, self._storages())
         loader = part_loader(self._storages(), module)
         self.register_load_state_dict_pre_hook(loader)  # type: ignore[no-untyped-call]
 
@@ -266,6 +269,7 @@ class ShardedModule(Wrapper, Holder):
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         nn.Module.__init__(clone)
+        allow_copies(self.module, memo)
         module = copy.deepcopy(self.module, memo)
         self._hooks.leave(module)
         built = copy_units(self._units, module, self._ranks, self._options)

@@ -1,0 +1,50 @@
+"""A plan says which rows a rank reads."""
+
+import pytest
+import torch
+from torch import nn
+
+import echelon as ec
+from echelon.errors import ArgumentError
+
+
+def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+@pytest.mark.parametrize("text", ["pp=2,dp=2", "pp=2,shard=2", "dp=2,shard=2", "dp=3", "shard=2"])
+def test_a_model_trained_on_the_rows_of_a_plan_is_that_of_one_process(text: str) -> None:
+    microbatches = 2 if "pp" in text else None
+    plan = ec.Plan.parse(text, microbatches=microbatches)
+    x, y = torch.randn(12, 4, dtype=torch.float64), torch.randn(12, 2, dtype=torch.float64)
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).double()
+
+    def main(world: ec.World) -> dict[str, torch.Tensor]:
+        assert plan.data_size == plan.dp * plan.shard
+        rows = slice(plan.data_rank(world), None, plan.data_size)
+        model: nn.Module
+        if plan.pp > 1:
+            model = ec.parallelize([*build()], plan, world, loss_fn=mean_square)
+            model.step(x[rows], target=y[rows])
+        else:
+            model = ec.parallelize(build(), plan, world)
+            mean_square(model(x[rows]), y[rows]).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        return (
+            model.whole_state_dict() if hasattr(model, "whole_state_dict") else model.state_dict()
+        )
+
+    alone = build()
+    mean_square(alone(x), y).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    for found in ec.run(main, plan.num_ranks):
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-13)
+
+
+def test_a_plan_for_another_world_has_no_rows() -> None:
+    with pytest.raises(ArgumentError, match="2 ranks, and there are 3"):
+        ec.run(ec.Plan(dp=2).data_rank, 3)
