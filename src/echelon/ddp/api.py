@@ -179,18 +179,23 @@ class DDP(Wrapper, Holder):
         with self._reducer.no_sync():
             yield
 
-    def sync_gradients(self) -> None:
+    def sync_gradients(self, *, may_be_none: bool = False) -> None:
         """Reduce what ``.grad`` of every parameter holds now. All ranks call it.
 
         With ``sync="manual"``, after the backwards of a step. With ``sync="overlap"`` only for
         gradients that ``no_sync`` left local, or that were written by hand. A gradient that is
         reduced already is not reduced again, but added to.
 
+        Args:
+            may_be_none: whether it is right that this rank has no local gradients, such as of a
+                stage that no microbatch has trained: it takes part with zeros.
+
         Raises:
-            StateError: inside ``no_sync`` or backward, or there are no local gradients.
+            StateError: inside ``no_sync`` or backward, or there are no local gradients and
+                ``may_be_none`` is False.
         """
         self._check_attached()
-        self._reducer.reduce_now()
+        self._reducer.reduce_now(may_be_none=may_be_none)
 
     def accumulate_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient to ``param.grad`` as a backward under ``no_sync`` does.

@@ -178,8 +178,11 @@ class Reducer:
         finally:
             self._syncing = before
 
-    def reduce_now(self) -> None:
+    def reduce_now(self, *, may_be_none: bool) -> None:
         """Reduce what ``.grad`` of every parameter holds now.
+
+        Args:
+            may_be_none: whether a rank without local gradients takes part with nothing.
 
         Raises:
             StateError: inside ``no_sync`` or a backward, or the gradients are reduced already.
@@ -188,7 +191,8 @@ class Reducer:
             raise StateError("sync_gradients() inside no_sync(): leave the block first")
         if self._current() is not None:
             raise StateError("sync_gradients() inside backward: call it after loss.backward()")
-        self._state.check_sync(self.buckets)
+        if not may_be_none:
+            self._state.check_sync(self.buckets)
         self._state.make_local(self.buckets, None)
         token = Token()
         self._start(Backward(lambda: token, synced=True), None)

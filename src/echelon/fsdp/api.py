@@ -189,13 +189,18 @@ class FSDP(ShardedModule):
         finally:
             self._hooks.syncing = before
 
-    def sync_gradients(self) -> None:
+    def sync_gradients(self, *, may_be_none: bool = False) -> None:
         """Reduce the gradients that ``no_sync`` kept. All ranks call it.
 
+        Args:
+            may_be_none: whether it is right that this rank has none, such as of a stage that no
+                microbatch has trained: it takes part with zeros.
+
         Raises:
-            StateError: inside ``no_sync`` or backward, or there are none.
+            StateError: inside ``no_sync`` or backward, or there are none and ``may_be_none`` is
+                False.
         """
-        self._hooks.reduce_now()
+        self._hooks.reduce_now(may_be_none=may_be_none)
 
     # For schedules that run a part of a model many times before an optimizer step --------------
 

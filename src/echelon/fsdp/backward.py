@@ -231,8 +231,11 @@ class Backward:
         self._gathers.orders.note_reductions(current.completed)
         self._pass = None
 
-    def reduce_now(self) -> None:
+    def reduce_now(self, *, may_be_none: bool) -> None:
         """Reduce what ``no_sync`` kept.
+
+        Args:
+            may_be_none: whether a rank that kept nothing takes part with zeros.
 
         Raises:
             StateError: inside ``no_sync`` or a backward, or nothing was kept.
@@ -241,7 +244,7 @@ class Backward:
             raise StateError("sync_gradients() inside no_sync(): leave the block first")
         if self.is_running:
             raise StateError("sync_gradients() inside backward: call it after loss.backward()")
-        if not self._departures.kept:
+        if not self._departures.kept and not may_be_none:
             raise StateError(
                 "sync_gradients() found no gradients to reduce: were forward and backward called, "
                 "under no_sync()? Without it, backward reduces them itself"

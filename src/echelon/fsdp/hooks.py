@@ -227,13 +227,9 @@ class Hooks:
     def syncing(self, value: bool) -> None:
         self._backward.syncing = value
 
-    def reduce_now(self) -> None:
-        """Reduce what ``no_sync`` kept.
-
-        Raises:
-            StateError: inside ``no_sync`` or a backward, or nothing was kept.
-        """
-        self._backward.reduce_now()
+    def reduce_now(self, *, may_be_none: bool) -> None:
+        """Reduce what ``no_sync`` kept; see ``Backward.reduce_now``."""
+        self._backward.reduce_now(may_be_none=may_be_none)
 
     @property
     def pinned(self) -> bool:

@@ -45,8 +45,8 @@ class Replicated(Protocol):
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside leave gradients on this rank."""
 
-    def sync_gradients(self) -> None:
-        """Reduce those gradients; all replicas call it."""
+    def sync_gradients(self, *, may_be_none: bool = False) -> None:
+        """Reduce those gradients, which a rank may have none of; all replicas call it."""
 
     def accumulate_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add a whole gradient to those on this rank, as a backward under ``no_sync`` does."""
@@ -126,19 +126,16 @@ class Sharing:
             assert isinstance(weight, nn.Parameter)
             self._replica.accumulate_gradient(weight, product(x, grad))
 
-    def end_second_half(self) -> None:
-        """All gradients of a microbatch are there."""
+    def end_microbatch(self) -> None:
+        """All gradients of a microbatch are there, and no backward has reduced them."""
         if self._often:
             self.reduce()
 
     def reduce(self) -> None:
         """Reduce the gradients on this rank."""
-        if self._replica is None:
-            return
-        # A frozen stage that is sharded has none, and its wrapper refuses to reduce nothing. Other
-        # replicas are always asked, because they may have frozen different parameters.
-        if self._shards is None or any(p.requires_grad for p in self._module.parameters()):
-            self._replica.sync_gradients()
+        if self._replica is not None:
+            # What one rank has trained of the stage, such as a branch, another one may have not.
+            self._replica.sync_gradients(may_be_none=True)
 
     def gather(self) -> None:
         """Begin to make the parameters whole."""

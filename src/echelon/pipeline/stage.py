@@ -134,33 +134,39 @@ class Stage:
             grads: of the tensors of the output that need one.
         """
         with self.sharing.whole_backward(), self._weights.added():
-            return self._back(microbatch, grads)
+            found, has_run = self._back(microbatch, grads)
+        if not has_run:
+            self.sharing.end_microbatch()  # replicas may have gradients, which backward reduces
+        return found
 
-    def _back(self, microbatch: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _back(
+        self, microbatch: int, grads: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor | None], bool]:
+        """The gradients of the inputs, and whether there was anything to run."""
         kept = self._kept.pop(microbatch, None)
         if kept is None:
-            return []
+            return [], False
         given = [(edge, g) for edge, g in zip(kept.edges, grads, strict=True) if g is not None]
         if given:
             run_backward([edge for edge, _ in given], [g for _, g in given])
         found = [leaf.grad for leaf in kept.inputs]
         for leaf in kept.inputs:
             leaf.grad = None
-        return found
+        return found, bool(given)
 
     def backward_input(
         self, microbatch: int, grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """The first half of ``backward``; ``backward_weight`` is the second."""
         with self._weights.deferred() as later, self.sharing.first_half():
-            found = self._back(microbatch, grads)
+            found, _ = self._back(microbatch, grads)
         self._later[microbatch] = later
         return found
 
     def backward_weight(self, microbatch: int) -> None:
         """The second half: gradients of weights that were put off."""
         self._later.pop(microbatch).run(self.sharing.add_product)
-        self.sharing.end_second_half()
+        self.sharing.end_microbatch()
 
     def forget(self) -> None:
         """Leave nothing of a step that failed.

@@ -36,12 +36,16 @@ def take_over(module: nn.Module, home: WeightGradients, *, every: bool) -> None:
         # No closures: a copy of the layer asks for its own weight, and it can be pickled.
         if forward is nn.Linear.forward:
             assert isinstance(layer, nn.Linear)
-            small = not every and layer.weight.numel() < _LARGE
-            if not small and layer.weight.is_floating_point():
+            weight = layer._parameters.get("weight")
+            if weight is None:
+                continue  # it is computed at each call, as by weight_norm
+            small = not every and weight.numel() < _LARGE
+            if not small and weight.is_floating_point():
                 vars(layer)["forward"] = partial(_linear, layer, home)
         elif forward is nn.Embedding.forward:
             assert isinstance(layer, nn.Embedding)
-            if layer.weight.numel() >= _LARGE and _is_plain(layer):
+            weight = layer._parameters.get("weight")
+            if weight is not None and weight.numel() >= _LARGE and _is_plain(layer):
                 vars(layer)["forward"] = partial(_embedding, layer, home)
 
 
