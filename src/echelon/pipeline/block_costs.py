@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from echelon import streams
+from echelon.errors import ArgumentError
 from echelon.pipeline.parts import Part, Row
 from echelon.pipeline.stage import Stage
 
@@ -63,8 +65,12 @@ def dry_run(model: nn.Module, make_row: _MakeRow, example: tuple[Any, ...]) -> l
                 saved[id(base)] = base
             return tensor
 
-        with FlopCounterMode(display=False) as counter, saved_tensors_hooks(keep, lambda x: x):
-            value = _call(part, value)
+        with (
+            FlopCounterMode(display=False) as counter,
+            saved_tensors_hooks(keep, lambda x: x),
+            _ByShapes(),  # type: ignore[no-untyped-call]
+        ):
+            value = _call_by_shapes(index, part, value)
         nbytes = sum(tensor.numel() * tensor.itemsize for tensor in saved.values())
         found.append(Dry(counter.get_total_flops(), nbytes))
         value = _handed_on(value)
@@ -109,9 +115,39 @@ def _timed(part: nn.Module, value: Any, device: torch.device) -> tuple[float, An
     return statistics.median(times[1:]), output.form.assemble(output.tensors)
 
 
-def _call(part: nn.Module, value: Any) -> Any:
-    with torch.enable_grad():
-        return part(*value) if isinstance(value, tuple) else part(value)
+def _call_by_shapes(index: int, part: nn.Module, value: Any) -> Any:
+    try:
+        with torch.enable_grad():
+            return part(*value) if isinstance(value, tuple) else part(value)
+    except Exception as error:
+        raise ArgumentError(
+            f"layer {index} of the model cannot run by shapes alone, which cost='flops' and "
+            f"memory_cap need: {type(error).__name__}: {error}. If it looks at values, give "
+            "cost='time' or cost='parameters'"
+        ) from error
+
+
+@final
+class _ByShapes(TorchDispatchMode):
+    """Takes the shape only of what a model makes for itself, once it meets the model's values.
+
+    Operations on such tensors alone, such as on a table of positions, have their values.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        on_meta = {
+            leaf.is_meta for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+        }
+        if len(on_meta) > 1:
+            args, kwargs = pytree.tree_map(_to_meta, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _handed_on(value: Any) -> Any:
