@@ -35,6 +35,7 @@ from echelon.checkpoint.part import Json
 from echelon.checkpoint.random_states import GENERATORS, RandomStates
 from echelon.checkpoint.restoring import Restoring
 from echelon.checkpoint.step import MOST_MANIFEST_NBYTES, PieceKey, Step
+from echelon.checkpoint.writable import check_writable
 from echelon.errors import (
     ArgumentError,
     CheckpointCorrupt,
@@ -306,6 +307,7 @@ class _Loading:
         self.step.verify(*mine, done)
         for target in self._fitting.live:
             self.step.reach(target.saved, target.start, target.values.numel())
+        check_writable((target.saved.name, target.values) for target in self._fitting.live)
         if self._random is not None:
             self._random = self._random_states(self._random)
 

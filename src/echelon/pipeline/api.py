@@ -10,7 +10,7 @@ from typing import Any, Literal, cast, final
 import torch
 from torch import Tensor, nn
 
-from echelon.errors import ArgumentError
+from echelon.errors import ArgumentError, CommError, EchelonError, StateError
 from echelon.pipeline.execute import Batch, Executor, Loss
 from echelon.pipeline.feed import Feed
 from echelon.pipeline.fit import (
@@ -35,6 +35,7 @@ from echelon.pipeline.start import start
 from echelon.pipeline.ties import find_ties
 from echelon.sharded_gradients import mark_stage_gradients
 from echelon.world.group import Group
+from echelon.world.run import entered
 
 __all__ = ["Pipeline"]
 
@@ -147,6 +148,7 @@ class Pipeline(StagedModule):
         num_ranks = self._gathering.num_ranks
         self._attach(own, stages, schedule.placement, group, replicate, num_ranks)
         self._before, self._after = self._links(microbatches)
+        self._failure: BaseException | None = None
         self._training = self._executor(lowered)
         self._evaluating: dict[int, Executor] = {}
 
@@ -209,12 +211,13 @@ class Pipeline(StagedModule):
             ArgumentError: on every rank, if what a rank was given cannot be used.
             StageError: a stage or the loss raised.
         """
+        self._check_whole()
         loss_fn = self._needs_loss("step")
         batch = self._feed.batch(args, kwargs, target, weights, loss_fn, training=True)
         for tie in self._ties:
             tie.begin()
         try:
-            self._training.run(batch, finalize=finalize)
+            self._run(self._training, batch, finalize=finalize)
         except BaseException:
             for tie in self._ties:
                 tie.forget()
@@ -248,12 +251,32 @@ class Pipeline(StagedModule):
     def _evaluate(
         self, args: Any, kwargs: Mapping[str, Any], target: Any, loss_fn: Loss | None
     ) -> Batch:
+        self._check_whole()
         batch = self._feed.batch(args, kwargs, target, None, loss_fn, training=False)
         count = len(batch.weights)
         if count not in self._evaluating:
             self._evaluating[count] = self._executor(self._lower(_forwards(self._schedule, count)))
-        self._evaluating[count].run(batch)
+        self._run(self._evaluating[count], batch)
         return batch
+
+    def _run(self, executor: Executor, batch: Batch, *, finalize: bool = True) -> None:
+        try:
+            executor.run(batch, finalize=finalize)
+        except (EchelonError, KeyboardInterrupt) as error:
+            # The others wait for values that do not come, whatever the caller does with the error.
+            self._failure = error
+            world = entered()
+            if self._group.size > 1 and world is not None and not isinstance(error, CommError):
+                world.close(error)
+            raise
+
+    def _check_whole(self) -> None:
+        if self._failure is not None and self._group.size > 1:
+            raise StateError(
+                "an earlier step of this pipeline failed on this rank, so that the ranks are at "
+                f"different points of it ({type(self._failure).__name__}: {self._failure}): let "
+                "that error end the rank, and start a new world"
+            ) from self._failure
 
     def _loss_of(self, batch: Batch, everywhere: bool) -> Tensor | None:
         loss = None

@@ -1,0 +1,66 @@
+"""A load into memory that cannot be written changes nothing, on any rank."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import echelon as ec
+from tests.worlds import run_world
+
+
+class WithTable(nn.Module):
+    """A layer, a table that may lie in a file, and a layer."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.register_buffer("table", table)
+        self.last = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x) + self.table)
+
+
+def mapped(path: Path) -> torch.Tensor:
+    """Two numbers in a file that is mapped for reading only."""
+    np.array([1.0, 2.0], dtype=np.float32).tofile(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of arrays that cannot be written
+        return torch.from_numpy(np.memmap(path, dtype=np.float32, mode="r"))
+
+
+def loads_nothing(world: ec.World, folder: str) -> list[bool]:
+    run, own = f"{folder}/run", Path(folder) / f"table-{world.rank}"
+    saved = ec.DDP(WithTable(torch.ones(2)), world.group)
+    ec.save(run, model=saved, step=1)
+    table = mapped(own) if world.rank == 1 else torch.zeros(2)
+    model = WithTable(table)
+    wrapped = ec.DDP(model, world.group, broadcast_buffers=False, init="trust")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ec.EchelonError, match="'model/table' lies in memory that is mapped for"):
+        ec.load(run, model=wrapped, strict=False)
+    assert not optimizer.state
+    return [torch.equal(before[key], value) for key, value in model.state_dict().items()]
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_buffer_mapped_for_reading_on_one_rank_is_named_and_nothing_is_changed(kind, tmp_path):
+    for unchanged in run_world(kind, loads_nothing, 2, (str(tmp_path),)):
+        assert all(unchanged)
+
+
+def test_memory_that_can_be_written_is_loaded(tmp_path):
+    path = tmp_path / "table"
+    np.zeros(2, dtype=np.float32).tofile(path)
+    table = torch.from_numpy(np.memmap(path, dtype=np.float32, mode="r+"))
+    saved = WithTable(torch.ones(2))
+    ec.save(tmp_path / "run", model=saved, step=1)
+    model = WithTable(table)
+    ec.load(tmp_path / "run", model=model)
+    assert torch.equal(model.table, torch.ones(2))
+    assert np.fromfile(path, dtype=np.float32).tolist() == [1.0, 1.0]
