@@ -90,6 +90,8 @@ class Pipeline(StagedModule):
         [0.0785, 0.0785]
     """
 
+    _failure: BaseException | None = None  # of the first step that failed
+
     def __init__(
         self,
         stages: Sequence[nn.Module | None],
@@ -148,7 +150,6 @@ class Pipeline(StagedModule):
         num_ranks = self._gathering.num_ranks
         self._attach(own, stages, schedule.placement, group, replicate, num_ranks)
         self._before, self._after = self._links(microbatches)
-        self._failure: BaseException | None = None
         self._training = self._executor(lowered)
         self._evaluating: dict[int, Executor] = {}
 
