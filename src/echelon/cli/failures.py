@@ -126,7 +126,9 @@ def _hang_text(
         record = replace(record, stuck=f"{_where(rank, entries)} did not come".strip())
     rows = record.message.strip().split("\n")[1:]
     found = [row for row in rows if row.strip() != f"rank {rank} {record.stuck}"][:_STUCK_LINES]
-    lines = [record.headline, *found, f"  rank {record.rank} waited in {record.doing}"]
+    lines = [record.headline, *found]
+    if rank != record.rank:
+        lines.append(f"  rank {record.rank} waited in {record.doing}")
     if record.stacks:
         name = STACKS_FILE.format("error")
         lines.append(

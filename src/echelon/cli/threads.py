@@ -7,14 +7,16 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from echelon.cli.failures import MAX_LINES, cause_text, threads_per_rank
 from echelon.cli.program import Program
 from echelon.cli.screen import rank_prefix
-from echelon.errors import ArgumentError, DeadlockError
+from echelon.errors import ArgumentError, CommTimeout, DeadlockError
 from echelon.world.failure import FailureRecord
+from echelon.world.stragglers import END
 
 if TYPE_CHECKING:
     from echelon.world.base import World
@@ -52,7 +54,10 @@ def run_threads(
     # They bring torch; mistakes above need not wait for it.
     from echelon.world.base import DEFAULT_TIMEOUT_S
     from echelon.world.run import run
+    from echelon.world.threads_exit_guard import guard_exit
 
+    timeout = DEFAULT_TIMEOUT_S if timeout is None else timeout
+    guard_exit(timeout)
     before = frozenset(threading.enumerate())  # of them, none is a rank of this run
     output = sys.stdout
     sys.stdout = _WholeLines(output, tee)
@@ -62,7 +67,7 @@ def run_threads(
             ranks,
             world="threads",
             args=(code, names, raised),
-            timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
+            timeout=timeout,
         )
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -162,9 +167,10 @@ def _fail(
         lines = [line[:200] for line in str(error).splitlines()]
         print("\n".join([*lines[: MAX_LINES - 2], "", *notes]), file=sys.stderr)
         return 1
-    records = {seen.rank: seen for _, seen in raised}
-    first = next((seen.rank for found, seen in raised if found is error), 0)
-    records.setdefault(first, FailureRecord.of(error, first))
+    records = {seen.rank: replace(seen, stacks="") for _, seen in raised}  # no file has them
+    missing = error.missing if isinstance(error, CommTimeout) and error.doing == END else ()
+    first = next((seen.rank for found, seen in raised if found is error), next(iter(missing), 0))
+    records.setdefault(first, replace(FailureRecord.of(error, first), stacks=""))
     print("\n".join(cause_text(records, {}, {}, "", notes)), file=sys.stderr)
     return 1
 
@@ -182,7 +188,8 @@ def _leave(code: int, before: frozenset[threading.Thread]) -> int:
 
     A thread that runs in torch while the interpreter is taken down would crash it.
     """
-    ranks = [thread for thread in threading.enumerate() if thread not in before]
+    # Python itself waits for those that are no daemons, as it does without ranks.
+    ranks = [t for t in threading.enumerate() if t.daemon and t not in before]
     for thread in ranks:
         thread.join(GRACE_S / len(ranks))
     if any(thread.is_alive() for thread in ranks):

@@ -24,6 +24,7 @@ from echelon.world import stacks
 from echelon.world.failure import is_heard
 from echelon.world.hang import Finding, explained
 from echelon.world.process_status import activity
+from echelon.world.stragglers import Sign, Stage, error_of
 from echelon.world.work import Ticket
 
 __all__ = ["Fabric", "Meeting", "Pending", "Transfer"]
@@ -141,6 +142,22 @@ class Fabric:
             self._finished.add(rank)
             if any(rank in wait.pending.absent for wait in self._all_waits()):
                 self._declare_deadlock(rank)
+
+    def sign(self, rank: int, runs: bool) -> Sign:
+        """What is seen of a rank now; ``runs``: its thread has not ended."""
+        with self.lock:
+            seen, waits = self.sightings[rank], bool(self._waits[rank])
+            stage = Stage.CLOSED if rank in self._finished else Stage.RUNNING
+            ticket = None if seen.ticket is None else (seen.ticket.group, seen.ticket.position)
+            return Sign(
+                stage=stage if runs else Stage.ENDED,
+                progress=(seen.step, ticket, waits),
+                waits=waits,
+            )
+
+    def straggler_error(self, late: Sequence[int]) -> CommTimeout:
+        """The error for ranks that do not follow those that have left."""
+        return error_of([self.sightings[rank].finding(rank) for rank in late], self.timeout)
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Note the first failure and wake all ranks, so that they end too."""

@@ -48,6 +48,7 @@ _NOT_THE_USERS = (
     str(Path(__file__).resolve().parent.parent) + os.sep,
     os.path.dirname(os.__file__) + os.sep,  # Python's own modules, and mostly what is installed
     "<frozen",
+    "<string>",  # as of multiprocessing's server
 )
 # Enough to see that a peer is gone, wherever this rank was; the agent waits longer before it kills.
 _LAST_WORDS_S = 1.5
@@ -125,6 +126,11 @@ class FailureRecord:
         """
         if self.doing and self.failed_rank is not None:
             stuck = self.stuck or "did not come"
+            if self.failed_rank == self.rank:
+                return (
+                    f"rank {self.rank} {stuck}; others have left, and it had "
+                    f"{self.seconds:.1f} s to follow"
+                )
             waited = f"rank {self.rank} waited {self.seconds:.1f} s for it"
             return f"rank {self.failed_rank} {stuck}; {waited}"
         first = self.message.strip().split("\n", 1)[0]

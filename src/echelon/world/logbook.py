@@ -50,8 +50,10 @@ _NBYTES = _HEADER_NBYTES + _SLOT_NBYTES * _NUM_SLOTS
     _NATIVE,
     _STACKS,
     _GONE,
+    _TIMEOUT_MS,
+    _SCRIPT_ENDED,
     _NUM_FIELDS,
-) = range(13)
+) = range(15)
 _CALL_LENGTH, _GROUP_LENGTH, _PLACE_LENGTH = 270, 40, 190  # of the parts of a text, in bytes
 
 
@@ -61,7 +63,8 @@ class Phase(IntEnum):
     ABSENT = 0  # it has not called init
     STARTING = 1  # it is in init
     RUNNING = 2
-    CLOSED = 3  # it has closed its world
+    CLOSING = 3  # it closes its world, and waits a little for the others
+    CLOSED = 4
 
 
 @final
@@ -81,6 +84,8 @@ class Entry:
         thread: Python's number of the thread that entered the world.
         native: the kernel's number of that thread.
         stacks: descriptor of the file to which it writes its stacks; None if it does not.
+        timeout_s: seconds that it waits for others in one call; 0 where it has not said so.
+        script_ended: whether its script has come to its end, whatever its process still does.
     """
 
     rank: int
@@ -94,6 +99,8 @@ class Entry:
     thread: int
     native: int
     stacks: int | None
+    timeout_s: float = 0.0
+    script_ended: bool = False
 
     @property
     def where(self) -> str:
@@ -161,6 +168,14 @@ class Page:
         """Note where the stacks of the process can be read when it is asked for them."""
         self._longs[_STACKS] = 0 if descriptor is None else descriptor + 1
 
+    def limit(self, timeout_s: float) -> None:
+        """Note how long the rank waits for others in one call, in seconds."""
+        self._longs[_TIMEOUT_MS] = round(timeout_s * 1e3)
+
+    def end_script(self) -> None:
+        """Note that the script has come to its end; exit handlers and threads may still run."""
+        self._longs[_SCRIPT_ENDED] = 1
+
     def expect_no_more(self, rank: int) -> None:
         """Tell the rank of this page that another one will never come; the launcher knows."""
         self._longs[_GONE] = rank + 1
@@ -187,6 +202,8 @@ class Page:
             thread=longs[_THREAD],
             native=longs[_NATIVE],
             stacks=_optional(longs[_STACKS]),
+            timeout_s=longs[_TIMEOUT_MS] / 1e3,
+            script_ended=bool(longs[_SCRIPT_ENDED]),
         )
 
     def _write_text(self, key: tuple[Call, Place, str]) -> int:

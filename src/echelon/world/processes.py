@@ -28,12 +28,14 @@ from echelon.world.failure import is_heard
 from echelon.world.logbook import Entry, Logbook, Phase
 from echelon.world.shm.start import create_segments, join
 from echelon.world.steps import Steps
+from echelon.world.stragglers import Sign, Stage, StragglerRule, sign_of, straggler_error
 from echelon.world.watch import Watch
 
 __all__ = ["GRACE_S", "call", "run_processes"]
 
 # After one rank failed, how long the others may take to notice by themselves, in seconds.
 GRACE_S = 1.0
+_LOOK_S = 0.2  # how soon a rank that does not follow the others is noticed
 _PR_SET_PDEATHSIG = 1
 
 _NAME = "rank "  # of our processes, before the number
@@ -112,7 +114,7 @@ def run_processes(
             lifelines.append(held)
             children.append(process)
             pipes.append(ours)
-        return _collect(children, pipes, logbook)
+        return _collect(children, pipes, logbook, timeout)
     finally:
         _end(children)
         logbook.close()
@@ -147,18 +149,27 @@ def call(fn: Callable[..., Any], world: World, args: tuple[Any, ...]) -> Any:
 
 
 def _collect(
-    children: Sequence[BaseProcess], pipes: Sequence[Connection], logbook: Logbook
+    children: Sequence[BaseProcess], pipes: Sequence[Connection], logbook: Logbook, timeout: float
 ) -> list[Any]:
     """The results, or the failure that came first; waits for the others a moment to learn more."""
+    rule = StragglerRule(timeout)
     results: dict[int, Any] = {}
     failures: dict[int, BaseException] = {}
     deadline: float | None = None
     while len(results) + len(failures) < len(children):
         open_ranks = [r for r in range(len(children)) if r not in results and r not in failures]
-        seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = set(wait([pipes[r] for r in open_ranks], seconds))
+        seconds = _LOOK_S if deadline is None else max(0.0, deadline - time.monotonic())
+        # A process that a rank has started may keep its pipe open after its death.
+        ready = set(
+            wait(
+                [*(pipes[r] for r in open_ranks), *(children[r].sentinel for r in open_ranks)],
+                seconds,
+            )
+        )
+        if deadline is None and not ready:
+            _check_stragglers(rule, logbook.entries(), results)
         for rank in open_ranks:
-            if pipes[rank] in ready:
+            if ready & {pipes[rank], children[rank].sentinel}:
                 outcome = _receive(children[rank], pipes[rank])
                 if isinstance(outcome, BaseException):
                     failures[rank] = outcome
@@ -178,6 +189,24 @@ def _collect(
     return [results[rank] for rank in range(len(children))]
 
 
+def _check_stragglers(
+    rule: StragglerRule, entries: Mapping[int, Entry], results: Mapping[int, Any]
+) -> None:
+    """Raise if a rank does not follow those that have returned.
+
+    Raises:
+        CommTimeout: names it, and what it does.
+    """
+    signs = {rank: sign_of(entry) for rank, entry in entries.items()}
+    signs |= dict.fromkeys(results, Sign(stage=Stage.ENDED))
+    if late := rule.late(signs):
+        error = straggler_error(entries, late)
+        for rank in late:
+            if place := _place(rank, entries[rank]):
+                error.add_note(place)
+        raise error
+
+
 def _place(rank: int, entry: Entry | None) -> str:
     """How far a rank had come; empty where that is not known, or it has made no step."""
     if entry is None:
@@ -190,6 +219,8 @@ def _place(rank: int, entry: Entry | None) -> str:
 def _receive(process: BaseProcess, pipe: Connection) -> tuple[Any] | BaseException:
     """The result of a rank as a 1-tuple, or what it raised, or how it died."""
     try:
+        if not pipe.poll():  # the process has ended, and another one has its pipe
+            raise EOFError
         kind, payload, text = child_pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join()
@@ -288,6 +319,7 @@ def _child(
     try:
         fn, args, timeout, enter, method, logbook = child_pickle.loads(job)
         watch = Watch(Logbook.open(logbook), rank, rank)
+        watch.limit(timeout)
         # Or processes that the rank starts, as a DataLoader does, would be started our way.
         multiprocessing.set_start_method(method, force=True)
         group = join(rank, size, tokens, timeout=timeout, watch=watch)

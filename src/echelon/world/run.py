@@ -20,6 +20,7 @@ from echelon.streams import is_cpu, local_device
 from echelon.world import shm
 from echelon.world.base import DEFAULT_TIMEOUT_S, World
 from echelon.world.environment import JobEnvironment, environment, timeout_wanted
+from echelon.world.exit_guard import start_exit_guard
 from echelon.world.fabric import Fabric
 from echelon.world.failure import (
     ends_process,
@@ -31,7 +32,9 @@ from echelon.world.main_thread import serve, serving
 from echelon.world.processes import call, run_processes
 from echelon.world.rank_globals import own_globals
 from echelon.world.steps import Steps
+from echelon.world.stragglers import StragglerRule
 from echelon.world.threads import ThreadGroup
+from echelon.world.threads_exit_guard import guarded_exit
 from echelon.world.watch import Watch
 
 __all__ = ["entered", "init", "run"]
@@ -145,19 +148,37 @@ def _run_threads(
             fabric.fail(rank, error)
 
     threads: list[threading.Thread] = []
-    with serving():
+    with guarded_exit(timeout), serving():
         try:
             for rank in range(ranks):  # within the try: one may run, and wait, before the last
                 threads.append(run_beside(f"rank {rank}", rank_main, rank))
-            for thread in threads:
-                while thread.is_alive() and fabric.failure is None:
-                    _join(thread, POLL_S)
+            _await_threads(fabric, threads)
         except BaseException as error:  # Ctrl-C: free the ranks before we leave
             fabric.fail(-1, error)
             raise
         if fabric.failure is not None:
             _raise_first(fabric, threads)
     return results
+
+
+def _await_threads(fabric: Fabric, threads: Sequence[threading.Thread]) -> None:
+    """Return when all ranks have ended, or one has failed.
+
+    Raises:
+        CommTimeout: a rank does not follow those that have left.
+    """
+    rule = StragglerRule(fabric.timeout)
+    while fabric.failure is None:
+        alive = [thread for thread in threads if thread.is_alive()]
+        if not alive:
+            return
+        _join(alive[0], POLL_S)
+        signs = {rank: fabric.sign(rank, thread in alive) for rank, thread in enumerate(threads)}
+        if late := rule.late(signs):
+            names = ", ".join(threads[rank].name for rank in late)
+            error = fabric.straggler_error(late)
+            error.add_note(f"still running outside communication, and left behind: {names}")
+            raise error
 
 
 def _join(thread: threading.Thread, seconds: float) -> None:
@@ -250,6 +271,7 @@ def _join_job(
     job: JobEnvironment, backend: str | None, timeout: float, check: bool | None
 ) -> World:
     watch = Watch.of_job(job, os.environ)
+    watch.limit(timeout)
     path = error_file()
     if path is None:
         world = _meet_job(job, backend, timeout, check, watch)
@@ -258,6 +280,7 @@ def _join_job(
         world = _meet_job(job, backend, timeout, check, watch)
         remove()  # when the world could not be started, it tells so
     watch.run()
+    start_exit_guard(watch, timeout)
     return world
 
 

@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 
 from echelon.world.failure import is_user_file
-from echelon.world.logbook import Entry
+from echelon.world.logbook import Entry, Phase
 from echelon.world.process_status import ProcessStatus
 
 __all__ = ["ask", "innermost", "is_ours", "of_crash", "of_this_process", "offer", "shown"]
@@ -62,15 +62,20 @@ def is_ours() -> bool:
     return signal.getsignal(_SIGNAL) is signal.SIG_DFL  # Python does not see faulthandler's
 
 
-def ask(entries: Iterable[Entry]) -> dict[int, Stack]:
-    """The stacks of all ranks that can tell them, by rank."""
+def ask(entries: Iterable[Entry], *, closed: bool = False) -> dict[int, Stack]:
+    """The stacks of all ranks that can tell them, by rank.
+
+    Args:
+        closed: ask ranks, too, that have closed their world. One that is about to end has no
+            handler any more, and the signal would end it in its own way.
+    """
     found: dict[int, Stack] = {}
     asked: dict[int, Entry] = {}
     before: dict[int, int] = {}
     for entry in entries:
         if entry.pid == os.getpid():
             found[entry.rank] = of_this_process(entry.thread)
-        elif entry.stacks is not None:
+        elif entry.stacks is not None and (closed or entry.phase is not Phase.CLOSED):
             size, age_s = _look(entry)
             recent = size > 0 and age_s < _RECENT_S
             if recent or _send(entry):

@@ -64,6 +64,7 @@ class Watch:
         self.rank = rank
         self.is_shared = True
         self._attempt = attempt
+        self._timeout_s = 0.0
         self._enter(logbook, index)
 
     @classmethod
@@ -106,6 +107,7 @@ class Watch:
         self._logbook = logbook  # owns the memory
         self._page = logbook.pages[index]
         self._page.enter(self.rank, self._attempt)
+        self._page.limit(self._timeout_s)
         if self.is_shared:
             self._page.offer_stacks(stacks.offer())
 
@@ -115,10 +117,22 @@ class Watch:
         """Note that this rank has its world."""
         self._page.move(Phase.RUNNING)
 
+    def limit(self, timeout_s: float) -> None:
+        """Note how long this rank waits for others in one call, and gets to follow them."""
+        self._timeout_s = timeout_s
+        self._page.limit(timeout_s)
+
+    def begin_close(self) -> None:
+        """Note that this rank issues no more calls, and waits a little for the others."""
+        self._page.move(Phase.CLOSING)
+
     def close(self) -> None:
-        """Note that this rank has closed its world; it answers no more."""
-        self._page.offer_stacks(None)
+        """Note that this rank has closed its world."""
         self._page.move(Phase.CLOSED)
+
+    def end_script(self) -> None:
+        """Note that the script of this rank has come to its end."""
+        self._page.end_script()
 
     def issue(self, ticket: Ticket) -> None:
         """Note the last call."""
@@ -149,13 +163,17 @@ class Watch:
 
     def entry(self, rank: int) -> Entry | None:
         """The page of ``rank`` (in the job); None if it is not on this host."""
-        return self._logbook.entries(self._attempt).get(rank)
+        return self.entries().get(rank)
+
+    def entries(self) -> dict[int, Entry]:
+        """The pages of all ranks of this host that have begun theirs, by rank in the job."""
+        return self._logbook.entries(self._attempt)
 
     def explained(self, error: CommTimeout) -> CommTimeout:
         """``error`` with what the ranks of this host do that hold up the others."""
         if not self.is_shared:
             return error
-        entries = self._logbook.entries(self._attempt)
+        entries = self.entries()
         roots = {self._root(rank, entries) for rank in error.missing}
         told = stacks.ask(entries.values())
         known = sorted(roots & set(entries))
@@ -179,7 +197,7 @@ def _finding(entry: Entry, stack: Sequence[str]) -> Finding:
     """What a page, the kernel and a stack say of a rank."""
     if entry.ended:
         doing = "has ended"
-    elif entry.phase is Phase.CLOSED:
+    elif entry.phase >= Phase.CLOSING:
         doing = "has closed its world"
     elif entry.awaited is not None:
         doing = f"waits for rank {entry.awaited}"

@@ -32,6 +32,7 @@ from echelon.world.attempt import Attempt
 from echelon.world.failure import FailureRecord
 from echelon.world.logbook import VARIABLE, Logbook, Phase
 from echelon.world.process_status import ProcessStatus
+from echelon.world.stragglers import Sign, Stage, StragglerRule, sign_of, straggler_error
 from echelon.world.torch_dist import private_store
 from echelon.world.torch_dist.loopback import LoopbackRendezvous
 from echelon.world.torch_dist.rendezvous import LOOPBACK
@@ -41,6 +42,7 @@ __all__ = ["LocalAgent", "main"]
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 CLOSE_S = 5.0  # what ranks get to end in good order when another one has failed
 HURRY_S = 2.0  # and when nobody waits for them any more
+_SELF_S = 4.0  # beyond the timeout, for a rank that is late to say so itself
 KILL_S = 5.0  # how long the kernel may take to end a killed process
 # One press of Ctrl-C may arrive twice, where a launcher sends it to every process of a job.
 _SECOND_PRESS_S = 0.5
@@ -107,6 +109,7 @@ class LocalAgent(LocalElasticAgent):
 
     def _open_attempt(self) -> None:
         self._ending: _Ending | None = None
+        self._rule: StragglerRule | None = None
         self._deadline_s = 0.0
         self._hurrying = False
         self._told: tuple[int, ...] = ()
@@ -133,7 +136,7 @@ class LocalAgent(LocalElasticAgent):
         codes = {rank: _exit_code(pid) for rank, pid in ranks.items()}
         running = {rank: pid for rank, pid in ranks.items() if codes[rank] is None}
         self._tell_who_never_comes(codes)
-        if running and not self._must_kill(codes, running):
+        if running and not self._must_kill(codes, running) and not self._names_stragglers(codes):
             return RunResult(state=WorkerState.HEALTHY)
         if any(codes[rank] != 0 for rank in ranks):
             for pid in ranks.values():
@@ -174,6 +177,29 @@ class LocalAgent(LocalElasticAgent):
         for rank, page in enumerate(self._logbook.pages if absent else ()):
             if rank in entries and entries[rank].phase is Phase.STARTING:
                 page.expect_no_more(absent[0])
+
+    def _names_stragglers(self, codes: Mapping[int, int | None]) -> bool:
+        """Whether ranks that still run do not follow the others; then leave records for them.
+
+        A rank says so itself if it can; here are those that are stopped, or held by a call in C.
+        """
+        entries = self._logbook.entries(len(self.attempts))
+        if not entries or self._ending is not None:
+            return False
+        if self._rule is None:
+            limit = max(entry.timeout_s for entry in entries.values())
+            self._rule = StragglerRule(limit + _SELF_S)
+        signs = {
+            rank: Sign(stage=Stage.RUNNING) if code is None else Sign(stage=Stage.ENDED)
+            for rank, code in codes.items()
+        }
+        signs |= {rank: sign_of(entries[rank]) for rank in entries if codes[rank] is None}
+        late = self._rule.late(signs)
+        if late:
+            error = straggler_error(entries, late)
+            for folder in self._folder.glob(f"*/attempt_{len(self.attempts)}/{late[0]}"):
+                FailureRecord.of(error, late[0]).write(folder / "error.json")
+        return bool(late)
 
     def _close_attempt(self, codes: Mapping[int, int], result: RunResult) -> None:
         """Say how an attempt ended, and see that no other follows one that must be the last."""

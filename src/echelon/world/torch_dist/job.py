@@ -155,6 +155,7 @@ class Job:
             drop(failed)
         self._sever.clear()
         self._drop.clear()
+        self.watch.begin_close()
         self._ask(lambda: self.store.set(f"closed/{self.rank}", ""))
         end = time.monotonic() + (STAY_FAILED_S if failed else STAY_S)
         waiting = set(range(self._num_ranks)) if self._stay_for > 0 else set()
