@@ -1,0 +1,107 @@
+"""Compares what a rank has with what one process has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from torch import Tensor
+
+from tests.generated.operations import Spec
+from tests.generated.program import Record
+from tests.generated.trees import has
+
+TOLERANCE = 1e-12  # relative to the largest element, or to 1: sums over ranks have another order
+
+
+class Difference(AssertionError):
+    """A rank has something else than one process."""
+
+
+def same(what: str, actual: Tensor, wanted: Tensor) -> None:
+    """Whether two tensors are equal up to the order of sums.
+
+    Raises:
+        Difference: they are not.
+    """
+    if actual.numel() != wanted.numel() or actual.dtype != wanted.dtype:
+        raise Difference(
+            f"{what} is {tuple(actual.shape)} {actual.dtype}, and in one process "
+            f"{tuple(wanted.shape)} {wanted.dtype}"
+        )
+    if not wanted.numel():
+        return
+    actual, wanted = actual.detach().reshape(-1), wanted.detach().reshape(-1)
+    error = (actual - wanted).abs().max().item()
+    bound = TOLERANCE * max(1.0, wanted.abs().max().item())
+    if not error <= bound:
+        raise Difference(
+            f"{what} differs by {error:.3g}: {actual.tolist()!s:.200}, and in one process "
+            f"{wanted.tolist()!s:.200}"
+        )
+
+
+def same_numbers(step: int, actual: Record, wanted: Record) -> None:
+    """Whether losses and the like are those of one process."""
+    names = [name for name, _ in wanted.numbers]
+    if [name for name, _ in actual.numbers] != names:
+        raise Difference(f"step {step}: saw {[n for n, _ in actual.numbers]}, wanted {names}")
+    for i, ((name, value), (_, right)) in enumerate(
+        zip(actual.numbers, wanted.numbers, strict=True)
+    ):
+        same(f"step {step}: {name} (number {i})", value, right)
+
+
+def same_gradient(step: int, name: str, actual: Tensor | None, wanted: Tensor | None) -> None:
+    """Whether a gradient, or the part of it that a rank has, is that of one process."""
+    if wanted is not None and not wanted.numel():
+        return
+    if (actual is None) != (wanted is None):
+        raise Difference(
+            f"step {step}: {name} has {'no' if actual is None else 'a'} gradient, and "
+            f"{'none' if wanted is None else 'one'} in one process"
+        )
+    if actual is not None and wanted is not None:
+        same(f"step {step}: gradient of {name}", actual, wanted)
+
+
+# Errors of ours that documentation promises: what the message says, for which cases, and where.
+Allowed = tuple[str, Callable[[Spec], bool], str]
+
+ALLOWED: tuple[Allowed, ...] = (
+    (
+        r"no parameter of \w+ requires a gradient",
+        lambda case: case["technique"] != "pipeline",
+        "ArgumentError of a wrapper with nothing to reduce",
+    ),
+    (
+        r"ignored has every parameter of \w+ that requires a gradient",
+        lambda case: "ignored" in case["options"],
+        "ArgumentError of a wrapper with nothing to reduce",
+    ),
+    (
+        r"was frozen, and unfrozen after \w+ wrapped the model",
+        lambda case: any("toggle" in step for step in case["steps"]),
+        "StateError of census.py: only what was trainable when it was wrapped is thawed again",
+    ),
+    (
+        r"which cannot go to another stage",
+        lambda case: has(case["model"], "gives:dataclass", "gives:object"),
+        "docs/pipeline.md, Running one: tensors and plain values go between stages",
+    ),
+    (
+        r"leaf Variable that requires grad",
+        lambda case: case["technique"] == "pipeline",
+        "docs/pipeline.md, When something fails: a stage that begins with an operation in place",
+    ),
+    (
+        r"Reentrant activation checkpointing of a\s+shared module",
+        lambda case: has(case["model"], "recomputed:reentrant", "recomputes:reentrant"),
+        "StateError of fsdp/hooks.py",
+    ),
+)
+
+
+def is_allowed(case: Spec, error: BaseException) -> bool:
+    """Whether documentation says that this case ends in this error."""
+    return any(re.search(text, str(error)) and of(case) for text, of, _ in ALLOWED)

@@ -1,0 +1,209 @@
+"""A case whose model is in stages: in one process microbatch by microbatch, and on ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import echelon as ec
+from echelon.errors import ArgumentError
+from echelon.world.base import World
+from tests.generated.judge import same, same_gradient
+from tests.generated.modules import WIDTH, Builder, Part
+from tests.generated.operations import Spec
+from tests.generated.program import InvalidCase, Toggles, batch, new_optimizer
+from tests.generated.rules import rule_of
+from tests.generated.values import unpack
+
+
+def build_stages(case: Spec) -> list[nn.Module]:
+    """The stages of a case; the same values each time."""
+    builder = Builder(case.get("values", 0), case.get("width", WIDTH))
+    return [builder.build(spec) for spec in case["model"]["children"]]
+
+
+def cut(rows: int, parts: int) -> list[int]:
+    """Lengths of microbatches, the first ones longer where it does not come out even."""
+    return [rows // parts + (i < rows % parts) for i in range(parts)]
+
+
+class Loss:
+    """The loss of a microbatch."""
+
+    def __init__(self, case: Spec) -> None:
+        self._sums = case["options"].get("loss_reduction") == "sum"
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        squares = (unpack(output) - target).square()
+        return squares.sum() / 10 if self._sums else squares.mean()
+
+    def share(self, rows: int, of: int) -> float:
+        """What a microbatch counts."""
+        return 1.0 if self._sums else rows / of
+
+
+def replicas_of(case: Spec) -> int:
+    """How many batches there are in a step."""
+    return int(case["ranks"] // case["options"]["pp"])
+
+
+class Whole:
+    """A case in one process."""
+
+    def __init__(self, case: Spec) -> None:
+        self.case, self.loss = case, Loss(case)
+        self.stages = nn.ModuleList(build_stages(case))
+        self.params = dict(self.stages.named_parameters())
+        self.toggles = Toggles(case, self.params)
+        if not any(param.requires_grad for param in self.params.values()):
+            raise InvalidCase("nothing to train")
+        self.optimizer = new_optimizer(case, list(self.params.values()))
+        self.losses: list[list[Tensor]] = []  # by step and replica
+        self.evaluations: list[Tensor | None] = []  # of the first replica
+        self.gradients: list[dict[str, Tensor | None]] = []
+        self.norms: list[Tensor | None] = []
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        value: Any = x
+        for stage in self.stages:
+            args = value if isinstance(value, tuple) else (value,)
+            value = stage(*args)
+        return self.loss(value, target)
+
+    def run(self) -> Whole:
+        """All steps."""
+        for number, spec in enumerate(self.case["steps"]):
+            if not (number and self.case["steps"][number - 1].get("keep")):
+                self.optimizer.zero_grad()
+            self.toggles.apply(number)
+            try:
+                self.losses.append([self.step(number, d) for d in range(replicas_of(self.case))])
+                self.evaluations.append(self.evaluate(number) if spec.get("eval") else None)
+            except (RuntimeError, IndexError, ValueError) as error:
+                raise InvalidCase(str(error)) from error
+            self.gradients.append(
+                {n: None if p.grad is None else p.grad.clone() for n, p in self.params.items()}
+            )
+            limit = spec.get("clip")
+            clips = limit is not None
+            self.norms.append(
+                nn.utils.clip_grad_norm_(list(self.params.values()), limit) if clips else None
+            )
+            self.optimizer.step()
+        for value in self.stages.state_dict().values():
+            if not torch.isfinite(value.abs()).all():
+                raise InvalidCase("not finite")
+        return self
+
+    def step(self, number: int, replica: int) -> Tensor:
+        """Forward and backward of one replica's batch."""
+        x, target = inputs(self.case, self.stages, number, replica)
+        rows, m = len(x), self.case["options"]["microbatches"]
+        total = torch.zeros((), dtype=torch.float64)
+        for part, right in zip(x.split(cut(rows, m)), target.split(cut(rows, m)), strict=True):
+            loss = self.forward(part, right) * self.loss.share(len(part), rows)
+            if not loss.requires_grad:
+                raise InvalidCase("a loss without a graph")
+            (loss / replicas_of(self.case)).backward()
+            total += loss.detach()
+        return total
+
+    def evaluate(self, number: int) -> Tensor:
+        """The loss of a batch, without gradients."""
+        x, target = inputs(self.case, self.stages, number, 0)
+        self.stages.eval()
+        with torch.no_grad():
+            loss = self.forward(x, target)
+        self.stages.train()
+        return loss
+
+
+def inputs(case: Spec, stages: Any, number: int, replica: int) -> tuple[Tensor, Tensor]:
+    """A batch, of which the indices are given to all modules of the stages."""
+    x, tokens, target = batch(case, number, 0, replica)
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, Part):
+                module.context.tokens, module.context.step = tokens, number
+    return x, target
+
+
+def pipeline(case: Spec, stages: list[nn.Module], world: World) -> ec.Pipeline:
+    """The stages in a pipeline, with the options of the case."""
+    options = dict(case["options"])
+    replicas = replicas_of(case)
+    axes = {"pp": options.pop("pp"), **({options.pop("over"): replicas} if replicas > 1 else {})}
+    chunks, name = options.pop("chunks"), options.pop("schedule")
+    m, units = options.pop("microbatches"), options.pop("units", None)
+    strategy = options.pop("strategy", None)
+    given: dict[str, Any] = {"pipeline": options}
+    if "shard" in axes:
+        given |= {"strategy": ec.Strategy[strategy], "fsdp": {"min_num_params": 0}}
+    plan = ec.Plan(**axes, microbatches=m, schedule=name, chunks=chunks, **given)
+    rule = None if units is None or "shard" not in axes else rule_of(units)
+    return ec.parallelize(stages, plan, world, loss_fn=Loss(case), units=rule)
+
+
+class StageRun:
+    """A case on one rank."""
+
+    def __init__(self, world: World, case: Spec, expected: Whole) -> None:
+        self.case, self.expected, self.rank = case, expected, world.rank
+        self.stages = build_stages(case)
+        every = nn.ModuleList(self.stages)
+        self.params = dict(every.named_parameters())
+        self.toggles = Toggles(case, self.params)
+        self.replica = world.rank % replicas_of(case)
+        self.pipe = pipeline(case, list(self.stages), world)
+        own = {id(param) for param in self.pipe.parameters()}
+        self.own = {name: p for name, p in self.params.items() if id(p) in own}
+        self.optimizer = new_optimizer(case, list(self.own.values())) if self.own else None
+
+    def run(self) -> None:
+        """All steps, and the state at the end."""
+        for number, spec in enumerate(self.case["steps"]):
+            self.step(number, spec)
+        state, wanted = self.pipe.whole_state_dict(), self.expected.stages.state_dict()
+        assert list(state) == list(wanted), (list(state), list(wanted))
+        for name, value in wanted.items():
+            same(f"{name} at the end", state[name], value)
+
+    def step(self, number: int, spec: Spec) -> None:
+        if self.optimizer and not (number and self.case["steps"][number - 1].get("keep")):
+            self.optimizer.zero_grad()
+        self.toggles.apply(number)
+        x, target = inputs(self.case, self.stages, number, self.replica)
+        loss = self.pipe.step(x, target=target, loss_everywhere=True)
+        same(f"step {number}: loss", loss, self.expected.losses[number][self.replica])
+        wanted = self.expected.evaluations[number]
+        if wanted is not None:
+            x, target = inputs(self.case, self.stages, number, 0)
+            self.pipe.eval()
+            loss = self.pipe.eval_step(x, target=target, loss_everywhere=True)
+            self.pipe.train()
+            same(f"step {number}: evaluation", loss, wanted)
+        for name, param in self.own.items():
+            right = self.expected.gradients[number][name]
+            if right is not None:
+                right = right.reshape(-1)[self.part(name)]
+            same_gradient(number, name, param.grad, right)
+        if spec.get("clip") is not None:
+            norm, right = ec.clip_grad_norm_(self.pipe, spec["clip"]), self.expected.norms[number]
+            assert right is not None
+            same(f"step {number}: norm", norm, right)
+        if self.optimizer:
+            self.optimizer.step()
+
+    def part(self, name: str) -> slice:
+        """Which elements of a parameter this rank has."""
+        index, _, inner = name.partition(".")
+        for stage in self.pipe.stages.values():
+            if isinstance(stage, ec.FSDP) and stage.module is self.stages[int(index)]:
+                try:
+                    own = stage.shard_info(inner)[stage.group.rank]
+                except ArgumentError:
+                    return slice(None)  # the pipeline's, because several stages have it
+                return slice(own.start, own.start + own.size)
+        return slice(None)
