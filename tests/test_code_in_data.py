@@ -22,7 +22,6 @@ MAY_RUN_DATA = {
         "multiprocessing": "starts these children, and makes their pipes",
     },
     "checkpoint.interchange.torch_files": {
-        "pickle": "for the name of its error",
         "torch.load": "with weights_only=True: torch reads tensors and plain values, and no class",
     },
     "c10d.dcp": {

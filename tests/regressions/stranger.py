@@ -140,6 +140,7 @@ def main() -> None:
                 spoil_store(port, folder)
             elif mode == "connect" and port not in seen:
                 lines += knock(port)
+                (folder / f"knocked-{port}").touch()
             elif mode in texts:
                 overwrite(port, *texts[mode], folder / "reached")
         seen |= new

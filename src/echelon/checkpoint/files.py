@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Self, final
 
 from echelon.checkpoint.checksum import Checksum
-from echelon.checkpoint.format import BEGINNING_NBYTES, newer_schema, step_name, step_of
+from echelon.checkpoint.format import BEGINNING_NBYTES, MAX_NBYTES, newer_schema, step_name, step_of
 from echelon.checkpoint.writeback import begin_writeback
 from echelon.errors import CheckpointCorrupt, CheckpointError
 
@@ -174,10 +174,14 @@ def lock(root: Path) -> Iterator[None]:
         BlockingIOError: another one saves into it.
     """
     path = root / _LOCK
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    # Whoever may read a file may lock it, and so keep all others from it: nobody else may read it.
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     _locks.add(fd)
     try:
         with _naming(path):
+            found = os.fstat(fd)
+            if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o077:
+                os.fchmod(fd, 0o600)  # an earlier version has made it
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             yield
@@ -309,9 +313,10 @@ class SavedBytes:
             self._fd = os.open(path, flags)
         except FileNotFoundError as error:
             raise CheckpointCorrupt("the file is not there", path) from error
-        except OSError as error:
-            if path.is_symlink():
-                raise CheckpointCorrupt(_LINK, path) from error
+        except OSError as error:  # of a link, a socket, or a device that nobody drives
+            problem = _problem(os.lstat(path), None)
+            if problem is not None:
+                raise CheckpointCorrupt(problem, path) from error
             raise
         try:
             with _naming(path):
@@ -344,14 +349,14 @@ class SavedBytes:
         self.close()
 
 
-def read_manifest(folder: Path, most_nbytes: int) -> bytes:
+def read_manifest(folder: Path) -> bytes:
     """The bytes of the manifest of a step.
 
     Raises:
-        CheckpointCorrupt: there is none, or it is larger than ``most_nbytes``.
+        CheckpointCorrupt: there is none, or it is larger than any manifest.
     """
     with SavedBytes(folder / MANIFEST) as file:
-        if file.nbytes > most_nbytes:
+        if file.nbytes > MAX_NBYTES:
             raise CheckpointCorrupt(f"has {file.nbytes} bytes, too many for a manifest", file.path)
         data = bytearray(file.nbytes)
         file.read_into(memoryview(data), 0)

@@ -99,7 +99,7 @@ SCHEMA = 1
 BEGINNING_NBYTES = 64  # of a manifest; its schema is in them
 MANIFEST = "manifest.json"
 
-_MAX_NBYTES = 100_000_000
+MAX_NBYTES = 100_000_000  # of a manifest
 _MEMORY = 160 * 2**20  # that reading may take beside the file and the pieces, in bytes
 _BEFORE, _AFTER = b'{"checksum":"', b'",'  # around the 16 digits
 _BEGIN = len(_BEFORE) + 16 + len(_AFTER)
@@ -265,9 +265,9 @@ def _check_schema(schema: Json, path: object) -> None:
 
 def _check_bytes(data: bytes, path: object) -> None:
     """Refuse what does not begin as a manifest, or has another checksum."""
-    if len(data) > _MAX_NBYTES:
+    if len(data) > MAX_NBYTES:
         raise CheckpointCorrupt(
-            f"{len(data)} bytes are no manifest, which has at most {_MAX_NBYTES}", path
+            f"{len(data)} bytes are no manifest, which has at most {MAX_NBYTES}", path
         )
     digits = data[len(_BEFORE) : _BEGIN - len(_AFTER)]
     if data[:_BEGIN] != _BEFORE + digits + _AFTER:

@@ -34,7 +34,7 @@ from echelon.checkpoint.format import step_name, step_of
 from echelon.checkpoint.part import Json
 from echelon.checkpoint.random_states import GENERATORS, RandomStates
 from echelon.checkpoint.restoring import Restoring
-from echelon.checkpoint.step import MOST_MANIFEST_NBYTES, PieceKey, Step
+from echelon.checkpoint.step import PieceKey, Step
 from echelon.checkpoint.writable import check_writable
 from echelon.errors import (
     ArgumentError,
@@ -156,7 +156,7 @@ def load_step(council: Council, contents: Contents, request: Request, folder: Pa
     """
 
     def read() -> bytes:
-        return files.read_manifest(folder, MOST_MANIFEST_NBYTES)
+        return files.read_manifest(folder)
 
     data = council.give("the manifest of a load", read)
     with ExitStack() as stack:

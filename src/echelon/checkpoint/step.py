@@ -18,7 +18,6 @@ from echelon.errors import CheckpointCorrupt
 
 __all__ = ["Step", "is_whole"]
 
-MOST_MANIFEST_NBYTES = 100 << 20
 _CHUNK_NBYTES = 1 << 19  # read, and hashed while it is in the cache
 _MOST_OPEN = 64  # files; a step of many ranks has more than a process may open
 
@@ -44,7 +43,7 @@ class Step:
         if folder.is_symlink() or not folder.is_dir():
             raise CheckpointCorrupt("is no folder of a checkpoint", folder)
         if data is None:
-            data = read_manifest(folder, MOST_MANIFEST_NBYTES)
+            data = read_manifest(folder)
         path = str(folder / MANIFEST)
         self.manifest = Manifest.parse(data, path)
         check_facts(self.manifest, path)

@@ -40,7 +40,7 @@ class RunFolder:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         if parent is None:
             started = self.path / f"{_RUNNING}.part"  # no other launcher sees it unlocked
-            self._lock = os.open(started, os.O_CREAT | os.O_RDWR)
+            self._lock = os.open(started, os.O_CREAT | os.O_RDWR, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             started.rename(self.path / _RUNNING)
 

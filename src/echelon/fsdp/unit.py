@@ -8,6 +8,7 @@ from itertools import repeat
 from operator import attrgetter
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from echelon import events
@@ -20,6 +21,7 @@ from echelon.world.group import Group
 __all__ = ["Unit"]
 
 _version = attrgetter("_version")
+_no_modes = torch._C.DisableTorchFunction  # simulated ranks have modes, of no use to what is below
 
 
 @final
@@ -173,7 +175,8 @@ class Unit:
 
     def versions(self) -> Sequence[object]:
         """What changes when somebody writes into a whole parameter, or gives it other memory."""
-        return [*map(_version, self._params), *map(Tensor.data_ptr, self._params)]
+        with _no_modes():
+            return [*map(_version, self._params), *map(Tensor.data_ptr, self._params)]
 
     def written(self, before: Sequence[object]) -> str | None:
         """The name of a parameter that somebody wrote into since ``versions()`` was ``before``."""
@@ -225,7 +228,8 @@ class Unit:
 
     def _become(self, values: Sequence[Tensor]) -> None:
         # Runs four times a step: a loop that stays in C.
-        deque(map(setattr, self._params, repeat("data"), values), maxlen=0)
+        with _no_modes():
+            deque(map(setattr, self._params, repeat("data"), values), maxlen=0)
 
     def _emit(self, name: str) -> None:
         if events.listening():

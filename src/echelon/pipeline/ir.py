@@ -55,8 +55,16 @@ COMPUTE = (FORWARD, BACKWARD, INPUT, WEIGHT)
 TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 WHOLE_STAGE = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE)  # these have no microbatch
 
-_TEXT = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)(\d*)")
+_TEXT = re.compile(
+    r"([0-9]{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)([0-9]{0,9})"
+)
 _PAIR = re.compile(r"\(\s*([^;()]+?)\s*;\s*([^;()]+?)\s*\)OVERLAP_F_B")
+
+
+_MAX_ITEM = 80  # characters of an action or a pair
+_MAX_TEXT = 1 << 26  # and of a whole schedule: some millions of actions
+_MAX_RANKS = 1 << 16
+_SMALL = 1 << 16  # stages times microbatches: a draft of so many may leave actions out
 
 
 class Action(NamedTuple):
@@ -134,6 +142,8 @@ def parse_item(text: str) -> Item:
 kind and microbatch, such as 2F0, 3SEND_B1, 0UNSHARD or (0F4;7B1)OVERLAP_F_B
     """
     text = text.strip()
+    if len(text) > _MAX_ITEM:
+        text = f"{text[:_MAX_ITEM]}..."  # which is no action
     pair = _PAIR.fullmatch(text)
     if pair is not None:
         forward, backward = (parse_item(part) for part in pair.groups())
@@ -225,11 +235,21 @@ class Schedule:
 
         Raises:
             ArgumentError: it is no text.
-            ScheduleError: a cell is no action, or as ``from_orders``.
+            ScheduleError: it is no CSV, or too long; a cell is no action; or as ``from_orders``.
         """
         if not isinstance(text, str):
             raise ArgumentError(f"text is {text!r:.80}; give the CSV itself, as a string")
-        return cls.from_orders(list(csv.reader(io.StringIO(text))), name)
+        if len(text) > _MAX_TEXT:
+            raise ScheduleError(f"its text has {len(text)} characters, more than {_MAX_TEXT}")
+        rows: list[list[str]] = []
+        try:
+            for row in csv.reader(io.StringIO(text)):
+                rows.append(row)
+                if len(rows) > _MAX_RANKS:
+                    raise ScheduleError(f"its text has more than {_MAX_RANKS} rows, one for a rank")
+        except csv.Error as error:
+            raise ScheduleError(f"its text is no CSV: {error}", rank=len(rows)) from error
+        return cls.from_orders(rows, name)
 
     @classmethod
     def from_orders(
@@ -254,6 +274,7 @@ class Schedule:
             )
             for rank, order in enumerate(orders)
         )
+        _check_numbers(rows)
         owners: dict[int, int] = {}
         microbatches = 0
         for rank, row in enumerate(rows):
@@ -283,6 +304,31 @@ class Schedule:
         )
 
 
+def _check_numbers(rows: Sequence[Sequence[Item]]) -> None:
+    """Refuse numbers so large that most actions are missing, before there are tables for them."""
+    computations = sum(part.kind in COMPUTE for row in rows for i in row for part in i.parts)
+    sizes = {"stage": 0, "microbatch": 0}
+    for rank, row in enumerate(rows):
+        for index, item in enumerate(row):
+            for part in item.parts:
+                for what, found in (("stage", part.stage), ("microbatch", part.microbatch or 0)):
+                    if found >= max(computations, _SMALL):
+                        raise ScheduleError(
+                            f"there are {computations} computations in all, so that most of those "
+                            f"of {what} {found} and of those before it are missing",
+                            rank=rank,
+                            index=index,
+                            action=item,
+                        )
+                    sizes[what] = max(sizes[what], found + 1)
+    needed = sizes["stage"] * sizes["microbatch"]
+    if needed > max(_SMALL, computations):
+        raise ScheduleError(
+            f"it has {sizes['stage']} stages and {sizes['microbatch']} microbatches, which need "
+            f"{needed} forwards, and {computations} computations in all"
+        )
+
+
 def _read(item: Item | str, rank: int, index: int) -> Item:
     if not isinstance(item, str):
         return item
@@ -290,7 +336,8 @@ def _read(item: Item | str, rank: int, index: int) -> Item:
         return parse_item(item)
     except ScheduleError as error:
         problem = str(error).split(": ", 2)[-1]
-        raise ScheduleError(problem, rank=rank, index=index, action=item.strip()) from None
+        shown = error.action if error.action and error.action.isprintable() else repr(error.action)
+        raise ScheduleError(problem, rank=rank, index=index, action=shown) from None
 
 
 def check_type(schedule: object) -> None:

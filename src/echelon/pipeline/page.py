@@ -30,7 +30,7 @@ def to_page(simulation: Simulation, measured: Timeline | None = None, unit: str 
         unit: name of that unit, such as ``s``.
 
     Raises:
-        ArgumentError: the measured timeline is of another number of ranks.
+        ArgumentError: the measured timeline is of another number of ranks, or the unit is no text.
 
     Example:
         >>> from echelon.pipeline import schedule, simulate
@@ -39,6 +39,8 @@ def to_page(simulation: Simulation, measured: Timeline | None = None, unit: str 
         >>> page.count("<svg"), "measured" in page
         (1, True)
     """
+    if not isinstance(unit, str):
+        raise ArgumentError(f"unit is {unit!r:.80}; give its name, such as 's'")
     found = simulation.schedule
     timelines = {"simulated": simulation.timeline}
     if measured is not None:
@@ -89,6 +91,8 @@ def _ranks(simulation: Simulation, measured: Timeline | None, unit: str) -> str:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
-    top = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>\n" for row in rows)
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows
+    )
     return f"<table><tr>{top}</tr>\n{body}</table>\n"

@@ -7,22 +7,26 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import final
+from typing import cast, final
 
 from safetensors import safe_open
 from torch import Tensor
 
-from echelon.checkpoint.files import NewFile, sync_folder
+from echelon.checkpoint.files import NewFile, SavedBytes, sync_folder
 from echelon.checkpoint.format import DTYPES, dtype_name
-from echelon.checkpoint.header import header
+from echelon.checkpoint.header import header, header_nbytes, read_header
 from echelon.checkpoint.interchange.native import SavedTensors
 from echelon.checkpoint.tensors import bytes_of
-from echelon.errors import ArgumentError, CheckpointCorrupt
+from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointError
+from echelon.values.bounded import brief, read_json
+from echelon.world.memory import available_nbytes
 
-__all__ = ["PlainFiles", "write_plain"]
+__all__ = ["PlainFiles", "check_memory", "write_plain"]
 
 INDEX = "model.safetensors.index.json"
 _MOST_INDEX_NBYTES = 100 << 20
+_INDEX_MEMORY = 1 << 30  # that reading one may take
+_BEGINNING_NBYTES = 8  # bytes: the length of the header
 
 Facts = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, bytes
 
@@ -102,13 +106,20 @@ class PlainFiles:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         if path.is_dir():
             self._file_of = _index(path)
         else:
-            self._file_of = dict.fromkeys(_names(path), path)
+            self._file_of = dict.fromkeys(_sizes(path), path)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them in memory."""
+        """All of them in memory.
+
+        Raises:
+            CheckpointError: there is not the memory for them.
+        """
+        sizes = {file: _sizes(file) for file in {*self._file_of.values()}}
+        check_memory(sum(sizes[file][name] for name, file in self._file_of.items()), self._path)
         return {name: self.read(name) for name in self._file_of}
 
     def names(self) -> list[str]:
@@ -126,12 +137,38 @@ class PlainFiles:
             raise CheckpointCorrupt(f"cannot be read: {error}", path, tensor=name) from error
 
 
-def _names(path: Path) -> list[str]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except Exception as error:
-        raise CheckpointCorrupt(f"is no safetensors file: {error}", path) from error
+def check_memory(nbytes: int, path: Path) -> None:
+    """Refuse to read so many bytes where there is no room for them.
+
+    Raises:
+        CheckpointError: says how much there is.
+    """
+    available = available_nbytes()
+    if nbytes > available:
+        raise CheckpointError(
+            f"takes {nbytes / 2**20:.0f} MiB of memory, and {available / 2**20:.0f} MiB are "
+            "available: convert it where there is more",
+            path,
+        )
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """The tensors of a file, and the bytes of each.
+
+    safetensors takes a header in which a name stands twice, and readers differ in which one they
+    mean; this one does not.
+    """
+    with SavedBytes(path.resolve()) as file:  # the user may name a link
+        beginning = bytearray(min(file.nbytes, _BEGINNING_NBYTES))
+        file.read_into(memoryview(beginning), 0)
+        end = header_nbytes(bytes(beginning), path)
+        data = bytearray(min(file.nbytes, end))
+        file.read_into(memoryview(data), 0)
+        entries = read_header(bytes(data), path)
+        total = end + sum(nbytes for *_, nbytes in entries)
+        if file.nbytes != total:
+            raise CheckpointCorrupt(f"has {file.nbytes} bytes instead of {total}", path)
+    return {name: nbytes for name, _, _, nbytes in entries}
 
 
 def _index(folder: Path) -> dict[str, Path]:
@@ -139,16 +176,39 @@ def _index(folder: Path) -> dict[str, Path]:
     if not path.is_file():
         files = sorted(folder.glob("*.safetensors"))
         if len(files) == 1:
-            return dict.fromkeys(_names(files[0]), files[0])
+            _check_place(files[0], folder)
+            return dict.fromkeys(_sizes(files[0]), files[0])
         raise ArgumentError(f"{folder} holds no {INDEX} and not just one .safetensors file")
+    _check_place(path, folder)
     if path.stat().st_size > _MOST_INDEX_NBYTES:
         raise CheckpointCorrupt("is too large for an index", path)
-    try:
-        weights = json.loads(path.read_bytes())["weight_map"]
-        found = {str(name): str(file) for name, file in weights.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorrupt("is no index of weights", path) from error
-    for file in found.values():
+    found = read_json(path.read_bytes(), path, memory=_INDEX_MEMORY)
+    weights = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(weights, dict) or not all(type(file) is str for file in weights.values()):
+        raise CheckpointCorrupt("is no index of weights", path)
+    named = cast(dict[str, str], weights)
+    known: dict[str, dict[str, int]] = {}
+    for file in sorted({*named.values()}):
         if Path(file).name != file or not (folder / file).is_file():
-            raise CheckpointCorrupt(f"names {file!r:.80}, which is no file of the folder", path)
-    return {name: folder / file for name, file in found.items()}
+            raise CheckpointCorrupt(f"names {brief(file)}, which is no file of the folder", path)
+        _check_place(folder / file, folder)
+        known[file] = _sizes(folder / file)
+    for name, file in named.items():
+        if name not in known[file]:
+            raise CheckpointCorrupt(f"names {brief(name)} in {file}, which does not hold it", path)
+    return {name: folder / file for name, file in named.items()}
+
+
+def _check_place(file: Path, folder: Path) -> None:
+    """Refuse a link out of the folder: who made it may mean a file that only the reader can read.
+
+    Links of Hugging Face's cache lead from ``snapshots/REVISION`` to ``blobs`` beside it.
+    """
+    place, home = file.resolve().parent, folder.resolve()
+    cached = home.parent.name == "snapshots" and place == home.parent.parent / "blobs"
+    if place != home and not cached:
+        raise CheckpointCorrupt(
+            f"is a link to {file.resolve()}, which is not in the folder: copy it there", file
+        )
+    if not file.is_file():
+        raise CheckpointCorrupt("is no ordinary file", file)

@@ -7,7 +7,7 @@ the names of parameters, and whatever values there are beside them.
 from __future__ import annotations
 
 import os
-import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint.files import sync_folder
+from echelon.checkpoint.interchange.plain_files import check_memory
 from echelon.checkpoint.interchange.tree import PlainState
 from echelon.errors import ArgumentError, CheckpointCorrupt
 
 __all__ = ["from_nested", "read_torch", "to_nested", "write_torch"]
 
+_SMALL_NBYTES = 1 << 20  # of a tensor that lies on itself, as after expand
 _MODEL, _OPTIMIZERS = ("model", "state_dict", "model_state_dict"), ("optimizer", "optim")
 
 
@@ -40,15 +42,29 @@ def from_nested(found: Mapping[str, Any], path: Path) -> PlainState:
     """
     key = next((one for one in _MODEL if isinstance(found.get(one), Mapping)), None)
     model = found if key is None else found[key]
-    tensors = {str(name): one for name, one in model.items() if isinstance(one, Tensor)}
+    for name in (*found, *model):
+        if not isinstance(name, str):
+            raise CheckpointCorrupt(f"has the key {name!r:.80}, which is no str", path)
+    tensors = {name: one for name, one in model.items() if isinstance(one, Tensor)}
     if not tensors:
-        raise ArgumentError(f"{path} holds no state dict of a model: it has {sorted(found)[:10]}")
+        raise ArgumentError(
+            f"{path} holds no state dict of a model: it has {sorted(map(str, found))[:10]!r:.400}"
+        )
     others = tuple(str(name) for name, one in model.items() if not isinstance(one, Tensor))
     if key is None:
         return PlainState(model=tensors, left_out=others)
     chosen = next((one for one in _OPTIMIZERS if isinstance(found.get(one), Mapping)), None)
     rest = {str(k): v for k, v in found.items() if k not in (key, chosen)}
-    optimizer = None if chosen is None else _by_name(found[chosen], path)
+    optimizer = None
+    if chosen is not None:
+        try:
+            optimizer = _by_name(found[chosen], path)
+        except ArgumentError:
+            raise
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointCorrupt(
+                f"its optimizer has another form than that of a state dict: {error!r:.200}", path
+            ) from error
     return PlainState(model=tensors, optimizer=optimizer, values=rest, left_out=others)
 
 
@@ -83,17 +99,64 @@ def read_torch(path: Path) -> dict[str, Any]:
     """A file of ``torch.save``; nothing in it is executed.
 
     Raises:
-        CheckpointCorrupt: it is none, or holds more than tensors and plain values.
+        CheckpointCorrupt: it is none, or holds more than tensors and plain values, or a tensor
+            that is larger than what it lies in.
+        CheckpointError: there is not the memory for it.
     """
+    check_memory(path.stat().st_size, path)
+    _check_archive(path)
+    problem = ""
     try:
         found = torch.load(path, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
-        raise CheckpointCorrupt(
-            f"torch.load(weights_only=True) does not take it: {str(error).splitlines()[0]}", path
-        ) from error
+    except OSError:
+        raise
+    except Exception as error:  # whatever torch's reader stumbles over in a file of anybody
+        lines = str(error).splitlines() or [type(error).__name__]
+        problem = f"torch.load(weights_only=True) does not take it: {lines[0]}"
+    if problem:  # outside of the handler, so that the error does not keep what was read
+        raise CheckpointCorrupt(problem, path)
     if not isinstance(found, Mapping):
         raise CheckpointCorrupt(f"holds a {type(found).__name__}, not a dict", path)
+    _check_tensors(found, path)
     return dict(found)
+
+
+def _check_archive(path: Path) -> None:
+    """Refuse an archive that is larger when it is unpacked; torch.save packs nothing."""
+    if not zipfile.is_zipfile(path):
+        return  # of an old version, or torch says what it is
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [one.filename for one in archive.infolist() if one.compress_type]
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise CheckpointCorrupt(f"is no archive of torch.save: {error}", path) from error
+    if packed:
+        raise CheckpointCorrupt(
+            f"its record {packed[0]!r:.80} is compressed, which torch.save never does", path
+        )
+
+
+def _check_tensors(found: Mapping[Any, Any], path: Path) -> None:
+    """Refuse tensors that a few bytes stand for: they take memory when they are written."""
+    seen: set[int] = set()
+    waiting: list[Any] = [found]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Mapping):
+            waiting += one.values()
+        elif isinstance(one, list | tuple | set | frozenset):
+            waiting += one
+        elif isinstance(one, Tensor) and one.layout is torch.strided and not one.is_meta:
+            there = one.untyped_storage().nbytes()
+            if one.nbytes > max(there, _SMALL_NBYTES):
+                raise CheckpointCorrupt(
+                    f"holds a tensor of {one.nbytes} bytes that lies in {there} bytes: save a "
+                    "contiguous() copy of it",
+                    path,
+                )
 
 
 def write_torch(state: dict[str, Any], path: Path) -> None:

@@ -16,6 +16,8 @@ from echelon.errors import ArgumentError
 
 __all__ = ["PlainState", "named_optimizer", "tree_of"]
 
+_MAX_DEPTH = 100  # modules inside of modules; torch's own functions call themselves for each
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,10 @@ def tree_of(tensors: Mapping[str, Tensor], params: Iterable[str] = ()) -> nn.Mod
     root, wanted = nn.Module(), set(params)
     for name, tensor in tensors.items():
         *path, local = name.split(".")
+        if len(path) > _MAX_DEPTH:
+            raise ArgumentError(f"{name!r:.80} lies in more than {_MAX_DEPTH} modules")
+        if not all((*path, local)):
+            raise ArgumentError(f"{name!r:.80} has nothing between two dots, or beside one")
         owner = root
         for step in path:
             if step not in owner._modules:

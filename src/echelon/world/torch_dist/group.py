@@ -106,7 +106,8 @@ class TorchGroup(Group):
         try:
             return self._connect(name, tuple(self.ranks[member] for member in members))
         except PeerLost as lost:
-            raise self._trouble(ticket, lost, start_s) from lost
+            missing = tuple(members[rank] for rank in lost.missing)  # in this group, not in the new
+            raise self._trouble(ticket, PeerLost(missing, lost.late), start_s) from lost
         except RuntimeError as error:
             late = time.monotonic() - start_s >= self.timeout
             others = tuple(member for member in members if member != self.rank)

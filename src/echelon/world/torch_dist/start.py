@@ -22,6 +22,7 @@ from echelon.world.secret import Secret
 from echelon.world.steps import Steps
 from echelon.world.torch_dist.group import PeerGroup, TorchGroup
 from echelon.world.torch_dist.job import Job
+from echelon.world.torch_dist.members import await_members
 from echelon.world.torch_dist.native import NativeGroup
 from echelon.world.torch_dist.notices import Notice, Reason
 from echelon.world.torch_dist.peers import Engine, PeerLost, Peers
@@ -254,6 +255,10 @@ class _Maker:
         if self.check:
             beside = c10d.PrefixStore("check", store)
             check = self._peers(beside, f"{name}/check", ranks, lambda peer: None)
+        if made is None:
+            look, tell = partial(self.job.look, ranks), partial(self._tell, ranks)
+            rank = ranks.index(self.job.rank)
+            await_members(store, rank, len(ranks), self.timeout, look, tell)
         native, end = self._native(store, name, ranks) if made is None else (made, _leave)
         return NativeGroup(
             cast(Engine, native),
@@ -293,6 +298,9 @@ class _Maker:
         found: list[int] = []
         for trial in range(_TRIALS if made is None else 1):
             own = c10d.PrefixStore(str(trial), store)
+            if made is None:
+                look = partial(self.job.look, ranks)
+                await_members(own, rank, size, self.timeout, look, tell)
             engine = self._gloo(own, name, ranks) if made is None else made
             peers = Peers(engine, rank, size, self.timeout, tell)
             if self.secret is None or size == 1:

@@ -1,0 +1,54 @@
+"""More of what another user of the host tries; the rest is in ``tests/regressions``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.regressions.test_strangers import (
+    RIGHT,
+    bare_ranks,
+    check_a_first_connection,
+    check_a_rewritten_store,
+    ends,
+    needs_root,
+    results,
+    stranger,
+)
+from tests.world.gloo_ranks import free_port
+
+
+@needs_root
+@pytest.mark.slow
+def test_a_stranger_who_rewrites_all_stores_changes_nothing_over_shared_memory(
+    tmp_path: Path,
+) -> None:
+    check_a_rewritten_store("shm", tmp_path)
+
+
+@needs_root
+@pytest.mark.slow
+def test_a_stranger_who_connects_to_the_other_rank_first_loses_the_connection(
+    tmp_path: Path,
+) -> None:
+    check_a_first_connection(0, tmp_path)
+
+
+@needs_root
+@pytest.mark.slow
+def test_what_a_stranger_writes_for_the_screen_is_shown_and_not_obeyed(tmp_path: Path) -> None:
+    port = free_port()
+    with stranger("text", str(port)):
+        (error,) = ends(bare_ranks(tmp_path, port), 0)
+    assert "\x1b" not in error
+    assert "\x07" not in error
+    assert r"WorldError: \x1b[2J\x1b[31m[bold red]pay here[/]\x07" in error
+
+
+def test_ranks_with_a_secret_of_the_user_meet_in_a_sealed_store(
+    tmp_path: Path,
+) -> None:
+    ranks = bare_ranks(tmp_path, free_port(), ECHELON_SECRET="5c" * 32)
+    assert ends(ranks, 0, 1) == ["", ""]
+    assert results(tmp_path) == [RIGHT, RIGHT]

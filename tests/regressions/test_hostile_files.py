@@ -1,0 +1,367 @@
+"""Files of somebody else end in a sentence: they run nothing, lead nowhere and take no memory."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pickle
+import socket
+import stat
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import echelon as ec
+from echelon.checkpoint.format import MAX_NBYTES
+from echelon.checkpoint.interchange import plain_files
+from echelon.checkpoint.interchange.convert import Form, Options, convert
+from echelon.checkpoint.interchange.plain_files import INDEX
+from echelon.pipeline import Schedule, schedule, simulate, to_page
+from tests.regressions.test_objects_without_pickle import Bomb
+
+TO_ECHELON = Options(to=Form.ECHELON)
+Edit = Callable[[bytes], bytes]
+
+
+# --- locks and steps -----------------------------------------------------------------------------
+
+
+def test_nobody_else_can_open_the_lock_of_a_save_and_so_hold_it(tmp_path: Path) -> None:
+    ec.save(tmp_path, model=nn.Linear(2, 2), step=1)
+    lock = tmp_path / ".lock"
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+    lock.chmod(0o644)  # as an earlier version left it
+    ec.save(tmp_path, model=nn.Linear(2, 2), step=2)
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_stop_saves(tmp_path: Path) -> None:
+    ec.save(tmp_path, model=nn.Linear(2, 2), step=1)
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)
+    child = os.fork()
+    if not child:
+        os.setresuid(65534, 65534, 65534)
+        try:
+            fcntl.flock(os.open(tmp_path / ".lock", os.O_RDONLY), fcntl.LOCK_EX)
+        except PermissionError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def a_socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # a name of a socket is short
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(path.name)
+    os.chdir(here)
+
+
+def a_large_file(path: Path) -> None:
+    with open(path, "wb") as file:
+        file.truncate(MAX_NBYTES + 1)  # takes no room on the disk
+
+
+@pytest.mark.parametrize(
+    "make",
+    [a_socket, os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path), a_large_file],
+    ids=["socket", "fifo", "folder", "link to a device", "larger than any manifest"],
+)
+def test_a_step_whose_manifest_is_no_file_is_passed_over(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    model = nn.Linear(2, 2)
+    for step in (1, 2):
+        ec.save(tmp_path, model=model, step=step)
+    manifest = tmp_path / "step-000000002" / "manifest.json"
+    manifest.unlink()
+    make(manifest)
+    with pytest.raises(ec.CheckpointCorrupt):
+        ec.load(tmp_path, model=model)
+    with pytest.warns(UserWarning, match="step-000000002"):
+        assert ec.load(tmp_path, model=model, fallback=True).step == 1
+
+
+# --- schedules -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("0F0,0F999999999,0B0", "rank 0, index 1 .0F999999999.: there are 3 computations"),
+        ("0F0,0B0\n999999999F0", "rank 1, index 0 .999999999F0.: there are 3 computations"),
+        ("0F0,999999999UNSHARD", "999999999UNSHARD.: there are 1 computations"),
+        ("0F0,0SEND_F999999999", "0SEND_F999999999.: there are 1 computations"),
+        ("(0F999999999;1B0)OVERLAP_F_B", "of microbatch 999999999 and of those before it are"),
+        ("0F" + "9" * 5000, "this is no action"),  # Python refuses to read such a number
+        ("0F٣", "this is no action"),  # another script's digit
+        ("0F0\r0B0", "its text is no CSV: new-line character"),
+        ("0F0\n" + "x" * 200_000, "rank 1: its text is no CSV: field larger"),
+        ("\n" * 70_000, "more than 65536 rows"),
+        ("0F0" + " " * 2**26, "its text has 67108867 characters"),
+        (
+            ",".join(f"{i}F0" for i in range(500)) + "," + ",".join(f"0F{i}" for i in range(500)),
+            "500 stages and 500 microbatches, which need 250000 forwards, and 1000 computations",
+        ),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_a_schedule_that_asks_for_memory_or_is_no_csv_is_refused(text: str, sentence: str) -> None:
+    with pytest.raises(ec.errors.ScheduleError, match=sentence) as info:
+        Schedule.from_csv(text)
+    assert len(str(info.value)) < 500
+
+
+def test_what_a_terminal_would_obey_in_a_schedule_is_escaped() -> None:
+    with pytest.raises(ec.errors.ScheduleError, match=r"'\\x1b\[31m0F0'"):
+        Schedule.from_csv("\x1b[31m0F0")
+
+
+def test_the_unit_of_a_page_is_text_and_not_html() -> None:
+    simulation = simulate(schedule("1f1b", 2, 4, 2))
+    page = to_page(simulation, unit="<script>alert(1)</script>")
+    assert "<script>" not in page
+    assert page.count("&lt;script&gt;") == 2
+    with pytest.raises(ec.errors.ArgumentError, match="unit is 3"):
+        to_page(simulation, unit=3)  # type: ignore[arg-type]
+
+
+# --- files of torch.save -------------------------------------------------------------------------
+
+
+def torch_file(path: Path, edit: Edit = bytes, *, packed: bool = False) -> Path:
+    """A file of ``torch.save`` with one tensor, whose pickle was edited."""
+    made, edited = io.BytesIO(), io.BytesIO()
+    torch.save({"model": {"w": torch.arange(4.0)}}, made)
+    kind = zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED
+    with zipfile.ZipFile(made) as source, zipfile.ZipFile(edited, "w", kind) as target:
+        for name in source.namelist():
+            data = source.read(name)
+            target.writestr(name, edit(data) if name.endswith("data.pkl") else data)
+    path.write_bytes(edited.getvalue())
+    return path
+
+
+SHAPE = b"K\x04\x85q\nK\x01"  # in the pickle: (4,), and the stride (1,)
+BILLIONS = b"J\xff\xff\xff\x7f"
+
+
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        (
+            lambda data: data.replace(SHAPE, BILLIONS + b"\x85q\nK\x00"),
+            "lies in 16 bytes",
+        ),
+        (
+            lambda data: data.replace(SHAPE, BILLIONS + b"\x85q\nK\x01"),
+            "does not take it",
+        ),
+        (lambda data: data.replace(b"cpuq\x08K\x04", b"cpuq\x08" + BILLIONS), "does not take it"),
+        (lambda data: data.replace(b"cpuq\x08K\x04", b"cpuq\x08J\xff\xff\xff\xff"), "not take it"),
+        (lambda data: b"\x80\x02.", "does not take it: pop from empty list"),
+        (lambda data: b"\x80\x02]q\x00.", "holds a list, not a dict"),
+    ],
+)
+def test_a_torch_file_with_other_sizes_than_it_has_is_refused(
+    edit: Edit, sentence: str, tmp_path: Path
+) -> None:
+    source = torch_file(tmp_path / "a.pt", edit)
+    with pytest.raises(ec.CheckpointCorrupt, match=sentence):
+        convert(source, tmp_path / "run", TO_ECHELON)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_torch_file_with_code_runs_nothing(legacy: bool, tmp_path: Path) -> None:
+    bomb = Bomb(str(tmp_path / "ran"))
+    torch.save({"model": bomb}, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(ec.CheckpointCorrupt, match="does not take it"):
+        convert(tmp_path / "a.pt", tmp_path / "run", TO_ECHELON)
+    (tmp_path / "b.pt").write_bytes(pickle.dumps(bomb))
+    with pytest.raises(ec.CheckpointCorrupt, match="does not take it"):
+        convert(tmp_path / "b.pt", tmp_path / "run", TO_ECHELON)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_archive_that_grows_when_it_is_read_is_refused_before_that(tmp_path: Path) -> None:
+    source = torch_file(tmp_path / "a.pt", packed=True)
+    with pytest.raises(ec.CheckpointCorrupt, match="is compressed, which torch"):
+        convert(source, tmp_path / "run", TO_ECHELON)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"param_groups": 3},
+        {"param_groups": [3]},
+        {"param_groups": [{"lr": 1.0}]},
+        {"param_groups": [{"params": [[1]]}]},
+        {"param_groups": [{"params": [0], "param_names": ["w", "v"]}]},
+        {"param_groups": [{"params": [0], "param_names": ["w"]}], "state": {0: 5}},
+        {"param_groups": [{"params": [0], "param_names": ["w"]}], "state": {7: {}}},
+    ],
+)
+def test_an_optimizer_of_another_form_is_a_sentence(optimizer: Any, tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "optimizer": optimizer}, tmp_path / "a.pt")
+    with pytest.raises(ec.CheckpointCorrupt, match="its optimizer has another form"):
+        convert(tmp_path / "a.pt", tmp_path / "run", TO_ECHELON)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {1: torch.ones(2), "w": torch.ones(2)},
+        {"model": {"a." * 400 + "w": torch.ones(2)}},
+        {"model": {"\x1b[2J": torch.ones(2)}},
+        {"model": {"w": torch.eye(2).to_sparse()}},
+        {"model": {"w": torch.empty(2, device="meta")}},
+        {"model": {"a": torch.ones(1), "a.b": torch.ones(1)}},
+        {"model": {"../../x": torch.ones(2)}},
+        {"model": {"x" * 5000: torch.ones(2)}},
+        {"w": 1},
+        {},
+    ],
+    ids=lambda found: str([*found])[:20],
+)
+def test_a_torch_file_of_odd_things_is_a_sentence_or_stays_in_its_place(
+    found: Any, tmp_path: Path
+) -> None:
+    torch.save(found, tmp_path / "a.pt")
+    with pytest.raises((ec.errors.ArgumentError, ec.CheckpointError)):
+        convert(tmp_path / "a.pt", tmp_path / "run", TO_ECHELON)
+    assert not list(tmp_path.glob("run/step-*"))
+
+
+def test_names_that_look_like_paths_name_tensors_and_no_files(tmp_path: Path) -> None:
+    torch.save({"model": {"/etc/passwd": torch.ones(2)}}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "in" / "run", TO_ECHELON)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.pt", "in"}
+
+
+def test_a_dcp_is_read_by_pickle_only_where_the_user_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "dcp"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(Bomb(str(tmp_path / "ran"))))
+    with pytest.raises(ec.errors.ArgumentError, match="say --trust-pickle"):
+        convert(folder, tmp_path / "run", TO_ECHELON)
+    assert not (tmp_path / "ran").exists()
+
+
+# --- safetensors ---------------------------------------------------------------------------------
+
+
+def plain_file(path: Path, header: str, data: bytes = bytes(8)) -> Path:
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + data)
+    return path
+
+
+ENTRY = '"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+
+
+@pytest.mark.parametrize(
+    ("header", "sentence"),
+    [
+        (f"{{{ENTRY},{ENTRY}}}", "the key 'w' is there twice"),
+        (f'{{"__metadata__":{{}},{ENTRY},"__metadata__":{{}}}}', "'__metadata__' is there twice"),
+        (ENTRY.join("{}").replace("[2]", "[2,1099511627776]"), "and it has 8796093022208 bytes"),
+        (ENTRY.join("{}").replace("[0,8]", "[0,80000000000]"), "and it has 8 bytes"),
+        (ENTRY.join("{}").replace("8]", "4]").replace("[2]", "[1]"), "has 70 bytes instead of 66"),
+        (ENTRY.join("{}").replace("F32", "PICKLE"), "the dtype 'PICKLE' is not known"),
+        ("[" * 500, "its header does not begin as one"),
+    ],
+    ids=lambda text: text[-30:],
+)
+def test_a_safetensors_file_that_readers_could_take_in_two_ways_is_refused(
+    header: str, sentence: str, tmp_path: Path
+) -> None:
+    source = plain_file(tmp_path / "a.safetensors", header)
+    with pytest.raises(ec.CheckpointCorrupt, match=sentence):
+        convert(source, tmp_path / "run", TO_ECHELON)
+
+
+def test_a_file_larger_than_memory_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numel = 1 << 40
+    header = f'{{"w":{{"dtype":"F32","shape":[{numel}],"data_offsets":[0,{4 * numel}]}}}}'
+    source = plain_file(tmp_path / "a.safetensors", header)
+    with open(source, "ab") as file:
+        file.truncate(8 + len(header) + 4 * numel)  # a file with holes takes no room
+    with pytest.raises(ec.CheckpointError, match="takes 4194304 MiB of memory"):
+        convert(source, tmp_path / "run", TO_ECHELON)
+    monkeypatch.setattr(plain_files, "available_nbytes", lambda: 100)
+    with pytest.raises(ec.CheckpointError, match="MiB are available"):
+        convert(torch_file(tmp_path / "a.pt"), tmp_path / "run", TO_ECHELON)
+
+
+def sharded(folder: Path, index: str | None = None, file: str = "model.safetensors") -> Path:
+    folder.mkdir(parents=True)
+    weights = json.dumps({"weight_map": {"w": file}}) if index is None else index
+    (folder / INDEX).write_text(weights)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ".", "", "a\0b", "fifo"],
+)
+def test_an_index_that_names_files_elsewhere_is_refused(file: str, tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "secret.safetensors")
+    folder = sharded(tmp_path / "model", file=file)
+    (folder / "sub").mkdir()
+    os.mkfifo(folder / "fifo")
+    with pytest.raises(ec.CheckpointCorrupt, match="which is no file of the folder"):
+        convert(folder, tmp_path / "run", TO_ECHELON)
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_links_out_of_the_folder_are_refused_and_those_of_the_cache_are_not(
+    has_index: bool, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret.safetensors"
+    safetensors.torch.save_file({"w": torch.ones(2)}, secret)
+    folder = sharded(tmp_path / "model")
+    if not has_index:
+        (folder / INDEX).unlink()
+    (folder / "model.safetensors").symlink_to(secret)
+    with pytest.raises(ec.CheckpointCorrupt, match=r"is a link to .*secret\.safetensors, which is"):
+        convert(folder, tmp_path / "run", TO_ECHELON)
+    blobs = tmp_path / "models--x" / "blobs"
+    cached = sharded(tmp_path / "models--x" / "snapshots" / "main")
+    blobs.mkdir()
+    secret.rename(blobs / "0123")
+    (cached / "model.safetensors").symlink_to("../../blobs/0123")
+    assert len(convert(cached, tmp_path / "run", TO_ECHELON).written) == 1
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {"w": 5}}',
+        '{"weight_map": {"w": "model.safetensors", "w": "model.safetensors"}}',
+        '{"weight_map": {"v": "model.safetensors"}}',
+        '{"weight_map": ' + "[" * 100_000,
+        '{"weight_map": {"w": ' + "9" * 100_000 + "}}",
+    ],
+    ids=lambda text: text[:60],
+)
+def test_an_index_that_is_none_is_a_sentence(index: str, tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "model", index)
+    safetensors.torch.save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+    with pytest.raises(ec.CheckpointCorrupt):
+        convert(folder, tmp_path / "run", TO_ECHELON)

@@ -1,0 +1,83 @@
+"""Ranks that make groups with one that has ended name it at once, in every world."""
+
+import ctypes
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import echelon as ec
+from echelon.errors import CommTimeout, RankFailed
+from tests.world.gloo_ranks import gloo_outcomes
+
+ENDS = {
+    "raise": "raised ValueError: boom",
+    "return": "left",
+    "os._exit(0)": "died",
+    "SIGKILL": "died",
+    "SIGSEGV": "died",
+}
+
+
+def ends(how: str) -> None:
+    match how:
+        case "raise":
+            raise ValueError("boom")
+        case "os._exit(0)":
+            os._exit(0)
+        case "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "SIGSEGV":
+            ctypes.string_at(0)
+
+
+def makes_a_mesh(world: ec.World, how: str) -> float:
+    weight = torch.full((2,), world.rank + 1.0, requires_grad=True)
+    weight.square().sum().backward()
+    world.group.all_reduce(weight.grad)
+    if world.rank == 1:
+        ends(how)
+        return 0.0
+    start_s = time.monotonic()
+    try:
+        world.mesh(pp=2, dp=2)
+    except RankFailed as error:
+        error.seconds = time.monotonic() - start_s  # type: ignore[attr-defined]
+        raise
+    return 0.0
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_rank_that_ends_while_others_make_a_mesh_is_named_by_all_of_them(how: str) -> None:
+    found = gloo_outcomes(makes_a_mesh, 4, args=(how,), timeout=40.0)
+    for rank in (0, 2, 3):
+        error = found[rank][0]
+        assert isinstance(error, RankFailed), (rank, error)
+        assert error.failed_rank == 1
+        assert ENDS[how] in error.cause
+        assert error.seconds < 15.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_so_is_one_that_returns_in_other_worlds(kind: str) -> None:
+    with pytest.raises(ec.CommError, match=r"rank 1 (returned|closed)"):
+        ec.run(makes_a_mesh, 4, kind, args=("return",), timeout=40.0)
+
+
+def does_not_come(world: ec.World) -> None:
+    world.group.barrier()
+    if world.rank == 1:
+        time.sleep(6.0)
+    else:
+        world.group.subgroup([0, 1, 2])
+
+
+def test_a_rank_that_does_not_come_to_a_new_group_is_named_alone() -> None:
+    found = gloo_outcomes(does_not_come, 3, timeout=2.0)
+    for rank in (0, 2):
+        error = found[rank][0]
+        assert isinstance(error, CommTimeout), (rank, error)
+        assert error.missing == (1,)
+        assert list(error.stuck) == [1]
