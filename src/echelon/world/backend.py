@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from echelon import arguments, events
 from echelon.errors import ArgumentError, RankError
 from echelon.world.family import Family
 from echelon.world.flat import is_expanded
+from echelon.world.forks import disown_in_forks, keep_alive, refused
 from echelon.world.signature import Call, caller
 from echelon.world.work import Ticket, Window, Work, emit_issue
 
@@ -56,6 +57,22 @@ class Backend(Family, ABC):
         self._position = 0
         self._p2p_position = 0
         self._num_subgroups = 0
+        disown_in_forks(self)
+
+    @final
+    def disown(self) -> None:
+        """Refuse all calls of this process, which the rank has forked."""
+        for item in self._kept_in_forks():
+            keep_alive(item)
+
+        def refuse(ticket: Ticket) -> None:
+            raise refused(f"{ticket.call} of group {ticket.group!r} at {ticket.place}", ticket.rank)
+
+        self._note = refuse
+
+    def _kept_in_forks(self) -> Sequence[object]:
+        """What a forked process must not take apart."""
+        return ()
 
     def __repr__(self) -> str:
         place = f"rank {self.rank} of {self.size}, on {self.device}"

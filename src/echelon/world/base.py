@@ -9,6 +9,7 @@ from typing import Any, Self, final
 import torch
 
 from echelon.world import facts as shared_facts
+from echelon.world.forks import mark
 from echelon.world.group import Group
 from echelon.world.mesh import Mesh
 from echelon.world.steps import Steps
@@ -46,6 +47,7 @@ class World:
         self.steps = Steps() if steps is None else steps
         self._close = close
         self._closed = False
+        self._mark = mark()
 
     @property
     def rank(self) -> int:
@@ -126,6 +128,8 @@ class World:
         if self._closed:
             return
         self._closed = True
+        if self._mark is not mark():  # this process is a fork, and the world is not its own
+            return
         if error is None or isinstance(error, SystemExit):  # the script's own way to end
             try:
                 self.group.prepare_close()

@@ -25,6 +25,7 @@ from echelon.errors import ArgumentError, CommError, CommTimeout, RankFailed, Wo
 from echelon.world import child_pickle
 from echelon.world.base import World
 from echelon.world.failure import is_heard
+from echelon.world.forks import ends_forks
 from echelon.world.logbook import Entry, Logbook, Phase
 from echelon.world.shm.start import create_segments, join
 from echelon.world.steps import Steps
@@ -140,7 +141,8 @@ def call(fn: Callable[..., Any], world: World, args: tuple[Any, ...]) -> Any:
     Raised in the caller of ``run``, it would end the whole script as if all had gone well.
     """
     try:
-        return fn(world, *args)
+        with ends_forks():
+            return fn(world, *args)
     except SystemExit as end:
         if end.code not in (None, 0):
             world.group.prepare_close()  # this rank has not failed: it leaves

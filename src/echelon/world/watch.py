@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, Self, final
 
 from echelon.errors import CommTimeout, RankFailed
 from echelon.world import stacks
+from echelon.world.forks import disown_in_forks
 from echelon.world.hang import Finding, explained
 from echelon.world.logbook import VARIABLE, Entry, Logbook, Phase
 from echelon.world.process_status import activity
@@ -65,6 +66,7 @@ class Watch:
         self.is_shared = True
         self._attempt = attempt
         self._timeout_s = 0.0
+        disown_in_forks(self)
         self._enter(logbook, index)
 
     @classmethod
@@ -102,6 +104,12 @@ class Watch:
         if logbook is not None:
             self.is_shared = True
             self._enter(logbook, job.local_rank)
+
+    def disown(self) -> None:
+        """Write no more into the page of the rank that has forked this process."""
+        self.is_shared = False
+        self._logbook = Logbook.private()
+        self._page = self._logbook.pages[0]
 
     def _enter(self, logbook: Logbook, index: int) -> None:
         self._logbook = logbook  # owns the memory

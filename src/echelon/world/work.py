@@ -14,6 +14,7 @@ from torch import Tensor
 
 from echelon import events
 from echelon.errors import RankError, UnsupportedError
+from echelon.world.forks import mark, refused
 from echelon.world.signature import Call, Place
 
 __all__ = ["Ticket", "Window", "Work"]
@@ -52,6 +53,7 @@ class Work(ABC):
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self._finish: list[Callable[[], None]] = []
+        self._mark = mark()
 
     @final
     def wait(self, timeout: float | None = None) -> None:
@@ -63,7 +65,10 @@ class Work(ABC):
 
         Raises:
             CommError: the ranks disagree, one failed, all wait for one another, or time is up.
+            StateError: this process was forked after the work was issued.
         """
+        if self._mark is not mark():
+            raise refused(f"the wait for {self.ticket}", self.ticket.rank)
         start_s = time.perf_counter()
         self._wait(timeout)
         finish, self._finish = self._finish, []

@@ -13,6 +13,7 @@ from typing import TypeVar, final
 from torch._C import _distributed_c10d as c10d
 
 from echelon.errors import CommError, CommTimeout, RankFailed
+from echelon.world.forks import disown_in_forks, keep_alive
 from echelon.world.torch_dist.notices import Notice, Reason, conclude
 from echelon.world.torch_dist.peers import PeerLost
 from echelon.world.watch import Watch
@@ -55,6 +56,11 @@ class Job:
         self._is_closed = False
         self._sever: list[Callable[[], None]] = []
         self._drop: list[Callable[[bool], None]] = []
+        disown_in_forks(self)
+
+    def disown(self) -> None:
+        """Leave the store to the rank that has forked this process."""
+        keep_alive(self.store)
 
     def join(self, sever: Callable[[], None], drop: Callable[[bool], None]) -> None:
         """Take in a group.

@@ -116,6 +116,9 @@ class NativeGroup(TorchGroup):
         self._others = tuple(rank for rank in self.ranks if rank != job.rank)
         job.join(lambda: None if check is None else check.sever(), self._drop)
 
+    def _kept_in_forks(self) -> Sequence[object]:
+        return (self._engine,)
+
     # Reductions ------------------------------------------------------------------------------
 
     def _all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> Work:

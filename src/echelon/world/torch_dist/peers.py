@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import ArgumentError, StateError
+from echelon.world.forks import disown_in_forks, keep_alive
 from echelon.world.signature import Call, fingerprint
 
 __all__ = [
@@ -134,6 +135,11 @@ class Peers:
         self.timeout = timeout
         self._tell = tell
         self.awaited: tuple[int, ...] = ()  # whom this rank waits for now
+        disown_in_forks(self)
+
+    def disown(self) -> None:
+        """Leave the engine to the rank that has forked this process."""
+        keep_alive(self._engine)
 
     def others(self) -> list[int]:
         """All other ranks, from the next one on, so that not all ranks begin with the same one."""
