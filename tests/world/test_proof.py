@@ -16,10 +16,13 @@ from echelon.errors import AuthenticationError, WorldError
 from echelon.world.environment import JobEnvironment
 from echelon.world.secret import Secret
 from echelon.world.torch_dist import proof
+from echelon.world.torch_dist.job import Job
 from echelon.world.torch_dist.peers import Engine, PeerLost, Peers, Posted
 from echelon.world.torch_dist.proof import conclude, strangers
 from echelon.world.torch_dist.rendezvous import Rendezvous, meet
 from echelon.world.torch_dist.sealed_store import SealedStore
+from echelon.world.torch_dist.start import _Maker
+from echelon.world.watch import Watch
 
 SECRET, OTHER = Secret(b"s" * 32), Secret(b"o" * 32)
 Prove = Callable[[Peers], Any]
@@ -205,3 +208,31 @@ def test_a_secret_that_is_none_is_refused_and_not_shown(text: str) -> None:
     assert text not in str(info.value)
     assert Secret.of({}) is None
     assert "5c" not in repr(Secret.of({"ECHELON_SECRET": "5c" * 32}))
+
+
+def test_a_stranger_who_wins_each_race_ends_the_start_of_all_ranks_by_name() -> None:
+    """Each of three trials has new connections; here the other one has another secret in all."""
+    store = c10d.HashStore()
+
+    def outcome(rank: int) -> str:
+        maker = _Maker(
+            job=Job(c10d.PrefixStore("job", store), Watch.alone(rank)),
+            secret=(SECRET, OTHER)[rank],
+            backend="gloo",
+            device=torch.device("cpu"),
+            timeout=20.0,
+            check=False,
+            loopback=True,
+            one_host=True,
+        )
+        try:
+            maker.make("world", (0, 1))
+        except AuthenticationError as error:
+            return f"{error.ranks} {error}"
+        return "made"
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(outcome, range(2)))
+    assert all(text.startswith("(0, 1) what speaks as ranks 0, 1 in") for text in found)
+    assert store.check(["job/group/world/2/strangers"])  # it was tried three times
+    assert not store.check(["job/group/world/3/strangers"])

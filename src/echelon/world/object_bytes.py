@@ -29,6 +29,7 @@ from echelon.world.memory import available_nbytes
 __all__ = ["checked_nbytes", "from_object", "to_object"]
 
 _LENGTH_NBYTES = 8
+_SMALL_NBYTES = 1 << 20  # so many are always there; to ask takes time
 _ALIGN = 16  # the longest element
 # Reading JSON takes at most so many bytes for one of its own, see ``values.bounded``.
 _READING = 512
@@ -43,7 +44,7 @@ def checked_nbytes(nbytes: int, rank: int) -> int:
     Raises:
         CommError: there can be no such object here.
     """
-    if not 0 <= nbytes < max(available_nbytes(), 2**20):
+    if not (0 <= nbytes <= _SMALL_NBYTES or 0 <= nbytes < available_nbytes()):
         raise CommError(
             f"rank {rank} says that it sends an object of {nbytes} bytes, for which there is no "
             "memory here: send tensors by themselves, or free memory"
