@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -83,6 +84,16 @@ class Screen:
         ]
 
 
+# What a rank prints at its end, from its first line on; the end of the run tells it once.
+_CRASH = re.compile(
+    r"^(?:  [+|] )*(?:Exception Group )?Traceback \(most recent call last\)"
+    r"|^Fatal Python error: |^terminate called ",
+    re.M,
+)
+# A warning of torch where no name server answers; the address that it has connected to is a number.
+_NOISE = re.compile(r"^\[W.*socket\.cpp.*hostname of the client socket cannot.*\n", re.M)
+
+
 class _Tail:
     """Copies a file onto a stream, as it grows.
 
@@ -98,11 +109,15 @@ class _Tail:
 
     def show(self) -> None:
         """Copy what is new, up to a traceback."""
-        text = self._held + self._read()
-        start = text.find("Traceback (most recent call last)")
-        if start < 0:
+        text = _NOISE.sub("", self._held + self._read())
+        crash = _CRASH.search(text)
+        noise = text.rfind("\n[W") + 1 or (0 if text.startswith("[W") else -1)
+        if crash is None and noise >= 0 and "\n" not in text[noise:]:  # it may be one of those
+            shown, self._held = text[:noise], text[noise:]
+        elif crash is None:
             shown, self._held = text, ""
         else:
+            start = crash.start()
             if not self._held:
                 self._held_since = time.monotonic()
             shown, self._held = text[:start], text[start:]

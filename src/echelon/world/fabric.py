@@ -124,6 +124,7 @@ class Fabric:
         self.failure: tuple[int, BaseException] | None = None
         self._wakeups = [threading.Condition(self.lock) for _ in range(size)]
         self._waits: list[dict[int, _Wait]] = [{} for _ in range(size)]  # by rank, by thread
+        self._gave_up: dict[int, Pending] = {}  # what a rank waited for in vain, in its last call
         self._threads: list[set[int]] = [set() for _ in range(size)]  # that have ever waited
         self._finished: set[int] = set()
 
@@ -135,6 +136,8 @@ class Fabric:
     def note(self, ticket: Ticket) -> None:
         """Note the last call of a rank."""
         self.sightings[ticket.rank].ticket = ticket
+        if self._gave_up:
+            self._gave_up.pop(ticket.rank, None)
 
     def finish(self, rank: int) -> None:
         """Note that a rank has returned, or closed its world; it never answers again."""
@@ -198,6 +201,7 @@ class Fabric:
                 if not self._wakeups[rank].wait(deadline - time.monotonic()):
                     self._waits[rank].pop(thread, None)
                     if not pending.complete:
+                        self._gave_up[rank] = pending
                         late = sorted(pending.absent)
                         error = CommTimeout(str(ticket), late, seconds, self._others(rank))
                         # Who has a timeout of his own may wait again.
@@ -279,10 +283,13 @@ class Fabric:
     def _root(self, rank: int) -> int:
         """The rank that ``rank`` waits for, through others that wait, too."""
         seen: set[int] = set()
-        while rank not in seen and self._waits[rank]:
+        while rank not in seen:
             seen.add(rank)
-            wait = next(iter(self._waits[rank].values()))
-            rank = min(wait.pending.absent, default=rank)
+            pending = next((wait.pending for wait in self._waits[rank].values()), None)
+            pending = pending or self._gave_up.get(rank)
+            if pending is None:
+                break
+            rank = min(pending.absent, default=rank)
         return rank
 
     def _others(self, reporter: int) -> str:

@@ -52,8 +52,10 @@ _NBYTES = _HEADER_NBYTES + _SLOT_NBYTES * _NUM_SLOTS
     _GONE,
     _TIMEOUT_MS,
     _SCRIPT_ENDED,
+    _GAVE_UP,
+    _GAVE_UP_CALL,
     _NUM_FIELDS,
-) = range(15)
+) = range(17)
 _CALL_LENGTH, _GROUP_LENGTH, _PLACE_LENGTH = 270, 40, 190  # of the parts of a text, in bytes
 
 
@@ -86,6 +88,7 @@ class Entry:
         stacks: descriptor of the file to which it writes its stacks; None if it does not.
         timeout_s: seconds that it waits for others in one call; 0 where it has not said so.
         script_ended: whether its script has come to its end, whatever its process still does.
+        gave_up: a rank in the job that it waited for in vain in its last call, if it did.
     """
 
     rank: int
@@ -101,6 +104,7 @@ class Entry:
     stacks: int | None
     timeout_s: float = 0.0
     script_ended: bool = False
+    gave_up: int | None = None
 
     @property
     def where(self) -> str:
@@ -164,6 +168,11 @@ class Page:
         """Note for whom in the job the rank waits; None: for nobody any more."""
         self._longs[_AWAITED] = 0 if rank is None else rank + 1
 
+    def give_up(self, rank: int) -> None:
+        """Note for whom in the job the rank has waited in vain; holds until its next call."""
+        self._longs[_GAVE_UP_CALL] = self._longs[_CALL]
+        self._longs[_GAVE_UP] = rank + 1
+
     def offer_stacks(self, descriptor: int | None) -> None:
         """Note where the stacks of the process can be read when it is asked for them."""
         self._longs[_STACKS] = 0 if descriptor is None else descriptor + 1
@@ -204,6 +213,7 @@ class Page:
             stacks=_optional(longs[_STACKS]),
             timeout_s=longs[_TIMEOUT_MS] / 1e3,
             script_ended=bool(longs[_SCRIPT_ENDED]),
+            gave_up=_optional(longs[_GAVE_UP] * (longs[_GAVE_UP_CALL] == longs[_CALL])),
         )
 
     def _write_text(self, key: tuple[Call, Place, str]) -> int:

@@ -76,16 +76,25 @@ class Place(NamedTuple):
         return f"{self.file}:{self.line} in {self.function}"
 
 
-# Frames of this library and of torch (autograd calls our hooks) are not the user's.
-_OURS = (
+# Frames of this library, of torch (autograd calls our hooks) and of Python's own modules (as where
+# a context manager leaves) are not the user's.
+_COMMUNICATION = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_NOT_THE_USERS = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    os.path.dirname(os.__file__) + os.sep,
+    "<frozen ",
 )
 
 
 def caller() -> Place:
     """The innermost line of user code that led here."""
     frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_OURS) and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        if frame.f_back is None:  # a thread of ours or of torch: the line that issues the call
+            frame = sys._getframe(1)
+            while frame.f_code.co_filename.startswith(_COMMUNICATION) and frame.f_back is not None:
+                frame = frame.f_back
+            break
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

@@ -157,6 +157,11 @@ class Watch:
         """Note for whom in the job this rank waits; None: for nobody any more."""
         self._page.await_rank(rank)
 
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """Note that this rank has waited in vain for these in the job, until its next call."""
+        if ranks:
+            self._page.give_up(ranks[0])
+
     # What it finds out -----------------------------------------------------------------------
 
     def check(self, doing: str) -> None:
@@ -194,7 +199,8 @@ class Watch:
         root = rank
         while root in entries and root not in seen:
             seen.add(root)
-            awaited = entries[root].awaited
+            entry = entries[root]
+            awaited = entry.gave_up if entry.awaited is None else entry.awaited
             if awaited is None:
                 return root
             root = awaited
@@ -209,6 +215,8 @@ def _finding(entry: Entry, stack: Sequence[str]) -> Finding:
         doing = "has closed its world"
     elif entry.awaited is not None:
         doing = f"waits for rank {entry.awaited}"
+    elif entry.gave_up is not None:
+        doing = f"has waited in vain for rank {entry.gave_up}"
     else:
         doing = activity(entry.pid, entry.native)
     silence = "its process did not answer"

@@ -204,7 +204,8 @@ class Board:
                 if failure is not None:
                     raise failure
                 if now() >= deadline:
-                    raise CommTimeout(doing(), missing(), timeout)
+                    self.watch.give_up(late := missing())  # before it looks as if we computed
+                    raise CommTimeout(doing(), late, timeout)
                 if not told and (late := missing()):
                     self.watch.await_rank(late[0])
                     told = True

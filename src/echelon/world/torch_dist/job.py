@@ -109,6 +109,8 @@ class Job:
             knows_more_later = mine.reason is Reason.LOST and bool(mine.missing)
             if not knows_more_later:
                 self._post(mine)
+            if mine.reason is Reason.TIMEOUT:
+                self.watch.give_up(mine.missing)
             others = [rank for rank in ranks if rank != self.rank]
             start_s = time.monotonic()
             last = False

@@ -1,0 +1,132 @@
+"""Ranks that wait in vain together blame the one that hangs, and reports name lines of users."""
+
+import concurrent.futures
+import contextlib
+import io
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import echelon as ec
+from echelon.cli.screen import Screen
+from echelon.errors import CommTimeout, RankFailed
+from echelon.world.logbook import Logbook
+from echelon.world.watch import Watch
+from tests.worlds import run_world
+
+TIMEOUT_S = 2.0
+
+
+def gives_up_and_computes(world: ec.World) -> None:
+    """Rank 2 hangs; rank 1 waits for it in vain, and rank 0 for rank 1 a little longer."""
+    world.group.barrier()
+    if world.rank == 2:
+        time.sleep(3 * TIMEOUT_S)
+    elif world.rank == 1:
+        try:
+            world.group.recv(torch.zeros(1), 2)
+        except CommTimeout:
+            end = time.monotonic() + 1.0
+            while time.monotonic() < end:
+                pass  # as where it takes long to tell of the error
+            raise
+    else:
+        time.sleep(0.5)
+        world.group.recv(torch.zeros(1), 1)
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
+def test_a_rank_that_has_given_up_itself_is_not_blamed(kind: str) -> None:
+    with pytest.raises((CommTimeout, RankFailed)) as info:
+        run_world(kind, gives_up_and_computes, 3, timeout=TIMEOUT_S)
+    error = info.value
+    blamed = list(error.stuck) if isinstance(error, CommTimeout) else [error.failed_rank]
+    assert blamed == [2], error
+
+
+def test_what_a_rank_gave_up_on_is_forgotten_at_its_next_call() -> None:
+    book = Logbook.create(3)
+    watches = [Watch(book, rank, rank) for rank in range(3)]
+    watches[1].give_up([2])
+    error = CommTimeout("a barrier", [1], 1.0)
+    assert list(watches[0].explained(error).stuck) == [2]
+    book.pages[1]._longs[6] = 1 << 32  # another call
+    assert list(watches[0].explained(error).stuck) == [1]
+    book.close()
+
+
+class Calls:
+    """Communicates where Python's own modules call it."""
+
+    def __init__(self, world: ec.World) -> None:
+        self.world = world
+
+    @contextlib.contextmanager
+    def summed(self, tensor: torch.Tensor) -> Iterator[None]:
+        yield
+        self.world.group.all_reduce(tensor)
+
+
+def place_of_a_mismatch(world: ec.World, how: str) -> None:
+    """Ranks that differ in a call, which a thread of Python's pool or an exit stack makes."""
+    tensor = torch.ones(2 + world.rank)
+    if how == "pool":
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(world.group.all_reduce, tensor).result()
+    else:
+        with contextlib.ExitStack() as stack:
+            stack.callback(world.group.all_reduce, tensor)
+
+
+def test_the_place_of_a_call_is_a_line_of_the_user_where_python_makes_it() -> None:
+    with pytest.raises(ec.CollectiveMismatch) as info:
+        ec.run(place_of_a_mismatch, 2, args=("stack",))
+    assert all(f"{__file__}:" in call for call in info.value.calls.values()), info.value
+
+
+def test_the_place_of_a_call_of_a_pool_is_not_a_line_of_pythons_threads() -> None:
+    with pytest.raises(ec.CollectiveMismatch) as info:
+        ec.run(place_of_a_mismatch, 2, args=("pool",))
+    assert not [call for call in info.value.calls.values() if "_bootstrap" in call], info.value
+
+
+CRASH = """Fatal Python error: Segmentation fault
+
+Current thread 0x00007f (most recent call first):
+  File "train.py", line 3 in main
+Extension modules: numpy, torch (total: 2)
+"""
+WARNING = (
+    "[W1123 04:00:00.000000000 socket.cpp:767] [c10d] The hostname of the client socket cannot be "
+    "retrieved. err=-3\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (["loss 1\n", CRASH], "loss 1\n"),
+        (["terminate called after throwing an instance of 'c10::Error'\n  what():  x\n"], ""),
+        ([WARNING, "loss 1\n"], "loss 1\n"),
+        ([WARNING[:30], WARNING[30:], "loss 1\n"], "loss 1\n"),
+        (["[Warmup] 10 %", "\rdone\n"], "[Warmup] 10 %\ndone\n"),
+    ],
+)
+def test_the_screen_shows_neither_a_crash_before_its_report_nor_torchs_want_of_a_name_server(
+    written: list[str], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = io.StringIO()
+    monkeypatch.setattr("sys.stderr", errors)
+    folder = tmp_path / "run" / "attempt_0" / "0"
+    folder.mkdir(parents=True)
+    screen = Screen(tmp_path, live=True)
+    with open(folder / "stderr.log", "a") as log:
+        for text in written:
+            log.write(text)
+            log.flush()
+            screen.show()
+        screen.close_attempt(failed="Warmup" not in written[0])
+    assert errors.getvalue() == shown
