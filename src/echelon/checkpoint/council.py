@@ -53,7 +53,8 @@ class Council:
             found = step()
         except Exception as error:  # it is raised below, on all ranks
             problem = named(error, None if self.group is None else self.world_rank)
-        facts = self._gather([asked, None if problem is None else _told(problem), found], what)
+        label = what if asked is None else f"{what}, which all ranks make"
+        facts = self._gather([asked, None if problem is None else _told(problem), found], label)
         if asked is not None:
             self._check_alike([one[0] for one in facts], what)
         for rank, (_, told, _) in enumerate(facts):

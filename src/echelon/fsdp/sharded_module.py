@@ -167,6 +167,7 @@ class ShardedModule(Wrapper, Holder):
         Raises:
             StateError: inside a forward or a backward.
         """
+        self._meet("state_dict()")
         return state_of_copies(self.module, copy_parameters(self._hooks), args, kwargs)
 
     def whole_state_dict(self, rank0_only: bool = False, cpu: bool = True) -> dict[str, Any]:
@@ -182,10 +183,16 @@ class ShardedModule(Wrapper, Holder):
         """
         arguments.one_of("rank0_only", rank0_only, (False, True))
         arguments.one_of("cpu", cpu, (False, True))
+        self._meet("whole_state_dict()")
         keep = self._group.rank == 0 or not rank0_only
         device = torch.device("cpu") if cpu else None
         copies = copy_parameters(self._hooks, keep=keep, device=device)
         return state_of_copies(self.module, copies, device=device) if keep else {}
+
+    def _meet(self, call: str) -> None:
+        """Wait for all ranks, so that one that calls alone hears of that, and not of a gather."""
+        if not self._hooks.busy:
+            self._group.barrier(label=f"{call}, which all ranks call")
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Copies of this rank's parts, by the plain module's keys. Nothing is communicated.
@@ -247,6 +254,7 @@ class ShardedModule(Wrapper, Holder):
             UnsupportedError: a state is neither a number nor one number for each element.
             StateError: the optimizers of the ranks hold different states.
         """
+        self._meet("optimizer_state_dict()")
         return gather_optimizer_state(optimizer, self.module, self._storages(), self._group)
 
     def load_optimizer_state_dict(

@@ -22,10 +22,14 @@ from torch.utils import _pytree as pytree
 from echelon.errors import UnsupportedError
 from echelon.pipeline.recall import Recall
 
-__all__ = ["Absent", "absent_copy", "absent_like", "missing_in"]
+__all__ = ["Absent", "NeedsValues", "absent_copy", "absent_like", "missing_in"]
 
 _META = torch.device("meta")
 _STAYS = {"cpu", "cuda", "xpu"}  # methods that move a tensor to the device that it seems to be on
+
+
+class NeedsValues(UnsupportedError):
+    """An operation on absent tensors, of which torch does not know the shape of the result."""
 
 
 @final
@@ -88,9 +92,15 @@ def _outcome(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         args = tuple(_META if isinstance(one, str) else one for one in args)
     if "device" in kwargs:
         kwargs["device"] = _META
-    with torch._C.DisableTorchFunctionSubclass():
-        found = func(*args, **kwargs)
     missing = frozenset[str]().union(*(vars(one)["missing"] for one in absent))
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        raise NeedsValues(
+            f"{name}() depends on {sorted(missing)}, which other stages have, and cannot run by "
+            f"shapes alone ({type(error).__name__}: {error})"
+        ) from error
 
     def mark(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and not isinstance(leaf, Absent):

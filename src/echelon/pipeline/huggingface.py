@@ -71,6 +71,7 @@ _GPT2 = _Family(
 _FAMILIES = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
+    "MixtralForCausalLM": _LLAMA,
     "Qwen2ForCausalLM": _LLAMA,
     "Qwen3ForCausalLM": _LLAMA,
     "GPT2LMHeadModel": _GPT2,
@@ -90,6 +91,11 @@ class CausalRow(Row):
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._family = model, _FAMILIES[type(model).__name__]
+        if getattr(model.config, "output_router_logits", False):
+            raise ArgumentError(
+                f"this {type(model).__name__} gives the logits of its routers, of which a stage "
+                "knows those of its own blocks only: set config.output_router_logits = False"
+            )
         self._blocks = list(model.get_submodule(self._family.trunk).children())
 
     @property

@@ -92,6 +92,7 @@ class StagedModule(nn.Module, Holder):
         """
         one_of("rank0_only", rank0_only, (False, True))
         one_of("cpu", cpu, (False, True))
+        self._group.barrier(label="whole_state_dict(), which all ranks call")
         keep = self._group.rank == 0 or not rank0_only
         device = torch.device("cpu") if cpu else None
         return whole_state(self._own, self._placement, self._group, keep=keep, device=device)
@@ -138,7 +139,9 @@ class StagedModule(nn.Module, Holder):
             ArgumentError: the optimizer has the state of a parameter that is in no stage here.
             StateError: the optimizers of the ranks hold different states or groups.
         """
-        return StateByName(optimizer, self._own, self._first_names).save(self._group)
+        own = StateByName(optimizer, self._own, self._first_names)
+        self._group.barrier(label="optimizer_state_dict(), which all ranks call")
+        return own.save(self._group)
 
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]

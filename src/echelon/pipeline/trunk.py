@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from echelon.errors import ArgumentError, UnsupportedError
-from echelon.pipeline.absent import Absent, absent_copy, absent_like, missing_in
+from echelon.pipeline.absent import Absent, NeedsValues, absent_copy, absent_like, missing_in
 from echelon.pipeline.graft import carve, hollow, pass_on
 from echelon.pipeline.parts import Part, Row, register
 from echelon.pipeline.recall import Recall
@@ -213,6 +213,8 @@ class _Forward(nn.Module):
     def _result(self, args: Any, kwargs: Any, forms: Any, fill: Callable[[Any], Any]) -> Any:
         try:
             found = self.shell(*args, **kwargs)
+        except NeedsValues as error:
+            raise UnsupportedError(f"{error}: {self._hint}") from error
         except _Exit as exit:
             found = {"block": fill(exit.value), "model": forms}
         else:
