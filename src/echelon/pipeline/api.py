@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import ArgumentError, CommError, EchelonError, StateError
+from echelon.pipeline.elsewhere import explain_forward, explain_none
 from echelon.pipeline.execute import Batch, Executor, Loss
 from echelon.pipeline.feed import Feed
 from echelon.pipeline.fit import (
@@ -227,14 +228,15 @@ class Pipeline(StagedModule):
             tie.reduce()
         if self._group.size > 1:
             mark_stage_gradients(p.grad for p in self.parameters() if p.grad is not None)
-        return self._loss_of(batch, loss_everywhere)
+        return self._loss_of(batch, loss_everywhere, "step")
 
     def eval_step(
         self, *args: Any, target: Any = None, loss_everywhere: bool = False, **kwargs: Any
     ) -> Tensor | None:
         """The loss of one batch, of any size, without gradients. All ranks call it."""
         loss_fn = self._needs_loss("eval_step")
-        return self._loss_of(self._evaluate(args, kwargs, target, loss_fn), loss_everywhere)
+        batch = self._evaluate(args, kwargs, target, loss_fn)
+        return self._loss_of(batch, loss_everywhere, "eval_step")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model, without gradients, on the rank of the last stage; else None.
@@ -242,6 +244,7 @@ class Pipeline(StagedModule):
         All ranks call it; the batch may have any size.
         """
         outputs = self._evaluate(args, kwargs, None, None).outputs
+        explain_forward(self._schedule.placement[-1])
         return join_batches([outputs[i] for i in sorted(outputs)]) if outputs else None
 
     def _needs_loss(self, call: str) -> Loss:
@@ -279,11 +282,13 @@ class Pipeline(StagedModule):
                 "that error end the rank, and start a new world"
             ) from self._failure
 
-    def _loss_of(self, batch: Batch, everywhere: bool) -> Tensor | None:
+    def _loss_of(self, batch: Batch, everywhere: bool, call: str) -> Tensor | None:
         loss = None
         if batch.losses:
             loss = torch.stack([batch.losses[i] for i in sorted(batch.losses)]).sum()
         if not everywhere:
+            if loss is None:
+                explain_none(call, self._schedule.placement[-1])
             return loss
         found = self._group.broadcast_object(
             None if loss is None else loss.cpu(), self._schedule.placement[-1]

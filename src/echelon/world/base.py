@@ -30,6 +30,7 @@ class World:
         local_rank: position of this rank among the ranks of its host.
         backend: ``"threads"``, ``"shm"``, ``"gloo"``, ``"nccl"`` or ``"single"``.
         steps: counts the optimizer steps of this rank.
+        hints: by who gives them: what an error of the user's code comes from, if it is known.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class World:
         self._close = close
         self._closed = False
         self._mark = mark()
+        self.hints: dict[str, Callable[[BaseException], str | None]] = {}
 
     @property
     def rank(self) -> int:
@@ -116,6 +118,13 @@ class World:
         """
         shared_facts.agree(self.group, facts)
 
+    def explain(self, error: BaseException) -> None:
+        """Add notes to an error of the user's code, where it is known what it comes from."""
+        for hint in self.hints.values():
+            text = hint(error)
+            if text is not None and text not in getattr(error, "__notes__", ()):
+                error.add_note(text)
+
     def close(self, error: BaseException | None = None) -> None:
         """End communication in good order. A second call does nothing.
 
@@ -130,6 +139,8 @@ class World:
         self._closed = True
         if self._mark is not mark():  # this process is a fork, and the world is not its own
             return
+        if error is not None:
+            self.explain(error)
         if error is None or isinstance(error, SystemExit):  # the script's own way to end
             try:
                 self.group.prepare_close()

@@ -148,6 +148,9 @@ def call(fn: Callable[..., Any], world: World, args: tuple[Any, ...]) -> Any:
             world.group.prepare_close()  # this rank has not failed: it leaves
             raise
         return None
+    except BaseException as error:
+        world.explain(error)
+        raise
 
 
 def _collect(
