@@ -16,6 +16,7 @@ from torch import nn
 
 from echelon import arguments
 from echelon.errors import ArgumentError
+from echelon.fsdp.bypassed import bypassed_modules
 
 __all__ = ["Member", "Rule", "UnitPlan", "by_function", "by_size", "by_type", "plan_units", "whole"]
 
@@ -179,6 +180,7 @@ def plan_units(
 def _claimed(model: nn.Module, rule: Rule, skip: set[int]) -> dict[str, nn.Module]:
     """The modules that the rule takes, by name, in the order of the model."""
     taken: dict[str, nn.Module] = {}
+    bypassed = bypassed_modules(model) if rule.text != whole().text else set()
     owned: set[int] = set()  # parameters of units
     seen: set[int] = set()
 
@@ -190,6 +192,8 @@ def _claimed(model: nn.Module, rule: Rule, skip: set[int]) -> dict[str, nn.Modul
             visit(f"{name}.{child}".lstrip("."), submodule)
         params = {id(p): p for p in module.parameters() if id(p) not in skip}
         rest = sum(p.numel() for key, p in params.items() if key not in owned)
+        if module in bypassed:
+            return  # a unit is gathered when it is called
         if name and params and rule.claims(module, sum(p.numel() for p in params.values()), rest):
             taken[name] = module
             owned.update(params)
