@@ -6,13 +6,14 @@ code that emits never learns who they are.
 Events of this library and their facts (bytes in ``nbytes``, ranks inside the job in ``rank``):
 
 ====================  ==========================================================================
-``collective.issue``  ``rank group op position nbytes label``: a collective was issued
+``collective.issue``  ``rank group op position nbytes label``: a collective was issued, a message
+                      sent (op ``send``) or asked for (``recv``)
 ``collective.wait``   the same and ``seconds``: how long a rank was held up until it was complete
-``p2p.issue``         ``rank group op peer tag nbytes``
 ``memory``            ``rank category nbytes``: bytes of a category grew (or shrank, if negative)
 ``ddp.backward``      ``rank phase``: ``begin`` or ``end`` of a backward that reduces
 ``ddp.bucket``        ``rank bucket nbytes``: a bucket's gradients are complete and on their way
 ``fsdp.gather``       ``rank unit nbytes``: the parameters of a unit became whole
+``fsdp.prefetch``     the same: a unit that is not needed yet began to become whole
 ``fsdp.release``      the same: they are this rank's parts again
 ``pipeline.action``   ``rank action kind training waited_s``: one action of a schedule ran, such as
                       ``2F0``; ``waited_s`` of its time passed until its input was there

@@ -18,6 +18,7 @@ from typing import final
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from echelon.errors import StateError
 from echelon.fsdp.backward_pass import Pass, Run
@@ -53,9 +54,16 @@ class Backward:
         self.uses = [Uses() for _ in units]
         self.runs: weakref.WeakSet[Run] = weakref.WeakSet()
         self._pass: Pass | None = None
+        self._handles: list[RemovableHandle] = []
         for u, unit in enumerate(units):
             for param in unit.trainable:
-                param.register_post_accumulate_grad_hook(self._arrival(u))
+                handle = param.register_post_accumulate_grad_hook(self._arrival(u))
+                self._handles.append(handle)
+
+    def detach(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
 
     @property
     def is_running(self) -> bool:

@@ -54,7 +54,8 @@ def bypassed_modules(model: nn.Module) -> set[nn.Module]:
     found: set[nn.Module] = set()
     names = frozenset(name for module in model.modules() for name in module._parameters)
     for module in model.modules():
-        uses = _uses_of(type(module), names)
+        kind: type = type(module)
+        uses = _uses_of(kind, names)
         for path in uses.reads:
             owner_path, _, local = path.rpartition(".")
             owner = _below(module, owner_path)
@@ -72,7 +73,7 @@ def _below(module: nn.Module, path: str) -> nn.Module | None:
 
 
 @cache
-def _uses_of(cls: type[nn.Module], names: frozenset[str]) -> _Uses:
+def _uses_of(cls: type, names: frozenset[str]) -> _Uses:
     """What the methods of a class and of its bases do; nothing where there is no source.
 
     Args:

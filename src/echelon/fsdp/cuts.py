@@ -50,12 +50,14 @@ class ShardInfo:
         start: first element, in the flattened parameter.
         size: number of elements.
         shape: of the whole parameter.
+        is_local: whether that rank is this one.
     """
 
     rank: int
     start: int
     size: int
     shape: Shape
+    is_local: bool = False
 
 
 @final
@@ -80,11 +82,14 @@ class Cut:
         """Number of elements of each rank."""
         return [sum(piece.numel for piece in pieces) for pieces in self.pieces]
 
-    def info(self, member: int) -> list[ShardInfo]:
-        """Who owns what of one parameter, in rank order."""
+    def info(self, member: int, rank: int | None = None) -> list[ShardInfo]:
+        """Who owns what of one parameter, in rank order, seen from ``rank``."""
         shape = self.shapes[member]
         own = [pieces[member] for pieces in self.pieces]
-        return [ShardInfo(rank, piece.start, piece.numel, shape) for rank, piece in enumerate(own)]
+        return [
+            ShardInfo(owner, piece.start, piece.numel, shape, owner == rank)
+            for owner, piece in enumerate(own)
+        ]
 
 
 def numel_of(shape: Shape) -> int:

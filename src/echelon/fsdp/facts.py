@@ -24,6 +24,7 @@ __all__ = [
     "memory_of",
     "owners_of",
     "unit_facts",
+    "units_of",
 ]
 
 
@@ -105,6 +106,30 @@ def unit_facts(units: Sequence[Unit]) -> tuple[UnitInfo, ...]:
     )
 
 
+def units_of(units: Sequence[Unit], names: Sequence[str]) -> list[Unit]:
+    """The units with these names, or with parameters of modules that have them; all without names.
+
+    Raises:
+        ArgumentError: a name fits nothing.
+    """
+    found: set[int] = set()
+    for given in names:
+        name = plain_name(given) if isinstance(given, str) else given
+        fitting = {
+            u
+            for u, unit in enumerate(units)
+            for path in [unit.name, *(one.name for kind in unit.storages for one in kind.members)]
+            if name and f"{plain_name(path)}.".startswith(f"{name}.")
+        }
+        if not fitting:
+            raise ArgumentError(
+                f"full_parameters({given!r}): no unit, module with parameters, or parameter of "
+                "this model has that name"
+            )
+        found |= fitting
+    return [units[u] for u in sorted(found)] if names else list(units)
+
+
 def owners_of(storages: Sequence[Storage], name: str) -> list[ShardInfo]:
     """Which part of a parameter every rank owns.
 
@@ -114,10 +139,11 @@ def owners_of(storages: Sequence[Storage], name: str) -> list[ShardInfo]:
     for storage in storages:
         for i, member in enumerate(storage.members):
             if plain_name(member.name) == plain_name(name):
+                rank, size = storage.group.rank, storage.group.size
                 if storage.sharded:
-                    return storage.cut.info(i)
+                    return storage.cut.info(i, rank)
                 shape, numel = storage.cut.shapes[i], storage.own[i].numel
-                return [ShardInfo(r, 0, numel, shape) for r in range(storage.group.size)]
+                return [ShardInfo(r, 0, numel, shape, r == rank) for r in range(size)]
     raise ArgumentError(f"Parameter {name!r} is in no unit of this model")
 
 

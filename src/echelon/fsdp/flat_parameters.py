@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from echelon.errors import StateError
 from echelon.fsdp.storage import Storage
 
-__all__ = ["flat_parameters", "hide"]
+__all__ = ["flat_parameters", "hide", "show"]
 
 _hidden: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter, the name of the flat one
 _seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # how many groups were looked at
@@ -31,6 +31,12 @@ def hide(params: Iterable[nn.Parameter], *, behind: str) -> None:
     _seen.clear()  # an optimizer may have stepped before its model was wrapped
     for param in params:
         _hidden[param] = behind
+
+
+def show(params: Iterable[nn.Parameter]) -> None:
+    """Optimizers may have ``params`` again."""
+    for param in params:
+        _hidden.pop(param, None)
 
 
 @cache

@@ -94,6 +94,10 @@ class Hooks:
                 for hook in ids:
                     hooks.pop(hook, None)
 
+    def detach(self) -> None:
+        """Take the hooks off the parameters."""
+        self._backward.detach()
+
     # Forward ---------------------------------------------------------------------------------
 
     @contextmanager

@@ -18,6 +18,7 @@ from echelon.errors import ArgumentError, StateError
 from echelon.fsdp import facts
 from echelon.fsdp.build import copy_units
 from echelon.fsdp.cuts import ShardInfo
+from echelon.fsdp.detached import Detached, make_whole
 from echelon.fsdp.flat_parameters import flat_parameters
 from echelon.fsdp.gradients import Slots
 from echelon.fsdp.held import holdings_of_shards
@@ -91,29 +92,33 @@ class ShardedModule(Wrapper, Holder):
                 yield prefix + plain_name(name.removeprefix(prefix)), param
 
     @contextmanager
-    def full_parameters(self, *, writeback: bool = False) -> Iterator[None]:
-        """Make all parameters whole inside the block. All ranks enter it.
+    def full_parameters(self, *names: str, writeback: bool = False) -> Iterator[None]:
+        """Make all parameters whole inside the block, or those of some units. All ranks enter it.
 
         Args:
+            names: of units, modules or parameters, the same on all ranks: their units become whole,
+                and the others stay parts. Without names all do.
             writeback: keep what the block wrote; each rank keeps its own part. Where ranks share
                 memory, each of them has whole parameters of its own meanwhile.
 
         Raises:
             StateError: inside a forward or a backward; or the block wrote and ``writeback`` is
                 False.
+            ArgumentError: a name is that of nothing with parameters.
         """
+        units = facts.units_of(self._units, names)
         if self._hooks.busy:
             raise StateError(
                 "full_parameters() inside a forward, a backward or another full_parameters(): "
                 "call it outside"
             )
         self._hooks.prepare()
-        for unit in self._units:
+        for unit in units:
             if writeback:
                 unit.isolate()
             else:
                 unit.gather()
-        versions = [unit.versions() for unit in self._units]
+        versions = [unit.versions() for unit in units]
         self._hooks.pinned = True
         try:
             yield
@@ -121,24 +126,16 @@ class ShardedModule(Wrapper, Holder):
                 # Every rank has its copies: from now on the parts of others may be written.
                 self._hooks.rest("what was written is kept")
                 with torch.no_grad():
-                    for storage in self._storages():
-                        storage.keep()
+                    for unit in units:
+                        for storage in unit.storages:
+                            storage.keep()
             else:
-                self._check_unwritten(versions)
+                _check_unwritten(units, versions)
         finally:
             self._hooks.pinned = False
             for unit in self._units:
                 unit.release()
             self._hooks.rest("whole parameters are released")
-
-    def _check_unwritten(self, before: Sequence[Sequence[object]]) -> None:
-        for unit, versions in zip(self._units, before, strict=True):
-            name = unit.written(versions)
-            if name is not None:
-                raise StateError(
-                    f"parameter {name!r} was written inside full_parameters(), where that is lost "
-                    "or seen by some ranks only: use full_parameters(writeback=True)"
-                )
 
     def update_shards(self, flat: Tensor) -> None:
         """Write this rank's parts from one tensor, in the order of ``parameters()``, in place.
@@ -288,6 +285,22 @@ class ShardedModule(Wrapper, Holder):
             theirs.requires_grad_(mine.requires_grad)
         return clone
 
+    def unwrap(self) -> nn.Module:
+        """Take the wrapper off; the module has whole parameters and gradients. All ranks call it.
+
+        Each rank then holds the whole model, in memory of its own, in the same parameter objects.
+        An optimizer keeps states of parts, of no use to it: take ``optimizer_state_dict`` before.
+        The wrapper cannot be used afterwards; the module can be wrapped again.
+
+        Raises:
+            StateError: inside a forward, a backward or ``full_parameters()``.
+        """
+        module = self.module
+        make_whole(module, self._hooks, self._storages())
+        detached: Any = Detached()
+        self._hooks = self._units = self._slots = self._ranks = self._census = detached
+        return module
+
     # What is where ---------------------------------------------------------------------------
 
     @property
@@ -326,5 +339,26 @@ class ShardedModule(Wrapper, Holder):
         """
         return facts.memory_of(self._units, self._slots, self._hooks, optimizer)
 
+    def buffer_bytes(self) -> dict[str, tuple[int, int]]:
+        """What is held beside the parts, by category: bytes now, and the most so far."""
+        stats = self.memory_stats()
+        return {
+            "whole parameters": (stats.gathered, stats.peak_gathered),
+            "gradients under way": (
+                stats.slots,
+                stats.slots + stats.peak_gradients - stats.gradients,
+            ),
+        }
+
     def _storages(self) -> list[Storage]:
         return [storage for unit in self._units for storage in unit.storages]
+
+
+def _check_unwritten(units: Sequence[Unit], before: Sequence[Sequence[object]]) -> None:
+    for unit, versions in zip(units, before, strict=True):
+        name = unit.written(versions)
+        if name is not None:
+            raise StateError(
+                f"parameter {name!r} was written inside full_parameters(), where that is lost "
+                "or seen by some ranks only: use full_parameters(writeback=True)"
+            )

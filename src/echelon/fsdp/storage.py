@@ -142,14 +142,31 @@ class Storage(ABC):
 
         Nothing else here refers to its old memory, so that is free.
         """
+        param = self.params[i]
         with torch.no_grad():
-            self.adopt_one(i, self.params[i])
-        self.params[i].data = self.locals[i]
+            self.adopt_one(i, param)
+            # Of a gradient from before wrapping the rank keeps its part, too.
+            gradient = None if param.grad is None else self.part_of(i, param.grad)
+            param.grad = None
+            param.data = self.locals[i]
+            if gradient is not None:
+                param.grad = gradient.to(param, copy=True)
 
     def flatten(self) -> None:
         """Expose one parameter, 1D, in the place of all."""
         assert self.part is not None, "refused before anything was built"
         self.exposed = [nn.Parameter(self.part, requires_grad=self.requires_grad)]
+        gradients = [param.grad for param in self.params]
+        if any(gradient is not None for gradient in gradients):
+            flat = torch.zeros_like(self.part)
+            for piece, gradient in zip(
+                flat.split([piece.numel for piece in self.own]), gradients, strict=True
+            ):
+                if gradient is not None:
+                    piece.copy_(gradient.view(-1))
+            self.exposed[0].grad = flat
+        for param in self.params:
+            param.grad = None
 
     @property
     def is_flat(self) -> bool:

@@ -50,7 +50,7 @@ class CommMeter:
 
     def __call__(self, event: Event) -> None:
         """Count one event."""
-        if event.name not in ("collective.issue", "collective.wait", "p2p.issue"):
+        if event.name not in ("collective.issue", "collective.wait"):
             return
         facts = event.facts
         if facts["rank"] != self.rank or facts["op"] in _SET_UP:

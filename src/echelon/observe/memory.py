@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from echelon import streams
 from echelon.events import Event
 
-__all__ = ["MemoryMeter", "MemoryTotal", "tensor_bytes"]
+__all__ = ["MemoryMeter", "MemoryTotal", "hidden_bytes", "tensor_bytes"]
 
 
 @dataclass(slots=True)
@@ -62,16 +63,43 @@ class MemoryMeter:
                 total = self.totals.setdefault(event.facts["category"], MemoryTotal())
                 total.grow(event.facts["nbytes"])
 
-    def measure(self, nbytes: Mapping[str, int]) -> None:
-        """Enter how much of each category is held now, as found by looking."""
+    def measure(self, nbytes: Mapping[str, int], peaks: Mapping[str, int] | None = None) -> None:
+        """Enter how much of each category is held now, as found by looking.
+
+        Args:
+            peaks: the most that was held of some of them since the last look.
+        """
         with self._lock:
             for category, held in nbytes.items():
                 total = self.totals.setdefault(category, MemoryTotal())
                 total.grow(held - total.live)
+                total.peak = max(total.peak, (peaks or {}).get(category, 0))
 
     def process_peak(self, device: torch.device) -> int:
         """The most memory that this process held, in bytes, whatever it was for."""
         return streams.memory_peak(device)
+
+
+@runtime_checkable
+class HasBuffers(Protocol):
+    """A model that holds memory beside what ``parameters()`` shows."""
+
+    def buffer_bytes(self) -> dict[str, tuple[int, int]]:
+        """By category: bytes now, and the most so far."""
+
+
+def hidden_bytes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """What the wrappers in ``model`` hold for communication: bytes now, and the most so far.
+
+    Those of a ``DDP`` tell by events.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for module in model.modules():
+        if isinstance(module, HasBuffers):
+            for category, (live, peak) in module.buffer_bytes().items():
+                before = found.get(category, (0, 0))
+                found[category] = before[0] + live, before[1] + peak
+    return found
 
 
 def tensor_bytes(

@@ -20,7 +20,7 @@ from echelon import events
 from echelon.arguments import number, whole
 from echelon.errors import ArgumentError, StateError
 from echelon.observe.comm import CommMeter
-from echelon.observe.memory import MemoryMeter, tensor_bytes
+from echelon.observe.memory import MemoryMeter, hidden_bytes, tensor_bytes
 from echelon.observe.metrics import MetricsWriter
 from echelon.observe.progress import Progress
 from echelon.observe.report import write_report
@@ -175,8 +175,15 @@ class Recorder:
             )
 
     def measure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Enter the memory that parameters, gradients and optimizer state take on this rank now."""
-        self.memory.measure(tensor_bytes(model, optimizer))
+        """Enter the memory that parameters, gradients and optimizer state take on this rank now.
+
+        And what ``FSDP`` holds beside them, also in the stages of a pipeline: whole parameters, and
+        where gradients travel.
+        """
+        hidden = hidden_bytes(model)
+        live = {category: now for category, (now, _) in hidden.items()}
+        peaks = {category: most for category, (_, most) in hidden.items()}
+        self.memory.measure({**tensor_bytes(model, optimizer), **live}, peaks)
 
     def watch(self, look: Look) -> None:
         """Draw what rank 0 holds from now until the next ``step``.

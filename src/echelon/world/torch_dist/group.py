@@ -325,8 +325,3 @@ class PeerGroup(TorchGroup):
             for waiter in waiters:
                 waiter.join()
         self._peers.close()
-
-
-def _parts(flat: Tensor, count: int) -> Sequence[Tensor]:
-    """``flat`` cut into ``count`` equal parts, also when it is empty."""
-    return flat.view(count, -1).unbind(0) if flat.numel() else [flat] * count
