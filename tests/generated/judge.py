@@ -85,6 +85,18 @@ ALLOWED: tuple[Allowed, ...] = (
         "StateError of census.py: only what was trainable when it was wrapped is thawed again",
     ),
     (
+        r"reduce_every is 'microbatch', but nobody shares gradients",
+        lambda case: "reduce_every" in case["options"],
+        "ArgumentError of pipeline/shardable.py: all that is trained is shared by stages",
+    ),
+    (
+        r"is shared with an ignored module: ignore both, or neither",
+        lambda case: (
+            case["options"].get("ignored") == "module" and has(case["model"], "tie", "again")
+        ),
+        "ArgumentError of ignored.py",
+    ),
+    (
         r"which cannot go to another stage",
         lambda case: has(case["model"], "gives:dataclass", "gives:object"),
         "docs/pipeline.md, Running one: tensors and plain values go between stages",
