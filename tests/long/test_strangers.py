@@ -52,3 +52,14 @@ def test_ranks_with_a_secret_of_the_user_meet_in_a_sealed_store(
     ranks = bare_ranks(tmp_path, free_port(), ECHELON_SECRET="5c" * 32)
     assert ends(ranks, 0, 1) == ["", ""]
     assert results(tmp_path) == [RIGHT, RIGHT]
+
+
+@needs_root
+@pytest.mark.slow
+def test_what_a_stranger_writes_into_a_sealed_store_is_refused_by_its_key(tmp_path: Path) -> None:
+    port = free_port()
+    with stranger("plan", str(port)):
+        errors = ends(bare_ranks(tmp_path, port, ECHELON_SECRET="5c" * 32), 0, 1)
+    said = "the value of 'plan' in the store was not written by a rank of this job"
+    assert f"AuthenticationError: {said}" in errors[1]
+    assert f"WorldError: {said}" in errors[0]

@@ -126,6 +126,7 @@ def main() -> None:
     texts = {
         "path": ("echelon/0/private store", f"/proc/{os.getpid()}/fd/{own}"),
         "text": ("echelon/0/refused", RED),
+        "plan": ("echelon/0/plan", "WORLD_SIZE=2, backend 'gloo'"),
     }
     for name in SHARED:
         with suppress(OSError):

@@ -194,3 +194,27 @@ def test_memory_that_a_stranger_offers_as_the_store_is_refused_by_its_owner(
         (error,) = ends(bare_ranks(tmp_path, port), 1)
     assert "is memory of user 65534, and this process of user 0" in error
     assert "WorldError" in error
+
+
+TAKES_OVER = """
+import json, os, pathlib, sys
+import torch.distributed as dist
+import echelon as ec
+from echelon.world.torch_dist import from_process_group
+
+dist.init_process_group("gloo")
+groups = [from_process_group(group) for group in (dist.group.WORLD, dist.new_group([0, 1]))]
+groups.append(ec.init("gloo").group)
+found = [group.all_gather_object(group.rank) for group in groups]
+(pathlib.Path(sys.argv[1]) / f"result-{os.environ['RANK']}").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_group_of_the_script_is_taken_over_twice_and_proved_each_time(
+    tmp_path: Path,
+) -> None:
+    with Started(tmp_path, TAKES_OVER, str(tmp_path)) as job:
+        code, _, errors = job.end()
+    assert (code, errors) == (0, [])
+    assert results(tmp_path) == [[[0, 1]] * 3] * 2

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 from torch._C import _distributed_c10d as c10d
 
@@ -174,11 +174,23 @@ def meet(
         CommTimeout: names the ranks that have not come.
     """
     watch = Watch.alone(env.rank) if watch is None else watch
+    try:
+        rendezvous = _meet(store, env, backend, timeout, watch)
+    except WorldError as error:
+        store.set("refused", str(error))  # or the others would wait for this one
+        raise
+    watch.share(env, rendezvous.store)
+    return rendezvous
+
+
+def _meet(
+    store: c10d.Store, env: JobEnvironment, backend: str, timeout: float, watch: Watch
+) -> Rendezvous:
     end = time.monotonic() + timeout
     fresh = secrets.nonce().hex()
     # torchrun gives ranks out itself, and may use its store again after a restart.
     if not env.agent_store and store.compare_set(f"came/{env.rank}", "", fresh) != fresh.encode():
-        _refuse(store, f"RANK={env.rank} was given to two processes; each needs its own")
+        raise WorldError(f"RANK={env.rank} was given to two processes; each needs its own")
     mine = f"WORLD_SIZE={env.size}, backend {backend!r}"
     if env.rank == 0:
         store.set("plan", mine)
@@ -190,8 +202,7 @@ def meet(
     _await(store, is_planned, end, lambda: (0,), timeout)
     plan = store.get("plan").decode(errors="replace")
     if plan != mine:
-        _refuse(
-            store,
+        raise WorldError(
             f"the ranks were told different things: rank 0 of {printable(plan)}; rank {env.rank} "
             f"of {mine}. WORLD_SIZE and the backend must be the same for all ranks of a job, and "
             "LOCAL_WORLD_SIZE for all ranks of a host",
@@ -207,9 +218,7 @@ def meet(
         return store.check(keys)
 
     _await(store, all_here, end, missing, timeout)
-    rendezvous = _trusted(store, env, keys, end, timeout)
-    watch.share(env, rendezvous.store)
-    return rendezvous
+    return _trusted(store, env, keys, end, timeout)
 
 
 def _trusted(
@@ -234,8 +243,7 @@ def _trusted(
         _await(store, lambda: store.check(["private store"]), end, lambda: (0,), timeout)
         path = store.get("private store").decode(errors="replace")
         if bool(path) != env.one_host:
-            _refuse(
-                store,
+            raise WorldError(
                 f"rank 0 says that {'all' if path else 'not all'} ranks are on one host, and rank "
                 f"{env.rank} that {'all' if env.one_host else 'not all'} are: LOCAL_WORLD_SIZE "
                 "must be the number of ranks of the host, on all of its ranks",
@@ -243,29 +251,41 @@ def _trusted(
         private = private_store.open_existing(path) if path else None
     if private is None:
         return Rendezvous(store, None, is_kept=env.agent_store)
-    return Rendezvous(private, _shared_secret(private, env, end, timeout), is_kept=True)
+    secret = _shared_secret(private, env, end, timeout)
+    inside = [f"inside/{rank}" for rank in range(env.size)]
+    private.set(inside[env.rank], "")
+    if env.rank == 0:  # one that could not open it has said so where all have met
+        _await(store, lambda: private.check(inside), end, tuple, timeout)
+    return Rendezvous(private, secret, is_kept=True)
 
 
 def store_beside(
-    theirs: c10d.Store, group: str, ranks: Sequence[int], timeout: float
+    theirs: c10d.Store, group: str, ranks: Sequence[int], dist_rank: int, timeout: float
 ) -> tuple[c10d.Store, Secret | None]:
     """A store and a secret for the ranks of a process group that the script has made itself.
 
     Args:
         theirs: its store.
         group: its name.
-        ranks: in the job; this one is among them.
+        ranks: in the default process group; this one is among them.
+        dist_rank: this one.
         timeout: seconds to wait for the others.
     """
     job, given = environment(os.environ), Secret.of(os.environ)
     if job is not None and job.private_store and job.size >= len(ranks) > 1:
         private = private_store.open_existing(job.private_store)
-        own = c10d.PrefixStore(f"echelon/{job.attempt}/beside/{group}", private)
-        first = replace(job, rank=ranks.index(job.rank))
+        own = _numbered(private, f"echelon/{job.attempt}/beside/{group}", dist_rank)
+        first = replace(job, rank=ranks.index(dist_rank))
         end = time.monotonic() + timeout
         return own, _shared_secret(own, first, end, timeout)
-    store = c10d.PrefixStore("echelon", theirs)
+    store = _numbered(theirs, "echelon", dist_rank)
     return (store, None) if given is None else (SealedStore(store, given, group), given)
+
+
+def _numbered(store: c10d.Store, name: str, rank: int) -> c10d.Store:
+    """A part of ``store`` that nobody has used before, however often a group is taken over."""
+    times = store.add(f"{name}/times/{rank}", 1)
+    return c10d.PrefixStore(f"{name}/{times}", store)
 
 
 def _shared_secret(store: c10d.Store, env: JobEnvironment, end: float, timeout: float) -> Secret:
@@ -315,12 +335,6 @@ def check_start(
     raise StartMismatch(
         printable(field), {int(rank): printable(value) for rank, value in values.items()}
     )
-
-
-def _refuse(store: c10d.Store, why: str) -> NoReturn:
-    """Tell all ranks that the job cannot start."""
-    store.set("refused", why)
-    raise WorldError(why)
 
 
 def _await(

@@ -194,7 +194,7 @@ def _wrapped(
     if kind not in backends:
         raise ArgumentError(f"the process group serves {list(backends)}, not {device}")
     theirs = dist.distributed_c10d._get_process_group_store(group)
-    store, secret = store_beside(theirs, group.group_name, ranks, timeout)
+    store, secret = store_beside(theirs, group.group_name, ranks, dist.get_rank(), timeout)
     maker = _Maker(
         job=Job(store, watch),
         secret=secret,
