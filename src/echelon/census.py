@@ -61,7 +61,13 @@ class Census:
     def _compare(self, name: str, param: nn.Parameter) -> None:
         dtype, trainable = self._known.get(param, (param.dtype, None))
         what, do = None, "change the model first and wrap it then"
-        if trainable is None and param.requires_grad:
+        if trainable is None and param.requires_grad and not isinstance(param, nn.Parameter):
+            what = "was exchanged for another tensor, as torch.func.functional_call does,"
+            do = (
+                "give functional_call the module inside of a DDP (model.module), whose gradients "
+                "are then of this rank alone, or the model before it is sharded"
+            )
+        elif trainable is None and param.requires_grad:
             what = "was added or replaced"
         elif param.dtype is not dtype:
             what = f"was converted from {dtype} to {param.dtype}"

@@ -8,11 +8,14 @@ from typing import final
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 __all__ = [
     "Token",
+    "has_tangent",
     "in_backward",
+    "in_transform",
     "queue_end",
     "run_backward",
     "sequence_number",
@@ -52,6 +55,18 @@ def queue_end(end: Callable[[], None] | None) -> Callable[[], Token | None]:
 def in_backward() -> bool:
     """Whether this thread runs inside a backward, as in a hook or a recomputed forward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_transform() -> bool:
+    """Whether this thread runs inside of ``torch.func`` (``grad``, ``jvp``, ``vmap`` ...)."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether forward-mode differentiation goes through ``tensor``."""
+    if forward_ad._current_level < 0 or not tensor.is_floating_point():
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def will_accumulate(param: Tensor) -> bool:

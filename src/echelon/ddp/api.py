@@ -22,6 +22,7 @@ from echelon.ddp.join import Rounds, Step
 from echelon.ddp.options import Init, Options, Sync
 from echelon.ddp.reducer import Reducer
 from echelon.errors import ArgumentError, RankError, StateError
+from echelon.graph_task import in_transform
 from echelon.held import Holder, Holdings
 from echelon.ignored import ignored_parameters
 from echelon.nested import tensors
@@ -44,8 +45,9 @@ class DDP(Wrapper, Holder):
       must outlive the next backward.
     - Parameters without a gradient on this rank count as zero; one that no rank used keeps its
       ``.grad`` (None).
-    - ``torch.autograd.grad`` returns local gradients. It may reduce zeros on the way; under
-      ``no_sync()`` it does not communicate at all.
+    - ``torch.autograd.grad`` returns local gradients, also with ``create_graph=True``, so a penalty
+      on them can be part of a loss. It may reduce zeros on the way; under ``no_sync()`` it does not
+      communicate at all. Derivatives of ``torch.func`` are local, too, and never communicate.
     - ``state_dict``, ``named_parameters`` and ``named_modules`` have the names of the plain
       module, and attributes of the module are found here too.
     - ``copy.deepcopy`` gives a DDP on the same group that shares nothing with this one. It
@@ -160,6 +162,8 @@ class DDP(Wrapper, Holder):
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._census.check()
+        if in_transform():  # torch.func gives gradients of this rank, and adds to no ``.grad``
+            return self.module(*args, **kwargs)
         if self._reducer.noticed and self.module.training:
             self._send_buffers()
         output = self.module(*args, **kwargs)

@@ -21,7 +21,7 @@ from echelon.ddp.options import Options
 from echelon.errors import StateError
 from echelon.graph_task import will_accumulate
 
-__all__ = ["GradientState"]
+__all__ = ["GradientState", "graph_is_lost"]
 
 
 @final
@@ -70,6 +70,18 @@ class GradientState:
         """Whether the backward that runs now adds to a ``.grad``, if anybody needs to know."""
         if not self.reduced or self.factor == 1:
             return True
+        return self._accumulates()
+
+    def check_graph(self) -> None:
+        """Refuse a backward that makes a graph of the gradients, which a reduction would cut.
+
+        Raises:
+            StateError: it is not ``torch.autograd.grad``.
+        """
+        if self._accumulates():
+            raise graph_is_lost()
+
+    def _accumulates(self) -> bool:
         return any(param.requires_grad and will_accumulate(param) for _, param in self._named)
 
     def make_local(self, buckets: Sequence[Bucket], first: int | None) -> None:
@@ -102,6 +114,15 @@ class GradientState:
                 "no output of forward announced: return tensors from forward, in tuples, lists, "
                 "dicts or dataclasses, or call zero_grad(set_to_none=True) before backward"
             )
+
+
+def graph_is_lost() -> StateError:
+    """What ``backward(create_graph=True)`` gets."""
+    return StateError(
+        "gradients with a graph (create_graph=True) cannot be reduced: what the ranks have reduced "
+        "has none. Take the inner derivative by torch.autograd.grad(..., create_graph=True), which "
+        "is of this rank, and let backward() of the whole loss reduce; or call it under no_sync()"
+    )
 
 
 def _has_local_gradients(buckets: Sequence[Bucket]) -> bool:

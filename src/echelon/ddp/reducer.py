@@ -22,7 +22,7 @@ from echelon.accumulation import add_gradient
 from echelon.ddp.arrivals import Arrivals
 from echelon.ddp.backward import Backward
 from echelon.ddp.buckets import BucketPlan, Gradient, plan_buckets
-from echelon.ddp.gradient_state import GradientState
+from echelon.ddp.gradient_state import GradientState, graph_is_lost
 from echelon.ddp.join import Rounds, Step
 from echelon.ddp.memory import Bucket
 from echelon.ddp.options import Options
@@ -126,6 +126,8 @@ class Reducer:
         if self._current() is not None:
             return
         reduces = self._syncing and self._overlap
+        if reduces and torch.is_grad_enabled():
+            self._state.check_graph()
         token = queue_end(self._finish if reduces else None)
         if reduces:
             self._start(Backward(token, synced=True), first)
@@ -193,6 +195,8 @@ class Reducer:
             raise StateError("sync_gradients() inside backward: call it after loss.backward()")
         if not may_be_none:
             self._state.check_sync(self.buckets)
+        if any(p.grad is not None and p.grad.requires_grad for _, p in self._named):
+            raise graph_is_lost()
         self._state.make_local(self.buckets, None)
         token = Token()
         self._start(Backward(lambda: token, synced=True), None)

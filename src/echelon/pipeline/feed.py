@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from echelon.errors import ArgumentError
+from echelon.graph_task import has_tangent, in_transform
 from echelon.layout import shard_range
 from echelon.pipeline.execute import Batch, Loss
 from echelon.pipeline.ir import Schedule
@@ -56,8 +57,10 @@ class Feed:
             training: then there are as many microbatches as the schedule has; else at most.
 
         Raises:
-            ArgumentError: on every rank, what a rank was given cannot be used.
+            ArgumentError: on every rank, what a rank was given cannot be used; or on this one, it
+                takes derivatives that cannot go from rank to rank.
         """
+        _check_transforms((args, kwargs, target))  # inside of one, nothing can be sent either
         problem, rows, counts = None, 0, None
         try:
             rows = self._rows(args, kwargs, target, loss_fn is not None)
@@ -152,6 +155,16 @@ class Feed:
             return [1.0] * count
         bounds = [shard_range(rows, count, i) for i in range(count)]
         return [(last - first) / rows for first, last in bounds]
+
+
+def _check_transforms(value: Any) -> None:
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    if in_transform() or any(map(has_tangent, leaves)):
+        raise ArgumentError(
+            "a pipeline inside of torch.func (grad, jvp, vmap, ...) or of forward-mode "
+            "differentiation: its stages run on several ranks, and such derivatives on one. Take "
+            "them of the plain model, or train with pipe.step(x, target=y)"
+        )
 
 
 def _check_mode(training: bool) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from echelon.arguments import one_of
 from echelon.compiled import keep_plain_names
+from echelon.errors import StateError
 from echelon.held import Holder, Holdings
 from echelon.pipeline.held import HeldStages
 from echelon.pipeline.optimizer_state import StateByName
@@ -153,6 +154,19 @@ class StagedModule(nn.Module, Holder):
                 and stages before that one were loaded.
         """
         StateByName(optimizer, self._own, self._first_names).load(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise StateError(
+            "a Pipeline holds a group of running ranks and what its stages exchange, so it cannot "
+            "be copied: copy the stages before you make the Pipeline, or make another one and give "
+            "it the state: other.load_state_dict(pipe.state_dict())"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise StateError(
+            "a Pipeline holds a group of running ranks, so it cannot be pickled, saved or sent: "
+            "save with ec.save, or what whole_state_dict() returns, which all ranks call"
+        )
 
     @property
     def _own(self) -> dict[int, nn.Module]:
