@@ -6,6 +6,7 @@ from typing import final
 
 from torch import nn
 
+from echelon.compiled import plain_name
 from echelon.errors import StateError
 
 __all__ = ["Census"]
@@ -21,10 +22,14 @@ class Census:
     Args:
         module: what is wrapped, with the parameters that the wrapper knows.
         owner: name of the wrapper, for messages.
+        keeps_names: refuse a parameter under another name, as of a module that was pruned or
+            parametrized: what goes with it was made from a part.
     """
 
-    def __init__(self, module: nn.Module, owner: str) -> None:
+    def __init__(self, module: nn.Module, owner: str, *, keeps_names: bool = False) -> None:
         self._module, self._owner = module, owner
+        self._names = {param: plain_name(name) for name, param in module.named_parameters()}
+        self._keeps_names = keeps_names
         self._known = {param: (param.dtype, param.requires_grad) for param in module.parameters()}
         self._look()
 
@@ -60,6 +65,13 @@ class Census:
 
     def _compare(self, name: str, param: nn.Parameter) -> None:
         dtype, trainable = self._known.get(param, (param.dtype, None))
+        before = self._names.get(param)
+        if self._keeps_names and before not in (None, plain_name(name)):
+            raise StateError(
+                f"parameter {before!r} became {name!r} after {self._owner} wrapped the model, as "
+                "prune, spectral_norm and parametrizations do, and what they made was made from "
+                "this rank's part: change the model first and wrap it then"
+            )
         what, do = None, "change the model first and wrap it then"
         if trainable is None and param.requires_grad and not isinstance(param, nn.Parameter):
             what = "was exchanged for another tensor, as torch.func.functional_call does,"

@@ -22,6 +22,7 @@ from echelon.fsdp.released import released_parameter
 from echelon.fsdp.sharded_module import ShardedModule
 from echelon.fsdp.start import Start
 from echelon.fsdp.units import Rule, plan_units, whole
+from echelon.graph_task import in_backward
 from echelon.ignored import ignored_parameters
 from echelon.nested import cast_floats
 from echelon.world.group import Group
@@ -165,6 +166,8 @@ class FSDP(ShardedModule):
             args, kwargs = cast_floats((args, kwargs), lambda t: t.to(precision.compute))
         if not self._hooks.depth:
             self._census.check()
+            if not in_backward():
+                self._take_replaced()
         with self._hooks.forward((args, kwargs)):
             try:
                 output = self.module(*args, **kwargs)
@@ -220,6 +223,7 @@ class FSDP(ShardedModule):
         """
         if self._hooks.busy:
             raise StateError("gather_parameters() inside a forward or a backward: call it outside")
+        self._take_replaced()
         self._hooks.hold()
 
     def release_parameters(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -37,6 +37,7 @@ from echelon.fsdp.state import (
 from echelon.fsdp.storage import Storage, await_readers
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.whole_only import allow_copies, guard_modules
+from echelon.fsdp.written import make_copies_equal, take_replaced
 from echelon.held import Holder, Holdings
 from echelon.world.group import Group
 from echelon.wrapper import Wrapper
@@ -63,12 +64,32 @@ class ShardedModule(Wrapper, Holder):
         self._units, self._slots = built
         self._hooks = Hooks(self._units, ranks, options)
         keep_plain_names(module)
-        self._census = Census(module, "FSDP")
+        self._census = Census(module, "FSDP", keeps_names=True)
         for storage in self._storages():
             claim([*storage.params, *storage.exposed], self, for_good=True)  # it leaves parts
         guard_modules(module, self._storages())
         loader = part_loader(self._storages(), module)
         self.register_load_state_dict_pre_hook(loader)  # type: ignore[no-untyped-call]
+
+    def _take_replaced(self) -> None:
+        take_replaced(self._units)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call ``fn`` with each module while parameters are whole, such as to initialise them.
+
+        All ranks call it. Each keeps its parts of what ``fn`` wrote there; of what several ranks
+        keep, all get that of the first.
+
+        Raises:
+            StateError: inside a forward or a backward.
+        """
+        if self._hooks.pinned:
+            return super().apply(fn)
+        with self.full_parameters(writeback=True):
+            super().apply(fn)
+        make_copies_equal(self._storages(), self._ranks)
+        self._hooks.rest("parameters were initialised")
+        return self
 
     # Parameters ------------------------------------------------------------------------------
 
@@ -112,6 +133,7 @@ class ShardedModule(Wrapper, Holder):
                 "full_parameters() inside a forward, a backward or another full_parameters(): "
                 "call it outside"
             )
+        self._take_replaced()
         self._hooks.prepare()
         for unit in units:
             if writeback:
@@ -165,6 +187,7 @@ class ShardedModule(Wrapper, Holder):
             StateError: inside a forward or a backward.
         """
         self._meet("state_dict()")
+        self._take_replaced()
         return state_of_copies(self.module, copy_parameters(self._hooks), args, kwargs)
 
     def whole_state_dict(self, rank0_only: bool = False, cpu: bool = True) -> dict[str, Any]:
@@ -181,6 +204,7 @@ class ShardedModule(Wrapper, Holder):
         arguments.one_of("rank0_only", rank0_only, (False, True))
         arguments.one_of("cpu", cpu, (False, True))
         self._meet("whole_state_dict()")
+        self._take_replaced()
         keep = self._group.rank == 0 or not rank0_only
         device = torch.device("cpu") if cpu else None
         copies = copy_parameters(self._hooks, keep=keep, device=device)
@@ -196,6 +220,7 @@ class ShardedModule(Wrapper, Holder):
 
         Buffers and what is not sharded are whole.
         """
+        self._take_replaced()
         return state_of_copies(self.module, copy_parts(self._storages()))
 
     def load_state_dict(
@@ -209,6 +234,7 @@ class ShardedModule(Wrapper, Holder):
         """
         if assign:
             raise no_assign()
+        self._take_replaced()
         return load_state(self.module, self._storages(), state_dict, strict=strict)
 
     def load_sharded_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
@@ -218,6 +244,7 @@ class ShardedModule(Wrapper, Holder):
             ArgumentError: keys (if ``strict``), sizes of parts or dtypes do not fit; nothing was
                 loaded.
         """
+        self._take_replaced()
         return load_state(self.module, self._storages(), state, strict=strict, parts=True)
 
     def holdings(self) -> Holdings:
@@ -233,6 +260,7 @@ class ShardedModule(Wrapper, Holder):
             raise StateError(
                 "holdings() inside a forward, a backward or full_parameters(): ask outside"
             )
+        self._take_replaced()
         hooks = self._hooks
         return holdings_of_shards(self.module, self._storages(), self._ranks, hooks.before_write)
 
@@ -271,6 +299,7 @@ class ShardedModule(Wrapper, Holder):
             )
         for unit in self._units:
             unit.release()
+        self._take_replaced()
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         nn.Module.__init__(clone)
@@ -296,6 +325,7 @@ class ShardedModule(Wrapper, Holder):
             StateError: inside a forward, a backward or ``full_parameters()``.
         """
         module = self.module
+        self._take_replaced()
         make_whole(module, self._hooks, self._storages())
         detached: Any = Detached()
         self._hooks = self._units = self._slots = self._ranks = self._census = detached

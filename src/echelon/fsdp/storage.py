@@ -152,6 +152,20 @@ class Storage(ABC):
             if gradient is not None:
                 param.grad = gradient.to(param, copy=True)
 
+    def replaced(self) -> list[tuple[str, nn.Parameter, Tensor]]:
+        """Parameters, shown as parts, that somebody has given other memory: name, object, part."""
+        names = [member.name for member in self.members]
+        known = [*zip(names, self.params, self.locals, strict=True)]
+        if self.is_flat:
+            assert self.part is not None
+            known.append((f"flat parameter of {self.label}", self.exposed[0], self.part))
+        with torch._C.DisableTorchFunction():
+            return [
+                (name, param, part)
+                for name, param, part in known
+                if param.data_ptr() != part.data_ptr() and (part.numel() or param.numel())
+            ]
+
     def flatten(self) -> None:
         """Expose one parameter, 1D, in the place of all."""
         assert self.part is not None, "refused before anything was built"
