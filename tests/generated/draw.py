@@ -10,7 +10,6 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIMIZER", "NO_SHARD", "HYB
               "HYBRID_SHARD_ZERO2")  # fmt: skip
 BACKWARDS = ("plain", "retain", "two_losses", "two_forwards", "interleaved", "reversed",
              "grad_first", "dropped", "eval_between", "inputs", "grad_only")  # fmt: skip
-BELOW_CELLS = ("linear", "size1", "size9", "size30")
 
 
 def draw_steps(dice: Dice, case: Spec) -> list[Spec]:
@@ -189,8 +188,6 @@ def settle(case: Spec) -> Spec:
                 options.pop("layout")  # UnsupportedError, tested elsewhere
         if options.get("strategy") == "NO_SHARD" and options.get("offload") == "ALL":
             options["offload"] = "OPTIMIZER"
-        if has(model, "parent", "attention") and options.get("units", "") in BELOW_CELLS:
-            options["units"] = "cell"  # docs/fsdp.md, "Parameters outside of their unit"
         if options.get("strategy", "").startswith("HYBRID"):
             # docs/fsdp.md, "Units that a rank skips": they would wait for slots.
             for part in walk(model):

@@ -41,7 +41,7 @@ class ModelDraw:
     def op(self, first: bool) -> Spec:
         """One operation of a cell."""
         dice = self.dice
-        names = [name for name in OPS if name not in ("float", "inplace", "batchnorm", "buffer")]
+        names = [name for name in OPS if name not in ("inplace", "batchnorm", "buffer")]
         if not self.exotic:
             names = [n for n in names if n not in ("complex", "gru", "weight_norm", "attention")]
         name = dice.choice(names)
@@ -52,6 +52,8 @@ class ModelDraw:
         op: Spec = {"op": name}
         if OPS[name][0] is None:
             return op
+        if name == "float":
+            op["frozen"] = True  # its gradient would be rounded
         share = {"trainable": 0.05, "mixed": 0.35, "frozen": 0.7}[self.style]
         if dice.chance(share):
             op["frozen"] = True
@@ -85,7 +87,8 @@ class ModelDraw:
         """Give a module other ways to take its input and to give its output."""
         dice = self.dice
         if dice.chance(0.25):
-            spec["gives"] = dice.choice(VISIBLE)
+            hidden = ("object",) if dice.chance(0.1) and not self.staged else ()
+            spec["gives"] = dice.choice((*VISIBLE, *hidden))
         if dice.chance(0.25):
             hidden = ("attribute", "closure", "object") if dice.chance(0.5) else ()
             spec["takes"] = dice.choice((*VISIBLE, "keyword", *hidden))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import threading
 from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FunctionType
@@ -33,6 +34,9 @@ _DESCRIBES = {
     "requires_grad",
     "is_cuda",
 }
+# CPython 3.11 counts the depth of a tree that it makes in one place for all threads, and raises
+# SystemError when two make one at a time: https://github.com/python/cpython/issues/106905
+_parsing = threading.Lock()
 _ASKS = {"isinstance", "hasattr", "getattr", "id", "type"}
 
 
@@ -102,7 +106,9 @@ def _mentions(code: CodeType, names: frozenset[str]) -> bool:
 def _tree_of(method: FunctionType) -> ast.Module:
     """The source of a method."""
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(method)))
+        with _parsing:
+            return ast.parse(source)
     except (OSError, TypeError, SyntaxError):  # made at run time, or from compiled code
         return ast.Module(body=[], type_ignores=[])
 
