@@ -12,11 +12,12 @@ DEMO_ARGS ?= --verify
 # Many tests wait for ranks more than they compute, so four files at once suit two cores.
 PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
+GPU_ARGS ?=
 BENCHMARKS ?= collectives ddp fsdp pipeline checkpoint many_ranks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long check bench clean
+.PHONY: help demo test test-long check bench gpu clean
 
 help:
 	@echo "make demo    train a GPT on real text over two local processes"
@@ -24,6 +25,7 @@ help:
 	@echo "make test-long  what takes minutes to hours: every kill point, fuzzing, repetitions"
 	@echo "make check   format, lint, types and architecture"
 	@echo "make bench   echelon and its peers side by side, with ratios"
+	@echo "make gpu     tests and figures of one GPU, in 20 minutes, without a network"
 	@echo "make clean   remove $(VENV), caches and build outputs"
 
 demo: $(READY)
@@ -47,6 +49,10 @@ test-long: $(READY)
 
 check: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
+
+# For a bare machine: no set-up, no network. See docs/cuda.md.
+gpu:
+	$(PYTHON) benchmarks/gpu.py $(GPU_ARGS)
 
 bench: export OMP_NUM_THREADS = 1
 bench: $(READY_BENCH)

@@ -1,0 +1,116 @@
+"""A small model, its batches, and training of it by one process on the CPU, in float64."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import echelon as ec
+from echelon.world.environment import JobEnvironment
+from echelon.world.torch_dist import connect
+
+WIDTH, BLOCKS, ROWS, STEPS = 8, 4, 4, 2
+RANKS = 2  # simulated ones
+
+
+class Block(nn.Module):
+    """A layer whose bias no number of ranks divides, a norm, a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 13)
+        self.down = nn.Linear(13, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def build(device: torch.device | str = "cpu") -> nn.Sequential:
+    """The same weights each time."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, WIDTH), *(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, 2)]
+    return nn.Sequential(*layers).double().to(device)
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of one rank in one step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    options: Any = {"generator": generator, "dtype": torch.float64}
+    return torch.randn(ROWS, 3, **options), torch.randn(ROWS, 2, **options)
+
+
+def batch_on(device: torch.device, step: int, rank: int) -> list[Tensor]:
+    """The same, on a device."""
+    return [tensor.to(device) for tensor in batch(step, rank)]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Of the trainable parameters that this rank has."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+
+
+def train(model: nn.Module, world: ec.World, steps: int = STEPS) -> torch.optim.Optimizer:
+    """Train a wrapped model on this rank's batches."""
+    optimizer = optimizer_of(model)
+    for step in range(steps):
+        inputs, targets = batch_on(world.device, step, world.rank)
+        F.mse_loss(model(inputs), targets).backward()
+        ec.clip_grad_norm_(model, 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+@cache
+def trained_plainly(ranks: int, steps: int = STEPS, clip: float = 0.3) -> dict[str, Tensor]:
+    """The state that one process reaches on the batches of all ranks together."""
+    model = build()
+    optimizer = optimizer_of(model)
+    for step in range(steps):
+        columns = zip(*(batch(step, rank) for rank in range(ranks)), strict=True)
+        inputs, targets = (torch.cat(column) for column in columns)
+        F.mse_loss(model(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def assert_trained(state: Mapping[str, Tensor], ranks: int, steps: int = STEPS) -> None:
+    """Compare a state with that of one process."""
+    expected = trained_plainly(ranks, steps)
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        # The kernels of a device sum in another order than those of the CPU.
+        torch.testing.assert_close(state[name].cpu(), value, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def on_one_rank(device: str, function: Callable[[ec.World], Any]) -> Any:
+    """What ``function`` returns in a world of one rank over NCCL; over gloo on the CPU."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
+    job = JobEnvironment(
+        launcher="torchrun",
+        rank=0,
+        size=1,
+        local_rank=0,
+        local_size=1,
+        master_addr="127.0.0.1",
+        master_port=port,
+    )
+    place = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    with connect(job, "nccl" if device == "cuda" else "gloo", device=place) as world:
+        return function(world)
+
+
+def on_all(device: str, function: Callable[[ec.World], Any]) -> list[tuple[int, Any]]:
+    """What ``function`` returns on one rank and on simulated ranks, each after their number."""
+    alone = (1, on_one_rank(device, function))
+    return [alone, *((RANKS, found) for found in ec.run(function, RANKS, device=device))]
