@@ -157,3 +157,28 @@ def test_two_hosts_train_as_one_process_does_and_name_each_other_when_the_link_i
         said += [stop(agent) for agent in agents]
     for rank, (text, address) in enumerate(zip(said, hosts.addresses, strict=True)):
         assert f"echelon: rank {rank}: gloo for group 'world' listens on {address}:" in text
+
+
+@pytest.mark.hosts
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])  # the first host has the store
+def test_when_the_agent_of_one_host_is_killed_the_rank_of_the_other_host_names_its_rank(
+    killed: int, hosts: TwoHosts, tmp_path: Path
+) -> None:
+    script = Path(two_hosts_job.__file__)
+    agents = [hosts.torchrun(host, script, str(tmp_path)) for host in range(2)]
+    try:
+        facts(tmp_path, "trained", agents)
+        agent = agents[killed].pid  # "ip netns exec" becomes the agent
+        os.kill(agent, signal.SIGKILL)
+        start_s = time.monotonic()
+        told = tmp_path / f"cut-{1 - killed}.json"
+        while not (told.exists() and told.read_text().endswith("}")):
+            assert time.monotonic() - start_s < two_hosts_job.TIMEOUT_S + 10.0
+            time.sleep(0.05)
+        found = json.loads(told.read_text())
+        assert found["type"] == "RankFailed", found["text"]
+        assert found["text"].startswith(f"rank {killed} ")
+    finally:
+        said = [stop(agent) for agent in agents]
+    assert f"the agent of torchrun on the host of rank {killed} (process {agent})" in said[killed]

@@ -12,10 +12,11 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from echelon.errors import CommTimeout
+from echelon.errors import CommTimeout, WorldError
 from echelon.world import stacks
 from echelon.world.failure import FailureRecord, error_file
 from echelon.world.hang import Finding
@@ -26,24 +27,36 @@ from echelon.world.watch import Watch
 
 __all__ = ["awaited_threads", "end_now", "start_exit_guard"]
 
+_CLOSE_S = 5.0  # what it may take to tell the others
 _FLUSH_S = 1.0  # what standard output gets to take what was printed
 _FEWEST_LOOKS = 20  # in one timeout
 _LONGEST_PAUSE_S = 2.0
 
 
-def start_exit_guard(watch: Watch, timeout_s: float) -> None:
+def start_exit_guard(
+    watch: Watch, timeout_s: float, close: Callable[[BaseException], None]
+) -> None:
     """Guard this process from now on; it is a rank of a job of several.
 
     Args:
         timeout_s: that it gets to follow the others.
+        close: tells the others why this rank ends.
     """
+    # The kernel ends ranks of ``echelon run`` with their agent; torch's own agent leaves them.
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and VARIABLE not in os.environ
+    agent = os.getppid() if under_torchrun else None
     thread = threading.Thread(
-        target=_guard, args=(watch, timeout_s), name="echelon exit guard", daemon=True
+        target=_guard,
+        args=(watch, timeout_s, agent, close),
+        name="echelon exit guard",
+        daemon=True,
     )
     thread.start()
 
 
-def _guard(watch: Watch, timeout_s: float) -> None:
+def _guard(
+    watch: Watch, timeout_s: float, agent: int | None, close: Callable[[BaseException], None]
+) -> None:
     main = threading.main_thread()
     rule = StragglerRule(timeout_s)
     pause_s = min(_LONGEST_PAUSE_S, timeout_s / _FEWEST_LOOKS)
@@ -54,9 +67,26 @@ def _guard(watch: Watch, timeout_s: float) -> None:
             time.sleep(pause_s)
         if not main.is_alive():
             watch.end_script()
+        if agent is not None and os.getppid() != agent:
+            _end_without_agent(agent, watch, close)
         signs = {rank: sign_of(entry) for rank, entry in watch.entries().items()}
         if watch.rank in rule.late(signs):
             _end_process(_error(watch, timeout_s), watch.rank)
+
+
+def _end_without_agent(agent: int, watch: Watch, close: Callable[[BaseException], None]) -> None:
+    """Nobody would start this rank again, or end it: so it tells the others, and ends."""
+    entry = watch.entries()[watch.rank]
+    error = WorldError(
+        f"the agent of torchrun on the host of rank {watch.rank} (process {agent}) has ended, and "
+        "its ranks end with it: look why it did, and start the job again"
+    )
+    print(f"rank {watch.rank} {entry.where}: {error}", file=sys.stderr, flush=True)
+    telling = threading.Thread(target=close, args=(error,), daemon=True)
+    with suppress(RuntimeError):  # Python starts no more threads at its end
+        telling.start()
+        telling.join(_CLOSE_S)
+    end_now()
 
 
 def _error(watch: Watch, timeout_s: float) -> CommTimeout:

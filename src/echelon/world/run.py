@@ -280,7 +280,7 @@ def _join_job(
         world = _meet_job(job, backend, timeout, check, watch)
         remove()  # when the world could not be started, it tells so
     watch.run()
-    start_exit_guard(watch, timeout)
+    start_exit_guard(watch, timeout, world.close)
     return world
 
 
