@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.jobs import Job
 from tests.regressions.test_strangers import (
     RIGHT,
+    SCRIPT,
     bare_ranks,
     check_a_first_connection,
     check_a_rewritten_store,
@@ -32,7 +34,7 @@ def test_a_stranger_who_rewrites_all_stores_changes_nothing_over_shared_memory(
 def test_a_stranger_who_connects_to_the_other_rank_first_loses_the_connection(
     tmp_path: Path,
 ) -> None:
-    check_a_first_connection(0, tmp_path)
+    check_a_first_connection("connect", 0, tmp_path)
 
 
 @needs_root
@@ -63,3 +65,23 @@ def test_what_a_stranger_writes_into_a_sealed_store_is_refused_by_its_key(tmp_pa
     said = "the value of 'plan' in the store was not written by a rank of this job"
     assert f"AuthenticationError: {said}" in errors[1]
     assert f"WorldError: {said}" in errors[0]
+
+
+@needs_root
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("how", ["length", "ready"])
+def test_a_head_of_a_message_with_a_huge_length_is_refused_or_ends_the_job_by_name(
+    how: str, late: int, tmp_path: Path
+) -> None:
+    """gloo ends a process that is sent a longer message than it expects; nothing else happens."""
+    options = ("--timeout", "4")
+    with (
+        stranger(how) as his,
+        Job(tmp_path, SCRIPT, "gloo", str(tmp_path), str(late), his, options=options) as job,
+    ):
+        code, _, errors = job.end()
+    if code == 0:
+        assert results(tmp_path) == [RIGHT, RIGHT]
+    else:
+        assert "was killed by SIGABRT" in errors[0]

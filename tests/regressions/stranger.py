@@ -21,7 +21,16 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
+from echelon.world.torch_dist import proof
+
 NOBODY = 65534
+# What follows a number that stands for a rank: nothing; or the head of a message of gloo, with the
+# tag of the first one that is expected and a length that no memory holds.
+KNOCKS = {
+    "connect": b"",
+    "length": struct.pack("<6Q", 48 + (1 << 60), 1, proof._NONCES, 0, 1 << 60, 0),
+    "ready": struct.pack("<6Q", 48, 2, proof._NONCES, 0, 1 << 60, 0),
+}
 SHARED = ("echelon", "echelon store", "echelon logbook")  # names in /dev/shm that it takes
 RED = "\x1b[2J\x1b[31m[bold red]pay here[/]\x07"
 
@@ -80,13 +89,13 @@ def spoil_store(port: int, folder: Path) -> None:
         (folder / "reached").touch()
 
 
-def knock(port: int) -> list[socket.socket]:
-    """Connections that say to an engine of gloo that they are a rank, and garbage or nothing."""
+def knock(port: int, more: bytes) -> list[socket.socket]:
+    """Connections that say to an engine of gloo that they are a rank, and then ``more``."""
     made = []
     for number in range(4):
         with suppress(OSError):
             line = socket.create_connection(("127.0.0.1", port), 0.2)
-            line.sendall(struct.pack("<q", number))
+            line.sendall(struct.pack("<q", number) + more)
             made.append(line)
     with suppress(OSError):
         line = socket.create_connection(("127.0.0.1", port), 0.2)
@@ -139,8 +148,8 @@ def main() -> None:
         for port in sorted(new):
             if mode == "store":
                 spoil_store(port, folder)
-            elif mode == "connect" and port not in seen:
-                lines += knock(port)
+            elif mode in KNOCKS and port not in seen:
+                lines += knock(port, KNOCKS[mode])
                 (folder / f"knocked-{port}").touch()
             elif mode in texts:
                 overwrite(port, *texts[mode], folder / "reached")
