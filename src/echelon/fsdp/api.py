@@ -22,9 +22,9 @@ from echelon.fsdp.released import released_parameter
 from echelon.fsdp.sharded_module import ShardedModule
 from echelon.fsdp.start import Start
 from echelon.fsdp.units import Rule, plan_units, whole
-from echelon.graph_task import in_backward
+from echelon.graph_task import has_tangent, in_backward, in_transform
 from echelon.ignored import ignored_parameters
-from echelon.nested import cast_floats
+from echelon.nested import cast_floats, tensors
 from echelon.world.group import Group
 
 __all__ = ["FSDP"]
@@ -160,7 +160,9 @@ class FSDP(ShardedModule):
 
         Raises:
             StateError: it used a parameter of a unit that is released; names both.
+            UnsupportedError: inside of ``torch.func``, or of forward-mode differentiation.
         """
+        _check_transforms((args, kwargs))
         precision = self._options.precision
         if precision.compute is not None:
             args, kwargs = cast_floats((args, kwargs), lambda t: t.to(precision.compute))
@@ -270,6 +272,15 @@ class FSDP(ShardedModule):
             return value(*args, **kwargs)
 
         return method
+
+
+def _check_transforms(inputs: Any) -> None:
+    if in_transform() or any(has_tangent(tensor) for tensor in tensors(inputs)):
+        raise UnsupportedError(
+            "an FSDP inside of torch.func (grad, jvp, vmap, ...) or of forward-mode "
+            "differentiation: its gathers and reductions take no part in such derivatives. Take "
+            "them of the plain model, or of a model in ec.DDP, where they are of this rank's batch"
+        )
 
 
 def _check_flat(options: Options, group: Group) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from echelon.errors import StateError
+from echelon.errors import StateError, UnsupportedError
 from echelon.fsdp.backward_pass import Pass, Run
 from echelon.fsdp.departures import Departures
 from echelon.fsdp.gathers import Gathers
@@ -71,7 +71,18 @@ class Backward:
         return self._pass is not None and self._pass.token() is not None
 
     def reach(self, u: int, use: Use) -> None:
-        """Backward has reached an output of a unit: gather it."""
+        """Backward has reached an output of a unit: gather it.
+
+        Raises:
+            UnsupportedError: backward makes a graph of its own, which would read parameters again.
+        """
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "create_graph=True over FSDP: the backward of this backward would read parameters "
+                "that were released, and reduced gradients have no graph. Take second derivatives "
+                "(a gradient penalty, score matching) of a model in ec.DDP, or write the first "
+                "one out as a forward"
+            )
         current = self._begin()
         state = current.units[u]
         is_new, is_another = not state.opened, use.reach(current)
