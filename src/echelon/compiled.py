@@ -9,9 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
-__all__ = ["compiled_inside", "keep_plain_names", "plain_keys", "plain_name"]
+__all__ = [
+    "compiled_inside",
+    "keep_order_of_graphs",
+    "keep_plain_names",
+    "plain_keys",
+    "plain_name",
+]
 
 _COMPILED = "_orig_mod"  # where torch.compile puts a module into one of its own
 
@@ -59,3 +66,16 @@ def _put_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -
     for key in list(state):
         if key.startswith(prefix) and not key.startswith(start):
             state[start + key.removeprefix(prefix)] = state.pop(key)
+
+
+def keep_order_of_graphs() -> None:
+    """Let torch look for a compiled graph in the order in which the graphs were made.
+
+    Else it begins with the one that ran last. Of two that fit, one for a shape and one for any,
+    a recomputation would then run another than its forward did, and keep other tensors:
+    https://github.com/pytorch/pytorch/issues/166926. It holds for the whole process, where it
+    changes nothing but this order. A torch without the switch is left as it is.
+    """
+    switch = vars(torch._C._dynamo.eval_frame).get("_set_lru_cache")
+    if switch is not None:
+        switch(False)

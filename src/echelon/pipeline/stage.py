@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
+from echelon.compiled import keep_order_of_graphs
 from echelon.errors import ArgumentError
 from echelon.graph_task import run_backward
 from echelon.nested import tensors as tensors_in
@@ -79,6 +80,8 @@ class Stage:
         reduce_every: ReduceEvery = "step",
     ) -> None:
         self.module, self.index, self._recomputes = module, index, recomputes
+        if recomputes:
+            keep_order_of_graphs()
         self.sharing = Sharing(module, reduce_every)
         self._weights = WeightGradients(local=self.sharing.is_local)
         if splits or self.sharing.is_local:

@@ -175,10 +175,18 @@ def _run_backward_with_own_draws(*args: Any, **kwargs: Any) -> Any:
     away while it is asked, so that all of backward would run without it.
     """
     who = getattr(_current, "who", None)
-    if who is None:
+    # Where nothing was asked, the mode is there. A second one would be seen by torch.compile, which
+    # then makes another graph for what is recomputed than it made for the forward.
+    if who is None or _has_mode():
         return _run_backward(*args, **kwargs)
     with _OwnDraws(who, _current.dtype):
         return _run_backward(*args, **kwargs)
+
+
+def _has_mode() -> bool:
+    """Whether the rank's mode is asked now."""
+    depth = torch._C._len_torch_function_stack()
+    return any(isinstance(torch._C._get_function_stack_at(i), _OwnDraws) for i in range(depth))
 
 
 _rank_generator = _RankGenerator()
