@@ -26,7 +26,7 @@ from tests.long.fault_scenarios import (
 
 ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE = {"threads": 4, "processes": 3, "gloo": 3}
-NUM_PIECES = {"threads": 2, "processes": 3, "gloo": 3}
+NUM_PIECES = {"threads": 2, "processes": 6, "gloo": 8}  # of less than 300 s each
 PIECES = [(world, piece) for world, count in NUM_PIECES.items() for piece in range(count)]
 DEATH_S, HANG_S = 5.0, 10.0  # after a death; after the timeout of those that wait for a hang
 LOAD_S = float(os.environ.get("ECHELON_LOAD_S", "10"))  # more, where several run at once
