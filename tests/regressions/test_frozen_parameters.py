@@ -213,6 +213,43 @@ def test_a_frozen_norm_may_be_checkpointed_by_a_nested_backward(kind: str) -> No
         same_grads(found, expected)
 
 
+class TwiceByHand(nn.Module):
+    """Calls one unit three times, each time inside of a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unit = nn.Linear(WIDTH, WIDTH), FrozenNorm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = checkpoint(self.unit, x, use_reentrant=True)
+        return x
+
+
+def twice_by_hand() -> nn.Module:
+    torch.manual_seed(2)
+    return TwiceByHand().double()
+
+
+def several_nested(world: ec.World) -> dict[str, Tensor]:
+    rule = ec.units.by_type(Unit)
+    model = ec.FSDP(twice_by_hand(), world.group, units=rule, min_num_params=0)
+    for _ in range(2):
+        loss_of(model, world.rank).backward()
+    return whole_grads(model, world)
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_a_unit_may_be_in_several_nested_backwards(kind: str) -> None:
+    plain = twice_by_hand()
+    for rank in range(2):
+        loss_of(plain, rank).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    for found in run_world(kind, several_nested, 2):
+        same_grads(found, expected)
+
+
 def peak_of_frozen_units(world: ec.World) -> int:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[AllFrozen() for _ in range(5)])
     rule = ec.units.by_type(Unit)

@@ -88,8 +88,11 @@ class Backward:
         is_new, is_another = not state.opened, use.reach(current)
         if is_another:
             state.inside += 1
+            state.nested += use.nested
         if is_new:
             self._open(current, u)
+        elif is_another and use.nested:
+            state.remaining += self._expected(u)
         elif is_another:
             state.remaining += self._units[u].num_recast
         self._gathers.in_backward(u, self._send_ready)
@@ -136,10 +139,20 @@ class Backward:
                 "call its module: use its parameters inside of its own forward only"
             )
         current.units[u].opened = True
-        # What was frozen since the model was wrapped gets no gradient.
-        current.units[u].remaining = sum(p.requires_grad for p in self._units[u].trainable)
+        current.units[u].remaining = self._expected(u)
         with torch.no_grad():
             current.had[u] = [shard.set_aside() for shard in self._units[u].shards]
+
+    def _expected(self, u: int) -> int:
+        """How many gradients will come; none of what was frozen since the model was wrapped."""
+        return sum(param.requires_grad for param in self._units[u].trainable)
+
+    def _awaits(self, current: Pass, u: int) -> bool:
+        """Whether more gradients may come to a unit that has one of each parameter."""
+        nested = current.units[u].nested
+        if nested and nested < sum(run.unseen[u] for run in self.runs):
+            return True
+        return bool(nested or self._units[u].num_recast) and self.uses[u].awaits(current)
 
     def _arrival(self, u: int) -> Callable[[nn.Parameter], None]:
         # A parameter holds its hooks where the garbage collector does not look. If they held us,
@@ -194,7 +207,7 @@ class Backward:
             return
         if state.completed:
             unit.release()  # a forward whose parameters are frozen came after the gradients
-        elif state.remaining <= 0 and not (unit.num_recast and self.uses[u].awaits(current)):
+        elif state.remaining <= 0 and not self._awaits(current, u):
             self._complete(current, u)
 
     def _complete(self, current: Pass, u: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import final
 
@@ -20,12 +21,14 @@ class Run:
     Attributes:
         units: those that it has called.
         opaque: those whose outputs show no tensor, so that nothing tells when backward comes.
+        unseen: how often it has called a unit without a graph, as reentrant checkpoints do.
     """
 
-    __slots__ = ("__weakref__", "opaque", "units")
+    __slots__ = ("__weakref__", "opaque", "units", "unseen")
 
     def __init__(self) -> None:
         self.units = {0}
+        self.unseen: Counter[int] = Counter()
         self.opaque: set[int] = set()
 
 
@@ -37,14 +40,15 @@ class UnitPass:
         opened: whether backward has reached it.
         remaining: how many of its gradients have not come.
         inside: forwards of it whose outputs backward has reached, and whose inputs it has not.
+        nested: forwards of it that ran in this backward and have a backward of their own in it.
         completed: whether its gradients were taken off.
     """
 
-    __slots__ = ("completed", "inside", "opened", "remaining")
+    __slots__ = ("completed", "inside", "nested", "opened", "remaining")
 
     def __init__(self) -> None:
         self.opened = self.completed = False
-        self.remaining = self.inside = 0
+        self.remaining = self.inside = self.nested = 0
 
 
 @final

@@ -159,6 +159,8 @@ class Hooks:
 
     def _enter(self, u: int, inputs: Any) -> None:
         use = None
+        if not torch.is_grad_enabled() and not in_backward():
+            self._run.unseen[u] += 1
         if torch.is_grad_enabled():
             use = self._backward.uses[u].add()
             use.watch(inputs, lambda use, by_base: self._backward.leave(u, use, by_base))

@@ -17,6 +17,11 @@ leads to no input, its graph was made after the inputs were, and the engine runs
 first. A forward of which no input is reached in this backward, because none needs a gradient or
 because they came hidden in a closure, is left only when the whole backward is over.
 
+[Note: a backward inside a backward]
+A reentrant checkpoint runs its forward without a graph, and again in backward, with one whose
+backward runs inside. The gradients of a parameter come once from each such backward. So a unit
+that was called several times in this way is complete only when all those calls came again.
+
 [Note: one parameter, several accumulators]
 Autograd adds up what the uses of a parameter give, and hands it over once. But where the parts of a
 unit have another dtype or device than its whole parameters, torch gives a parameter a new
@@ -34,7 +39,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from echelon.fsdp.backward_pass import Pass
-from echelon.graph_task import sequence_number, will_run
+from echelon.graph_task import in_backward, sequence_number, will_run
 from echelon.nested import tensors
 
 __all__ = ["Use", "Uses"]
@@ -73,11 +78,25 @@ class _Input:
 
 @final
 class Use:
-    """One forward of a unit. Its graph holds it, so it is gone when no backward can come."""
+    """One forward of a unit. Its graph holds it, so it is gone when no backward can come.
 
-    __slots__ = ("__weakref__", "_bases", "_by_base", "_first", "_inputs", "_left", "_reached_by")
+    Attributes:
+        nested: whether it ran inside of a backward; if that reaches it, see the note.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_bases",
+        "_by_base",
+        "_first",
+        "_inputs",
+        "_left",
+        "_reached_by",
+        "nested",
+    )
 
     def __init__(self) -> None:
+        self.nested = in_backward()
         self._reached_by: weakref.ref[Pass] | None = None
         self._inputs: list[_Input] = []
         self._bases: list[_Input] = []  # of inputs that are views: see ``watch``
