@@ -195,6 +195,12 @@ def settle(case: Spec) -> Spec:
                     part["how"] = "all"
     if case["technique"] == "ddp":
         settle_ddp(case)
+    for part in walk(model):
+        # docs/fsdp.md, "Units that a rank skips": none runs more often than on another rank.
+        if part["kind"] == "twice" or has(part, "twice"):
+            for inner in walk(part):
+                if inner.get("how") == "ranks":
+                    inner["how"] = "all"
     if has(model, "skips:ranks"):
         for step in steps:  # gradients of inputs that a rank has not used: nothing tells it
             if step.get("backward") == "inputs":

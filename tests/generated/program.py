@@ -181,6 +181,10 @@ class Step:
         chosen = [p for i, p in enumerate(self.on.params.values()) if p.requires_grad and i % 2]
         if not chosen:
             raise InvalidCase("no parameter to choose")
+        if self.on.model is self.on.plain and loss.requires_grad:
+            found = torch.autograd.grad(loss, chosen, retain_graph=True, allow_unused=True)
+            if all(one is None for one in found):
+                raise InvalidCase("a backward that does nothing, of which no wrapper can know")
         self.backward(loss, x, inputs=chosen)
 
 
