@@ -28,6 +28,7 @@ def test_no_two_ranks_parse_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(ast, "parse", slowly)
     bypassed._tree_of.cache_clear()
+    bypassed._uses_of.cache_clear()
     ec.run(wrap, 4)
     assert most
     assert set(most) == {1}

@@ -16,6 +16,7 @@ import pytest
 
 from tests.children import environ
 from tests.cli.jobs import Job as Started
+from tests.own_network import own_network
 from tests.regressions.stranger import KNOCKS, SHARED
 from tests.world.gloo_ranks import free_port
 
@@ -72,6 +73,11 @@ found = {
     "objects": world.group.all_gather_object({"rank": world.rank}),
     "part": world.group.subgroup([0, 1]).all_gather_object(world.rank),
 }
+if (folder / "his").exists():  # the job lasts until the stranger has found it
+    reached = pathlib.Path((folder / "his").read_text()) / "reached"
+    end = time.monotonic() + 30
+    while not reached.exists() and time.monotonic() < end:
+        time.sleep(0.01)
 (folder / f"result-{rank}").write_text(json.dumps(found))
 """
 RIGHT = {"grad": [[3.0, 3.0, 3.0]], "objects": [{"rank": 0}, {"rank": 1}], "part": [0, 1]}
@@ -83,7 +89,8 @@ def stranger(*how: str) -> Iterator[str]:
 
     Afterwards nothing of his has run, and he holds nothing.
     """
-    with tempfile.TemporaryDirectory(prefix="echelon-stranger-") as name:
+    # He attacks whatever listens, so he gets a network without the ports of other tests.
+    with own_network(), tempfile.TemporaryDirectory(prefix="echelon-stranger-") as name:
         folder = Path(name)
         folder.chmod(0o777)
         attack = subprocess.Popen(
@@ -110,6 +117,13 @@ def stranger(*how: str) -> Iterator[str]:
         assert not (folder / "spoils").exists(), (folder / "spoils").read_text()
 
 
+@contextmanager
+def lasting_until_reached(folder: Path, his: str) -> Iterator[None]:
+    """Let the script in ``folder`` go on until the stranger has reached what he attacks."""
+    (folder / "his").write_text(his)
+    yield
+
+
 def results(folder: Path) -> list[object]:
     return [json.loads((folder / f"result-{rank}").read_text()) for rank in range(2)]
 
@@ -122,7 +136,8 @@ def test_a_stranger_who_rewrites_all_stores_changes_nothing(tmp_path: Path) -> N
 
 def check_a_rewritten_store(backend: str, tmp_path: Path) -> None:
     with (
-        stranger("store"),
+        stranger("store") as his,
+        lasting_until_reached(tmp_path, his),
         Started(tmp_path, SCRIPT, backend, str(tmp_path)) as job,
     ):
         code, output, errors = job.end()
