@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import torch
 
 import echelon as ec
 from echelon.errors import CommTimeout, DeadlockError, RankFailed
+from echelon.world.tether import tether
 from tests.checkpoint.layouts import LAYOUTS, Trainee
 
 __all__ = ["SCENARIOS", "Scenario", "blamed", "play"]
@@ -53,7 +55,8 @@ def waits_for_a_thread() -> None:
 
 
 def waits_for_a_process() -> None:
-    subprocess.run(["sleep", f"{min(_seconds(), 60.0)}"])
+    end_with_us = partial(tether, os.getpid(), signal.SIGKILL)
+    subprocess.run(["sleep", f"{_seconds()}"], preexec_fn=end_with_us)
 
 
 def waits_for_a_socket() -> None:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import io
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,35 @@ def gives_up_and_computes(world: ec.World) -> None:
 def test_a_rank_that_has_given_up_itself_is_not_blamed(kind: str) -> None:
     with pytest.raises((CommTimeout, RankFailed)) as info:
         run_world(kind, gives_up_and_computes, 3, timeout=TIMEOUT_S)
+    error = info.value
+    blamed = list(error.stuck) if isinstance(error, CommTimeout) else [error.failed_rank]
+    assert blamed == [2], error
+
+
+def waits_twice(world: ec.World) -> None:
+    """Rank 2 hangs; rank 1 waits for it, and a thread of rank 1 ends a wait meanwhile."""
+    with_0 = world.group.subgroup([0, 1])
+    with_2 = world.group.subgroup([1, 2])
+    if world.rank == 2:
+        time.sleep(3 * TIMEOUT_S)
+    elif world.rank == 1:
+        assert with_0 is not None
+        assert with_2 is not None
+        time.sleep(0.3)  # so that rank 0 is the first to give up
+        with_0.all_reduce(torch.ones(1), async_op=True)  # on a thread, until rank 0 has come
+        with_2.recv(torch.zeros(1), 1)
+    else:
+        assert with_0 is not None
+        threading.Timer(0.6, with_0.all_reduce, (torch.ones(1),)).start()
+        with_0.recv(torch.zeros(1), 1)
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_rank_that_waits_is_not_blamed_when_another_of_its_threads_has_ended_a_wait(
+    kind: str,
+) -> None:
+    with pytest.raises((CommTimeout, RankFailed)) as info:
+        run_world(kind, waits_twice, 3, timeout=TIMEOUT_S)
     error = info.value
     blamed = list(error.stuck) if isinstance(error, CommTimeout) else [error.failed_rank]
     assert blamed == [2], error

@@ -206,7 +206,9 @@ class Board:
                 if now() >= deadline:
                     self.watch.give_up(late := missing())  # before it looks as if we computed
                     raise CommTimeout(doing(), late, timeout)
-                if not told and (late := missing()):
+                if (
+                    late := missing()
+                ):  # each time: another thread of this rank may have ended a wait
                     self.watch.await_rank(late[0])
                     told = True
         finally:
