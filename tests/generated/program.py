@@ -181,11 +181,23 @@ class Step:
         chosen = [p for i, p in enumerate(self.on.params.values()) if p.requires_grad and i % 2]
         if not chosen:
             raise InvalidCase("no parameter to choose")
-        if self.on.model is self.on.plain and loss.requires_grad:
-            found = torch.autograd.grad(loss, chosen, retain_graph=True, allow_unused=True)
-            if all(one is None for one in found):
-                raise InvalidCase("a backward that does nothing, of which no wrapper can know")
+        if self.on.model is self.on.plain and not leads_to(loss, chosen):
+            raise InvalidCase("a backward that does nothing, of which no wrapper can know")
         self.backward(loss, x, inputs=chosen)
+
+
+def leads_to(loss: Tensor, params: list[nn.Parameter]) -> bool:
+    """Whether backward from ``loss`` comes to one of ``params``; nothing is run for it."""
+    wanted, seen, left = set(map(id, params)), set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in wanted:
+            return True
+        left += [following for following, _ in node.next_functions]
+    return False
 
 
 class Toggles:
