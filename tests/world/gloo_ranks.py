@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from echelon.errors import RankFailed
 from echelon.world.base import World
 from echelon.world.environment import JobEnvironment
 from echelon.world.logbook import VARIABLE, Logbook
@@ -47,7 +48,11 @@ def run_gloo(
 ) -> list[Any]:
     """Call ``fn(world, *args)`` on every rank; results in rank order, or the first failure."""
     outcomes = gloo_outcomes(fn, ranks, args=args, **options)
-    for rank, (outcome, _) in sorted(enumerate(outcomes), key=lambda item: item[1][1]):
+    # As ec.run does: what a rank raised itself comes before what others heard of it.
+    by_cause = sorted(
+        enumerate(outcomes), key=lambda item: (isinstance(item[1][0], RankFailed), item[1][1])
+    )
+    for rank, (outcome, _) in by_cause:
         if isinstance(outcome, BaseException):
             outcome.add_note(f"raised on rank {rank} of {ranks}")
             raise outcome
