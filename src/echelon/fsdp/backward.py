@@ -107,7 +107,7 @@ class Backward:
     def leave(self, u: int, use: Use, by_base: bool) -> None:
         """Backward has passed an input of a unit, or the base of one that is a view."""
         current = self._pass
-        if current is None or current.token() is None or not use.is_reached_by(current):
+        if current is None or not self.is_running or not use.is_reached_by(current):
             return  # it came there by another way
         if use.leave(by_base):
             current.units[u].inside -= 1

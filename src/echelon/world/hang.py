@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import final
 
 from echelon.errors import CommTimeout
+from echelon.world.logbook import Entry
 from echelon.world.stacks import innermost, shown
 
-__all__ = ["Finding", "explained"]
+__all__ = ["Finding", "explained", "finding_of"]
 
 _MOST = 2  # ranks that are described in an error; all are in its note
 
@@ -66,3 +67,20 @@ def explained(
     if stacks:
         found.add_note(f"The Python stacks of the ranks of this host:\n{shown(stacks)}")
     return found
+
+
+def finding_of(entry: Entry, doing: str, stack: Sequence[str]) -> Finding:
+    """What a page of the logbook says of a rank that is ``doing`` something, with its stack."""
+    silence = "its process did not answer"
+    if entry.stacks is None:
+        silence = "the script has its own use for SIGUSR2"
+    elif "stopped" in doing:
+        silence = "a process that is stopped cannot tell it"
+    return Finding(
+        rank=entry.rank,
+        where=entry.where,
+        activity=doing,
+        call=entry.call,
+        stack=stack,
+        silence=silence,
+    )

@@ -15,7 +15,7 @@ from typing import final
 
 from echelon.errors import CommTimeout
 from echelon.world import stacks
-from echelon.world.hang import Finding, explained
+from echelon.world.hang import Finding, explained, finding_of
 from echelon.world.logbook import Entry, Phase
 from echelon.world.process_status import activity
 
@@ -132,19 +132,9 @@ def straggler_error(entries: Mapping[int, Entry], late: Iterable[int]) -> CommTi
 
 def _finding(entry: Entry, stack: list[str]) -> Finding:
     doing = activity(entry.pid, entry.native)
-    silence = "its process did not answer"
-    if entry.stacks is None:
-        silence = "the script has its own use for SIGUSR2"
-    elif "stopped" in doing:
-        silence = "a process that is stopped cannot tell it"
-    return Finding(
-        rank=entry.rank,
-        where=entry.where,
-        activity=f"has ended its script, but {doing}" if entry.script_ended else doing,
-        call=entry.call,
-        stack=stack,
-        silence=silence,
-    )
+    if entry.script_ended:
+        doing = f"has ended its script, but {doing}"
+    return finding_of(entry, doing, stack)
 
 
 def _absent(rank: int) -> Finding:

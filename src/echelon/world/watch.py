@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, Self, final
 from echelon.errors import CommTimeout, RankFailed
 from echelon.world import stacks
 from echelon.world.forks import disown_in_forks
-from echelon.world.hang import Finding, explained
+from echelon.world.hang import Finding, explained, finding_of
 from echelon.world.logbook import VARIABLE, Entry, Logbook, Phase
 from echelon.world.process_status import activity
 
@@ -219,16 +219,4 @@ def _finding(entry: Entry, stack: Sequence[str]) -> Finding:
         doing = f"has waited in vain for rank {entry.gave_up}"
     else:
         doing = activity(entry.pid, entry.native)
-    silence = "its process did not answer"
-    if entry.stacks is None:
-        silence = "the script has its own use for SIGUSR2"
-    elif "stopped" in doing:
-        silence = "a process that is stopped cannot tell it"
-    return Finding(
-        rank=entry.rank,
-        where=entry.where,
-        activity=doing,
-        call=entry.call,
-        stack=stack,
-        silence=silence,
-    )
+    return finding_of(entry, doing, stack)

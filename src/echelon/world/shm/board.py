@@ -206,9 +206,8 @@ class Board:
                 if now() >= deadline:
                     self.watch.give_up(late := missing())  # before it looks as if we computed
                     raise CommTimeout(doing(), late, timeout)
-                if (
-                    late := missing()
-                ):  # each time: another thread of this rank may have ended a wait
+                # Each time: another thread of this rank may have ended a wait.
+                if late := missing():
                     self.watch.await_rank(late[0])
                     told = True
         finally:
