@@ -29,7 +29,7 @@ LAYERS: list[set[str]] = [
     | {"graph_task", "ignored", "layout", "nested", "sample_order", "streams", "wrapper"},
     {"world"},
     {"agreement", "c10d", "held", "initial", "sampling", "scaling", "stopping", "testing"},
-    {"finite"},
+    {"finite", "trainable"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
     {"plans"},
     {"planner"},

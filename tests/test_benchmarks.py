@@ -183,7 +183,7 @@ def test_fsdp_weighs_a_tiny_unit_and_counts_what_is_sent(
     [task] = result["tasks"]
     assert task["num_units"] == 3
     unit = 3 * (8 * 8 + 8) * 4
-    assert task["traffic"]["echelon FSDP"] == [3 + 2, 3 * unit + 18]  # a barrier, and flags
+    assert task["traffic"]["echelon FSDP"] == [3 + 2, 3 * unit + 19]  # a barrier, and flags
     assert task["traffic"]["FSDP2"] == [3 * 3, 3 * 3 * unit]  # two gathers and a reduction
     assert task["traffic"]["one process alone"] == [0, 0]
     assert [bar["unit"] for bar in result["bars"]] == ["ms", "×"]

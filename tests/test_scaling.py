@@ -1,6 +1,7 @@
 """One rank finds a gradient that is not finite, and all skip the step."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -153,3 +154,30 @@ def test_a_scaler_can_be_switched_off() -> None:
     assert ec.run(off, 1) == [True]
     with pytest.raises(ArgumentError, match="group is 'cpu'; give a Group"):
         ec.GradScaler("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("device", value) for value in ("gpus", 7, ["cpu"])),
+        *(("init_scale", value) for value in (None, "8", 0.0, -8.0, math.nan, math.inf, 1e39)),
+        *(("growth_factor", value) for value in (None, "2", 1.0, 0.5, math.nan, math.inf)),
+        *(("backoff_factor", value) for value in (None, "2", 1.0, 0.0, -1.0, math.nan)),
+        *(("growth_interval", value) for value in (None, 0, -1, 1.5, "2")),
+        *(("enabled", value) for value in (None, 1, "no")),
+    ],
+)
+def test_a_number_that_cannot_scale_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ArgumentError, match=name):
+        ec.run(lambda world: ec.GradScaler(world.group, **{name: value}), 1)
+
+
+@pytest.mark.parametrize("name", ["init_scale", "growth_interval", "enabled"])
+def test_ranks_with_other_scales_are_told_before_they_train(name: str) -> None:
+    values: dict[str, list[Any]] = {
+        "init_scale": [8.0, 16.0],
+        "growth_interval": [10, 20],
+        "enabled": [True, False],
+    }
+    with pytest.raises(ec.StartMismatch, match=f"option {name} of GradScaler is not the same"):
+        ec.run(lambda world: ec.GradScaler(world.group, **{name: values[name][world.rank]}), 2)

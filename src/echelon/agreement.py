@@ -33,8 +33,7 @@ def check_model(module: nn.Module, device: torch.device, *, meta: bool = False) 
         meta: whether parameters and buffers may be on the meta device.
 
     Raises:
-        ArgumentError: scripted modules; lazy, sparse, quantized, expanded or misplaced parameters,
-            or none that needs a gradient.
+        ArgumentError: scripted modules; lazy, sparse, quantized, expanded or misplaced parameters.
     """
     for name, submodule in module.named_modules():
         if isinstance(submodule, nn.SyncBatchNorm):
@@ -81,11 +80,6 @@ def check_model(module: nn.Module, device: torch.device, *, meta: bool = False) 
                 f"parameter {name!r} was expanded: several of its {param.numel()} elements are one "
                 "place in memory, which no optimizer can update. Make it with .contiguous()"
             )
-    if not any(param.requires_grad for param in module.parameters()):
-        raise ArgumentError(
-            f"no parameter of {type(module).__name__} requires a gradient, so there is nothing to "
-            "reduce: use the module itself"
-        )
 
 
 def option_facts(options: Any) -> dict[str, str]:

@@ -40,7 +40,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     Raises:
         ArgumentError: ``norm_type`` is below 1 or no number, or a gradient is sparse.
     """
-    number("norm_type", norm_type, 1.0, math.inf)
+    norm_type = number("norm_type", norm_type, 1.0, math.inf)
     return _norm(_gradients(model), norm_type)
 
 
@@ -67,8 +67,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         >>> round(layer.weight.grad.item(), 4)
         1.0
     """
-    number("max_norm", max_norm, 0.0, math.inf)
-    number("norm_type", norm_type, 1.0, math.inf)
+    max_norm = number("max_norm", max_norm, 0.0, math.inf)
+    norm_type = number("norm_type", norm_type, 1.0, math.inf)
     gradients = _gradients(model)
     norm = model.grad_norm(norm_type) if isinstance(model, Sharded) else _norm(gradients, norm_type)
     if math.isinf(max_norm):

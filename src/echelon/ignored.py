@@ -44,7 +44,7 @@ def ignored_parameters(
                     f"parameter {local!r} of module {name!r} is shared with an ignored module: "
                     "ignore both, or neither"
                 )
-    if not any(param.requires_grad for param in params if param not in skip):
+    if skip and not any(param.requires_grad for param in params if param not in skip):
         raise ArgumentError(
             f"ignored has every parameter of {type(module).__name__} that requires a gradient, so "
             "nothing is left to share: use the module itself"

@@ -147,7 +147,7 @@ class Plan:
         if self.shard == 1:
             for name in ("strategy", "fsdp"):
                 value = getattr(self, name)
-                if value:
+                if value is not None and value != {}:
                     raise ArgumentError(
                         f"{name} is {value!s:.80}, and shard is 1: leave it out, or use shard > 1"
                     )

@@ -7,15 +7,19 @@ others would not, and from then on the weights would belong to no model.
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from echelon.arguments import one_of, positive, whole
 from echelon.errors import ArgumentError
+from echelon.world.facts import agree
 from echelon.world.group import Group
 
 __all__ = ["GradScaler"]
+
+_LARGEST = torch.finfo(torch.float32).max  # the scale is one number of float32
 
 
 @final
@@ -39,7 +43,8 @@ class GradScaler(torch.amp.GradScaler):
         enabled: whether to scale at all; False leaves a plain loop.
 
     Raises:
-        ArgumentError: ``group`` is no group.
+        ArgumentError: ``group`` is no group, or a number is none that can scale.
+        StartMismatch: ranks have other numbers; on all of them.
 
     Example:
         >>> def main(world):
@@ -67,11 +72,22 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         if not isinstance(group, Group):
             raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
-        if device is None:
-            device = str(group.device).partition(":")[0]
-        super().__init__(
-            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
-        )
+        device = str(group.device).partition(":")[0] if device is None else _kind(device)
+        one_of("enabled", enabled, (False, True))
+        options: dict[str, Any] = {
+            "init_scale": positive("init_scale", init_scale, _LARGEST),
+            "growth_factor": positive("growth_factor", growth_factor, _LARGEST),
+            "backoff_factor": positive("backoff_factor", backoff_factor),
+            "growth_interval": whole("growth_interval", growth_interval, low=1),
+            "enabled": enabled,
+        }
+        if not options["backoff_factor"] < 1 < options["growth_factor"]:
+            raise ArgumentError(
+                f"growth_factor is {growth_factor} and backoff_factor {backoff_factor}: the first "
+                "must be above 1, so that the scale grows, and the second below"
+            )
+        agree(group, {f"option {name} of GradScaler": value for name, value in options.items()})
+        super().__init__(device, **options)
         self._group = group
 
     def _unscale_grads_(
@@ -95,3 +111,14 @@ class GradScaler(torch.amp.GradScaler):
         if not found and mine[1]:
             found[device] = mine[0].clone()  # a rank without gradients steps with the others
         return found
+
+
+def _kind(device: object) -> str:
+    """``device``, if it is the text of a device."""
+    try:
+        if isinstance(device, str):
+            torch.device(device)
+            return device
+    except RuntimeError:
+        pass
+    raise ArgumentError(f"device is {device!r:.80}; give a kind of device, such as 'cuda'")

@@ -33,6 +33,7 @@ __all__ = [
     "local_device",
     "memory_peak",
     "random_state",
+    "reading_waits",
     "seeded",
     "set_random_state",
     "synchronize",
@@ -63,6 +64,11 @@ def autocasts(device: torch.device) -> bool:
 def adds_in_order(device: torch.device) -> bool:
     """Whether ``index_add_`` on ``device`` adds rows that repeat in a fixed order."""
     return device.type == "cpu"
+
+
+def reading_waits(device: torch.device) -> bool:
+    """Whether the host waits for work under way when it reads a value on ``device``."""
+    return not is_cpu(device)
 
 
 def synchronize(device: torch.device) -> None:

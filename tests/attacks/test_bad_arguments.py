@@ -197,3 +197,22 @@ def test_a_bad_bound_of_a_norm_is_refused(norm: object) -> None:
 def test_norms_are_taken_of_models(model: object) -> None:
     with pytest.raises(ec.ArgumentError, match="give the wrapped model"):
         ec.clip_grad_norm_(model, 1.0)
+
+
+@pytest.mark.parametrize("value", [3, "replicate", [0], torch.ones(1), torch.nn.Linear(1, 1)])
+def test_a_group_of_replicas_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(ec.ArgumentError, match="replicate is"):
+        ec.run(lambda world: ec.FSDP(torch.nn.Linear(1, 1), world.group, replicate=value), 1)
+
+
+@pytest.mark.parametrize("value", [0, "", [], ()])
+def test_a_strategy_that_is_empty_is_refused_by_a_plan_that_shards_nothing(value: Any) -> None:
+    with pytest.raises(ec.ArgumentError, match="strategy is"):
+        ec.Plan(dp=2, strategy=value)
+
+
+def test_a_bound_beyond_what_torch_takes_as_an_integer_is_a_number_like_others() -> None:
+    layer = torch.nn.Linear(1, 1)
+    layer.weight.grad = torch.full((1, 1), 3.0)
+    assert ec.clip_grad_norm_(layer, 2**70, 2**70).item() == 3.0
+    assert layer.weight.grad.item() == 3.0

@@ -99,6 +99,31 @@ def test_accumulation_under_no_sync_announces_only_what_is_reduced():
             assert_tensor_close(param, there.detach(), 1e-12, "parameter")
 
 
+@pytest.mark.parametrize("reduction", ["sum", 2.0])
+@pytest.mark.parametrize("sync", ["overlap", "manual"])
+def test_a_share_of_what_is_reduced_is_refused_where_ranks_may_leave(reduction, sync):
+    def main(world):
+        ddp = ec.DDP(mlp(), world.group, reduction=reduction, sync=sync, **SMALL)
+
+        def step(seed):
+            ddp(rows(seed, 1, per_rank=3)).pow(2).mean().backward()
+            if sync == "manual":
+                ddp.sync_gradients()
+
+        with ddp.join():
+            step(world.rank)
+            if world.rank == 1:
+                ddp.zero_grad(set_to_none=False)
+                step(2)
+                ddp.zero_grad()
+                step(3)
+                torch.autograd.grad(ddp(rows(4, 1, per_rank=3)).sum(), list(ddp.parameters()))
+                with ddp.no_sync(), pytest.raises(ec.StateError, match="share of this rank"):
+                    ddp(rows(5, 1, per_rank=3)).sum().backward()
+
+    ec.run(main, 2)
+
+
 def test_buffers_come_from_a_rank_that_still_has_batches():
     def main(world):
         ddp = ec.DDP(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), world.group)

@@ -159,3 +159,72 @@ def test_ranks_may_skip_different_units_from_the_first_step(kind: str) -> None:
     for state in run_world(kind, train_from_the_first_step, 3, timeout=20):
         for name, value in plain_model.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+def once(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(inputs(step, rank), USED[step][rank], True).square().mean()
+
+
+def twice_through_one_graph(model: nn.Module, step: int, rank: int) -> None:
+    loss = once(model, step, rank)
+    loss.backward(retain_graph=True)
+    (2 * loss).backward()
+
+
+def both_at_once(model: nn.Module, step: int, rank: int) -> None:
+    (once(model, step, rank) + 2 * once(model, (step + 1) % 3, rank)).backward()
+
+
+def the_first_one_last(model: nn.Module, step: int, rank: int) -> None:
+    first, second = once(model, step, rank), 2 * once(model, (step + 1) % 3, rank)
+    second.backward()
+    first.backward()
+
+
+def an_evaluation_between(model: nn.Module, step: int, rank: int) -> None:
+    loss = once(model, step, rank)
+    with torch.no_grad():
+        once(model, (step + 1) % 3, rank)
+    (3 * loss).backward()
+
+
+KINDS = [twice_through_one_graph, both_at_once, the_first_one_last, an_evaluation_between]
+
+
+def train_with_all_kinds(world: ec.World) -> list[dict[str, Tensor]]:
+    states = []
+    for kind in KINDS:
+        for strategy in (ec.Strategy.SHARD_GRAD_OP, ec.Strategy.FULL_SHARD):
+            rule = ec.units.by_type(Mixture)
+            model = ec.FSDP(build(), world.group, units=rule, min_num_params=0, strategy=strategy)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            for step in (0, 1, 2, 0, 1):
+                kind(model, step, world.rank)
+                optimizer.step()
+                optimizer.zero_grad()
+            states.append(model.state_dict())
+    return states
+
+
+@pytest.mark.parametrize("world", ["threads", "gloo"])
+def test_ranks_may_skip_units_that_were_released_before_their_backward(world: str) -> None:
+    states = []
+    for kind in KINDS:
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in (0, 1, 2, 0, 1):
+            for rank in range(3):
+                kind(model, step, rank)
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad /= 3
+            optimizer.step()
+            optimizer.zero_grad()
+        states += 2 * [model.state_dict()]
+    for those in run_world(world, train_with_all_kinds, 3, timeout=20):
+        for kind, state, expected in zip(
+            sorted(2 * KINDS, key=KINDS.index), those, states, strict=True
+        ):
+            for name, value in expected.items():
+                where = f"{kind.__name__}: {name}"
+                torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=where)

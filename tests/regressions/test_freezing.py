@@ -160,7 +160,7 @@ def differs(world: ec.World, name: str) -> str:
 
 
 def all_differ(world: ec.World) -> list[str]:
-    return [differs(world, name) for name in WRAPS if "FSDP" not in name]
+    return [differs(world, name) for name in WRAPS]
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
@@ -170,6 +170,32 @@ def test_ranks_that_freeze_different_parameters_are_named_with_the_parameter_ove
             assert "step 1" in text
             assert "whether they train parameter '2.weight'" in text
             assert "rank 0: trained\n  rank 1: frozen   <-- differs\n  rank 2: trained" in text
+
+
+def replicas_differ(world: ec.World) -> str:
+    module = net()
+    mesh = world.mesh(replicate=2, shard=2)
+    rule = ec.units.by_type(nn.Linear)
+    strategy = ec.Strategy.HYBRID_SHARD
+    shard, replicate = mesh["shard"], mesh["replicate"]
+    model = ec.FSDP(module, shard, strategy=strategy, replicate=replicate, units=rule)
+    for step in range(3):
+        module[4].requires_grad_(step == 0)  # on all ranks alike
+        if step == 2:
+            module[0].bias.requires_grad_(world.rank != 3)
+        try:
+            model(rows(step, 1)[0]).sum().backward()
+        except ec.ModelMismatch as error:
+            return f"step {step}: {error}"
+        model.zero_grad()
+    return "no error"
+
+
+def test_a_replica_of_parts_that_freezes_another_parameter_is_named():
+    for text in run_world("threads", replicas_differ, 4):
+        assert "step 2" in text
+        assert "whether they train parameter '0.bias'" in text
+        assert "rank 2: trained\n  rank 3: frozen" in text
 
 
 def thaw_one_that_was_wrapped_frozen(world: ec.World, name: str) -> None:

@@ -165,3 +165,21 @@ def test_messages_and_gathers_ahead_are_events_that_are_documented() -> None:
     assert {"send", "recv"} <= operations
     assert all(f"``{name}``" in (events.__doc__ or "") for name in heard)
     assert "p2p.issue" not in (events.__doc__ or "")
+
+
+def test_a_hook_on_many_gradients_is_registered_while_parameters_are_whole() -> None:
+    def main(world: ec.World) -> None:
+        torch.manual_seed(0)
+        model = ec.FSDP(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), world.group,
+                        units=ec.units.by_type(nn.Linear), min_num_params=0)  # fmt: skip
+        params, seen = list(model.module.parameters()), []
+        with model.full_parameters():
+            hook = torch.autograd.graph.register_multi_grad_hook(params, seen.append)
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+        hook.remove()
+        assert [[tuple(g.shape) for g in grads] for grads in seen] == [
+            [(3, 3), (3,), (2, 3), (2,)]
+        ] * 2
+
+    ec.run(main, 2)

@@ -3,19 +3,25 @@
 import ctypes
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import echelon as ec
 from echelon.errors import CommTimeout, RankFailed
+from tests.cli.jobs import Job
 from tests.world.gloo_ranks import gloo_outcomes
 
 ENDS = {
     "raise": "raised ValueError: boom",
     "return": "left",
+    "sys.exit(0)": "raised SystemExit: 0",
+    "sys.exit(1)": "raised SystemExit: 1",
     "os._exit(0)": "died",
+    "os._exit(1)": "died",
     "SIGKILL": "died",
     "SIGSEGV": "died",
 }
@@ -25,8 +31,10 @@ def ends(how: str) -> None:
     match how:
         case "raise":
             raise ValueError("boom")
-        case "os._exit(0)":
-            os._exit(0)
+        case "sys.exit(0)" | "sys.exit(1)":
+            sys.exit(int(how[-2]))
+        case "os._exit(0)" | "os._exit(1)":
+            os._exit(int(how[-2]))
         case "SIGKILL":
             os.kill(os.getpid(), signal.SIGKILL)
         case "SIGSEGV":
@@ -57,7 +65,29 @@ def test_a_rank_that_ends_while_others_make_a_mesh_is_named_by_all_of_them(how: 
         assert isinstance(error, RankFailed), (rank, error)
         assert error.failed_rank == 1
         assert ENDS[how] in error.cause
-        assert error.seconds < 15.0  # type: ignore[attr-defined]
+        assert error.seconds < 5.0  # type: ignore[attr-defined]
+
+
+SCRIPT = """
+import os, sys
+import echelon as ec
+
+with ec.init("gloo", timeout=40) as world:
+    world.group.barrier()
+    if world.rank == 1:
+        {}
+    world.mesh(pp=2, dp=2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["sys.exit(0)", "sys.exit(1)", "os._exit(0)", "os._exit(1)"])
+def test_in_a_script_the_first_line_is_of_the_rank_that_has_ended(how: str, tmp_path: Path) -> None:
+    with Job(tmp_path, SCRIPT.format(how), options=("--ranks", "4")) as job:
+        code, _, lines = job.end()
+        assert job.processes() == {}
+    assert code == 1
+    assert lines[0].startswith(f"rank 1 at step 0 exited with code {how[-2]}")
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])

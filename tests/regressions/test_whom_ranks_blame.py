@@ -14,7 +14,8 @@ import torch
 import echelon as ec
 from echelon.cli.screen import Screen
 from echelon.errors import CommTimeout, RankFailed
-from echelon.world.logbook import Logbook
+from echelon.world.logbook import Entry, Logbook
+from echelon.world.torch_dist import TorchGroup
 from echelon.world.watch import Watch
 from tests.worlds import run_world
 
@@ -66,7 +67,7 @@ def waits_twice(world: ec.World) -> None:
         with_0.recv(torch.zeros(1), 1)
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes"])
+@pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
 def test_a_rank_that_waits_is_not_blamed_when_another_of_its_threads_has_ended_a_wait(
     kind: str,
 ) -> None:
@@ -75,6 +76,68 @@ def test_a_rank_that_waits_is_not_blamed_when_another_of_its_threads_has_ended_a
     error = info.value
     blamed = list(error.stuck) if isinstance(error, CommTimeout) else [error.failed_rank]
     assert blamed == [2], error
+
+
+def has_a_message_beside_a_collective(world: ec.World) -> tuple[int, ...]:
+    """Rank 0 waits for rank 1 in a collective, and a thread of it for a message of rank 2."""
+    world.group.barrier()
+    missing: tuple[int, ...] = ()
+    if world.rank > 0:
+        time.sleep(0.5 * TIMEOUT_S)
+    work = world.group.broadcast(torch.zeros(1), 1, async_op=True)
+    assert work is not None
+    if world.rank == 0:
+        time.sleep(0.1)
+        message = world.group.irecv(torch.zeros(1), 2)
+        assert not message.done()  # which begins to wait for it
+        time.sleep(0.1)
+        with pytest.raises(CommTimeout) as info:
+            work.wait(0.1)
+        missing = info.value.missing
+        message.wait()
+    elif world.rank == 2:
+        world.group.send(torch.zeros(1), 0)
+    work.wait()
+    return missing
+
+
+def test_a_collective_that_is_waited_for_names_its_own_peer_and_not_that_of_a_message() -> None:
+    found = run_world("gloo", has_a_message_beside_a_collective, 3, timeout=5 * TIMEOUT_S)
+    assert found == [(1,), (), ()]
+
+
+def gives_up_and_lives_on(world: ec.World) -> Entry:
+    """Rank 1 comes too late; rank 0 catches the error."""
+    world.group.barrier()
+    if world.rank == 1:
+        time.sleep(2 * TIMEOUT_S)
+    else:
+        with pytest.raises(CommTimeout):
+            world.group.all_reduce(torch.ones(1))
+    assert isinstance(world.group, TorchGroup)
+    entry = world.group._job.watch.entry(world.rank)
+    assert entry is not None
+    return entry
+
+
+def test_a_rank_that_has_caught_an_error_waits_for_nobody_any_more() -> None:
+    """Else it could hang afterwards as long as it likes: a rank that waits is never late."""
+    entry, _ = run_world("gloo", gives_up_and_lives_on, 2, timeout=TIMEOUT_S)
+    assert (entry.awaited, entry.gave_up) == (None, 1)
+
+
+def test_each_thread_of_a_rank_has_a_wait_of_its_own_and_that_of_the_script_is_shown() -> None:
+    watch = Watch(Logbook.create(1), 0, 0)
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        watch.await_rank(2)
+        for rank in (3, None):
+            other.submit(watch.await_rank, rank).result()
+            assert watch.entries()[0].awaited == 2
+        other.submit(watch.await_rank, 3).result()
+        watch.await_rank(None)
+        assert watch.entries()[0].awaited == 3
+        other.submit(watch.await_rank, None).result()
+    assert watch.entries()[0].awaited is None
 
 
 def test_what_a_rank_gave_up_on_is_forgotten_at_its_next_call() -> None:

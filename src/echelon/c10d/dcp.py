@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from echelon.errors import CheckpointCorrupt
+from echelon.errors import CheckpointCorrupt, CheckpointError
 
 __all__ = ["is_dcp", "read_dcp", "write_dcp"]
 
@@ -33,6 +34,9 @@ def read_dcp(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointCorrupt: it cannot be read.
     """
+    for entry in path.iterdir():
+        if not (entry.is_file() or entry.is_dir()):  # a read of a pipe would wait for a writer
+            raise CheckpointCorrupt("is no ordinary file", entry)
     with tempfile.TemporaryDirectory(prefix=".reading-", dir=path.parent) as folder:
         file = os.path.join(folder, "state.pt")
         try:
@@ -47,8 +51,16 @@ def read_dcp(path: Path) -> dict[str, Any]:
 
 
 def write_dcp(state: dict[str, Any], path: Path) -> None:
-    """Write a nested state dict of tensors and plain values."""
+    """Write a nested state dict of tensors and plain values.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
     with warnings.catch_warnings():
         # It warns of what no_dist=True has asked for.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save(state, checkpoint_id=path, no_dist=True)
+        try:
+            save(state, checkpoint_id=path, no_dist=True)
+        except CheckpointException as error:  # which derives from BaseException
+            causes = [repr(cause) for cause, _ in error.failures.values()]
+            raise CheckpointError(f"DCP cannot write it: {'; '.join(causes)}", path) from error

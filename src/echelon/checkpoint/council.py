@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from echelon.errors import ArgumentError, CheckpointError, EchelonError
+from echelon.errors.printable import message_of
 from echelon.world.group import Group
 
 __all__ = ["Council", "named"]
@@ -132,11 +133,7 @@ def named(error: Exception, rank: int | None) -> Exception:
 def _told(error: Exception) -> dict[str, Any]:
     """An exception as JSON."""
     facts = {name: value for name, value in vars(error).items() if _is_json(value)}
-    try:
-        text = str(error)
-    except Exception as problem:  # of the user's code; the others must not wait for it
-        text = f"(its text raised {type(problem).__name__})"
-    return {"type": type(error).__name__, "text": text, "facts": facts}
+    return {"type": type(error).__name__, "text": message_of(error), "facts": facts}
 
 
 def _heard(told: dict[str, Any], rank: int, path: object) -> Exception:

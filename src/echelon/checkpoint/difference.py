@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +37,26 @@ def differences(one: Step, other: Step) -> Iterator[Difference]:
             if what is not None:
                 yield Difference(name, what)
     for name in sorted({*one.sections, *other.sections}):
-        if one.sections.get(name) != other.sections.get(name):
-            yield Difference(name, "values differ, or are in one of them only")
+        if name not in one.sections or name not in other.sections:
+            yield Difference(name, f"only in {(one if name in one.sections else other).folder}")
+        elif one.sections[name] != other.sections[name]:
+            yield Difference(*_first_of(name, one.sections[name], other.sections[name]))
+
+
+def _first_of(name: str, mine: Any, theirs: Any) -> tuple[str, str]:
+    """Where two values that differ do so first, and how."""
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        for key in sorted({*mine, *theirs}):
+            if key not in mine or key not in theirs:
+                return f"{name}.{key}", "is in one of them only"
+            if mine[key] != theirs[key]:
+                is_plain = mine.get("kind") == "value" and key == "value"  # what users call it
+                inside = name if is_plain else f"{name}.{key}"
+                return _first_of(inside, mine[key], theirs[key])
+    if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
+        at = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+        return _first_of(f"{name}[{at}]", mine[at], theirs[at])
+    return name, f"{mine!r:.80} and {theirs!r:.80}"
 
 
 def _difference(one: Step, mine: SavedTensor, other: Step, theirs: SavedTensor) -> str | None:

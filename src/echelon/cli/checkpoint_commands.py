@@ -96,7 +96,7 @@ def _diff(one: Folder, other: Folder) -> None:
 def _run(command: Callable[[], int]) -> None:
     """Run a command; what cannot be done is a sentence and exit code 2."""
     from echelon.errors import ArgumentError, CheckpointError
-    from echelon.world.printable import printable
+    from echelon.errors.printable import printable
 
     try:
         code = command()

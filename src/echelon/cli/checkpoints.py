@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,8 +17,8 @@ from echelon.checkpoint.format import step_of
 from echelon.checkpoint.interchange.convert import Converted, Options, convert, step_at
 from echelon.checkpoint.step import Step
 from echelon.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointTooNew
+from echelon.errors.printable import printable
 from echelon.observe.progress import bytes_text
-from echelon.world.printable import printable
 
 __all__ = ["compare_steps", "convert_state", "list_steps", "verify_steps"]
 
@@ -106,7 +107,10 @@ def _steps(folder: Path) -> Iterable[Path]:
         return [folder]
     known = files.steps(folder)
     if not known:
-        raise CheckpointNotFound("no step was committed here", folder)
+        inside = [path for path in folder.glob("*") if path.is_dir() and os.access(path, os.R_OK)]
+        below = sorted(path.name for path in inside if files.steps(path))
+        there = f"; there are steps in {', '.join(map(repr, below[:10]))} below it" if below else ""
+        raise CheckpointNotFound(f"no step was committed here{there}", folder)
     return [step_at(folder, step) for step in known]
 
 

@@ -25,10 +25,10 @@ from echelon.cli.program import Program
 from echelon.cli.run_folders import RunFolder
 from echelon.cli.screen import Screen
 from echelon.errors.base import ranks_text
+from echelon.errors.printable import printable
 from echelon.world import tether
 from echelon.world.attempt import Attempt, Outcome
 from echelon.world.failure import FailureRecord
-from echelon.world.printable import printable
 
 __all__ = ["GRACE_S", "Launch", "run_processes"]
 

@@ -360,6 +360,11 @@ def _check_arguments(module: nn.Module, group: Group) -> None:
     if not isinstance(group, Group):
         raise ArgumentError(f"group is {group!r}; give a Group, such as world.group")
     check_unclaimed(module)
+    if not any(param.requires_grad for param in module.parameters()):
+        raise ArgumentError(
+            f"no parameter of {type(module).__name__} requires a gradient, so there is nothing to "
+            "reduce: use the module itself"
+        )
 
 
 def _no_assign() -> ArgumentError:

@@ -115,7 +115,9 @@ class Arrivals:
         # Runs once a parameter and backward, so it is as short as it can be.
         seen, remaining, find = self.seen, self.remaining, self._receiver
 
-        def hook(_: nn.Parameter) -> None:
+        def hook(param: nn.Parameter) -> None:
+            if param.grad is None and _got_none(param):
+                return
             if seen[i]:
                 if (receiver := find()) is not None:
                     receiver.unexpected(i, b)
@@ -133,9 +135,11 @@ class Arrivals:
         seen, remaining, record = self.seen, self.remaining, self.order.append
         find = self._receiver
 
-        def hook(_: nn.Parameter) -> None:
+        def hook(param: nn.Parameter) -> None:
             receiver = find()
             if receiver is None:  # the wrapper was dropped: the module is a plain one again
+                return
+            if param.grad is None and _got_none(param):
                 return
             if seen[i]:
                 receiver.unexpected(i, b)
@@ -149,3 +153,14 @@ class Arrivals:
                 receiver.ready(b)
 
         return hook
+
+
+def _got_none(param: nn.Parameter) -> bool:
+    """Whether the gradient of ``param`` is None because an ``autograd.Function`` returned None.
+
+    The engine calls the hooks of a parameter then, too. To us it is a parameter without a gradient.
+    Where another hook may have come before ours, it may have taken a gradient away.
+    """
+    hooks: dict[int, _Hook] = param._post_accumulate_grad_hooks
+    first = next(iter(hooks.values()))
+    return getattr(first, "__module__", None) == __name__

@@ -68,7 +68,7 @@ class GradientState:
 
     def will_change(self) -> bool:
         """Whether the backward that runs now adds to a ``.grad``, if anybody needs to know."""
-        if not self.reduced or self.factor == 1:
+        if not self.reduced or self._options.reduction == "mean":
             return True
         return self._accumulates()
 
@@ -84,20 +84,40 @@ class GradientState:
     def _accumulates(self) -> bool:
         return any(param.requires_grad and will_accumulate(param) for _, param in self._named)
 
-    def make_local(self, buckets: Sequence[Bucket], first: int | None) -> None:
+    def make_local(
+        self, buckets: Sequence[Bucket], first: int | None, *, ranks_may_leave: bool
+    ) -> None:
         """Bring reduced gradients to local units.
 
         Args:
             first: the parameter that has a new gradient already, if nothing announced the backward.
+            ranks_may_leave: whether the next reduction may be over fewer ranks, inside ``join``.
+
+        Raises:
+            StateError: nothing announced the backward, or the share of a rank is unknown.
         """
         if not self.reduced:
             return
         self.check_unmixed(buckets, first)
+        if ranks_may_leave and self._options.reduction != "mean":
+            self._check_shares(buckets)
         self.reduced = False
         if self.factor != 1:
             with torch.no_grad():
                 for bucket in buckets:
                     bucket.scale(self.factor)
+
+    def _check_shares(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                if param.grad is view and bool(view.any()):
+                    raise StateError(
+                        "inside join() a backward that does not reduce came on top of gradients "
+                        f"that are reduced already; with reduction={self._options.reduction!r} the "
+                        "share of this rank in them depends on how many ranks take part in the "
+                        "next reduction, which nobody knows. Call zero_grad() after each "
+                        'reduction, or use reduction="mean"'
+                    )
 
     def check_unmixed(self, buckets: Sequence[Bucket], first: int | None) -> None:
         """Refuse a new gradient that was added to a reduced one before they could be told apart.

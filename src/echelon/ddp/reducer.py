@@ -26,9 +26,9 @@ from echelon.ddp.gradient_state import GradientState, graph_is_lost
 from echelon.ddp.join import Rounds, Step
 from echelon.ddp.memory import Bucket
 from echelon.ddp.options import Options
-from echelon.ddp.trainable import Trainable
 from echelon.errors import StateError
 from echelon.graph_task import Token, queue_end
+from echelon.trainable import Trainable
 from echelon.world.group import Group
 
 __all__ = ["Reducer"]
@@ -134,7 +134,7 @@ class Reducer:
         else:
             self._backward = Backward(token, synced=False)
             if first is not None or self._state.will_change():
-                self._state.make_local(self.buckets, first)
+                self._make_local(first)
 
     def large(self, b: int, slot: int) -> None:
         """Move a large gradient at once."""
@@ -197,15 +197,18 @@ class Reducer:
             self._state.check_sync(self.buckets)
         if any(p.grad is not None and p.grad.requires_grad for _, p in self._named):
             raise graph_is_lost()
-        self._state.make_local(self.buckets, None)
+        self._make_local(None)
         token = Token()
         self._start(Backward(lambda: token, synced=True), None)
         self._finish()
 
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add a local gradient to ``.grad``, whatever that holds."""
-        self._state.make_local(self.buckets, None)
+        self._make_local(None)
         add_gradient(param, gradient)
+
+    def _make_local(self, first: int | None) -> None:
+        self._state.make_local(self.buckets, first, ranks_may_leave=self.rounds is not None)
 
     def shadow(self) -> None:
         """Take part in a reduction of the other ranks, with nothing of our own."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 
 from echelon.errors.base import MOST_ROWS, EchelonError, revive
+from echelon.errors.printable import printable, printable_line
 
 __all__ = [
     "CheckpointCorrupt",
@@ -19,6 +20,9 @@ __all__ = [
 class CheckpointError(EchelonError):
     """A checkpoint that could not be written or read.
 
+    Somebody else may have written it, so names that it holds are shown with what a terminal would
+    obey escaped.
+
     Attributes:
         path: of the file or folder.
         rank: the rank in the job on which it happened; None where it is the same on all.
@@ -30,7 +34,7 @@ class CheckpointError(EchelonError):
     ) -> None:
         self.path, self.rank, self.errno = str(path), rank, errno
         where = "" if rank is None else f"rank {rank}: "
-        super().__init__(f"{where}{self.path}: {what}")
+        super().__init__(f"{where}{printable_line(self.path)}: {printable(what)}")
 
     def on_rank(self, rank: int) -> Self:
         """The same, which happened on ``rank``."""
@@ -96,9 +100,9 @@ class CheckpointMismatch(CheckpointError):
     ) -> None:
         self.missing, self.unexpected = tuple(missing), tuple(unexpected)
         self.differing = dict(differing)
-        rows = [f"  missing: {name}" for name in self.missing]
-        rows += [f"  unexpected: {name}" for name in self.unexpected]
-        rows += [f"  {name}: {what}" for name, what in self.differing.items()]
+        rows = [f"  missing: {printable_line(name)}" for name in self.missing]
+        rows += [f"  unexpected: {printable_line(name)}" for name in self.unexpected]
+        rows += [f"  {printable_line(f'{name}: {what}')}" for name, what in self.differing.items()]
         shown = rows[:MOST_ROWS]
         if len(rows) > len(shown):
             shown.append(f"  and {len(rows) - len(shown)} more")

@@ -300,7 +300,8 @@ def _check_arguments(
         raise ArgumentError(f"module is {module!r}; give a torch.nn.Module")
     if not isinstance(group, Group):
         raise ArgumentError(f"group is {group!r}; give a Group, such as world.group")
-    if strategy.hybrid != isinstance(replicate, Group):
+    given = replicate is not None
+    if strategy.hybrid != given or not isinstance(replicate, Group | None):
         raise ArgumentError(
             f"replicate is {replicate!r:.80} with {strategy}: a hybrid strategy, and no other, "
             "needs a group of replicas. Make mesh = world.mesh(replicate=-1, shard=8); give "

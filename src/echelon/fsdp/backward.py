@@ -45,6 +45,8 @@ class Backward:
         syncing: whether the next backward reduces.
         uses: forwards that have a graph, by unit.
         runs: forwards of the model that await a backward.
+        under_way: units in whose forward this rank is, of itself and not of a backward.
+        all_are_done: whether no rank is in a pass that another one is through with.
     """
 
     def __init__(self, units: Sequence[Unit], gathers: Gathers, departures: Departures) -> None:
@@ -53,6 +55,8 @@ class Backward:
         self.syncing = True
         self.uses = [Uses() for _ in units]
         self.runs: weakref.WeakSet[Run] = weakref.WeakSet()
+        self.under_way: list[int] = []
+        self.all_are_done = True
         self._pass: Pass | None = None
         self._handles: list[RemovableHandle] = []
         for u, unit in enumerate(units):
@@ -123,6 +127,8 @@ class Backward:
                     "part, and the parameter is whole there. Call backward after the block"
                 )
             self.discard_aborted()
+            for u in self.under_way:
+                self._units[u].in_forward = True
             self._gathers.begin_backward()
             token = queue_end(self._end_backward)
             current = self._pass = Pass(token, self.syncing, len(self._units))
@@ -238,7 +244,8 @@ class Backward:
 
     def _end_backward(self) -> None:
         """Backward is over. Gathers first: others may need them to reduce what we wait for."""
-        used = {u for run in self.runs for u in run.units}
+        runs = [run.units for run in self.runs]
+        used = set[int]().union(*runs).intersection(*runs)
         self._gathers.end_backward(used, self._send_ready)
         self._finish()
 
@@ -254,14 +261,24 @@ class Backward:
                 if is_left:
                     self._departures.keep(u, gradients, current.had.pop(u))
             await_readers(self._storages)
-            self._pass = None
+            self._end()
             return
         self._departures.send_rest(current)
         for unit in self._units:
             unit.release()
-        self._departures.settle(current)
+        changed = self._departures.settle(current)
+        self.all_are_done = not self.under_way
         self._gathers.orders.note_reductions(current.completed)
+        self._end()
+        self._departures.compare_trainable(changed)
+
+    def _end(self) -> None:
         self._pass = None
+        for u, unit in enumerate(self._units):
+            if unit.in_forward:
+                unit.in_forward = False
+                if u in self.under_way:  # else that forward has failed
+                    unit.gather()
 
     def reduce_now(self, *, may_be_none: bool) -> None:
         """Reduce what ``no_sync`` kept.
@@ -287,6 +304,7 @@ class Backward:
 
     def discard_aborted(self) -> None:
         """Leave nothing of a backward that was aborted."""
-        aborted, self._pass = self._pass, None
+        aborted = self._pass
+        self._end()
         if aborted is not None:
             self._departures.discard(aborted)

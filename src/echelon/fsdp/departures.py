@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from echelon import streams
 from echelon.accumulation import add_gradient
 from echelon.fsdp.backward_pass import Pass
 from echelon.fsdp.gradients import Reduction
@@ -15,6 +16,7 @@ from echelon.fsdp.order import Orders
 from echelon.fsdp.policy import Options
 from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.unit import Unit
+from echelon.trainable import Trainable
 
 __all__ = ["Departures"]
 
@@ -37,6 +39,9 @@ class Departures:
         self._places = {
             param: (u, i) for u, unit in enumerate(units) for i, param in enumerate(unit.trainable)
         }
+        members = [m for unit in units for shard in unit.shards for m in shard.storage.members]
+        named = [(m.name, m.param) for m in members]
+        self._trainable = Trainable(named, ranks)
         self._kept_nbytes = 0
         self.num_reductions = self.peak_nbytes = 0
 
@@ -137,7 +142,13 @@ class Departures:
                 num_params = len(shard.storage.params)
                 own = gradients[:num_params]
                 del gradients[:num_params]
-                reduction = Reduction(shard, old, self._options, self._ranks.replicas)
+                reduction = Reduction(
+                    shard,
+                    old,
+                    self._options,
+                    self._ranks.replicas,
+                    gathers_come=not self._orders.all_whole,
+                )
                 reduction.start(own)
                 started.append(reduction)
                 self.num_reductions += 1
@@ -149,25 +160,45 @@ class Departures:
         kept = self._take_kept(u)
         return [None] * len(self._units[u].trainable) if kept is None else kept
 
-    def settle(self, current: Pass) -> None:
-        """Wait for all reductions; agree on who has a gradient; set ``.grad``."""
+    def settle(self, current: Pass) -> Tensor:
+        """Wait for all reductions; agree on who has a gradient; set ``.grad``.
+
+        Returns:
+            For ``compare_trainable``: whether a rank has frozen or thawed a parameter. 1D, one
+            element
+        """
         flat = [reduction for started in current.reductions for reduction in started]
         with torch.no_grad():
             for reduction in flat:
                 reduction.finish()
             here = [new for reduction in flat for new in reduction.present]
-            used = torch.ones(len(here), dtype=torch.uint8, device=self._ranks.shard.device)
+            used = torch.ones(len(here) + 1, dtype=torch.uint8, device=self._ranks.shard.device)
             if not all(here):
-                used.copy_(torch.tensor(here))
+                used[:-1].copy_(torch.tensor(here))
+            used[-1] = self._trainable.changed()
             if here:
                 self._ranks.all_reduce(used, "max", "which parameters were used")
         # A rank that used them all knows the answer: on CUDA, reading it waits for the device.
-        anywhere = here if all(here) else used.bool().tolist()
+        anywhere = here if all(here) else used[:-1].bool().tolist()
         first = 0
         for reduction in flat:
             last = first + len(reduction.present)
             reduction.hand_over(anywhere[first:last])
             first = last
+        return used[-1:]
+
+    def compare_trainable(self, changed: Tensor) -> None:
+        """Compare whether all ranks have frozen the same parameters, if one ``changed`` something.
+
+        On CUDA, where reading an answer waits for the device, this is about the backward before.
+
+        Raises:
+            ModelMismatch: on every rank; names the parameter and who has frozen it.
+        """
+        self._trainable.compare(at_once=True)
+        self._trainable.hear(changed)
+        if not streams.reading_waits(changed.device):
+            self._trainable.compare(at_once=True)
 
     def discard(self, aborted: Pass) -> None:
         """Leave nothing of a backward that was aborted."""

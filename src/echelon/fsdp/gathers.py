@@ -6,8 +6,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import final
 
+import torch
+
 from echelon.fsdp.lineup import Lineup
-from echelon.fsdp.order import Orders
+from echelon.fsdp.order import MOST_FORWARDS, Orders
 from echelon.fsdp.policy import Options
 from echelon.fsdp.prefetch import BackwardPrefetch
 from echelon.fsdp.ranks import Ranks
@@ -38,7 +40,7 @@ class Gathers:
         self._units, self._options = units, options
         moving = [u for u, unit in enumerate(units) if u and unit.moves]
         reducing = [u for u, unit in enumerate(units) if unit.shards]
-        self.orders = Orders(reducing, moving, regathers=options.strategy.regathers)
+        self.orders = Orders(reducing, moving)
         self._early: deque[int] = deque()  # gathers that have begun ahead, in order
         self._passed: set[int] = set()  # units whose gathers in this backward are behind us
         self.holds = False  # all units stay whole, so that passes gather nothing
@@ -78,6 +80,11 @@ class Gathers:
             return
         self._join_rest(self.orders.forward)
         self.orders.note_forward()
+        # A forward begins with all units released, so what an older graph needs is not whole now.
+        has_graph, orders = torch.is_grad_enabled(), self.orders
+        stays = has_graph and not self._options.strategy.regathers
+        orders.all_whole = stays and not orders.num_forwards
+        orders.num_forwards = min(orders.num_forwards + has_graph, MOST_FORWARDS)
 
     # Backward --------------------------------------------------------------------------------
 
@@ -88,6 +95,7 @@ class Gathers:
         self._drop_early()
         self._passed.clear()
         self.orders.backward.begin()
+        self._units[0].gather()  # if an earlier backward has released it: first, on every rank
 
     def in_backward(self, u: int, passed: Callable[[], None]) -> None:
         """Backward needs a unit: make it whole.
@@ -111,25 +119,31 @@ class Gathers:
         """Whether a unit that no forward has used has had its turn in this backward."""
         if self.holds:
             return False  # no gather tells
-        return self._units[u].moves and (u in self._passed or not self._options.strategy.regathers)
+        return self._units[u].moves and (u in self._passed or self.orders.all_whole)
 
     def end_backward(self, used: Collection[int], passed: Callable[[], None]) -> None:
         """Backward is over; ``passed`` as in ``in_backward``.
 
         Args:
-            used: units of all forwards whose backward may have come.
+            used: units of every forward whose backward may have come.
         """
         if self.holds:
             return
         self._join_rest(self.orders.backward, passed)
         self.orders.note_backward(used)
+        self.orders.all_whole, self.orders.num_forwards = False, 0
 
     # Both ------------------------------------------------------------------------------------
 
     def _gather(self, u: int, lineup: Lineup, passed: Callable[[], None] = _nothing) -> None:
         unit = self._units[u]
-        if u and unit.moves and not unit.held and not self.holds:
-            if unit.coming:
+        if u and unit.moves and not unit.gathered and not self.holds:
+            if unit.held:
+                # Whole by choice since forward: another rank may not have used it there.
+                for v in [] if self._options.strategy.regathers else lineup.passed(u):
+                    self._join(v)
+                    passed()
+            elif unit.coming:
                 lineup.arrived(u)
                 while (v := self._early.popleft()) != u:
                     self._leave(v)

@@ -242,6 +242,7 @@ class Reduction:
         had: what ``set_aside`` returned; new gradients are added to those.
         options: how gradients of ranks become one.
         replicas: ranks that hold the same part, each for a group of its own.
+        gathers_come: whether other ranks may wait for a gather of this one in the same backward.
     """
 
     def __init__(
@@ -250,10 +251,12 @@ class Reduction:
         had: list[bool] | None,
         options: Options,
         replicas: Group | None,
+        *,
+        gathers_come: bool,
     ) -> None:
         self.shard, self.had = shard, had
         self.present: list[bool] = []  # parameters that have a gradient here
-        self._options, self._replicas = options, replicas
+        self._options, self._replicas, self._gathers_come = options, replicas, gathers_come
         self._places = shard.storage.places
         self._work: Work | None = None
         self._output: Tensor | None = None
@@ -297,7 +300,7 @@ class Reduction:
         group = self.shard.storage.group
         if group.shares_memory or self._replicas is not None or not is_cpu(group.device):
             return True  # replicas reduce when this has landed, and in one order
-        return not self._options.strategy.regathers
+        return not self._gathers_come
 
     def comes_within(self, seconds: float) -> bool:
         """Whether the reduction is over by then, so that ``vacate`` returns at once."""

@@ -27,7 +27,7 @@ def norm_over_shards(storages: Sequence[Storage], group: Group, norm_type: float
     Raises:
         ArgumentError: ``norm_type`` is below 1 or no number.
     """
-    number("norm_type", norm_type, 1.0, math.inf)
+    norm_type = number("norm_type", norm_type, 1.0, math.inf)
     dtype = reduce(torch.promote_types, [storage.dtype.to_real() for storage in storages])
     parts = _combined([one for one in storages if one.sharded], group, norm_type)
     wholes = _combined([one for one in storages if not one.sharded], group, norm_type)

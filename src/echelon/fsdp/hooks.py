@@ -114,6 +114,8 @@ class Hooks:
         try:
             yield
         except BaseException:
+            if is_outermost:
+                self._backward.under_way.clear()
             if not in_backward():
                 for u in self._run.opaque | {0}:
                     self.units[u].release()
@@ -133,9 +135,29 @@ class Hooks:
         for unit, entered in zip(self.units, self._entered, strict=True):
             unit.release()
             entered.clear()  # a forward that was aborted has left some
+        self._backward.under_way.clear()
         if not self._gathers.holds:
             self._gathers.begin_forward(self.ranks)
             self.prepare()
+            self._backward.all_are_done = False
+
+    def check_root(self) -> None:
+        """Before the forward of the module inside: only the wrapper gathers the root.
+
+        Raises:
+            StateError: it was called by itself.
+        """
+        root = self.units[0]
+        if any(storage.sharded for storage in root.storages):
+            self._check_inside(root)
+
+    def _check_inside(self, unit: Unit) -> None:
+        if not unit.gathered and not self.depth and not in_backward():
+            raise StateError(
+                f"unit {unit.label!r} is sharded, and was called outside of the model's forward: "
+                "call the wrapped model itself, or do it inside `with model.full_parameters():`, "
+                "on all ranks"
+            )
 
     def before_forward(self, u: int, inputs: Any) -> None:
         """Gather a unit, and see to it that backward tells when it has left.
@@ -143,13 +165,7 @@ class Hooks:
         Raises:
             StateError: nobody has made sure that the parts of all ranks are valid.
         """
-        unit = self.units[u]
-        if not unit.gathered and not self.depth and not in_backward():
-            raise StateError(
-                f"unit {unit.label!r} is sharded, and was called outside of the model's forward: "
-                "call the wrapped model itself, or do it inside `with model.full_parameters():`, "
-                "on all ranks"
-            )
+        self._check_inside(self.units[u])
         if in_backward():
             self._backward.recompute(u)
         elif self.depth:
@@ -165,6 +181,8 @@ class Hooks:
             use = self._backward.uses[u].add()
             use.watch(inputs, lambda use, by_base: self._backward.leave(u, use, by_base))
         self._entered[u].append(_Entry(use, self.units[u].versions()))
+        if not in_backward():
+            self._backward.under_way.append(u)
 
     def _watch_output(self, u: int, use: Use, tensor: Tensor) -> bool:
         """Have backward told when it reaches ``tensor``; whether it may."""
@@ -204,6 +222,15 @@ class Hooks:
         """Return when nobody reads the parts any more, so that they may be written."""
         await_readers(self._storages)
         self.ranks.meet(what)
+        self._backward.all_are_done = True
+
+    def await_forwards(self) -> None:
+        """Return when no rank is in a forward that this one is through with.
+
+        After a backward that has reduced, none is, and nothing happens. All ranks call it.
+        """
+        if not (self._backward.all_are_done or self.busy):
+            self.rest("parameters are written after a forward that no reduction has followed")
 
     def before_write(self) -> None:
         """Return when the own parts may be written, and the next pass will take what they have.
@@ -265,6 +292,8 @@ class Hooks:
         if not entered:
             return  # it was refused before it began
         use, versions = entered.pop()
+        if not in_backward():
+            self._backward.under_way.remove(u)
         if not self.pinned:
             unit.check_unwritten(versions)
         is_seen = is_watched = False

@@ -64,6 +64,20 @@ class Lineup:
         before, self._at = self._expected[self._at : at], at + 1
         return before
 
+    def passed(self, u: int) -> list[int]:
+        """Unit ``u`` is whole already: the gathers that come up to its own, which others may need.
+
+        Example:
+            >>> lineup = Lineup([1, 2, 3, 4, 5])
+            >>> lineup.passed(3), lineup.passed(2), lineup.reached(5)
+            ([1, 2, 3], [], [4])
+        """
+        if u not in self._expected[self._at :]:
+            return []
+        at = self._expected.index(u, self._at) + 1
+        passed, self._at = self._expected[self._at : at], at
+        return passed
+
     def arrived(self, u: int) -> None:
         """Note that unit ``u`` was reached, whose gather had begun ahead."""
         self.real.append(u)
@@ -99,8 +113,8 @@ def common_order(
 
     Args:
         orders: of each rank; a unit may come several times.
-        usual: what no rank has reached comes where it is in this one.
-        without: units to leave out if no rank has reached them.
+        usual: what no rank has reached, or not so often, comes where it is in this one.
+        without: units to leave out where no rank has reached them.
 
     Example:
         >>> common_order([[1, 4], [1, 2, 4]], usual=[1, 2, 3, 4, 5])
@@ -109,28 +123,32 @@ def common_order(
         [3, 2, 1]
         >>> common_order([[3, 1, 3]], usual=[1, 2, 3])
         [3, 1, 2, 3]
+        >>> common_order([[2], [1]], usual=[2, 1, 2, 1], without=[1])
+        [2, 1, 2]
     """
     found = _merged(orders, usual)
     at = 0
-    for u in usual:
-        if u in found:
-            at = found.index(u) + 1
-        elif u not in without:
-            found.insert(at, u)
+    for item in _numbered(usual):
+        if item in found:
+            at = found.index(item) + 1
+        elif item[0] not in without:
+            found.insert(at, item)
             at += 1
-    return found
+    return [u for u, _ in found]
 
 
-def _merged(orders: Sequence[Sequence[int]], usual: Sequence[int]) -> list[int]:
-    """All that ``orders`` have, each item once for as often as one rank has reached it."""
+def _merged(orders: Sequence[Sequence[int]], usual: Sequence[int]) -> list[tuple[int, int]]:
+    """All that ``orders`` have, each unit as often as one rank has reached it, numbered."""
     left = [_numbered(order) for order in dict.fromkeys(map(tuple, orders))]
-    position = {u: at for at, u in enumerate(usual)}
-    merged: list[int] = []
+    position = {item: at for at, item in enumerate(_numbered(usual))}
+    merged: list[tuple[int, int]] = []
     while left := [order for order in left if order]:
         # What comes first wherever it comes; if nothing does, the ranks contradict each other.
         free = [o[0] for o in left if all(o[0] not in other[1:] for other in left)]
-        first = min(free, key=lambda item: position.get(item[0], -1)) if free else left[0][0]
-        merged.append(first[0])
+        first = left[0][0]
+        if free:
+            first = min(free, key=lambda item: position.get(item, position.get((item[0], 0), -1)))
+        merged.append(first)
         left = [[item for item in order if item != first] for order in left]
     return merged
 

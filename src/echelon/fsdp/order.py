@@ -9,7 +9,9 @@ from echelon.errors import StateError
 from echelon.fsdp.lineup import Lineup, common_order
 from echelon.fsdp.ranks import Ranks
 
-__all__ = ["Orders"]
+__all__ = ["MOST_FORWARDS", "Orders"]
+
+MOST_FORWARDS = 8  # before one backward, of which each is expected to need gathers of its own
 
 
 @final
@@ -22,19 +24,22 @@ class Orders:
     Args:
         reducing: units with gradients, the root, unit 0, first.
         moving: units that are gathered with communication, but for the root.
-        regathers: whether backward gathers them again.
 
     Attributes:
         forward: gathers of a forward.
-        backward: gathers of a backward.
+        num_forwards: with a graph, since a backward was over; all from ``MOST_FORWARDS`` on count
+            as so many. What a backward gathers depends on it.
+        all_whole: whether every unit that the backward may need is whole since forward, on all
+            ranks, so that no gather is expected.
         reductions: the order in which gradients leave.
     """
 
-    def __init__(self, reducing: Sequence[int], moving: Sequence[int], *, regathers: bool) -> None:
+    def __init__(self, reducing: Sequence[int], moving: Sequence[int]) -> None:
         self._moving = list(moving)
-        self._usual_back = list(reversed(moving)) if regathers else []
         self.forward = Lineup(self._moving, guess=True)
-        self.backward = Lineup(self._usual_back, guess=True)
+        self.num_forwards, self.all_whole = 0, False
+        self._backwards: dict[str, Lineup] = {}  # by what came before
+        self._usual_back: dict[str, list[int]] = {}
         self.reductions = list(reversed(reducing))  # the root's gradients come last
         self._noted: dict[str, tuple[list[int], list[int]]] = {}
         self._knows_reductions = False
@@ -44,10 +49,24 @@ class Orders:
         if not self.forward.is_right:
             self._noted["forward"] = self.forward.real, []
 
+    @property
+    def backward(self) -> Lineup:
+        """Gathers of the backward that was begun last, or is next."""
+        if self._kind not in self._backwards:
+            # Backward runs through the last forward first.
+            times = 0 if self.all_whole else self.num_forwards or 1
+            usual = self._usual_back[self._kind] = list(reversed(self._moving)) * times
+            self._backwards[self._kind] = Lineup(usual, guess=True)
+        return self._backwards[self._kind]
+
+    @property
+    def _kind(self) -> str:
+        return "all whole" if self.all_whole else f"after {self.num_forwards} forwards"
+
     def note_backward(self, used: Collection[int]) -> None:
-        """A backward is over, after forwards that have ``used`` these units."""
+        """A backward is over, after forwards that all have ``used`` these units."""
         if not self.backward.is_right:
-            self._noted["backward"] = self.backward.real, sorted(used)
+            self._noted[self._kind] = self.backward.real, sorted(used)
 
     def note_reductions(self, completed: Sequence[int]) -> None:
         """The gradients of a backward were complete in this order."""
@@ -75,6 +94,8 @@ class Orders:
             elif kind == "forward":
                 self.forward = Lineup(common_order(orders, self._moving))
             else:
-                # Used by a forward and not gathered for its backward: frozen, and before all else.
-                used = {u for noted in everyone for u in noted[kind][1]}
-                self.backward = Lineup(common_order(orders, self._usual_back, without=used))
+                # Used by every forward of every rank and not gathered for backward: whole since
+                # forward, or frozen and before all else.
+                used = set.intersection(*(set(noted[kind][1]) for noted in everyone))
+                order = common_order(orders, self._usual_back[kind], without=used)
+                self._backwards[kind] = Lineup(order)

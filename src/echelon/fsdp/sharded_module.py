@@ -24,6 +24,7 @@ from echelon.fsdp.gradients import Slots
 from echelon.fsdp.held import holdings_of_shards
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.optimizer_state import gather_optimizer_state, load_optimizer_state
+from echelon.fsdp.overtaken import let_steps_wait
 from echelon.fsdp.policy import Options
 from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.state import (
@@ -67,7 +68,9 @@ class ShardedModule(Wrapper, Holder):
         self._census = Census(module, "FSDP", keeps_names=True)
         for storage in self._storages():
             claim([*storage.params, *storage.exposed], self, for_good=True)  # it leaves parts
-        guard_modules(module, self._storages())
+            if storage.sharded:
+                let_steps_wait(storage.exposed, self._hooks)
+        guard_modules(module, self._storages(), self._hooks.check_root)
         loader = part_loader(self._storages(), module)
         self.register_load_state_dict_pre_hook(loader)  # type: ignore[no-untyped-call]
 
@@ -235,6 +238,7 @@ class ShardedModule(Wrapper, Holder):
         if assign:
             raise no_assign()
         self._take_replaced()
+        self._hooks.await_forwards()
         return load_state(self.module, self._storages(), state_dict, strict=strict)
 
     def load_sharded_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
@@ -245,6 +249,7 @@ class ShardedModule(Wrapper, Holder):
                 loaded.
         """
         self._take_replaced()
+        self._hooks.await_forwards()
         return load_state(self.module, self._storages(), state, strict=strict, parts=True)
 
     def holdings(self) -> Holdings:

@@ -44,6 +44,7 @@ class Unit:
         num_gathers: how often it was made whole.
         level: the bytes of whole parameters of all units together.
         stays: whether ``release`` keeps the whole parameters, for the next ``gather``.
+        in_forward: the same, while a backward inside of its forward runs.
         pinned: whether whole parameters are shown all the time.
         num_recast: trainable parameters whose parts have another dtype or device than the whole.
     """
@@ -61,7 +62,7 @@ class Unit:
         self.storages, self.shards = tuple(storages), tuple(shards)
         self.trainable: list[nn.Parameter] = [p for shard in shards for p in shard.storage.params]
         self.num_gathers = 0
-        self.stays = self.pinned = False
+        self.stays = self.pinned = self.in_forward = False
         self.level = level
         self._whole_nbytes = 0
         self._gathered = False
@@ -159,7 +160,7 @@ class Unit:
 
     def release(self) -> None:
         """Make the parameters this rank's parts again, and give the memory back."""
-        if self.stays or self.pinned:
+        if self.stays or self.pinned or self.in_forward:
             self.hide()
             return
         if self._coming:

@@ -8,7 +8,7 @@ parts of what is loaded whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, final
 
 from torch import Tensor, nn
@@ -26,10 +26,20 @@ class WholeOnly:
 
     Args:
         homes: by its own name of a parameter: the name in the model, the storage, the place there.
+        check_call: called before each forward of the module.
     """
 
-    def __init__(self, homes: dict[str, tuple[str, Storage, int]]) -> None:
-        self._homes = homes
+    def __init__(
+        self,
+        homes: dict[str, tuple[str, Storage, int]],
+        check_call: Callable[[], None] | None = None,
+    ) -> None:
+        self._homes, self._check_call = homes, check_call
+
+    def before_call(self, module: nn.Module, inputs: object) -> None:
+        """Refuse a forward that would use parts."""
+        if self._check_call is not None:
+            self._check_call()
 
     def before_state(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Refuse the values of parts; with ``keep_vars`` the parameters themselves are asked for.
@@ -82,8 +92,14 @@ class WholeOnly:
         )
 
 
-def guard_modules(module: nn.Module, storages: Sequence[Storage]) -> None:
-    """Put hooks on each module below ``module`` that has a sharded parameter, and on itself."""
+def guard_modules(
+    module: nn.Module, storages: Sequence[Storage], check_call: Callable[[], None]
+) -> None:
+    """Put hooks on each module below ``module`` that has a sharded parameter, and on itself.
+
+    Args:
+        check_call: called before each forward of ``module`` itself.
+    """
     unguard_modules(module)
     homes = {
         id(member.param): (member.name, storage, i)
@@ -98,7 +114,9 @@ def guard_modules(module: nn.Module, storages: Sequence[Storage]) -> None:
             if id(param) in homes
         }
         if own or one is module:
-            guard = WholeOnly(own)
+            guard = WholeOnly(own, check_call if one is module else None)
+            if one is module:
+                one.register_forward_pre_hook(guard.before_call, prepend=True)
             one.register_state_dict_pre_hook(guard.before_state)
             one.register_load_state_dict_pre_hook(guard.before_load)
 
@@ -106,7 +124,12 @@ def guard_modules(module: nn.Module, storages: Sequence[Storage]) -> None:
 def unguard_modules(module: nn.Module) -> None:
     """Take the hooks off again, also those that a copy has got from its original."""
     for one in module.modules():
-        for hooks in (one._state_dict_pre_hooks, one._load_state_dict_pre_hooks):
+        kinds: Sequence[dict[int, Any]] = (
+            one._forward_pre_hooks,
+            one._state_dict_pre_hooks,
+            one._load_state_dict_pre_hooks,
+        )
+        for hooks in kinds:
             for key in [key for key, hook in hooks.items() if _guard_of(hook) is not None]:
                 del hooks[key]
 

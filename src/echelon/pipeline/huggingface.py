@@ -4,12 +4,15 @@ Every stage runs the model's own ``forward``, so that masks and rotary tables ar
 are used and only the hidden state goes from stage to stage. A stage that is not the first gives it
 as ``inputs_embeds``; one that is not the last has no norm and no head, so the "logits" are the
 hidden state. ``transformers`` is not imported here: a model that is one of its classes brings it.
+
+Around such a model may be what ``peft`` puts there with its adapters, whose forward is that of the
+model inside: then the model inside is cut, and the names are those of the one around it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -22,7 +25,7 @@ from echelon.pipeline.graft import carve, hollow, pass_on
 from echelon.pipeline.parts import Part, Row, register
 from echelon.pipeline.recall import Recall
 
-__all__ = ["CausalRow", "is_known"]
+__all__ = ["CausalRow", "find_known"]
 
 
 @final
@@ -79,17 +82,52 @@ _FAMILIES = {
 _KWARGS = {"attention_mask", "position_ids"}
 
 
-def is_known(model: nn.Module) -> bool:
-    """Whether ``model`` is of a class that this file can cut."""
-    cls = type(model)
-    return cls.__module__.startswith("transformers.") and cls.__name__ in _FAMILIES
+def find_known(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The model of a class that this file can cut which ``model`` runs, and its name in it."""
+    path = _adapted(model)
+    inner = model.get_submodule(path)
+    cls = type(inner)
+    known = cls.__module__.startswith("transformers.") and cls.__name__ in _FAMILIES
+    return (path, inner) if known else None
+
+
+def _adapted(model: nn.Module) -> str:
+    """The name of the model that ``peft`` has given adapters and runs as it is; itself if none."""
+    cls: Any = type(model)
+    if cls.__module__ == "peft.peft_model" and cls.__name__ in (
+        "PeftModel",
+        "PeftModelForCausalLM",
+    ):
+        tuner, path = model.get_submodule("base_model"), "base_model.model"
+        cls = type(tuner)
+    else:
+        tuner, path = model, "model"
+    # Others add to the loss (AdaLoRA), mix adapters (X-LoRA), or give the model a prompt.
+    bases = [base for base in cls.__mro__ if base.__module__ == "peft.tuners.tuners_utils"]
+    if not any(base.__name__ == "BaseTuner" and base.forward is cls.forward for base in bases):
+        return ""
+    configs = getattr(tuner, "peft_config", {}).values()
+    if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
+        return ""  # such an adapter looks for tokens, which only the first stage has
+    return path if all(name.startswith(f"{path}.") for name in _names_of_tensors(model)) else ""
+
+
+def _names_of_tensors(model: nn.Module) -> Iterator[str]:
+    yield from (name for name, _ in model.named_parameters(remove_duplicate=False))
+    yield from (name for name, _ in model.named_buffers(remove_duplicate=False))
 
 
 @final
 class CausalRow(Row):
-    """The blocks of a causal language model; the first has the embedding, the last the head."""
+    """The blocks of a causal language model; the first has the embedding, the last the head.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: which is cut.
+        path: its name in the model that was given; empty if it is that one.
+    """
+
+    def __init__(self, model: nn.Module, path: str = "") -> None:
+        self._path = f"{path}." if path else ""
         self._model, self._family = model, _FAMILIES[type(model).__name__]
         if getattr(model.config, "output_router_logits", False):
             raise ArgumentError(
@@ -115,7 +153,11 @@ class CausalRow(Row):
             if name in family.inert:
                 return family.inert[name]()
             # Without norm and head, what the model calls logits is the hidden state.
-            return nn.Identity() if name in family.suffix else absent_copy(module, name, recall)
+            return (
+                nn.Identity()
+                if name in family.suffix
+                else absent_copy(module, self._path + name, recall)
+            )
 
         blocks = [
             block if start <= i < stop else hollow(block, pass_on)
@@ -125,8 +167,11 @@ class CausalRow(Row):
         shell, own, bare = carve(self._model, family.trunk, blocks, names, stand_in, recall)
         own |= {f"{family.trunk}.{i}": self._blocks[i] for i in range(start, stop)}
         part = Part(_Between(shell, is_first, is_last))
-        register(part, own, bare)
+        register(part, self._named(own), self._named(bare))
         return part
+
+    def _named(self, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        return {(self._path + name).removesuffix("."): module for name, module in modules.items()}
 
 
 @final

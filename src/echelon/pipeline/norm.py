@@ -33,7 +33,7 @@ def norm_over_stages(
     Raises:
         ArgumentError: ``norm_type`` is below 1 or no number.
     """
-    number("norm_type", norm_type, 1.0, math.inf)
+    norm_type = number("norm_type", norm_type, 1.0, math.inf)
     norm = _own_norm(stages, shared, group, norm_type)
     if math.isinf(norm_type):
         group.all_reduce(norm, "max", label="norm of the gradients")

@@ -40,7 +40,8 @@ def split(
 
     A model is cut between its layers: those that its method ``pipeline_layers()`` returns, of
     which each takes what the one before gave; else the children of an ``nn.Sequential``; else the
-    blocks of a Llama, Mistral, Qwen 2 or 3 or GPT-2 of ``transformers``; else the blocks of its
+    blocks of a Llama, Mistral, Mixtral, Qwen 2 or 3 or GPT-2 of ``transformers``, also with
+    adapters of ``peft``; else the blocks of its
     longest ``nn.ModuleList``, where every stage runs the model's own ``forward``.
 
     Law: the stages, one after the other, compute what the model does, and their states together
@@ -106,8 +107,9 @@ def _row_of(module: nn.Module, prefix: Sequence[str] | None, suffix: Sequence[st
         row = LayerRow(module, layers())
     elif isinstance(module, nn.Sequential):
         row = LayerRow(module, list(module.children()))
-    elif huggingface.is_known(module):
-        row = huggingface.CausalRow(module)
+    elif (known := huggingface.find_known(module)) is not None:
+        path, inner = known
+        row = huggingface.CausalRow(inner, path)
     if row is None:
         trunk = find_trunk(module)
         if trunk is None:

@@ -20,6 +20,7 @@ from typing import Any, final
 from torch import Tensor
 
 from echelon.errors import CommError, CommTimeout, DeadlockError, RankFailed, StateError
+from echelon.errors.printable import message_of
 from echelon.world import stacks
 from echelon.world.failure import is_heard
 from echelon.world.hang import Finding, explained
@@ -228,7 +229,8 @@ class Fabric:
         rank, error = self.failure
         if isinstance(error, DeadlockError):
             raise copy.copy(error)
-        raise RankFailed(rank, f"raised {type(error).__name__}: {error}", str(ticket)) from error
+        cause = f"raised {type(error).__name__}: {message_of(error)}"
+        raise RankFailed(rank, cause, str(ticket)) from error
 
     def _fail(self, rank: int, error: BaseException) -> None:
         heard = self.failure is not None and is_heard(self.failure[1], self.failure[0])

@@ -29,6 +29,7 @@ from echelon.errors import (
     DeadlockError,
     RankFailed,
 )
+from echelon.errors.printable import message_of
 
 __all__ = [
     "FailureRecord",
@@ -105,7 +106,7 @@ class FailureRecord:
         return cls(
             rank=rank,
             type=type(error).__name__,
-            message=_cut(str(error)),
+            message=_cut(message_of(error)),
             place=_place(error),
             traceback="".join(traceback.format_exception(error)),
             time_s=time.time(),

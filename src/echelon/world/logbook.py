@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Self, final
 
+from echelon.errors.printable import text_bytes
 from echelon.world.own_memory import open_memory
 from echelon.world.process_status import ProcessStatus
 
@@ -311,7 +312,7 @@ def _optional(field: int) -> int | None:
 
 def _cut(text: str, length: int) -> bytes:
     """``text`` in at most ``length`` bytes, without its middle: facts stand at both ends."""
-    encoded = text.replace("\0", " ").encode()
+    encoded = text_bytes(text.replace("\0", " "))
     if len(encoded) <= length:
         return encoded
     half = (length - 3) // 2

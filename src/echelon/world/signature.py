@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from echelon.errors.printable import text_bytes
+
 __all__ = ["Call", "Place", "caller", "fingerprint"]
 
 
@@ -62,7 +64,7 @@ class Call(NamedTuple):
 @lru_cache(maxsize=8192)
 def fingerprint(call: Call) -> int:
     """64 bits that differ when two calls differ; the same in every process."""
-    return int.from_bytes(hashlib.blake2b(str(call).encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(text_bytes(str(call)), digest_size=8).digest(), "little")
 
 
 class Place(NamedTuple):

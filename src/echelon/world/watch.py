@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -66,6 +67,8 @@ class Watch:
         self.is_shared = True
         self._attempt = attempt
         self._timeout_s = 0.0
+        self._awaited: dict[int, int] = {}  # the rank for which each thread waits
+        self._lock = threading.Lock()
         disown_in_forks(self)
         self._enter(logbook, index)
 
@@ -114,6 +117,7 @@ class Watch:
     def _enter(self, logbook: Logbook, index: int) -> None:
         self._logbook = logbook  # owns the memory
         self._page = logbook.pages[index]
+        self._thread = threading.get_ident()
         self._page.enter(self.rank, self._attempt)
         self._page.limit(self._timeout_s)
         if self.is_shared:
@@ -154,8 +158,17 @@ class Watch:
             self._page.offer_stacks(None)
 
     def await_rank(self, rank: int | None) -> None:
-        """Note for whom in the job this rank waits; None: for nobody any more."""
-        self._page.await_rank(rank)
+        """Note for whom in the job this thread waits; None: for nobody any more.
+
+        The page has room for one wait: that of the script's thread, or else the one begun first.
+        """
+        with self._lock:
+            if rank is None:
+                self._awaited.pop(threading.get_ident(), None)
+            else:
+                self._awaited[threading.get_ident()] = rank
+            first = next(iter(self._awaited.values()), None)
+            self._page.await_rank(self._awaited.get(self._thread, first))
 
     def give_up(self, ranks: Sequence[int]) -> None:
         """Note that this rank has waited in vain for these in the job, until its next call."""

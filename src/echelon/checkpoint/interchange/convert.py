@@ -102,6 +102,8 @@ def form_of(path: Path) -> Form:
             return Form.ECHELON
     elif path.is_file():
         return Form.SAFETENSORS if path.suffix == ".safetensors" else Form.TORCH
+    elif path.exists():
+        raise ArgumentError(f"{path} is neither a file nor a folder")
     else:
         raise ArgumentError(f"{path} is not there")
     raise ArgumentError(

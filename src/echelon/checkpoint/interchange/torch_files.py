@@ -7,6 +7,7 @@ the names of parameters, and whatever values there are beside them.
 from __future__ import annotations
 
 import os
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -111,8 +112,7 @@ def read_torch(path: Path) -> dict[str, Any]:
     except OSError:
         raise
     except Exception as error:  # whatever torch's reader stumbles over in a file of anybody
-        lines = str(error).splitlines() or [type(error).__name__]
-        problem = f"torch.load(weights_only=True) does not take it: {lines[0]}"
+        problem = _why_not_read(error)
     if problem:  # outside of the handler, so that the error does not keep what was read
         raise CheckpointCorrupt(problem, path)
     if not isinstance(found, Mapping):
@@ -121,11 +121,24 @@ def read_torch(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
+def _why_not_read(error: Exception) -> str:
+    """What torch's reader said, without its advice to unpickle the file."""
+    classes = re.findall(r"GLOBAL ([\w.]{1,80})", str(error))
+    if classes:
+        return (
+            f"holds a {classes[0]}, which only unpickling could make, and that may run any code: "
+            "save a state dict of tensors and plain values"
+        )
+    first = (str(error).splitlines() or [""])[0]
+    why = type(error).__name__ if "Weights only load failed" in first else first
+    return f"is no file of torch.save, or a damaged one: {why}"
+
+
 def _check_archive(path: Path) -> None:
     """Refuse an archive that is larger when it is unpacked; torch.save packs nothing."""
-    if not zipfile.is_zipfile(path):
-        return  # of an old version, or torch says what it is
     try:
+        if not zipfile.is_zipfile(path):
+            return  # of an old version, or torch says what it is
         with zipfile.ZipFile(path) as archive:
             packed = [one.filename for one in archive.infolist() if one.compress_type]
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:

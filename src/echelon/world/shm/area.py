@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import CollectiveMismatch, CommTimeout
+from echelon.errors.printable import text_bytes
 from echelon.world.shm.board import Board
 from echelon.world.shm.futex import fence
 from echelon.world.shm.segment import Segment
@@ -189,7 +190,7 @@ class Area:
 
     def exchange_texts(self, ticket: Ticket, text: str, timeout: float) -> dict[int, str]:
         """What every rank says, by rank; for errors that all ranks raise."""
-        mine = text.encode()[: _PAGE - _TEXT_START]
+        mine = text_bytes(text)[: _PAGE - _TEXT_START]
         start = self.rank * _PAGE + _TEXT_START
         self._bytes[start : start + len(mine)] = mine
         self._words[self.rank * _WORDS + _TEXT_LENGTH] = len(mine)

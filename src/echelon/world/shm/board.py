@@ -27,6 +27,7 @@ from contextlib import suppress
 from typing import final
 
 from echelon.errors import CommTimeout, RankFailed
+from echelon.errors.printable import text_bytes
 from echelon.world.shm.futex import Bell, fence
 from echelon.world.shm.segment import Segment
 from echelon.world.watch import Watch
@@ -128,7 +129,7 @@ class Board:
             at_fault: another rank, if this one ends only because that one failed.
         """
         if failure is not None:
-            text = failure.encode()[: _PAGE - _TEXT_START]
+            text = text_bytes(failure)[: _PAGE - _TEXT_START]
             start = self.rank * _PAGE + _TEXT_START
             self._bytes[start : start + len(text)] = text
             self._words[self._at(self.rank, _TEXT_LENGTH)] = len(text)

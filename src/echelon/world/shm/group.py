@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import CommTimeout, RankFailed
+from echelon.errors.printable import message_of
 from echelon.world.group import Group
 from echelon.world.shm.area import Area
 from echelon.world.shm.collectives import Collectives
@@ -65,7 +66,7 @@ class ShmGroup(Group):
             rank, does = next(iter(failure.stuck.items()))
             self._area.board.leave(f"did not come: it {does}", rank)
         elif isinstance(failure, BaseException):
-            self._area.board.leave(f"raised {type(failure).__name__}: {failure}")
+            self._area.board.leave(f"raised {type(failure).__name__}: {message_of(failure)}")
         elif failure is not None:
             self._area.board.leave(failure)
         for subgroup in self._subgroups:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from echelon.errors import SharedMemoryError, WorldError
+from echelon.errors.printable import printable
 from echelon.world.memory import available_nbytes
 from echelon.world.own_memory import open_memory
-from echelon.world.printable import printable
 
 __all__ = ["Segment"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import CollectiveMismatch
-from echelon.world.printable import printable
+from echelon.errors.printable import printable, text_bytes
 from echelon.world.signature import Call, fingerprint
 from echelon.world.torch_dist.peers import Peers, collective_tag
 from echelon.world.work import Ticket
@@ -71,7 +71,7 @@ class Agreement:
 def _describe(ticket: Ticket, sends: list[int], expects: list[int]) -> Tensor:
     """The call and its place as a tensor of fixed length."""
     lengths = f", sends {sends}, expects {expects} elements" if sends else ""
-    text = f"{ticket.call}{lengths} at {ticket.place}".encode()
+    text = text_bytes(f"{ticket.call}{lengths} at {ticket.place}")
     if len(text) > _TEXT_NBYTES:
         text = text[: _TEXT_NBYTES - 3] + b"..."
     return torch.frombuffer(bytearray(text.ljust(_TEXT_NBYTES, b"\0")), dtype=torch.uint8)

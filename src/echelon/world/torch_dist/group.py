@@ -299,7 +299,7 @@ class PeerGroup(TorchGroup):
         def wait() -> None:
             waiting_s = time.monotonic()
             try:
-                self._peers.wait([posted], self._peers.deadline())
+                self._peers.wait([posted], self._peers.deadline(), is_message=True)
             except PeerLost as lost:
                 raise self._trouble(ticket, lost, waiting_s) from lost.__cause__
 

@@ -13,6 +13,7 @@ from typing import TypeVar, final
 from torch._C import _distributed_c10d as c10d
 
 from echelon.errors import CommError, CommTimeout, RankFailed
+from echelon.errors.printable import message_of
 from echelon.world.forks import disown_in_forks, keep_alive
 from echelon.world.torch_dist.notices import Notice, Reason, conclude
 from echelon.world.torch_dist.peers import PeerLost
@@ -102,6 +103,12 @@ class Job:
         Returns:
             what to raise; the first failure of this rank if there was one before.
         """
+        try:
+            return self._diagnose(mine, ranks)
+        finally:
+            self.watch.await_rank(None)  # not before: until now it would look as if it computed
+
+    def _diagnose(self, mine: Notice, ranks: Sequence[int]) -> CommError:
         with self._lock:
             if self.failure is not None:
                 return self.failure
@@ -151,7 +158,8 @@ class Job:
                 return
             self._is_closed = True
             if error is not None:
-                text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                kind, message = type(error).__name__, message_of(error)
+                text = f"{kind}: {message}" if message else kind
                 self._post(Notice(rank=self.rank, reason=Reason.RAISED, text=text[:2000]))
             else:
                 self._post(Notice(rank=self.rank, reason=Reason.LEFT))

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 
 from echelon.errors import CollectiveMismatch, CommError, CommTimeout, RankFailed
-from echelon.world.printable import printable
+from echelon.errors.printable import printable
 from echelon.world.work import Ticket
 
 __all__ = ["Notice", "Reason", "conclude", "disagree"]

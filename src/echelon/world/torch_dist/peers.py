@@ -134,7 +134,7 @@ class Peers:
         self.size = size
         self.timeout = timeout
         self._tell = tell
-        self.awaited: tuple[int, ...] = ()  # whom this rank waits for now
+        self.awaited: tuple[int, ...] = ()  # whom the collective that runs waits for
         disown_in_forks(self)
 
     def disown(self) -> None:
@@ -169,8 +169,11 @@ class Peers:
         """When a collective that begins now has waited too long, on the monotonic clock."""
         return time.monotonic() + self.timeout
 
-    def wait(self, posted: Iterable[Posted], deadline: float) -> None:
+    def wait(self, posted: Iterable[Posted], deadline: float, *, is_message: bool = False) -> None:
         """Return when all are complete.
+
+        Args:
+            is_message: whether it is a message of the user's, beside which a collective may run.
 
         Raises:
             PeerLost: names all those that are not.
@@ -179,7 +182,8 @@ class Peers:
         for work, peer in pending:
             if work is None:
                 continue
-            self.awaited = (peer,)
+            if not is_message:
+                self.awaited = (peer,)
             self._tell(peer)
             left = max(deadline - time.monotonic(), 0.0)
             try:
@@ -188,7 +192,8 @@ class Peers:
             except RuntimeError as error:
                 late = time.monotonic() >= deadline
                 raise PeerLost(_lost(pending, peer, late), late) from error
-        self.awaited = ()
+        if not is_message:
+            self.awaited = ()
         self._tell(None)
 
     def sever(self) -> None:

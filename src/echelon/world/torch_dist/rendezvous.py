@@ -17,11 +17,11 @@ from typing import Any, final
 from torch._C import _distributed_c10d as c10d
 
 from echelon.errors import CommTimeout, StartMismatch, WorldError
+from echelon.errors.printable import printable
 from echelon.world import secret as secrets
 from echelon.world.environment import JobEnvironment, environment
 from echelon.world.facts import difference, encode
 from echelon.world.listeners import announced
-from echelon.world.printable import printable
 from echelon.world.secret import Secret
 from echelon.world.torch_dist import private_store
 from echelon.world.torch_dist.sealed_store import SealedStore

@@ -307,6 +307,7 @@ class _Maker:
                 return peers
             seconds = min(self.timeout, _PROOF_S * 2**trial)
             seen = strangers(peers, self.secret, f"{name}/{trial}", seconds)
+            tell(None)  # a stranger may have let it wait in vain
             found = conclude(own, rank, size, seen, self.timeout, partial(self.job.look, ranks))
             if not found:
                 return peers

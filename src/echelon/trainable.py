@@ -2,9 +2,9 @@
 
 [Note: when freezing is compared]
 A rank cannot know by itself whether the others froze or thawed what it did, and an exchange that
-only some ranks issue is a hang. So each rank writes "mine changed" into a number of the last
-bucket, as it does for buffers. After the reduction all ranks read the same sum, and compare names
-if it is not zero.
+only some ranks issue is a hang. So each rank adds "mine changed" to something that all of them
+reduce anyway: DDP to the last bucket, FSDP to the list of parameters that got a gradient. All ranks
+read the same answer, and compare names if it is not zero.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import final
 from torch import Tensor, nn
 
 from echelon import streams
-from echelon.agreement import compare
-from echelon.world.group import Group
+from echelon.agreement import Ranks, compare
 
 __all__ = ["Trainable"]
 
@@ -28,10 +27,10 @@ _requires_grad = attrgetter("requires_grad")
 class Trainable:
     """Whether each parameter of a model requires a gradient, as its ranks have last agreed."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: Group) -> None:
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], ranks: Ranks) -> None:
         self._names = [name for name, _ in named]
         self._params = [param for _, param in named]
-        self._group = group
+        self._ranks = ranks
         self._agreed = self._now()
         self._answer: tuple[Tensor, streams.Mark] | None = None
 
@@ -69,7 +68,7 @@ class Trainable:
         if not bool(answer):
             return
         frozen = [n for n, trained in zip(self._names, self._now(), strict=True) if not trained]
-        told = self._group.all_gather_object(frozen if has_batch else None)
+        told = self._ranks.all_gather_object(frozen if has_batch else None)
         usual = next(theirs for theirs in told if theirs is not None)
         known = set(usual)
         self._agreed = [name not in known for name in self._names]

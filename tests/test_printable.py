@@ -2,7 +2,7 @@
 
 import pytest
 
-from echelon.world.printable import printable
+from echelon.errors.printable import printable
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""Text that others have written, as it may be shown.
+
+A terminal obeys what it is sent: it can be told to move, to hide lines, to change its title or to
+answer as if the user had typed. So control characters of a text that came from somewhere else are
+shown as their escapes.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+__all__ = ["message_of", "printable", "printable_line", "text_bytes"]
+
+# Control, format (such as those that reverse a line), surrogates, line and paragraph separators.
+_HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+def printable(text: str) -> str:
+    """``text`` with all that a terminal would obey escaped, but for ends of lines and tabs.
+
+    Example:
+        >>> printable("\\x1b[31mred\\n")
+        '\\\\x1b[31mred\\n'
+    """
+    if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(_shown(character) for character in text)
+
+
+def printable_line(text: str) -> str:
+    """``text`` as ``printable``, on one line: a name must not look like further lines.
+
+    Example:
+        >>> printable_line("weight\\nall is well")
+        'weight\\\\nall is well'
+    """
+    return printable(text).replace("\n", "\\n")
+
+
+def text_bytes(text: str) -> bytes:
+    """``text`` in UTF-8, in which each character has a place.
+
+    A name of a file that is in no encoding comes from the system with surrogates, of which UTF-8
+    has none; it may be that of the script, and so in the place of every call.
+
+    Example:
+        >>> text_bytes("jos\\udce9/train.py")
+        b'jos\\\\udce9/train.py'
+    """
+    return text.encode(errors="backslashreplace")
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says; and that its own code fails to say it, where it does.
+
+    Example:
+        >>> message_of(ValueError("boom"))
+        'boom'
+    """
+    try:
+        return str(error)
+    except Exception as problem:  # of the user's code; the others must hear of the failure anyway
+        return f"(its text raised {type(problem).__name__})"
+
+
+def _shown(character: str) -> str:
+    if character in "\n\t" or unicodedata.category(character) not in _HIDDEN:
+        return character
+    return character.encode("unicode_escape", "backslashreplace").decode("ascii")

@@ -1,0 +1,96 @@
+"""Odd checkpoints of others, and places where none can be written, end in a sentence to read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import echelon as ec
+from echelon.checkpoint.interchange.convert import Form, Options, convert
+from echelon.cli import app
+
+
+def invoke(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+    return result.exit_code, f"{result.output}{result.exception or ''}"
+
+
+def test_an_archive_that_says_it_spans_several_disks_is_a_sentence(tmp_path: Path) -> None:
+    source = tmp_path / "a.pt"
+    torch.save({"w": torch.ones(2)}, source)
+    data = bytearray(source.read_bytes())
+    at = data.rindex(b"PK\x06\x07")  # where zip has the end of a large archive
+    data[at + 16] = 2
+    source.write_bytes(data)
+    with pytest.raises(ec.CheckpointCorrupt, match="span multiple disks"):
+        convert(source, tmp_path / "run", Options(to=Form.ECHELON))
+
+
+def test_a_dcp_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    ec.save(tmp_path / "run", model=nn.Linear(2, 2), step=1)
+    (tmp_path / "file").touch()
+    with pytest.raises(ec.CheckpointError, match="DCP cannot write it: "):
+        convert(tmp_path / "run", tmp_path / "file" / "dcp", Options(to=Form.DCP))
+
+
+def test_a_pipe_in_a_dcp_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    ec.save(tmp_path / "run", model=nn.Linear(2, 2), step=1)
+    convert(tmp_path / "run", tmp_path / "dcp", Options(to=Form.DCP))
+    for file in (tmp_path / "dcp").glob("*.distcp"):
+        file.unlink()
+        os.mkfifo(file)
+    with pytest.raises(ec.CheckpointCorrupt, match=r"distcp: is no ordinary file"):
+        convert(tmp_path / "dcp", tmp_path / "a.pt", Options(trust_pickle=True))
+
+
+def test_what_a_terminal_would_obey_in_a_step_is_escaped_in_errors_and_warnings(
+    tmp_path: Path,
+) -> None:
+    backwards, red = "w\u202eeht si lla", "\x1b[31mred\nfine"
+    layer, odd = nn.Linear(2, 2), nn.Module()
+    odd.register_parameter(backwards, nn.Parameter(torch.ones(1)))
+    ec.save(tmp_path, model=odd, step=1)
+    with pytest.raises(ec.CheckpointMismatch) as mismatch:
+        ec.load(tmp_path, model=layer)
+    ec.save(tmp_path, model=layer, step=2)
+    (tmp_path / "step-000000002" / red).touch()
+    with pytest.raises(ec.CheckpointCorrupt) as corrupt:
+        ec.load(tmp_path, model=layer)
+    with pytest.warns(UserWarning, match="was passed over") as warned:
+        ec.load(tmp_path, model=odd, fallback=True)
+    assert "unexpected: model/w\\u202eeht" in str(mismatch.value)
+    for text in (str(corrupt.value), str(warned[0].message)):
+        assert "\x1b" not in text
+        assert "/\\x1b[31mred\\nfine: the checkpoint has no such file" in text
+
+
+def test_a_file_that_is_none_of_torch_is_told_so_without_advice_to_unpickle_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "script.py").write_text("print('hello')\n")
+    with pytest.raises(ec.CheckpointCorrupt, match=r"is no file of torch.save") as caught:
+        convert(tmp_path / "script.py", tmp_path / "run", Options(to=Form.ECHELON))
+    assert "weights_only" not in str(caught.value)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ec.ArgumentError, match="is neither a file nor a folder"):
+        convert(tmp_path / "pipe", tmp_path / "run", Options(to=Form.ECHELON))
+
+
+def test_a_difference_beside_tensors_is_named_with_its_values(tmp_path: Path) -> None:
+    for name, rates in (("a", [1, 2.5]), ("b", [1, 2.0])):
+        ec.save(tmp_path / name, model=nn.Linear(2, 2), step=1, notes={"rates": rates, "n": 1})
+    code, text = invoke("diff", tmp_path / "a", tmp_path / "b")
+    assert code == 1
+    assert "rates[1]: 2.5 and 2.0" in text
+
+
+def test_a_folder_above_runs_says_where_steps_are(tmp_path: Path) -> None:
+    ec.save(tmp_path / "runs" / "first", model=nn.Linear(2, 2), step=1)
+    code, text = invoke("ls", tmp_path / "runs")
+    assert code != 0
+    assert "there are steps in 'first' below it" in text

@@ -1,0 +1,126 @@
+"""Models of ``transformers`` with adapters of ``peft``, cut into stages as they are without them.
+
+What ``peft`` puts around a model is of no class that ``split`` knows. It was cut as any model with
+an ``nn.ModuleList``, and its first forward failed: rotary tables were on the last stage only.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import echelon as ec
+from tests.transformers_models import of_gpt2, of_llama
+from tests.worlds import run_world
+
+TARGETS = {"Llama": ["q_proj", "v_proj"], "GPT2": ["c_attn"]}
+
+
+def plain(kind: str) -> nn.Module:
+    library = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "GPT2":
+        config = of_gpt2(width=8, layers=3)
+        config.tie_word_embeddings = False
+        return library.GPT2LMHeadModel(config).double()
+    return library.LlamaForCausalLM(of_llama("Llama", width=8, layers=3)).double()
+
+
+def wrapped(model: nn.Module, config: Any) -> nn.Module:
+    with warnings.catch_warnings():
+        # peft 0.21 reads a name that transformers 5.23 has deprecated.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        return pytest.importorskip("peft").get_peft_model(model, config)
+
+
+def adapted(kind: str, **options: Any) -> nn.Module:
+    config = pytest.importorskip("peft").LoraConfig(
+        task_type="CAUSAL_LM",
+        r=2,
+        target_modules=TARGETS[kind],
+        fan_in_fan_out=kind == "GPT2",
+        init_lora_weights=False,
+        **options,
+    )
+    return wrapped(plain(kind), config)
+
+
+def token_loss(output: Any, target: Tensor) -> Tensor:
+    logits = output.logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten())
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(step))
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+
+
+def in_one_process(start: nn.Module) -> dict[str, Tensor]:
+    model = copy.deepcopy(start)
+    optimizer = optimizer_of(model)
+    for step in range(2):
+        token_loss(model(input_ids=tokens(step)), tokens(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def in_stages(world: ec.World, start: nn.Module, shard: int) -> dict[str, Tensor]:
+    model = copy.deepcopy(start)
+    units = {"units": ec.units.by_type("LlamaDecoderLayer", "GPT2Block")} if shard > 1 else {}
+    plan = ec.Plan(pp=world.size // shard, shard=shard, microbatches=2)
+    pipe = ec.parallelize(model, plan, world, loss_fn=token_loss, **units)
+    optimizer = optimizer_of(pipe)
+    for step in range(2):
+        batch = tokens(step)[world.rank % shard :: shard]
+        pipe.step(batch, target=batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return pipe.whole_state_dict()
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_lora_in_stages_has_the_weights_of_one_process(kind: str, shard: int):
+    start = adapted(kind)
+    expected = in_one_process(start)
+    for found in run_world("threads", in_stages, 2 * shard, (start, shard)):
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            # Llama norms in float32, whatever the dtype of the model.
+            close = {"rtol": 0.0, "atol": 1e-12} if kind == "GPT2" else {"rtol": 1e-5, "atol": 1e-6}
+            torch.testing.assert_close(value, expected[name], **close)
+
+
+def test_a_head_that_is_saved_beside_the_adapters_is_trained():
+    start = adapted("GPT2", modules_to_save=["lm_head"])
+    expected = in_one_process(start)
+    name = "base_model.model.lm_head.modules_to_save.default.weight"
+    assert not torch.equal(start.state_dict()[name], expected[name])
+    for found in run_world("threads", in_stages, 3, (start, 1)):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-12)
+
+
+def test_stages_have_the_names_of_the_model_around():
+    for model in (adapted("Llama"), adapted("Llama").base_model):
+        parts = ec.pipeline.split(model, 3)
+        names = {name for part in parts for name, _ in part.named_parameters()}
+        assert names == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def test_a_model_that_gets_a_prompt_is_not_taken_for_the_one_inside():
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    parts = ec.pipeline.split(wrapped(plain("Llama"), config), 3)
+    names = {name for part in parts for name, _ in part.named_parameters()}
+    assert "prompt_encoder.default.embedding.weight" in names
