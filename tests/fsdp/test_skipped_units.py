@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import echelon as ec
 from echelon.errors import CollectiveMismatch, CommError
@@ -228,3 +230,66 @@ def test_ranks_may_skip_units_that_were_released_before_their_backward(world: st
             for name, value in expected.items():
                 where = f"{kind.__name__}: {name}"
                 torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=where)
+
+
+class Around(nn.Module):
+    """A unit with a frozen one inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = Mixture().requires_grad_(False)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inside(self.linear(x))
+
+
+class Nested(nn.Module):
+    """Backward reaches a unit before the one inside; and what a checkpoint runs again, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.outer = Around()
+        self.pair = nn.ModuleList(Mixture() for _ in range(2))
+        self.last = Around()
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        x = self.first(x)
+        if 0 in used:
+            x = self.outer(x)
+        if 1 in used:
+            x = checkpoint(self.both, x, use_reentrant=False)
+        return self.last(x) if 2 in used else x
+
+    def both(self, x: Tensor) -> Tensor:
+        return self.pair[1](self.pair[0](x))
+
+
+def train_nested(world: ec.World, step: int) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    rule = ec.units.by_type(Mixture, Around)
+    model = ec.FSDP(Nested().double(), world.group, units=rule, min_num_params=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for used in FIRST[step:]:
+        model(inputs(step, world.rank), used[world.rank]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("step", range(len(FIRST)))
+@pytest.mark.parametrize("world", ["threads", "gloo"])
+def test_ranks_may_skip_units_inside_of_units_from_the_first_step(world: str, step: int) -> None:
+    torch.manual_seed(1)
+    model = Nested().double()
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.05)
+    for used in FIRST[step:]:
+        for rank in range(3):
+            (model(inputs(step, rank), used[rank]).square().mean() / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = model.state_dict()
+    for state in run_world(world, partial(train_nested, step=step), 3, timeout=20):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=name)

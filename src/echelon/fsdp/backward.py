@@ -129,7 +129,7 @@ class Backward:
             self.discard_aborted()
             for u in self.under_way:
                 self._units[u].in_forward = True
-            self._gathers.begin_backward()
+            self._gathers.begin_backward(self._may_reach)
             token = queue_end(self._end_backward)
             current = self._pass = Pass(token, self.syncing, len(self._units))
             for u in sorted({u for run in self.runs for u in run.opaque}):
@@ -137,6 +137,12 @@ class Backward:
                 current.units[u].inside += 1  # nothing tells when backward leaves it
                 self._gathers.in_backward(u, self._send_ready)
         return current
+
+    def _may_reach(self, u: int) -> bool:
+        """Whether the backward that runs may need a unit that was not gathered in it yet."""
+        current = self._pass
+        is_over = current is not None and current.units[u].completed
+        return not is_over and any(u in run.units for run in self.runs)
 
     def _open(self, current: Pass, u: int) -> None:
         if u in current.left_out:

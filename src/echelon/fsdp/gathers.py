@@ -40,9 +40,11 @@ class Gathers:
         self._units, self._options = units, options
         moving = [u for u, unit in enumerate(units) if u and unit.moves]
         reducing = [u for u, unit in enumerate(units) if unit.shards]
-        self.orders = Orders(reducing, moving)
+        self.orders = Orders(reducing, moving, _around(units, moving))
         self._early: deque[int] = deque()  # gathers that have begun ahead, in order
         self._passed: set[int] = set()  # units whose gathers in this backward are behind us
+        self._may_reach: Callable[[int], bool] = lambda u: False  # backward, that runs
+        self._kept: set[int] = set()  # units whose gathers came before backward has reached them
         self.holds = False  # all units stay whole, so that passes gather nothing
 
     # Across passes ---------------------------------------------------------------------------
@@ -88,12 +90,18 @@ class Gathers:
 
     # Backward --------------------------------------------------------------------------------
 
-    def begin_backward(self) -> None:
-        """A backward begins."""
+    def begin_backward(self, may_reach: Callable[[int], bool]) -> None:
+        """A backward begins.
+
+        Args:
+            may_reach: whether it may still come to a unit on this rank.
+        """
         if self.holds:
             return
         self._drop_early()
         self._passed.clear()
+        self._kept.clear()
+        self._may_reach = may_reach
         self.orders.backward.begin()
         self._units[0].gather()  # if an earlier backward has released it: first, on every rank
 
@@ -138,7 +146,10 @@ class Gathers:
     def _gather(self, u: int, lineup: Lineup, passed: Callable[[], None] = _nothing) -> None:
         unit = self._units[u]
         if u and unit.moves and not unit.gathered and not self.holds:
-            if unit.held:
+            if unit.held and u in self._kept:
+                self._kept.remove(u)
+                lineup.arrived(u)
+            elif unit.held:
                 # Whole by choice since forward: another rank may not have used it there.
                 for v in [] if self._options.strategy.regathers else lineup.passed(u):
                     self._join(v)
@@ -153,7 +164,10 @@ class Gathers:
                 if not lineup.strayed:
                     self._drop_early()
                 for v in before:
-                    self._join(v)
+                    if lineup.is_guess and lineup is not self.orders.forward:
+                        self._join_guess(v)
+                    else:
+                        self._join(v)
                     passed()
         unit.gather()
 
@@ -183,8 +197,26 @@ class Gathers:
         self._units[u].join()
         self._passed.add(u)
 
+    def _join_guess(self, u: int) -> None:
+        """Take part in a gather that the guess puts first, though backward may come to it later.
+
+        Others take part in it once, whether the guess is right or not. So it is once here, too.
+        """
+        unit = self._units[u]
+        if unit.held or not self._may_reach(u):
+            self._join(u)
+        else:
+            unit.gather()
+            unit.hide()
+            self._kept.add(u)
+
     def _join_rest(self, lineup: Lineup, passed: Callable[[], None] = _nothing) -> None:
         self._drop_early()
         for u in lineup.rest():
             self._join(u)
             passed()
+
+
+def _around(units: Sequence[Unit], moving: Collection[int]) -> dict[int, list[int]]:
+    """By unit, those of ``moving`` whose modules its own is inside of, from the outermost on."""
+    return {u: [v for v in moving if units[u].name.startswith(f"{units[v].name}.")] for u in moving}

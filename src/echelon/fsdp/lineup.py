@@ -14,10 +14,10 @@ so, and then all of them know that the order has changed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import final
 
-__all__ = ["Lineup", "common_order"]
+__all__ = ["Lineup", "backward_guess", "common_order"]
 
 
 @final
@@ -32,7 +32,9 @@ class Lineup:
         guess: whether no pass has shown it: then nothing is gathered before it is needed.
 
     Attributes:
+        is_guess: see there.
         real: what was reached in this pass.
+        taken: what was gathered in this pass, the same on all ranks.
         strayed: whether a unit was reached that was not expected any more.
 
     Example:
@@ -45,13 +47,14 @@ class Lineup:
     """
 
     def __init__(self, expected: Sequence[int], *, guess: bool = False) -> None:
-        self._expected, self._is_guess = list(expected), guess
+        self._expected, self.is_guess = list(expected), guess
         self.begin()
 
     def begin(self) -> None:
         """A pass begins."""
         self._at = 0
         self.real: list[int] = []
+        self.taken: list[int] = []
         self.strayed = False
 
     def reached(self, u: int) -> list[int]:
@@ -59,9 +62,11 @@ class Lineup:
         self.real.append(u)
         if u not in self._expected[self._at :]:
             self.strayed = True
+            self.taken.append(u)
             return []
         at = self._expected.index(u, self._at)
         before, self._at = self._expected[self._at : at], at + 1
+        self.taken += [*before, u]
         return before
 
     def passed(self, u: int) -> list[int]:
@@ -76,16 +81,17 @@ class Lineup:
             return []
         at = self._expected.index(u, self._at) + 1
         passed, self._at = self._expected[self._at : at], at
+        self.taken += passed
         return passed
 
     def arrived(self, u: int) -> None:
-        """Note that unit ``u`` was reached, whose gather had begun ahead."""
+        """Note that unit ``u`` was reached, whose gather came before."""
         self.real.append(u)
 
     @property
     def is_right(self) -> bool:
         """Whether passes have shown this order, and this one did, too."""
-        return not self._is_guess and not self.strayed
+        return not self.is_guess and not self.strayed
 
     def next(self) -> int | None:
         """The unit that is expected next; None if there is none, or nobody knows."""
@@ -95,12 +101,33 @@ class Lineup:
 
     def advance(self) -> None:
         """The gather of the next unit has begun ahead."""
+        self.taken.append(self._expected[self._at])
         self._at += 1
 
     def rest(self) -> list[int]:
         """The pass is over: the units whose gathers are left."""
         left, self._at = self._expected[self._at :], len(self._expected)
+        self.taken += left
         return left
+
+
+def backward_guess(forward: Sequence[int], around: Mapping[int, Sequence[int]]) -> list[int]:
+    """In which order backward probably reaches what a forward has gathered.
+
+    It runs from the end, and comes to the output of a unit before it comes to the units inside.
+
+    Args:
+        forward: gathers of the forward; of a unit that came several times, the last one counts.
+        around: by unit, the units that it is inside of, from the outermost on.
+
+    Example:
+        >>> backward_guess([1, 2, 3, 4], {3: [2], 4: [2]})  # units 3 and 4 are inside of 2
+        [2, 4, 3, 1]
+    """
+    order: dict[int, None] = {}
+    for u in reversed(forward):
+        order |= dict.fromkeys(v for v in (*around.get(u, ()), u) if v in forward)
+    return list(order)
 
 
 def common_order(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import final
 
 from echelon.errors import StateError
-from echelon.fsdp.lineup import Lineup, common_order
+from echelon.fsdp.lineup import Lineup, backward_guess, common_order
 from echelon.fsdp.ranks import Ranks
 
 __all__ = ["MOST_FORWARDS", "Orders"]
@@ -24,6 +24,7 @@ class Orders:
     Args:
         reducing: units with gradients, the root, unit 0, first.
         moving: units that are gathered with communication, but for the root.
+        around: by unit, the units of ``moving`` that it is inside of, from the outermost on.
 
     Attributes:
         forward: gathers of a forward.
@@ -34,8 +35,14 @@ class Orders:
         reductions: the order in which gradients leave.
     """
 
-    def __init__(self, reducing: Sequence[int], moving: Sequence[int]) -> None:
-        self._moving = list(moving)
+    def __init__(
+        self,
+        reducing: Sequence[int],
+        moving: Sequence[int],
+        around: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        self._moving, self._around = list(moving), around or {}
+        self._gathered = self._moving  # in the last forward
         self.forward = Lineup(self._moving, guess=True)
         self.num_forwards, self.all_whole = 0, False
         self._backwards: dict[str, Lineup] = {}  # by what came before
@@ -46,6 +53,7 @@ class Orders:
 
     def note_forward(self) -> None:
         """A forward is over."""
+        self._gathered = self.forward.taken
         if not self.forward.is_right:
             self._noted["forward"] = self.forward.real, []
 
@@ -55,7 +63,8 @@ class Orders:
         if self._kind not in self._backwards:
             # Backward runs through the last forward first.
             times = 0 if self.all_whole else self.num_forwards or 1
-            usual = self._usual_back[self._kind] = list(reversed(self._moving)) * times
+            usual = backward_guess(self._gathered, self._around) * times
+            self._usual_back[self._kind] = usual
             self._backwards[self._kind] = Lineup(usual, guess=True)
         return self._backwards[self._kind]
 
