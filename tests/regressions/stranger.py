@@ -90,17 +90,20 @@ def spoil_store(port: int, folder: Path) -> None:
 
 
 def knock(port: int, more: bytes) -> list[socket.socket]:
-    """Connections that say to an engine of gloo that they are a rank, and then ``more``."""
-    made = []
-    for number in range(4):
-        with suppress(OSError):
-            line = socket.create_connection(("127.0.0.1", port), 0.2)
-            line.sendall(struct.pack("<q", number) + more)
-            made.append(line)
-    with suppress(OSError):
-        line = socket.create_connection(("127.0.0.1", port), 0.2)
-        line.sendall(b"\xff" * 100)
-        made.append(line)
+    """Connections that say to an engine of gloo that they are a rank, and then ``more``.
+
+    Empty if not all of them could be made.
+    """
+    words = [*(struct.pack("<q", number) + more for number in range(4)), b"\xff" * 100]
+    made: list[socket.socket] = []
+    try:
+        for word in words:
+            made.append(socket.create_connection(("127.0.0.1", port), 0.2))
+            made[-1].sendall(word)
+    except OSError:
+        for line in made:
+            line.close()
+        return []
     return made
 
 
@@ -141,19 +144,18 @@ def main() -> None:
         with suppress(OSError):
             Path("/dev/shm", name).touch()
     (folder / "ready").touch()
-    seen: set[int] = set()
-    lines = []
+    held: dict[int, list[socket.socket]] = {}  # connections, by port
     while True:
         new = (listening() - before) & (given or listening())
         for port in sorted(new):
             if mode == "store":
                 spoil_store(port, folder)
-            elif mode in KNOCKS and port not in seen:
-                lines += knock(port, KNOCKS[mode])
-                (folder / f"knocked-{port}").touch()
+            elif mode in KNOCKS and not held.get(port):  # a busy host may have been too slow
+                held[port] = knock(port, KNOCKS[mode])
+                if held[port]:
+                    (folder / f"knocked-{port}").touch()
             elif mode in texts:
                 overwrite(port, *texts[mode], folder / "reached")
-        seen |= new
         open_memory(folder / "spoils")
         time.sleep(0.005)
 

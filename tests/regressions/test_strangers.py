@@ -25,40 +25,39 @@ needs_root = pytest.mark.skipif(
 )
 
 SCRIPT = """
-import json, os, pathlib, sys, threading, time
+import json, os, pathlib, socket, sys, time
 import torch
 import echelon as ec
 from echelon.world.listeners import listeners
-from echelon.world.torch_dist import start
+from torch._C import _distributed_c10d as c10d
 
 backend, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 rank = int(os.environ["RANK"])
 late = len(sys.argv) > 3 and rank == int(sys.argv[3])
-begin, trials = start._Maker._start_gloo, []
+knocked = pathlib.Path(sys.argv[4]) if len(sys.argv) > 4 else None
+create, devices, trials = c10d.ProcessGroupGloo.create_device, [], []
 
 
-def tell_port(before):
-    while not (found := listeners() - before):
-        time.sleep(0.005)
-    (folder / "port.part").write_text(str(min(found).port))
-    (folder / "port.part").rename(folder / "port")
-
-
-def begin_late(*args):  # so that the other one listens, and a stranger is first
-    if backend == "gloo" and len(sys.argv) > 4 and not trials:
-        knocked = pathlib.Path(sys.argv[4])
-        if late:
-            while not (folder / "port").exists():
-                time.sleep(0.005)
-            while not (knocked / ("knocked-" + (folder / "port").read_text())).exists():
-                time.sleep(0.005)
-        else:
-            threading.Thread(target=tell_port, args=(listeners(),), daemon=True).start()
+def create_knocked(**options):
+    # gloo listens from here on, and no rank knows where yet: so a stranger is surely first.
     trials.append(backend)
-    return begin(*args)
+    if len(trials) > 1:
+        return create(**options)
+    while True:
+        before = listeners()
+        devices.append(create(**options))  # kept, so that none gets the port of another
+        (port,) = {found.port for found in listeners() - before}
+        # Of two ranks, gloo lets the one connect whose port, as it is sent, is the higher number.
+        if (socket.htons(port) >= 1 << 15) == late:
+            break
+    while not (knocked / f"knocked-{port}").exists():
+        time.sleep(0.005)
+    return devices[-1]
 
 
-start._Maker._start_gloo = begin_late
+if knocked is not None:
+    del os.environ["GLOO_SOCKET_IFNAME"]  # with it, torch would make the devices, unseen
+    c10d.ProcessGroupGloo.create_device = staticmethod(create_knocked)
 if late and backend == "bare":
     time.sleep(2.0)
 world = ec.init("gloo" if backend == "bare" else backend)
@@ -154,6 +153,7 @@ def test_a_stranger_who_connects_before_a_rank_loses_the_connection_and_the_job_
 
 
 def check_a_first_connection(how: str, late: int, tmp_path: Path) -> None:
+    """Ranks of which ``late`` connects to the other one, where a stranger has been before."""
     with (
         stranger(how) as his,
         Started(
