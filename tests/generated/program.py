@@ -221,8 +221,12 @@ class Toggles:
 
 
 def new_optimizer(case: Spec, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of a case. ``eps`` is large, or it would turn rounding into differences."""
+    """The optimizer of a case, which makes no rounding larger.
+
+    A gradient that is zero, as that of a bias in front of a BatchNorm, is all rounding. The step of
+    AdamW is ``lr / eps`` times as large.
+    """
     if case.get("optimizer") == "adamw":
-        return torch.optim.AdamW(params, lr=0.05, eps=1e-3)
+        return torch.optim.AdamW(params, lr=0.01, eps=0.05)
     momentum = 0.9 if case.get("optimizer") == "momentum" else 0.0
     return torch.optim.SGD(params, lr=0.1, momentum=momentum)

@@ -4,10 +4,13 @@ These are the first seeds; ``tests/long`` runs many more. What fails is made sma
 """
 
 import pytest
+import torch
+from torch import nn
 
 from tests.generated.campaign import run_batch, run_one
 from tests.generated.draw import draw_case
 from tests.generated.operations import Spec
+from tests.generated.program import new_optimizer
 from tests.generated.shrink import report
 
 CHUNK = 20
@@ -35,3 +38,13 @@ def test_training_on_processes_equals_one_process(world: str) -> None:
     cases = sample(world)
     for case, outcome in zip(cases, run_batch(cases), strict=True):
         assert not outcome.failed, report(case, outcome, smaller=False)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+def test_steps_make_no_rounding_of_a_gradient_larger(optimizer: str) -> None:
+    param = nn.Parameter(torch.zeros((), dtype=torch.float64))
+    steps = new_optimizer({"optimizer": optimizer}, [param])
+    for _ in range(3):  # as many as a case has
+        param.grad = torch.full_like(param, 1e-13)
+        steps.step()
+    assert param.abs() <= 1e-13
