@@ -24,7 +24,8 @@ from echelon.errors import StateError, UnsupportedError
 from echelon.fsdp.backward_pass import Pass, Run
 from echelon.fsdp.departures import Departures
 from echelon.fsdp.gathers import Gathers
-from echelon.fsdp.storage import await_readers
+from echelon.fsdp.ranks import Ranks
+from echelon.fsdp.storage import await_readers, prepare
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.uses import Use, Uses
 from echelon.graph_task import Token, queue_end
@@ -40,6 +41,7 @@ class Backward:
         units: the root first.
         gathers: makes units whole.
         departures: takes gradients.
+        ranks: that share the units.
 
     Attributes:
         syncing: whether the next backward reduces.
@@ -49,8 +51,11 @@ class Backward:
         all_are_done: whether no rank is in a pass that another one is through with.
     """
 
-    def __init__(self, units: Sequence[Unit], gathers: Gathers, departures: Departures) -> None:
+    def __init__(
+        self, units: Sequence[Unit], gathers: Gathers, departures: Departures, ranks: Ranks
+    ) -> None:
         self._units, self._gathers, self._departures = units, gathers, departures
+        self._ranks = ranks
         self._storages = [storage for unit in units for storage in unit.storages]
         self.syncing = True
         self.uses = [Uses() for _ in units]
@@ -74,7 +79,7 @@ class Backward:
         """Whether a backward is under way."""
         return self._pass is not None and self._pass.token() is not None
 
-    def reach(self, u: int, use: Use) -> None:
+    def reach(self, u: int, use: Use, run: Run) -> None:
         """Backward has reached an output of a unit: gather it.
 
         Raises:
@@ -87,6 +92,7 @@ class Backward:
                 "(a gradient penalty, score matching) of a model in ec.DDP, or write the first "
                 "one out as a forward"
             )
+        run.is_awaited = False
         current = self._begin()
         state = current.units[u]
         is_new, is_another = not state.opened, use.reach(current)
@@ -129,7 +135,7 @@ class Backward:
             self.discard_aborted()
             for u in self.under_way:
                 self._units[u].in_forward = True
-            self._gathers.begin_backward(self._may_reach)
+            self._gathers.begin_backward(self._may_reach, self._make_ready)
             token = queue_end(self._end_backward)
             current = self._pass = Pass(token, self.syncing, len(self._units))
             for u in sorted({u for run in self.runs for u in run.opaque}):
@@ -143,6 +149,10 @@ class Backward:
         current = self._pass
         is_over = current is not None and current.units[u].completed
         return not is_over and any(u in run.units for run in self.runs)
+
+    def _make_ready(self) -> None:
+        prepare(self._storages)
+        self._ranks.meet("parameters are ready for a backward")
 
     def _open(self, current: Pass, u: int) -> None:
         if u in current.left_out:
@@ -252,7 +262,8 @@ class Backward:
         """Backward is over. Gathers first: others may need them to reduce what we wait for."""
         runs = [run.units for run in self.runs]
         used = set[int]().union(*runs).intersection(*runs)
-        self._gathers.end_backward(used, self._send_ready)
+        num_awaited = sum(run.is_awaited for run in self.runs)
+        self._gathers.end_backward(used, self._send_ready, num_awaited)
         self._finish()
 
     def _finish(self) -> None:

@@ -21,13 +21,15 @@ class Run:
     Attributes:
         units: those that it has called.
         opaque: those whose outputs show no tensor, so that nothing tells when backward comes.
+        is_awaited: whether it has made a graph to which no backward has come.
         unseen: how often it has called a unit without a graph, as reentrant checkpoints do.
     """
 
-    __slots__ = ("__weakref__", "opaque", "units", "unseen")
+    __slots__ = ("__weakref__", "is_awaited", "opaque", "units", "unseen")
 
     def __init__(self) -> None:
         self.units = {0}
+        self.is_awaited = False
         self.unseen: Counter[int] = Counter()
         self.opaque: set[int] = set()
 

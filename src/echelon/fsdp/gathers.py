@@ -63,12 +63,19 @@ class Gathers:
             unit.stays = False
             unit.release()
 
+    def release(self) -> None:
+        """Release all units, outside of passes and on all ranks: their parts may be written."""
+        self._drop_early()
+        self.let_go()
+        self.orders.all_whole, self.orders.is_released = False, True
+
     # Forward ---------------------------------------------------------------------------------
 
     def begin_forward(self, ranks: Ranks) -> None:
         """An outermost forward begins."""
         self._drop_early()
         self.orders.agree(ranks)
+        self.orders.is_released = False
         self.orders.forward.begin()
 
     def in_forward(self, u: int) -> None:
@@ -86,19 +93,26 @@ class Gathers:
         has_graph, orders = torch.is_grad_enabled(), self.orders
         stays = has_graph and not self._options.strategy.regathers
         orders.all_whole = stays and not orders.num_forwards
+        orders.is_released = not has_graph
         orders.num_forwards = min(orders.num_forwards + has_graph, MOST_FORWARDS)
 
     # Backward --------------------------------------------------------------------------------
 
-    def begin_backward(self, may_reach: Callable[[int], bool]) -> None:
+    def begin_backward(
+        self, may_reach: Callable[[int], bool], make_ready: Callable[[], None]
+    ) -> None:
         """A backward begins.
 
         Args:
             may_reach: whether it may still come to a unit on this rank.
+            make_ready: makes the parts of all ranks valid where they may have been written since
+                forward; all ranks call it.
         """
         if self.holds:
             return
         self._drop_early()
+        if self.orders.is_released:
+            make_ready()
         self._passed.clear()
         self._kept.clear()
         self._may_reach = may_reach
@@ -129,17 +143,21 @@ class Gathers:
             return False  # no gather tells
         return self._units[u].moves and (u in self._passed or self.orders.all_whole)
 
-    def end_backward(self, used: Collection[int], passed: Callable[[], None]) -> None:
+    def end_backward(
+        self, used: Collection[int], passed: Callable[[], None], num_awaited: int
+    ) -> None:
         """Backward is over; ``passed`` as in ``in_backward``.
 
         Args:
             used: units of every forward whose backward may have come.
+            num_awaited: forwards that no backward has come to, as far as this rank knows.
         """
         if self.holds:
             return
         self._join_rest(self.orders.backward, passed)
         self.orders.note_backward(used)
-        self.orders.all_whole, self.orders.num_forwards = False, 0
+        self.orders.note_left(num_awaited)
+        self.orders.all_whole = self.orders.is_released = False
 
     # Both ------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from echelon.fsdp.departures import Departures
 from echelon.fsdp.gathers import Gathers
 from echelon.fsdp.policy import Options
 from echelon.fsdp.ranks import Ranks
-from echelon.fsdp.storage import await_readers
+from echelon.fsdp.storage import await_readers, prepare
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.uses import Use
 from echelon.graph_task import in_backward
@@ -59,7 +59,7 @@ class Hooks:
         self._run = Run()
         self._gathers = Gathers(self.units, options)
         self._departures = Departures(self.units, ranks, options, self._gathers.orders)
-        self._backward = Backward(self.units, self._gathers, self._departures)
+        self._backward = Backward(self.units, self._gathers, self._departures, ranks)
         self._storages = [storage for unit in units for storage in unit.storages]
         self._entered: list[list[_Entry]] = [[] for _ in units]  # forwards under way, by unit
         self._ids: dict[str, list[int]] = {}  # of our hooks on modules, by unit
@@ -138,7 +138,7 @@ class Hooks:
         self._backward.under_way.clear()
         if not self._gathers.holds:
             self._gathers.begin_forward(self.ranks)
-            self.prepare()
+            self._make_ready()
             self._backward.all_are_done = False
 
     def check_root(self) -> None:
@@ -190,29 +190,41 @@ class Hooks:
         for node in nodes:
             # The graph holds the run, and tells so whether its backward may come. What left the
             # unit after this one looks at the same tensor, and a hook on it comes before this.
-            node.register_prehook(lambda grads, run=self._run: self._backward.reach(u, use))
+            node.register_prehook(lambda grads, run=self._run: self._backward.reach(u, use, run))
+        if nodes and not in_backward():
+            self._run.is_awaited = True
         return bool(nodes)
 
     def prepare(self) -> None:
-        """Make the own parts ready, and meet: from now on the parts of all ranks are valid."""
-        if self._gathers.holds:
-            self._gathers.let_go()  # a schedule ended early, and left what is old now
-        await_readers(self._storages)  # once: each storage writes what gathers read
-        with torch.no_grad():
-            for storage in self._storages:
-                storage.prepare()
+        """Make the own parts ready, and meet: from now on a gather gives what all ranks have now.
+
+        Whatever a forward has left whole for its backward is released, as it may be old.
+        """
+        self._backward.discard_aborted()
+        self._gathers.release()
+        self._make_ready()
+
+    def _make_ready(self) -> None:
+        prepare(self._storages)
         self.ranks.meet("parameters are ready")
 
     def hold(self) -> None:
         """Begin to make all units whole; they stay so, over many passes, until ``let_go``."""
         self.let_go()
         self._gathers.begin_forward(self.ranks)
-        self.prepare()
+        self._make_ready()
         self._gathers.hold()
 
     def let_go(self) -> None:
         """Release all units. Does not communicate."""
         self._gathers.let_go()
+
+    def release(self) -> None:
+        """Release all units; a backward that comes gathers them again. Does not communicate.
+
+        All ranks call it, outside of passes.
+        """
+        self._gathers.release()
 
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add a whole gradient to those that ``no_sync`` keeps."""
@@ -227,18 +239,19 @@ class Hooks:
     def await_forwards(self) -> None:
         """Return when no rank is in a forward that this one is through with.
 
-        After a backward that has reduced, none is, and nothing happens. All ranks call it.
+        After a backward that has reduced, none is, and nothing happens. All ranks call it. If the
+        backward of such a forward comes later, it gathers what was written.
         """
         if not (self._backward.all_are_done or self.busy):
             self.rest("parameters are written after a forward that no reduction has followed")
+            self._gathers.release()
 
     def before_write(self) -> None:
         """Return when the own parts may be written, and the next pass will take what they have.
 
         Does not communicate.
         """
-        if self._gathers.holds:
-            self._gathers.let_go()
+        self.release()
         await_readers(self._storages)
 
     @property

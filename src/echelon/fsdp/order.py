@@ -11,6 +11,7 @@ from echelon.fsdp.ranks import Ranks
 
 __all__ = ["MOST_FORWARDS", "Orders"]
 
+_LEFT = "forwards left"
 MOST_FORWARDS = 8  # before one backward, of which each is expected to need gathers of its own
 
 
@@ -28,10 +29,12 @@ class Orders:
 
     Attributes:
         forward: gathers of a forward.
-        num_forwards: with a graph, since a backward was over; all from ``MOST_FORWARDS`` on count
-            as so many. What a backward gathers depends on it.
+        num_forwards: with a graph, to which no backward may have come; all from ``MOST_FORWARDS``
+            on count as so many. What a backward gathers depends on it.
         all_whole: whether every unit that the backward may need is whole since forward, on all
             ranks, so that no gather is expected.
+        is_released: whether nothing is whole that a forward has left whole for its backward: all
+            units were released since, on all ranks.
         reductions: the order in which gradients leave.
     """
 
@@ -44,7 +47,7 @@ class Orders:
         self._moving, self._around = list(moving), around or {}
         self._gathered = self._moving  # in the last forward
         self.forward = Lineup(self._moving, guess=True)
-        self.num_forwards, self.all_whole = 0, False
+        self.num_forwards, self.all_whole, self.is_released = 0, False, False
         self._backwards: dict[str, Lineup] = {}  # by what came before
         self._usual_back: dict[str, list[int]] = {}
         self.reductions = list(reversed(reducing))  # the root's gradients come last
@@ -70,12 +73,26 @@ class Orders:
 
     @property
     def _kind(self) -> str:
-        return "all whole" if self.all_whole else f"after {self.num_forwards} forwards"
+        if self.all_whole:
+            return "all whole"
+        return f"after {self.num_forwards} forwards{', released' if self.is_released else ''}"
 
     def note_backward(self, used: Collection[int]) -> None:
         """A backward is over, after forwards that all have ``used`` these units."""
         if not self.backward.is_right:
             self._noted[self._kind] = self.backward.real, sorted(used)
+
+    def note_left(self, num_awaited: int) -> None:
+        """A backward is over, and may have come to some of the forwards before it only.
+
+        Ranks may differ in what they know of this, so until they have agreed, all but one count.
+
+        Args:
+            num_awaited: forwards to which no backward has come on this rank, and yet may.
+        """
+        if self._moving and (self.num_forwards > 1 or _LEFT in self._noted):
+            self._noted[_LEFT] = [num_awaited], []
+        self.num_forwards = max(self.num_forwards - 1, 0)
 
     def note_reductions(self, completed: Sequence[int]) -> None:
         """The gradients of a backward were complete in this order."""
@@ -98,7 +115,9 @@ class Orders:
             )
         for kind in everyone[0]:
             orders = [noted[kind][0] for noted in everyone]
-            if kind == "reductions":
+            if kind == _LEFT:
+                self.num_forwards = min(max(max(left) for left in orders), MOST_FORWARDS)
+            elif kind == "reductions":
                 self.reductions = common_order(orders, self.reductions)
             elif kind == "forward":
                 self.forward = Lineup(common_order(orders, self._moving))

@@ -302,8 +302,7 @@ class ShardedModule(Wrapper, Holder):
             raise StateError(
                 "a copy inside a forward, a backward or full_parameters(): copy the model outside"
             )
-        for unit in self._units:
-            unit.release()
+        self._hooks.release()
         self._take_replaced()
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone

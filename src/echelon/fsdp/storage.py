@@ -19,7 +19,7 @@ from echelon.fsdp.parts import Part
 from echelon.fsdp.places import Places
 from echelon.fsdp.units import Member
 
-__all__ = ["Storage", "await_readers", "shaped_part"]
+__all__ = ["Storage", "await_readers", "prepare", "shaped_part"]
 
 
 class Storage(ABC):
@@ -254,6 +254,14 @@ def await_readers(storages: Iterable[Storage]) -> None:
     """Return when no gather reads the own parts any more, so that they may be written."""
     for places in {storage.places for storage in storages}:
         places.rest()
+
+
+def prepare(storages: Sequence[Storage]) -> None:
+    """Make the own parts ready for the others, as they are now. All ranks meet after that."""
+    await_readers(storages)  # once: each storage writes what gathers read
+    with torch.no_grad():
+        for storage in storages:
+            storage.prepare()
 
 
 def shaped_part(flat: Tensor, shape: tuple[int, ...], rows: bool) -> Tensor:
