@@ -247,8 +247,9 @@ class Around(nn.Module):
 class Nested(nn.Module):
     """Backward reaches a unit before the one inside; and what a checkpoint runs again, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool) -> None:
         super().__init__()
+        self.reentrant = reentrant
         self.first = nn.Linear(WIDTH, WIDTH)
         self.outer = Around()
         self.pair = nn.ModuleList(Mixture() for _ in range(2))
@@ -259,17 +260,21 @@ class Nested(nn.Module):
         if 0 in used:
             x = self.outer(x)
         if 1 in used:
-            x = checkpoint(self.both, x, use_reentrant=False)
+            x = checkpoint(self.both, x, use_reentrant=self.reentrant)
         return self.last(x) if 2 in used else x
 
     def both(self, x: Tensor) -> Tensor:
         return self.pair[1](self.pair[0](x))
 
 
-def train_nested(world: ec.World, step: int) -> dict[str, Tensor]:
+def train_nested(
+    world: ec.World, step: int, strategy: ec.Strategy, reentrant: bool
+) -> dict[str, Tensor]:
     torch.manual_seed(1)
     rule = ec.units.by_type(Mixture, Around)
-    model = ec.FSDP(Nested().double(), world.group, units=rule, min_num_params=0)
+    model = ec.FSDP(
+        Nested(reentrant).double(), world.group, units=rule, min_num_params=0, strategy=strategy
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for used in FIRST[step:]:
         model(inputs(step, world.rank), used[world.rank]).square().mean().backward()
@@ -278,11 +283,14 @@ def train_nested(world: ec.World, step: int) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("strategy", [ec.Strategy.FULL_SHARD, ec.Strategy.SHARD_GRAD_OP])
 @pytest.mark.parametrize("step", range(len(FIRST)))
-@pytest.mark.parametrize("world", ["threads", "gloo"])
-def test_ranks_may_skip_units_inside_of_units_from_the_first_step(world: str, step: int) -> None:
+def test_ranks_may_skip_units_inside_of_units_from_the_first_step(
+    step: int, strategy: ec.Strategy, reentrant: bool
+) -> None:
     torch.manual_seed(1)
-    model = Nested().double()
+    model = Nested(reentrant).double()
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.05)
     for used in FIRST[step:]:
         for rank in range(3):
@@ -290,6 +298,9 @@ def test_ranks_may_skip_units_inside_of_units_from_the_first_step(world: str, st
         optimizer.step()
         optimizer.zero_grad()
     expected = model.state_dict()
-    for state in run_world(world, partial(train_nested, step=step), 3, timeout=20):
-        for name, value in expected.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=name)
+    train = partial(train_nested, step=step, strategy=strategy, reentrant=reentrant)
+    for kind in ("threads", "gloo"):
+        for state in run_world(kind, train, 3, timeout=20):
+            for name, value in expected.items():
+                where = f"{kind}: {name}"
+                torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=where)

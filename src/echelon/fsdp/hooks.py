@@ -57,6 +57,7 @@ class Hooks:
         self.units, self.ranks, self._options = list(units), ranks, options
         self.depth = 0  # forwards of the wrapper that are under way
         self._run = Run()
+        self._has_graph = False  # of the outermost forward
         self._gathers = Gathers(self.units, options)
         self._departures = Departures(self.units, ranks, options, self._gathers.orders)
         self._backward = Backward(self.units, self._gathers, self._departures, ranks)
@@ -130,6 +131,7 @@ class Hooks:
 
     def _begin_forward(self) -> None:
         self._backward.discard_aborted()
+        self._has_graph = torch.is_grad_enabled()
         self._run = Run()
         self._backward.runs.add(self._run)
         for unit, entered in zip(self.units, self._entered, strict=True):
@@ -140,6 +142,13 @@ class Hooks:
             self._gathers.begin_forward(self.ranks)
             self._make_ready()
             self._backward.all_are_done = False
+
+    def _is_unseen(self, use: Use | None) -> bool:
+        """Whether a forward that makes no graph may run again in backward, with one.
+
+        That of a reentrant checkpoint does. Ranks must find it as whole there as other units.
+        """
+        return use is None and self._has_graph
 
     def check_root(self) -> None:
         """Before the forward of the module inside: only the wrapper gathers the root.
@@ -320,7 +329,9 @@ class Hooks:
         if use is not None and not is_seen:
             self._run.opaque.add(u)  # its outputs went another way
             unit.hide()
-        elif is_watched and (u == 0 or not self._options.strategy.regathers):
-            unit.hide()  # the root's backward comes next, the others' parameters stay by choice
+        elif is_watched and u == 0:
+            unit.hide()  # its backward comes next
+        elif not self._options.strategy.regathers and (is_watched or self._is_unseen(use)):
+            unit.hide()  # by choice
         else:
             unit.release()
