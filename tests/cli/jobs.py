@@ -102,11 +102,11 @@ class Job:
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 ours = mark in (process / "environ").read_bytes().split(b"\0")
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ")
             except OSError:
                 continue  # it ended, or is another user's
             if ours and command:  # without one it has ended, and nobody has waited for it yet
-                found[int(process.name)] = command
+                found[int(process.name)] = command.decode(errors="replace")
         return found
 
     def agent(self) -> int:

@@ -163,6 +163,10 @@ def test_ranks_may_skip_different_units_from_the_first_step(kind: str) -> None:
             torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=name)
 
 
+AFTER = [1, 2, 0, 3]  # by step: what the second forward uses
+STEPS = [(0, 1, 2, 0, 1), (3, 1, 0, 3, 2)]
+
+
 def once(model: nn.Module, step: int, rank: int) -> Tensor:
     return model(inputs(step, rank), USED[step][rank], True).square().mean()
 
@@ -174,11 +178,11 @@ def twice_through_one_graph(model: nn.Module, step: int, rank: int) -> None:
 
 
 def both_at_once(model: nn.Module, step: int, rank: int) -> None:
-    (once(model, step, rank) + 2 * once(model, (step + 1) % 3, rank)).backward()
+    (once(model, step, rank) + 2 * once(model, AFTER[step], rank)).backward()
 
 
 def the_first_one_last(model: nn.Module, step: int, rank: int) -> None:
-    first, second = once(model, step, rank), 2 * once(model, (step + 1) % 3, rank)
+    first, second = once(model, step, rank), 2 * once(model, AFTER[step], rank)
     second.backward()
     first.backward()
 
@@ -186,21 +190,21 @@ def the_first_one_last(model: nn.Module, step: int, rank: int) -> None:
 def an_evaluation_between(model: nn.Module, step: int, rank: int) -> None:
     loss = once(model, step, rank)
     with torch.no_grad():
-        once(model, (step + 1) % 3, rank)
+        once(model, AFTER[step], rank)
     (3 * loss).backward()
 
 
 KINDS = [twice_through_one_graph, both_at_once, the_first_one_last, an_evaluation_between]
 
 
-def train_with_all_kinds(world: ec.World) -> list[dict[str, Tensor]]:
+def train_with_all_kinds(world: ec.World, steps: tuple[int, ...]) -> list[dict[str, Tensor]]:
     states = []
     for kind in KINDS:
         for strategy in (ec.Strategy.SHARD_GRAD_OP, ec.Strategy.FULL_SHARD):
             rule = ec.units.by_type(Mixture)
             model = ec.FSDP(build(), world.group, units=rule, min_num_params=0, strategy=strategy)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-            for step in (0, 1, 2, 0, 1):
+            for step in steps:
                 kind(model, step, world.rank)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -208,13 +212,16 @@ def train_with_all_kinds(world: ec.World) -> list[dict[str, Tensor]]:
     return states
 
 
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("world", ["threads", "gloo"])
-def test_ranks_may_skip_units_that_were_released_before_their_backward(world: str) -> None:
+def test_ranks_may_skip_units_that_were_released_before_their_backward(
+    world: str, steps: tuple[int, ...]
+) -> None:
     states = []
     for kind in KINDS:
         model = build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in (0, 1, 2, 0, 1):
+        for step in steps:
             for rank in range(3):
                 kind(model, step, rank)
             for param in model.parameters():
@@ -223,7 +230,8 @@ def test_ranks_may_skip_units_that_were_released_before_their_backward(world: st
             optimizer.step()
             optimizer.zero_grad()
         states += 2 * [model.state_dict()]
-    for those in run_world(world, train_with_all_kinds, 3, timeout=20):
+    train = partial(train_with_all_kinds, steps=steps)
+    for those in run_world(world, train, 3, timeout=20):
         for kind, state, expected in zip(
             sorted(2 * KINDS, key=KINDS.index), those, states, strict=True
         ):
@@ -304,3 +312,55 @@ def test_ranks_may_skip_units_inside_of_units_from_the_first_step(
             for name, value in expected.items():
                 where = f"{kind}: {name}"
                 torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=where)
+
+
+class Prefixed(nn.Module):
+    """Frozen units, which backward comes to where the unit before them was used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = Mixture()
+        self.frozen = nn.ModuleList(Mixture().requires_grad_(False) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, early: bool) -> Tensor:
+        x = self.early(x) if early else x
+        for block in self.frozen:
+            x = block(x)
+        return self.head(x)
+
+
+EARLY = [(False, False, False), (True, False, False), (False, True, True), (True, True, True)]
+
+
+def train_prefixed(world: ec.World) -> list[dict[str, Tensor]]:
+    states = []
+    for strategy in (ec.Strategy.FULL_SHARD, ec.Strategy.SHARD_GRAD_OP):
+        torch.manual_seed(1)
+        rule = ec.units.by_type(Mixture)
+        plain = Prefixed().double()
+        model = ec.FSDP(plain, world.group, units=rule, min_num_params=0, strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step, early in enumerate(EARLY):
+            model(inputs(step, world.rank), early[world.rank]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(model.state_dict())
+    return states
+
+
+@pytest.mark.parametrize("world", ["threads", "gloo"])
+def test_backward_may_come_to_frozen_units_that_it_never_came_to(world: str) -> None:
+    torch.manual_seed(1)
+    model = Prefixed().double()
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.05)
+    for step, early in enumerate(EARLY):
+        for rank in range(3):
+            (model(inputs(step, rank), early[rank]).square().mean() / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = model.state_dict()
+    for states in run_world(world, train_prefixed, 3, timeout=20):
+        for state in states:
+            for name, value in expected.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=name)

@@ -209,7 +209,7 @@ def train_with_looks(world: ec.World, num_forwards: int, **options: Any) -> Stat
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(6):
         losses = [
-            model(rows(world.rank, step + i), used_by(world.rank, step)).square().mean()
+            model(rows(world.rank, step + i), used_by(world.rank, step + i)).square().mean()
             for i in range(num_forwards)
         ]
         if step != 3:
@@ -226,7 +226,7 @@ def train_plain(size: int, num_forwards: int) -> State:
     for step in range(6):
         for rank in range(size):
             for i in range(num_forwards):
-                output = model(rows(rank, step + i), used_by(rank, step))
+                output = model(rows(rank, step + i), used_by(rank, step + i))
                 (output.square().mean() / size).backward()
         optimizer.step()
         optimizer.zero_grad()

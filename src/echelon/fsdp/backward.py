@@ -135,7 +135,7 @@ class Backward:
             self.discard_aborted()
             for u in self.under_way:
                 self._units[u].in_forward = True
-            self._gathers.begin_backward(self._may_reach, self._make_ready)
+            self._gathers.begin_backward(self._ranks, self.runs, self._may_reach, self._make_ready)
             token = queue_end(self._end_backward)
             current = self._pass = Pass(token, self.syncing, len(self._units))
             for u in sorted({u for run in self.runs for u in run.opaque}):
@@ -147,7 +147,7 @@ class Backward:
     def _may_reach(self, u: int) -> bool:
         """Whether the backward that runs may need a unit that was not gathered in it yet."""
         current = self._pass
-        is_over = current is not None and current.units[u].completed
+        is_over = current is not None and current.units[u].completed and self._units[u].shards
         return not is_over and any(u in run.units for run in self.runs)
 
     def _make_ready(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import final
 
 import torch
 
+from echelon.fsdp.backward_pass import Run
 from echelon.fsdp.lineup import Lineup
 from echelon.fsdp.order import MOST_FORWARDS, Orders
 from echelon.fsdp.policy import Options
@@ -38,7 +39,7 @@ class Gathers:
 
     def __init__(self, units: Sequence[Unit], options: Options) -> None:
         self._units, self._options = units, options
-        moving = [u for u, unit in enumerate(units) if u and unit.moves]
+        self._moving = moving = [u for u, unit in enumerate(units) if u and unit.moves]
         reducing = [u for u, unit in enumerate(units) if unit.shards]
         self.orders = Orders(reducing, moving, _around(units, moving))
         self._early: deque[int] = deque()  # gathers that have begun ahead, in order
@@ -99,11 +100,16 @@ class Gathers:
     # Backward --------------------------------------------------------------------------------
 
     def begin_backward(
-        self, may_reach: Callable[[int], bool], make_ready: Callable[[], None]
+        self,
+        ranks: Ranks,
+        runs: Iterable[Run],
+        may_reach: Callable[[int], bool],
+        make_ready: Callable[[], None],
     ) -> None:
         """A backward begins.
 
         Args:
+            runs: forwards whose backward may come.
             may_reach: whether it may still come to a unit on this rank.
             make_ready: makes the parts of all ranks valid where they may have been written since
                 forward; all ranks call it.
@@ -116,7 +122,8 @@ class Gathers:
         self._passed.clear()
         self._kept.clear()
         self._may_reach = may_reach
-        self.orders.backward.begin()
+        skips = not all(run.units.issuperset(self._moving) for run in runs)
+        self.orders.begin_backward(ranks, skips)
         self._units[0].gather()  # if an earlier backward has released it: first, on every rank
 
     def in_backward(self, u: int, passed: Callable[[], None]) -> None:

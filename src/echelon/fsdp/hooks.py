@@ -329,8 +329,8 @@ class Hooks:
         if use is not None and not is_seen:
             self._run.opaque.add(u)  # its outputs went another way
             unit.hide()
-        elif is_watched and u == 0:
-            unit.hide()  # its backward comes next
+        elif is_watched and (u == 0 or u in self._gathers.orders.left_out):
+            unit.hide()  # the root's backward comes next; the other's finds no gather
         elif not self._options.strategy.regathers and (is_watched or self._is_unseen(use)):
             unit.hide()  # by choice
         else:

@@ -36,6 +36,9 @@ class Orders:
         is_released: whether nothing is whole that a forward has left whole for its backward: all
             units were released since, on all ranks.
         reductions: the order in which gradients leave.
+        left_out: units that no rank had to gather for the backward of one forward, though all have
+            used them: frozen ones, before all else. Where backward may come to one after all, it
+            has to stay whole.
     """
 
     def __init__(
@@ -50,6 +53,10 @@ class Orders:
         self.num_forwards, self.all_whole, self.is_released = 0, False, False
         self._backwards: dict[str, Lineup] = {}  # by what came before
         self._usual_back: dict[str, list[int]] = {}
+        self.left_out: set[int] = set()
+        self._several: set[str] = set()  # kinds of backward that do not follow one forward
+        self._guessed: set[str] = set()  # those of them whose units vary, and stay a guess
+        self._skips = False  # a rank has left units out, of what ``_several`` were seen to need
         self.reductions = list(reversed(reducing))  # the root's gradients come last
         self._noted: dict[str, tuple[list[int], list[int]]] = {}
         self._knows_reductions = False
@@ -60,10 +67,26 @@ class Orders:
         if not self.forward.is_right:
             self._noted["forward"] = self.forward.real, []
 
+    def begin_backward(self, ranks: Ranks, skips: bool) -> None:
+        """A backward begins.
+
+        Each of several forwards may use other units, and so one backward may come to a unit early
+        and the next one late. What was seen is the order where all forwards use all units alone.
+
+        Args:
+            skips: whether a forward of this rank, whose backward may come, has left units out.
+        """
+        self._skips = False
+        if self._kind in self._several and not self.backward.is_guess:
+            self._skips = any(ranks.all_gather_object(skips))
+        self.backward.begin()
+
     @property
     def backward(self) -> Lineup:
         """Gathers of the backward that was begun last, or is next."""
         if self._kind not in self._backwards:
+            if not self.all_whole and (self.num_forwards != 1 or self.is_released):
+                self._several.add(self._kind)
             # Backward runs through the last forward first.
             times = 0 if self.all_whole else self.num_forwards or 1
             usual = backward_guess(self._gathered, self._around) * times
@@ -75,11 +98,13 @@ class Orders:
     def _kind(self) -> str:
         if self.all_whole:
             return "all whole"
-        return f"after {self.num_forwards} forwards{', released' if self.is_released else ''}"
+        released = ", released" if self.is_released else ""
+        skips = ", some skipped" if self._skips else ""
+        return f"after {self.num_forwards} forwards{released}{skips}"
 
     def note_backward(self, used: Collection[int]) -> None:
         """A backward is over, after forwards that all have ``used`` these units."""
-        if not self.backward.is_right:
+        if not self.backward.is_right and self._kind not in self._guessed:
             self._noted[self._kind] = self.backward.real, sorted(used)
 
     def note_left(self, num_awaited: int) -> None:
@@ -125,5 +150,10 @@ class Orders:
                 # Used by every forward of every rank and not gathered for backward: whole since
                 # forward, or frozen and before all else.
                 used = set.intersection(*(set(noted[kind][1]) for noted in everyone))
+                if kind in self._several and not used.issuperset(self._moving):
+                    self._guessed.add(kind)
+                    continue
                 order = common_order(orders, self._usual_back[kind], without=used)
                 self._backwards[kind] = Lineup(order)
+                if kind not in self._several:
+                    self.left_out = set(self._moving).difference(order)
