@@ -25,7 +25,7 @@ PACKAGE = "echelon"
 LAYERS: list[set[str]] = [
     {"errors", "version"},
     {"arguments", "compiled", "sharded_gradients", "values"},
-    {"accumulation", "axes", "beside", "census", "claims", "events", "gradients"}
+    {"accumulation", "axes", "beside", "census", "claims", "elementwise", "events", "gradients"}
     | {"graph_task", "ignored", "layout", "nested", "sample_order", "streams", "wrapper"},
     {"world"},
     {"agreement", "c10d", "held", "initial", "sampling", "scaling", "stopping", "testing"},

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.errors import ArgumentError
+from echelon.errors import ArgumentError, StateError
 from echelon.world.base import World
 from tests.worlds import KINDS, run_world
 
@@ -181,3 +181,54 @@ def test_ranks_with_other_scales_are_told_before_they_train(name: str) -> None:
     }
     with pytest.raises(ec.StartMismatch, match=f"option {name} of GradScaler is not the same"):
         ec.run(lambda world: ec.GradScaler(world.group, **{name: values[name][world.rank]}), 2)
+
+
+def scales_in_a_pipeline(world: World) -> list[Tensor]:
+    torch.manual_seed(0)
+    stages = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    scaler = ec.GradScaler(world.group, init_scale=256.0)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        loss = scaler.scale(nn.functional.mse_loss(output, target))
+        assert isinstance(loss, Tensor)
+        return loss
+
+    model = ec.Pipeline(stages, world.group, microbatches=2, loss_fn=loss_fn)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.full((4, WIDTH), math.inf) if step == 1 else batch(step, 0)[:2].repeat(2, 1)
+        model.step(x, target=torch.zeros(4, WIDTH))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 128.0
+    state = model.whole_state_dict(rank0_only=False)
+    return list(state.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_a_pipeline_only_the_rank_of_the_last_stage_scales(kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in (0, 2):
+        x = batch(step, 0)[:2].repeat(2, 1)
+        nn.functional.mse_loss(model(x), torch.zeros(4, WIDTH)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for values in run_world(kind, scales_in_a_pipeline, 2):
+        for value, expected in zip(values, model.state_dict().values(), strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
+def never_scales(world: World) -> None:
+    model = wrapped(world, "DDP")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = ec.GradScaler(world.group)
+    model(batch(0, world.rank)).square().mean().backward()
+    with pytest.raises(StateError, match="no rank has scaled a loss"):
+        scaler.step(optimizer)
+
+
+def test_a_loss_that_no_rank_has_scaled_is_told() -> None:
+    ec.run(never_scales, 2)

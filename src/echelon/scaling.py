@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from echelon.arguments import one_of, positive, whole
-from echelon.errors import ArgumentError
+from echelon.errors import ArgumentError, StateError
 from echelon.world.facts import agree
 from echelon.world.group import Group
 
@@ -30,8 +30,11 @@ class GradScaler(torch.amp.GradScaler):
     none has.
 
     All ranks call ``unscale_`` and ``step`` for the same optimizers in the same order: each
-    optimizer is looked at with one all-reduce of two numbers. ``ec.clip_grad_norm_`` belongs
+    optimizer is looked at with one all-reduce of three numbers. ``ec.clip_grad_norm_`` belongs
     between the two, as with torch.
+
+    ``scale`` is called where there is a loss: of a ``Pipeline`` on the rank of the last stage, in
+    its ``loss_fn``.
 
     Args:
         group: the ranks that step together: those that share the model.
@@ -89,6 +92,18 @@ class GradScaler(torch.amp.GradScaler):
         agree(group, {f"option {name} of GradScaler": value for name, value in options.items()})
         super().__init__(device, **options)
         self._group = group
+        self._has_scaled = False
+
+    def scale(self, outputs: Any) -> Any:
+        """``outputs``, one tensor or several, times the scale."""
+        self._has_scaled = True
+        return super().scale(outputs)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        # Torch makes the scale with the first loss, which a rank without the last stage never has.
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(self._group.device)
+        return super()._check_scale_growth_tracker(funcname)
 
     def _unscale_grads_(
         self,
@@ -97,15 +112,27 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
+        """As torch's, for all ranks.
+
+        Raises:
+            StateError: no rank has scaled a loss.
+        """
         # Torch refuses float16 gradients, because it takes them for those of a model without
         # master weights. Here they may be reduced ones that were kept so on purpose.
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         device = self._group.device
-        mine = torch.zeros(2, device=device)  # something is not finite; something was looked at
+        # Something is not finite; something was looked at; a loss was scaled.
+        mine = torch.tensor([0.0, 0.0, float(self._has_scaled)], device=device)
         for flag in found.values():
             mine[0] = torch.maximum(mine[0], flag.to(device))
             mine[1] = 1
         self._group.all_reduce(mine, "max", label="whether gradients are finite")
+        if not (self._has_scaled or mine[2]):
+            raise StateError(
+                "no rank has scaled a loss before this step: call scaler.scale(loss).backward(), "
+                "or give a Pipeline loss_fn=lambda output, target: scaler.scale(loss(output, "
+                "target))"
+            )
         for flag in found.values():
             flag.copy_(mine[0])
         if not found and mine[1]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.claims import disclaim
+from echelon.elementwise import allow_other_steps
 from echelon.errors import StateError
 from echelon.fsdp.flat_parameters import show
 from echelon.fsdp.hooks import Hooks
@@ -43,6 +44,7 @@ def make_whole(module: nn.Module, hooks: Hooks, storages: Sequence[Storage]) -> 
     for storage in storages:
         show(storage.params)
         disclaim([*storage.params, *storage.exposed])
+        allow_other_steps([*storage.params, *storage.exposed])
     for param, gradient in gradients.items():
         param.grad = None
         param.data = values[id(param)]

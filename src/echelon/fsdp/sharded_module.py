@@ -14,6 +14,7 @@ from echelon import arguments
 from echelon.census import Census
 from echelon.claims import claim
 from echelon.compiled import keep_plain_names, plain_name
+from echelon.elementwise import refuse_other_steps
 from echelon.errors import ArgumentError, StateError
 from echelon.fsdp import facts
 from echelon.fsdp.build import copy_units
@@ -70,6 +71,7 @@ class ShardedModule(Wrapper, Holder):
             claim([*storage.params, *storage.exposed], self, for_good=True)  # it leaves parts
             if storage.sharded:
                 let_steps_wait(storage.exposed, self._hooks)
+                refuse_other_steps(storage.exposed, "FSDP gives ranks parts", has_tensors=False)
         guard_modules(module, self._storages(), self._hooks.check_root)
         loader = part_loader(self._storages(), module)
         self.register_load_state_dict_pre_hook(loader)  # type: ignore[no-untyped-call]

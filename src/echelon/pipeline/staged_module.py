@@ -10,6 +10,7 @@ from torch import nn
 
 from echelon.arguments import one_of
 from echelon.compiled import keep_plain_names
+from echelon.elementwise import refuse_other_steps
 from echelon.errors import StateError
 from echelon.held import Holder, Holdings
 from echelon.pipeline.held import HeldStages
@@ -42,6 +43,9 @@ class StagedModule(nn.Module, Holder):
     ) -> None:
         for stage in own.values():
             keep_plain_names(stage)
+            if group.size > 1:
+                what = "a Pipeline gives each rank its stages"
+                refuse_other_steps(stage.parameters(), what, has_tensors=True, owner=self)
         self.stages = nn.ModuleDict({str(index): stage for index, stage in own.items()})
         self._first_names = _first_names(stages)
         self._placement, self._group = placement, group

@@ -1,0 +1,112 @@
+"""Optimizers that look beyond single elements are refused where a rank has parts or stages."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon as ec
+from echelon.errors import UnsupportedError
+from tests.worlds import run_world
+
+WIDTH = 6
+
+
+class LAMB(torch.optim.SGD):
+    """Has the name of an optimizer that torch does not have."""
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH))]
+
+
+def rows(rank: int = 0) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+OPTIMIZERS = {
+    "LBFGS": partial(torch.optim.LBFGS, lr=0.1),
+    "Adafactor": torch.optim.Adafactor,
+    "Muon": torch.optim.Muon,
+    "LAMB": partial(LAMB, lr=0.1),
+}
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [param for name, param in model.named_parameters() if "bias" not in name]
+
+
+def check_parts(world: ec.World, name: str) -> None:
+    options: dict[str, Any] = {"min_num_params": 0, "layout": "rows"}
+    model = ec.FSDP(nn.Sequential(*layers()), world.group, **options)
+    before = model.state_dict()
+    optimizer = OPTIMIZERS[name](matrices(model))
+    model(rows(world.rank)).square().mean().backward()
+    with pytest.raises(UnsupportedError, match=rf"a step of {name} .* FSDP gives ranks parts"):
+        optimizer.step(lambda: torch.zeros(()))
+    after = model.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    model = ec.FSDP(
+        nn.Sequential(*layers()), world.group, strategy=ec.Strategy.NO_SHARD, min_num_params=0
+    )
+    model(rows(world.rank)).square().mean().backward()
+    OPTIMIZERS[name](matrices(model)).step(lambda: torch.zeros(()))
+    module = ec.FSDP(nn.Sequential(*layers()), world.group, **options).unwrap()
+    module(rows()).square().mean().backward()
+    OPTIMIZERS[name](matrices(module)).step(lambda: torch.zeros(()))
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_a_step_that_needs_whole_tensors_is_refused_for_parts(name: str) -> None:
+    run_world("threads", partial(check_parts, name=name), 2)
+
+
+def check_stages(world: ec.World) -> None:
+    model = ec.Pipeline(layers(), world.group, microbatches=2, loss_fn=nn.functional.mse_loss)
+    for name, make in OPTIMIZERS.items():
+        optimizer = make(matrices(model))
+        model.step(rows(), target=rows(1))
+        if name == "LBFGS":
+            with pytest.raises(UnsupportedError, match="all parameters of the model"):
+                optimizer.step(lambda: torch.zeros(()))
+        else:
+            optimizer.step()
+    stage = next(iter(model.stages.values()))
+    del model  # whose stage is a module like any other again
+    torch.optim.LBFGS(stage.parameters()).step(lambda: torch.zeros(()))
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_a_step_over_all_parameters_is_refused_for_stages(kind: str) -> None:
+    run_world(kind, check_stages, 2)
+
+
+def train_by_lbfgs(world: ec.World) -> None:
+    model = ec.DDP(nn.Sequential(*layers()), world.group)
+    expected = nn.Sequential(*layers())
+    for module, ranks in ((model, [world.rank]), (expected, range(world.size))):
+        optimizer = torch.optim.LBFGS(module.parameters(), lr=0.1)
+
+        def closure(
+            module: nn.Module = module,
+            ranks: Any = ranks,
+            optimizer: torch.optim.Optimizer = optimizer,
+        ) -> Tensor:
+            optimizer.zero_grad()
+            loss = sum(module(rows(rank)).square().mean() for rank in ranks) / len(ranks)
+            loss.backward()
+            loss = loss.detach()
+            if isinstance(module, ec.DDP):
+                world.group.all_reduce(loss, "mean")
+            return loss
+
+        optimizer.step(closure)
+    for param, plain in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(param, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_over_all_parameters_is_right_with_ddp() -> None:
+    run_world("threads", train_by_lbfgs, 2)
