@@ -26,7 +26,8 @@ LAYERS: list[set[str]] = [
     {"errors", "version"},
     {"arguments", "compiled", "sharded_gradients", "values"},
     {"accumulation", "axes", "beside", "census", "claims", "elementwise", "events", "gradients"}
-    | {"graph_task", "ignored", "layout", "nested", "sample_order", "streams", "wrapper"},
+    | {"graph_task", "ignored", "late_hooks", "layout", "nested", "sample_order", "streams"}
+    | {"wrapper"},
     {"world"},
     {"agreement", "c10d", "held", "initial", "sampling", "scaling", "stopping", "testing"},
     {"finite", "trainable"},

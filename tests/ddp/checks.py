@@ -370,9 +370,7 @@ def the_first_bucket_leaves_before_backward_ends(world: ec.World) -> None:
         if event.facts["rank"] == world.rank:
             log.append(event.name)
 
-    ddp.module[0].weight.register_post_accumulate_grad_hook(
-        lambda param: log.append("last gradient")
-    )
+    ddp.module[0].weight.register_hook(lambda grad: log.append("last gradient"))
     x = share(rows(0, world.size), world.rank, world.size)
     with ec.events.listen(listener):
         ddp(x).sum().backward()

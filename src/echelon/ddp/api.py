@@ -45,6 +45,9 @@ class DDP(Wrapper, Holder):
       must outlive the next backward.
     - Parameters without a gradient on this rank count as zero; one that no rank used keeps its
       ``.grad`` (None).
+    - Hooks of ``param.register_post_accumulate_grad_hook`` run when ``.grad`` is reduced, after the
+      last bucket, in one order on all ranks; an optimizer may step there. So under ``no_sync`` and
+      with ``sync="manual"`` they run in ``sync_gradients`` alone.
     - ``torch.autograd.grad`` returns local gradients, also with ``create_graph=True``, so a penalty
       on them can be part of a loss. It may reduce zeros on the way; under ``no_sync()`` it does not
       communicate at all. Derivatives of ``torch.func`` are local, too, and never communicate.
@@ -164,6 +167,7 @@ class DDP(Wrapper, Holder):
         self._census.check()
         if in_transform():  # torch.func gives gradients of this rank, and adds to no ``.grad``
             return self.module(*args, **kwargs)
+        self._reducer.defer_hooks()
         if self._reducer.noticed and self.module.training:
             self._send_buffers()
         output = self.module(*args, **kwargs)

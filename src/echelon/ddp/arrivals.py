@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from echelon.ddp.buckets import BucketPlan
+from echelon.late_hooks import LateHooks
 
 __all__ = ["Arrivals", "Receiver"]
 
@@ -46,11 +47,11 @@ class Arrivals:
         order: the parameters in the order of arrival; recorded if asked for.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], receiver: Receiver) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], receiver: Receiver, late: LateHooks) -> None:
         self.order: list[int] = []
         self.seen = bytearray(b"\1" * len(params))
         self.remaining: list[int] = []
-        self._params = params
+        self._params, self._late = params, late
         # A parameter holds its hooks where the garbage collector does not look. If hooks held the
         # receiver, which holds the parameters, a wrapper that is dropped would never be freed.
         self._receiver = weakref.ref(receiver)
@@ -108,7 +109,7 @@ class Arrivals:
         is_frozen = not param.requires_grad
         # torch takes hooks of what requires a gradient only, and keeps them when that ends.
         param.requires_grad_(True)
-        self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        self._handles.append(self._late.register(param, hook))
         param.requires_grad_(not is_frozen)
 
     def _lean(self, i: int, b: int) -> _Hook:
@@ -116,8 +117,8 @@ class Arrivals:
         seen, remaining, find = self.seen, self.remaining, self._receiver
 
         def hook(param: nn.Parameter) -> None:
-            if param.grad is None and _got_none(param):
-                return
+            if param.grad is None:
+                return  # an ``autograd.Function`` has returned None: the parameter has no gradient
             if seen[i]:
                 if (receiver := find()) is not None:
                     receiver.unexpected(i, b)
@@ -139,8 +140,8 @@ class Arrivals:
             receiver = find()
             if receiver is None:  # the wrapper was dropped: the module is a plain one again
                 return
-            if param.grad is None and _got_none(param):
-                return
+            if param.grad is None:
+                return  # an ``autograd.Function`` has returned None: the parameter has no gradient
             if seen[i]:
                 receiver.unexpected(i, b)
                 return
@@ -153,14 +154,3 @@ class Arrivals:
                 receiver.ready(b)
 
         return hook
-
-
-def _got_none(param: nn.Parameter) -> bool:
-    """Whether the gradient of ``param`` is None because an ``autograd.Function`` returned None.
-
-    The engine calls the hooks of a parameter then, too. To us it is a parameter without a gradient.
-    Where another hook may have come before ours, it may have taken a gradient away.
-    """
-    hooks: dict[int, _Hook] = param._post_accumulate_grad_hooks
-    first = next(iter(hooks.values()))
-    return getattr(first, "__module__", None) == __name__

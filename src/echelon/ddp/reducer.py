@@ -28,6 +28,7 @@ from echelon.ddp.memory import Bucket
 from echelon.ddp.options import Options
 from echelon.errors import StateError
 from echelon.graph_task import Token, queue_end
+from echelon.late_hooks import LateHooks
 from echelon.trainable import Trainable
 from echelon.world.group import Group
 
@@ -68,7 +69,8 @@ class Reducer:
         self._trainable = Trainable(self._named, group)
         self._order: list[int] | None = None  # of arrival, in the first reduction
         self._ordered = not self._overlap  # whether the plan follows the order of arrival
-        self._arrivals = Arrivals([param for _, param in self._named], self)
+        self._late = LateHooks(self._named)
+        self._arrivals = Arrivals([param for _, param in self._named], self, self._late)
         self._plans = self._plan(None)
 
     # Memory ----------------------------------------------------------------------------------
@@ -95,6 +97,7 @@ class Reducer:
         """Leave the parameters alone, and give the memory back."""
         self._discard_aborted()
         self._arrivals.unwatch()
+        self._late.close()
         self._close_buckets()
 
     def _close_buckets(self) -> None:
@@ -115,6 +118,10 @@ class Reducer:
         if not self.buckets:
             self.allocate()
 
+    def defer_hooks(self) -> None:
+        """Let hooks of users wait that were registered since the last forward or backward."""
+        self._late.defer()
+
     # Hooks call these ------------------------------------------------------------------------
 
     def begin(self, first: int | None = None) -> None:
@@ -125,6 +132,7 @@ class Reducer:
         """
         if self._current() is not None:
             return
+        self._late.defer(None if first is None else self._named[first][1])
         reduces = self._syncing and self._overlap
         if reduces and torch.is_grad_enabled():
             self._state.check_graph()
@@ -197,6 +205,7 @@ class Reducer:
             self._state.check_sync(self.buckets)
         if any(p.grad is not None and p.grad.requires_grad for _, p in self._named):
             raise graph_is_lost()
+        self._late.defer()
         self._make_local(None)
         token = Token()
         self._start(Backward(lambda: token, synced=True), None)
@@ -310,6 +319,9 @@ class Reducer:
         if events.listening():
             events.emit("ddp.backward", rank=self._world_rank, phase="end")
         self._trainable.compare(at_once=False)
+        nowhere = {*self.unused[1]}
+        members = ((i, p) for b in self.buckets for i, p in zip(b.members, b.params, strict=True))
+        self._late.run(param for i, param in members if i not in nowhere)
 
     def _wait(self, current: Backward) -> tuple[list[int], list[int]]:
         """Wait for every bucket and finish its gradients; who was unused here, and everywhere."""

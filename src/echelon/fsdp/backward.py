@@ -13,7 +13,7 @@ waits for all, finds out which parameters no rank used, and hands the reduced pa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import torch
@@ -29,6 +29,7 @@ from echelon.fsdp.storage import await_readers, prepare
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.uses import Use, Uses
 from echelon.graph_task import Token, queue_end
+from echelon.late_hooks import LateHooks
 
 __all__ = ["Backward"]
 
@@ -49,6 +50,7 @@ class Backward:
         runs: forwards of the model that await a backward.
         under_way: units in whose forward this rank is, of itself and not of a backward.
         all_are_done: whether no rank is in a pass that another one is through with.
+        hands_over: whether hooks of users run, which get reduced gradients.
     """
 
     def __init__(
@@ -64,15 +66,24 @@ class Backward:
         self.all_are_done = True
         self._pass: Pass | None = None
         self._handles: list[RemovableHandle] = []
+        shards = [shard.storage for unit in units for shard in unit.shards]
+        flat = [one.exposed[0] for one in shards if one.is_flat]
+        self._late = LateHooks(((m.name, m.param) for one in shards for m in one.members), flat)
+        self._is_flat = bool(flat)
+        self.hands_over = False
         for u, unit in enumerate(units):
             for param in unit.trainable:
-                handle = param.register_post_accumulate_grad_hook(self._arrival(u))
-                self._handles.append(handle)
+                self._handles.append(self._late.register(param, self._arrival(u)))
 
     def detach(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
+        self._late.close()
+
+    def defer_hooks(self, arrived: nn.Parameter | None = None) -> None:
+        """Let hooks of users wait that were registered since the last forward or backward."""
+        self._late.defer(arrived)
 
     @property
     def is_running(self) -> bool:
@@ -123,8 +134,8 @@ class Backward:
             current.units[u].inside -= 1
             self._complete_if_left(current, u)
 
-    def _begin(self) -> Pass:
-        """The pass that runs, begun if none does."""
+    def _begin(self, arrived: nn.Parameter | None = None) -> Pass:
+        """The pass that runs, begun if none does, when the gradient of one has ``arrived``."""
         current = self._pass
         if current is None or current.token() is None:
             if self._units[0].pinned:
@@ -132,6 +143,7 @@ class Backward:
                     "backward inside full_parameters(): a gradient becomes that of this rank's "
                     "part, and the parameter is whole there. Call backward after the block"
                 )
+            self._check_hooks(arrived)
             self.discard_aborted()
             for u in self.under_way:
                 self._units[u].in_forward = True
@@ -191,7 +203,7 @@ class Backward:
     def _arrived(self, u: int, param: nn.Parameter) -> None:
         current = self._pass
         if current is None or not current.units[u].opened:
-            current = self._begin()
+            current = self._begin(param)
             self._open_late(current, u, param)
         state = current.units[u]
         if state.completed:
@@ -286,8 +298,33 @@ class Backward:
         changed = self._departures.settle(current)
         self.all_are_done = not self.under_way
         self._gathers.orders.note_reductions(current.completed)
-        self._end()
-        self._departures.compare_trainable(changed)
+        try:
+            self._departures.compare_trainable(changed)
+            self._run_hooks(current)
+        finally:
+            self._end()
+
+    def _check_hooks(self, arrived: nn.Parameter | None) -> None:
+        """Let hooks of users wait.
+
+        Raises:
+            StateError: one would never be called, or too early.
+        """
+        self.defer_hooks(arrived)
+        if self._is_flat and (name := self._late.find()) is not None:
+            raise StateError(
+                f"a hook was registered on the gradient of parameter {name!r}, which FSDP has put "
+                "into a flat parameter, so it gets no gradient of its own: register the hook on "
+                "what model.parameters() gives, or wrap with use_orig_params=True"
+            )
+
+    def _run_hooks(self, current: Pass) -> None:
+        """Call the hooks of users. Parameters are parts, and ``.grad`` is that of each part."""
+        self.hands_over = True
+        try:
+            self._late.run(_came(current))
+        finally:
+            self.hands_over = False
 
     def _end(self) -> None:
         self._pass = None
@@ -315,6 +352,7 @@ class Backward:
                 "sync_gradients() found no gradients to reduce: were forward and backward called, "
                 "under no_sync()? Without it, backward reduces them itself"
             )
+        self._check_hooks(None)
         token = Token()
         self._pass = Pass(lambda: token, True, len(self._units))
         self._finish()
@@ -325,3 +363,11 @@ class Backward:
         self._end()
         if aborted is not None:
             self._departures.discard(aborted)
+
+
+def _came(current: Pass) -> Iterator[nn.Parameter]:
+    """What has a new reduced gradient, in one order on all ranks."""
+    for started in current.reductions:
+        for reduction in started:
+            exposed = reduction.shard.storage.exposed
+            yield from (param for param, new in zip(exposed, reduction.came, strict=True) if new)

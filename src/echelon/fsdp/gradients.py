@@ -256,6 +256,7 @@ class Reduction:
     ) -> None:
         self.shard, self.had = shard, had
         self.present: list[bool] = []  # parameters that have a gradient here
+        self.came: Sequence[bool] = []  # what optimizers see and some rank has a gradient for
         self._options, self._replicas, self._gathers_come = options, replicas, gathers_come
         self._places = shard.storage.places
         self._work: Work | None = None
@@ -374,7 +375,7 @@ class Reduction:
             anywhere: by parameter.
         """
         storage = self.shard.storage
-        came = [any(anywhere)] if storage.is_flat else anywhere
+        self.came = came = [any(anywhere)] if storage.is_flat else anywhere
         had = self.had or [False] * len(came)
         for param, view, new, old in zip(storage.exposed, self.shard.views, came, had, strict=True):
             if new or old:

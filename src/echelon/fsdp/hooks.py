@@ -131,6 +131,7 @@ class Hooks:
 
     def _begin_forward(self) -> None:
         self._backward.discard_aborted()
+        self._backward.defer_hooks()
         self._has_graph = torch.is_grad_enabled()
         self._run = Run()
         self._backward.runs.add(self._run)
@@ -250,10 +251,30 @@ class Hooks:
 
         After a backward that has reduced, none is, and nothing happens. All ranks call it. If the
         backward of such a forward comes later, it gathers what was written.
+
+        Raises:
+            StateError: inside a backward, where parameters are whole or the others need them.
         """
+        if self._backward.is_running:
+            self._check_handed_over()
         if not (self._backward.all_are_done or self.busy):
             self.rest("parameters are written after a forward that no reduction has followed")
             self._gathers.release()
+
+    def _check_handed_over(self) -> None:
+        """Before parts are written inside a backward."""
+        if not self._backward.hands_over:
+            raise StateError(
+                "an optimizer step or a load inside a backward, before the gradients of all ranks "
+                "are reduced: call it after backward, or step in a hook that is registered with "
+                "param.register_post_accumulate_grad_hook"
+            )
+        if self._gathers.holds or self._backward.under_way:
+            raise StateError(
+                "an optimizer step or a load in a hook on a gradient, while a forward is under way "
+                "or parameters stay whole for several microbatches, which may read what it writes: "
+                "call it after that"
+            )
 
     def before_write(self) -> None:
         """Return when the own parts may be written, and the next pass will take what they have.
