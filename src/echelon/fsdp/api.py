@@ -167,6 +167,8 @@ class FSDP(ShardedModule):
         if precision.compute is not None:
             args, kwargs = cast_floats((args, kwargs), lambda t: t.to(precision.compute))
         if not self._hooks.depth:
+            if not in_backward():
+                self._hooks.discard_aborted()
             self._census.check()
             if not in_backward():
                 self._take_replaced()

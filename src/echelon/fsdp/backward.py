@@ -114,8 +114,10 @@ class Backward:
             self._open(current, u)
         elif is_another and use.nested:
             state.remaining += self._expected(u)
-        elif is_another:
+            state.is_repeated = True
+        elif is_another and self._units[u].num_recast:
             state.remaining += self._units[u].num_recast
+            state.is_repeated = True
         self._gathers.in_backward(u, self._send_ready)
         if is_new:
             self._gathers.opened(u)
@@ -212,7 +214,9 @@ class Backward:
                 "backward, after the first left. Reentrant activation checkpointing of a "
                 "shared module does that: use checkpoint(..., use_reentrant=False)"
             )
-        state.remaining -= 1
+        if state.is_repeated or param not in state.arrived:
+            state.remaining -= 1
+            state.arrived.add(param)
         if state.remaining <= 0:
             self._complete_if_left(current, u)
 
@@ -363,6 +367,8 @@ class Backward:
         self._end()
         if aborted is not None:
             self._departures.discard(aborted)
+            if not self._gathers.holds:
+                self._gathers.release()
 
 
 def _came(current: Pass) -> Iterator[nn.Parameter]:

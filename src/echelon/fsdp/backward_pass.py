@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.fsdp.gradients import Reduction
 from echelon.graph_task import Token
@@ -41,15 +41,27 @@ class UnitPass:
     Attributes:
         opened: whether backward has reached it.
         remaining: how many of its gradients have not come.
+        arrived: parameters whose gradients have come. In the root there may be parameters of units
+            in reentrant checkpoints, and one gradient of them from each.
+        is_repeated: whether each forward of it brings gradients of its own.
         inside: forwards of it whose outputs backward has reached, and whose inputs it has not.
         nested: forwards of it that ran in this backward and have a backward of their own in it.
         completed: whether its gradients were taken off.
     """
 
-    __slots__ = ("completed", "inside", "nested", "opened", "remaining")
+    __slots__ = (
+        "arrived",
+        "completed",
+        "inside",
+        "is_repeated",
+        "nested",
+        "opened",
+        "remaining",
+    )
 
     def __init__(self) -> None:
-        self.opened = self.completed = False
+        self.opened = self.completed = self.is_repeated = False
+        self.arrived: set[nn.Parameter] = set()
         self.remaining = self.inside = self.nested = 0
 
 

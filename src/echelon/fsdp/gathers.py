@@ -76,11 +76,12 @@ class Gathers:
         """An outermost forward begins."""
         self._drop_early()
         self.orders.agree(ranks)
-        self.orders.is_released = False
-        self.orders.forward.begin()
+        self.orders.begin_forward(torch.is_grad_enabled())
 
     def in_forward(self, u: int) -> None:
         """Forward has reached a unit: make it whole."""
+        if u and self._units[u].moves and not self._units[u].gathered:
+            self.orders.called.append(u)
         self._gather(u, self.orders.forward)
         self._begin(self.orders.forward, self._options.forward_prefetch)
 
@@ -182,17 +183,14 @@ class Gathers:
             elif unit.coming:
                 lineup.arrived(u)
                 while (v := self._early.popleft()) != u:
-                    self._leave(v)
+                    self._pass_by(v, lineup)
                     passed()
             else:
                 before = lineup.reached(u)
-                if not lineup.strayed:
-                    self._drop_early()
+                while self._early and not lineup.strayed:
+                    self._pass_by(self._early.popleft(), lineup)
                 for v in before:
-                    if lineup.is_guess and lineup is not self.orders.forward:
-                        self._join_guess(v)
-                    else:
-                        self._join(v)
+                    self._pass_by(v, lineup)
                     passed()
         unit.gather()
 
@@ -222,18 +220,22 @@ class Gathers:
         self._units[u].join()
         self._passed.add(u)
 
-    def _join_guess(self, u: int) -> None:
-        """Take part in a gather that the guess puts first, though backward may come to it later.
+    def _pass_by(self, u: int, lineup: Lineup) -> None:
+        """Take part in a gather whose turn comes before this rank has reached the unit.
 
-        Others take part in it once, whether the guess is right or not. So it is once here, too.
+        Other ranks take part in it once. So if backward comes to the unit later, because its order
+        is another one here, as in a checkpoint that runs forward again, it has to be whole then.
         """
         unit = self._units[u]
-        if unit.held or not self._may_reach(u):
-            self._join(u)
-        else:
+        is_late = lineup is not self.orders.forward and not unit.held and self._may_reach(u)
+        if is_late:
             unit.gather()
             unit.hide()
             self._kept.add(u)
+        elif unit.coming:
+            self._leave(u)
+        else:
+            self._join(u)
 
     def _join_rest(self, lineup: Lineup, passed: Callable[[], None] = _nothing) -> None:
         self._drop_early()

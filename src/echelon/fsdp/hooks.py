@@ -117,6 +117,7 @@ class Hooks:
         except BaseException:
             if is_outermost:
                 self._backward.under_way.clear()
+                self._backward.runs.discard(self._run)  # no backward of it comes
             if not in_backward():
                 for u in self._run.opaque | {0}:
                     self.units[u].release()
@@ -129,8 +130,11 @@ class Hooks:
             # No backward follows, whose reductions tell that the others have read the parameters.
             self.rest("an evaluation is over")
 
-    def _begin_forward(self) -> None:
+    def discard_aborted(self) -> None:
+        """Leave nothing of a backward that was aborted."""
         self._backward.discard_aborted()
+
+    def _begin_forward(self) -> None:
         self._backward.defer_hooks()
         self._has_graph = torch.is_grad_enabled()
         self._run = Run()

@@ -11,7 +11,7 @@ from echelon.fsdp.ranks import Ranks
 
 __all__ = ["MOST_FORWARDS", "Orders"]
 
-_LEFT = "forwards left"
+_FORWARD, _EVALUATION, _LEFT = "forward", "evaluation", "forwards left"
 MOST_FORWARDS = 8  # before one backward, of which each is expected to need gathers of its own
 
 
@@ -28,7 +28,7 @@ class Orders:
         around: by unit, the units of ``moving`` that it is inside of, from the outermost on.
 
     Attributes:
-        forward: gathers of a forward.
+        called: units that a forward has come to, in order, whether they were whole or not.
         num_forwards: with a graph, to which no backward may have come; all from ``MOST_FORWARDS``
             on count as so many. What a backward gathers depends on it.
         all_whole: whether every unit that the backward may need is whole since forward, on all
@@ -49,7 +49,10 @@ class Orders:
     ) -> None:
         self._moving, self._around = list(moving), around or {}
         self._gathered = self._moving  # in the last forward
-        self.forward = Lineup(self._moving, guess=True)
+        # By whether it makes a graph: what stays whole then is not gathered again.
+        self._forwards = {has_graph: Lineup(moving, guess=True) for has_graph in (True, False)}
+        self._has_graph = True
+        self.called: list[int] = []
         self.num_forwards, self.all_whole, self.is_released = 0, False, False
         self._backwards: dict[str, Lineup] = {}  # by what came before
         self._usual_back: dict[str, list[int]] = {}
@@ -61,11 +64,23 @@ class Orders:
         self._noted: dict[str, tuple[list[int], list[int]]] = {}
         self._knows_reductions = False
 
+    @property
+    def forward(self) -> Lineup:
+        """Gathers of the forward that was begun last, or is next."""
+        return self._forwards[self._has_graph]
+
+    def begin_forward(self, has_graph: bool) -> None:
+        """A forward begins."""
+        self.is_released, self._has_graph = False, has_graph
+        self.forward.begin()
+        self.called = []
+
     def note_forward(self) -> None:
         """A forward is over."""
         self._gathered = self.forward.taken
         if not self.forward.is_right:
-            self._noted["forward"] = self.forward.real, []
+            kind = _FORWARD if self._has_graph else _EVALUATION
+            self._noted[kind] = self.forward.real, self.called
 
     def begin_backward(self, ranks: Ranks, skips: bool) -> None:
         """A backward begins.
@@ -144,8 +159,12 @@ class Orders:
                 self.num_forwards = min(max(max(left) for left in orders), MOST_FORWARDS)
             elif kind == "reductions":
                 self.reductions = common_order(orders, self.reductions)
-            elif kind == "forward":
-                self.forward = Lineup(common_order(orders, self._moving))
+            elif kind in (_FORWARD, _EVALUATION):
+                order = common_order(orders, self._moving)
+                self._forwards[kind == _FORWARD] = Lineup(order)
+                if self._forwards[False].is_guess:  # where nothing stays whole
+                    calls = [noted[kind][1] for noted in everyone]
+                    self._forwards[False] = Lineup(common_order(calls, self._moving))
             else:
                 # Used by every forward of every rank and not gathered for backward: whole since
                 # forward, or frozen and before all else.

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import final
 
+import torch
+
 from echelon.errors import CommTimeout, StateError
 from echelon.world.work import Ticket, Work
 
@@ -21,6 +23,8 @@ class LaneWork(Work):
         self, ticket: Ticket, run: Callable[[], None], awaited: Callable[[], tuple[int, ...]]
     ) -> None:
         super().__init__(ticket)
+        if torch.is_inference_mode_enabled():  # or the worker could not write the caller's tensors
+            run = torch.inference_mode()(run)
         self._run: Callable[[], None] | None = run
         self._awaited = awaited
         self._ended = threading.Event()
