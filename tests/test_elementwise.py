@@ -64,6 +64,16 @@ def test_a_step_that_needs_whole_tensors_is_refused_for_parts(name: str) -> None
     run_world("threads", partial(check_parts, name=name), 2)
 
 
+def step_alone(world: ec.World, name: str) -> None:
+    model = ec.FSDP(nn.Sequential(*layers()), world.group, min_num_params=0, layout="rows")
+    model(rows()).square().mean().backward()
+    OPTIMIZERS[name](matrices(model)).step(lambda: torch.zeros(()))
+
+
+def test_a_rank_alone_has_all_of_the_model() -> None:
+    run_world("threads", partial(step_alone, name="LBFGS"), 1)
+
+
 def check_stages(world: ec.World) -> None:
     model = ec.Pipeline(layers(), world.group, microbatches=2, loss_fn=nn.functional.mse_loss)
     for name, make in OPTIMIZERS.items():

@@ -71,6 +71,7 @@ class ShardedModule(Wrapper, Holder):
             claim([*storage.params, *storage.exposed], self, for_good=True)  # it leaves parts
             if storage.sharded:
                 let_steps_wait(storage.exposed, self._hooks)
+            if storage.sharded and ranks.shard.size > 1:
                 refuse_other_steps(storage.exposed, "FSDP gives ranks parts", has_tensors=False)
         guard_modules(module, self._storages(), self._hooks.check_root)
         loader = part_loader(self._storages(), module)
@@ -109,9 +110,8 @@ class ShardedModule(Wrapper, Holder):
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
         dot = f"{prefix}." if prefix else ""
-        units = [(unit.name, unit.storages) for unit in self._units]
-        for name, param in flat_parameters(units):
-            yield dot + name, param
+        flat = flat_parameters([(unit.name, unit.storages) for unit in self._units])
+        yield from ((dot + name, param) for name, param in flat)
         inside = {id(param) for storage in self._storages() for param in storage.params}
         for name, param in self.module.named_parameters(prefix, recurse, remove_duplicate):
             if id(param) not in inside:
