@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import echelon as ec
-from echelon.world import shm
+from echelon.comm import shm
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -32,7 +32,7 @@ from traffic import Traffic
 from variants import ALONE
 
 import echelon as ec
-from echelon.world.torch_dist import from_process_group
+from echelon.comm.torch_dist import from_process_group
 
 __all__ = ["GPT", "LARGE", "TINY", "VARIANTS", "measure_rank"]
 

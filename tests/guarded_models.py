@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.world.base import World
+from echelon.comm.world import World
 
 WIDTH, ROWS = 4, 4
 NAN, INF = math.nan, math.inf

@@ -9,8 +9,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from echelon.held import Held, Holdings, Kept
-from echelon.world.group import Group
+from echelon.comm.group import Group
+from echelon.state.held import Held, Holdings, Kept
 
 
 @dataclass(frozen=True)

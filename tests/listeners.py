@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from echelon.world.listeners import Listener
+from echelon.process.listeners import Listener
 
 __all__ = ["listeners_of"]
 

@@ -17,20 +17,21 @@ FIRST = (
     "torch.distributed",
     "torch.testing",
     "torch.utils.checkpoint",
-    "echelon.world.processes",
-    "echelon.world.torch_dist.agent",
+    "echelon.launch.processes",
+    "echelon.launch.agent",
 )
 APART = ("c10d", "children", "cli")  # folders whose ranks come from elsewhere
 
 
 def rank_modules() -> Iterator[str]:
     """The modules of tests whose functions ranks run; what needs hypothesis has none."""
-    for path in sorted(Path(__file__).parent.glob("*/*.py")):
-        folder = path.parent.name
-        if folder in APART or path.stem == "__init__":
+    tests = Path(__file__).parent
+    for path in sorted(tests.rglob("*/*.py")):
+        parts = path.relative_to(tests).with_suffix("").parts
+        if parts[0] in APART or path.stem == "__init__":
             continue
         if "hypothesis" not in path.read_text():
-            yield f"tests.{folder}.{path.stem}"
+            yield ".".join(("tests", *parts))
 
 
 def preload() -> None:

@@ -24,29 +24,29 @@ PACKAGE = "echelon"
 # to it. A module imports its own room and the layers below, so rooms side by side never meet.
 LAYERS: list[set[str]] = [
     {"errors", "version"},
-    {"arguments", "compiled", "sharded_gradients", "values"},
-    {"accumulation", "axes", "beside", "census", "claims", "elementwise", "events", "gradients"}
-    | {"graph_task", "ignored", "late_hooks", "layout", "nested", "sample_order", "streams"}
-    | {"wrapper"},
-    {"world"},
-    {"agreement", "c10d", "held", "initial", "sampling", "scaling", "stopping", "testing"},
-    {"finite", "trainable"},
+    {"checks", "events", "ranges", "values"},
+    {"process"},
+    {"diagnosis"},
+    {"comm"},
+    {"c10d", "modules"},
+    {"state"},
+    {"launch"},
+    {"testing", "train"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
-    {"plans"},
+    {"plan"},
     {"planner"},
-    {"parallel"},
     {"cli"},
     {"__main__"},
     {PACKAGE},  # __init__.py: the public names
 ]
 
-MAY_IMPORT_TORCH_DISTRIBUTED = {"world.torch_dist", "c10d"}
-MAY_ASK_FOR_DEVICE_TYPE = {"streams"}
+MAY_IMPORT_TORCH_DISTRIBUTED = {"comm.torch_dist", "c10d", "launch.agent"}
+MAY_ASK_FOR_DEVICE_TYPE = {"comm.streams"}
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
-Modules = Mapping[str, ast.Module]  # by name without the package: "world.threads"; "" is echelon
+Modules = Mapping[str, ast.Module]  # by name without the package: "comm.threads"; "" is echelon
 
 
 @cache
@@ -100,7 +100,7 @@ def imported_names(tree: ast.Module, *, types: bool = True) -> Iterator[str]:
 def imported_modules(modules: Modules, name: str, *, types: bool = True) -> set[str]:
     """The modules of this package that ``name`` imports.
 
-    ``from echelon.world import base`` imports ``world.base``; ``from echelon.world import Group``
+    ``from echelon.comm import world`` imports ``comm.world``; ``from echelon.comm import Group``
     imports ``world`` itself, because no module has that name.
     """
     found = set()
@@ -316,15 +316,15 @@ def test_an_import_of_a_sibling_is_named() -> None:
     ],
 )
 def test_every_way_to_import_upwards_is_seen(source: str) -> None:
-    modules = package_of(world__base=source, ddp="", ddp__api="")
+    modules = package_of(comm__world=source, ddp="", ddp__api="")
     assert imports_upwards(modules) == [
-        "world.base imports ddp.api, which is not below it in LAYERS"
+        "comm.world imports ddp.api, which is not below it in LAYERS"
     ]
 
 
 def test_the_own_room_and_lower_layers_may_be_imported() -> None:
-    source = "from echelon.ddp import buckets\nfrom echelon.world.base import Group"
-    modules = package_of(ddp__api=source, ddp__buckets="", world__base="", ddp="", world="")
+    source = "from echelon.ddp import buckets\nfrom echelon.comm.world import Group"
+    modules = package_of(ddp__api=source, ddp__buckets="", comm__world="", ddp="", comm="")
     assert imports_upwards(modules) == []
 
 
@@ -338,16 +338,14 @@ def test_a_module_without_a_layer_is_named() -> None:
 
 
 def test_a_circle_of_lazy_imports_is_drawn() -> None:
-    late = "def late():\n    from echelon.world.base import Group"
-    modules = package_of(world__mesh=late, world__base="import echelon.world.mesh")
-    assert cycles(modules) == [
-        "world.base imports world.mesh imports world.base, which is a circle"
-    ]
+    late = "def late():\n    from echelon.comm.world import Group"
+    modules = package_of(comm__mesh=late, comm__world="import echelon.comm.mesh")
+    assert cycles(modules) == ["comm.mesh imports comm.world imports comm.mesh, which is a circle"]
 
 
 def test_a_circle_for_annotations_only_is_allowed() -> None:
-    typed = "if TYPE_CHECKING:\n    from echelon.world.base import Group"
-    modules = package_of(world__mesh=typed, world__base="import echelon.world.mesh")
+    typed = "if TYPE_CHECKING:\n    from echelon.comm.world import Group"
+    modules = package_of(comm__mesh=typed, comm__world="import echelon.comm.mesh")
     assert cycles(modules) == []
 
 
@@ -361,10 +359,10 @@ def test_a_circle_for_annotations_only_is_allowed() -> None:
     ],
 )
 def test_every_use_of_torch_distributed_is_seen(source: str) -> None:
-    assert foreign_to_torch_distributed(package_of(world__run=source)) == [
-        "world.run uses torch.distributed; only c10d and world.torch_dist may"
+    assert foreign_to_torch_distributed(package_of(comm__run=source)) == [
+        "comm.run uses torch.distributed; only c10d and comm.torch_dist and launch.agent may"
     ]
-    assert foreign_to_torch_distributed(package_of(world__torch_dist=source)) == []
+    assert foreign_to_torch_distributed(package_of(comm__torch_dist=source)) == []
 
 
 @pytest.mark.parametrize(
@@ -374,7 +372,7 @@ def test_a_question_for_the_kind_of_device_is_named(asked: str) -> None:
     assert asks_for_device_type(package_of(ddp__api=f"x = {asked} == 1")) == [
         f"ddp.api, line 1, asks for {asked}; only streams may"
     ]
-    assert asks_for_device_type(package_of(streams=f"x = {asked} == 1")) == []
+    assert asks_for_device_type(package_of(comm__streams=f"x = {asked} == 1")) == []
 
 
 def test_a_long_file_and_a_long_function_are_named() -> None:

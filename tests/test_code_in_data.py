@@ -13,23 +13,23 @@ from tests.test_architecture import Modules, package_of, read_modules
 
 # What turns bytes into code: by module, the mentions that are allowed, and why each is harmless.
 MAY_RUN_DATA = {
-    "world.objects": {"pickle": "only where the user's own call says pickle=True"},
-    "world.child_pickle": {
+    "comm.objects": {"pickle": "only where the user's own call says pickle=True"},
+    "launch.function_pickle": {
         "pickle": "a pipe between a process and a child of its own, which only they hold",
         "cloudpickle": "the same, for what a child cannot import",
     },
-    "world.processes": {
+    "launch.processes": {
         "multiprocessing": "starts these children, and makes their pipes",
     },
-    "checkpoint.interchange.torch_files": {
+    "checkpoint.convert.torch_files": {
         "torch.load": "with weights_only=True: torch reads tensors and plain values, and no class",
     },
     "c10d.dcp": {
         "torch.load": "with weights_only=True",
         "dcp_to_torch_save": "only where the user has said --trust-pickle",
     },
-    "cli.threads": {"exec": "the script that the user starts"},
-    "cli.program": {"compile": "the script that the user starts"},
+    "launch.simulated_job": {"exec": "the script that the user starts"},
+    "launch.program": {"compile": "the script that the user starts"},
 }
 
 _RUNNERS = {"eval", "exec", "compile", "__import__"}
@@ -125,11 +125,11 @@ def test_every_way_to_run_what_is_read_is_seen(source: str, mention: str) -> Non
 
 
 def test_object_calls_of_a_group_of_ours_are_no_pickles() -> None:
-    source = "from echelon.world.group import Group\ngroup.all_gather_object(mine)"
+    source = "from echelon.comm.group import Group\ngroup.all_gather_object(mine)"
     assert runs_data(package_of(ddp__api=source)) == []
 
 
 def test_a_reason_that_nobody_needs_any_more_is_named() -> None:
-    assert "world.objects is allowed pickle and does not mention it" in runs_data(
-        package_of(world__objects="")
+    assert "comm.objects is allowed pickle and does not mention it" in runs_data(
+        package_of(comm__objects="")
     )

@@ -10,8 +10,8 @@ import echelon as ec
 from echelon import testing
 from echelon.errors import ArgumentError, CollectiveMismatch, CommTimeout, RankError
 from echelon.testing import FAULTS, Fault, FaultyGroup, InjectedFault, run_faulty, slow
-from tests.world import collective_checks, order_checks
-from tests.world.checking import checks_of, run_checks
+from tests.comm import collective_checks, order_checks
+from tests.comm.checking import checks_of, run_checks
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
 

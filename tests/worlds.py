@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import echelon as ec
-from tests.world.gloo_ranks import run_gloo
+from tests.comm.gloo_ranks import run_gloo
 
 KINDS = ("threads", "processes", "gloo")
 TIMEOUT_S = 60.0  # of one call; a test that hangs fails before its own time is up

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from echelon.checkpoint.api import async_save, load, save, steps
     from echelon.checkpoint.background import AsyncSave
     from echelon.checkpoint.loading import Loaded
+    from echelon.comm.group import Group
+    from echelon.comm.mesh import Mesh
+    from echelon.comm.work import Window, Work
+    from echelon.comm.world import World
     from echelon.ddp import DDP
     from echelon.errors import (
         ArgumentError,
@@ -41,20 +45,16 @@ if TYPE_CHECKING:
         UnsupportedError,
         WorldError,
     )
-    from echelon.finite import FiniteGuard, NonFinite
     from echelon.fsdp import FSDP, BackwardPrefetch, MixedPrecision, Offload, Strategy, units
-    from echelon.gradients import clip_grad_norm_
-    from echelon.parallel import parallelize
+    from echelon.launch.run import init, run
     from echelon.pipeline.api import Pipeline
-    from echelon.plans import Plan
-    from echelon.sampling import ResumableSampler
-    from echelon.scaling import GradScaler
-    from echelon.stopping import EXIT_RESUMABLE, StopSignals
-    from echelon.world.base import World
-    from echelon.world.group import Group
-    from echelon.world.mesh import Mesh
-    from echelon.world.run import init, run
-    from echelon.world.work import Window, Work
+    from echelon.plan.parallelize import parallelize
+    from echelon.plan.plans import Plan
+    from echelon.train.finite import FiniteGuard, NonFinite
+    from echelon.train.gradient_norm import clip_grad_norm_
+    from echelon.train.sampling import ResumableSampler
+    from echelon.train.scaling import GradScaler
+    from echelon.train.stopping import EXIT_RESUMABLE, StopSignals
 
 __all__ = [
     "DDP",
@@ -133,22 +133,22 @@ _HOMES = {
     "Offload": "echelon.fsdp",
     "Strategy": "echelon.fsdp",
     "Pipeline": "echelon.pipeline.api",
-    "Plan": "echelon.plans",
-    "parallelize": "echelon.parallel",
-    "FiniteGuard": "echelon.finite",
-    "NonFinite": "echelon.finite",
-    "ResumableSampler": "echelon.sampling",
-    "GradScaler": "echelon.scaling",
-    "EXIT_RESUMABLE": "echelon.stopping",
-    "StopSignals": "echelon.stopping",
-    "clip_grad_norm_": "echelon.gradients",
-    "World": "echelon.world.base",
-    "Group": "echelon.world.group",
-    "Mesh": "echelon.world.mesh",
-    "init": "echelon.world.run",
-    "run": "echelon.world.run",
-    "Window": "echelon.world.work",
-    "Work": "echelon.world.work",
+    "Plan": "echelon.plan.plans",
+    "parallelize": "echelon.plan.parallelize",
+    "FiniteGuard": "echelon.train.finite",
+    "NonFinite": "echelon.train.finite",
+    "ResumableSampler": "echelon.train.sampling",
+    "GradScaler": "echelon.train.scaling",
+    "EXIT_RESUMABLE": "echelon.train.stopping",
+    "StopSignals": "echelon.train.stopping",
+    "clip_grad_norm_": "echelon.train.gradient_norm",
+    "World": "echelon.comm.world",
+    "Group": "echelon.comm.group",
+    "Mesh": "echelon.comm.mesh",
+    "init": "echelon.launch.run",
+    "run": "echelon.launch.run",
+    "Window": "echelon.comm.work",
+    "Work": "echelon.comm.work",
 }
 _MODULES = {
     "errors": "echelon.errors",

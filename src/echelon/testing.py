@@ -27,6 +27,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from echelon.comm.group import Group
+from echelon.comm.work import Window, Work
+from echelon.comm.world import World
+from echelon.diagnosis.collective_call import Call, Ticket
 from echelon.errors import (
     ArgumentError,
     CollectiveMismatch,
@@ -36,11 +40,7 @@ from echelon.errors import (
     RankError,
     RankFailed,
 )
-from echelon.world.base import World
-from echelon.world.group import Group
-from echelon.world.run import run
-from echelon.world.signature import Call
-from echelon.world.work import Ticket, Window, Work
+from echelon.launch.run import run
 
 __all__ = ["FAULTS", "Fault", "FaultyGroup", "InjectedFault", "run_faulty", "run_ranks", "slow"]
 

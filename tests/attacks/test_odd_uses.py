@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ec
-from tests.world.checking import same
+from tests.comm.checking import same
 
 KINDS = ("threads", "processes")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.world.work import Work
-from tests.world.checking import same
-from tests.world.dtype_checks import reduced, values
+from echelon.comm.work import Work
+from tests.comm.checking import same
+from tests.comm.dtype_checks import reduced, values
 from tests.worlds import run_world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.complex64)

@@ -13,8 +13,8 @@ import pytest
 
 import echelon as ec
 from echelon.checkpoint.format import MANIFEST, Manifest
+from echelon.comm.world import World
 from echelon.errors import CheckpointCorrupt
-from echelon.world.base import World
 from tests.checkpoint.layouts import LAYOUTS
 from tests.checkpoint.whole import State, check_equal, whole_state
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import echelon as ec
 from echelon.checkpoint.step import is_whole
+from echelon.comm.world import World
 from echelon.errors import CheckpointError
-from echelon.world.base import World
 from tests.checkpoint.disks import Call, Disk, FailAt, Strike, lets
 from tests.checkpoint.layouts import LAYOUTS
 from tests.checkpoint.whole import check_equal, whole_state

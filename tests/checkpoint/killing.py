@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import CheckpointNotFound, RankFailed
-from echelon.world.base import World
 from tests.checkpoint.disks import Call, Disk, KillAt
 from tests.checkpoint.layouts import LAYOUTS
 from tests.checkpoint.whole import State, check_equal, whole_state

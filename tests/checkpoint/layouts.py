@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.world.base import World
+from echelon.comm.world import World
 
 ROWS = 24  # of a batch of all ranks: 1, 2, 3 and 4 of them have equal parts
 

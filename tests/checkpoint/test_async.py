@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon import streams
 from echelon.checkpoint.background import AsyncSave, Background
 from echelon.checkpoint.contents import Contents
+from echelon.comm import streams
+from echelon.comm.world import World
 from echelon.errors import ArgumentError, CheckpointError
-from echelon.world.base import World
 from tests.checkpoint.disks import Act, Call, Disk, FailAt
 from tests.checkpoint.layouts import LAYOUTS, Trainee
 from tests.checkpoint.scripts import run_script

@@ -12,7 +12,7 @@ import echelon as ec
 from echelon.checkpoint import part
 from echelon.checkpoint.contents import Contents
 from echelon.checkpoint.tensors import digest_of
-from echelon.world.base import World
+from echelon.comm.world import World
 from tests.pipeline.models import mse
 
 

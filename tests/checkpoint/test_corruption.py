@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import CheckpointNotFound
-from echelon.world.base import World
 from tests.checkpoint.damage import (
     NEW,
     OLD,

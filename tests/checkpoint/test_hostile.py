@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 import echelon as ec
+from echelon.comm.streams import memory_peak
+from echelon.comm.world import World
 from echelon.errors import CheckpointError
-from echelon.streams import memory_peak
-from echelon.world.base import World
 from tests.checkpoint.hostile_steps import CANARY, Targets, attacks, save_good
 from tests.checkpoint.whole import check_equal
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import CheckpointError
-from echelon.world.base import World
 from tests.checkpoint.disks import Call, Disk, FailAt
 from tests.checkpoint.failing import ERRNOS, calls_of, check_faults
 

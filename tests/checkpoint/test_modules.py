@@ -15,10 +15,10 @@ from torch._subclasses import FakeTensorMode
 
 import echelon as ec
 from echelon.checkpoint.modules import group_of, holdings_of
+from echelon.comm.mesh import Mesh
+from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
-from echelon.held import Holder, Holdings, Kept
-from echelon.world.base import World
-from echelon.world.mesh import Mesh
+from echelon.state.held import Holder, Holdings, Kept
 from tests.ddp.models import TiedLanguageModel
 from tests.holding import check_params, filled, joined, same, write
 from tests.pipeline.models import mse

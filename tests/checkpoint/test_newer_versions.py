@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 import echelon as ec
 from echelon.cli import app
+from echelon.comm.world import World
 from echelon.errors import CheckpointCorrupt, CheckpointTooNew
-from echelon.world.base import World
 from tests.checkpoint.manifests import sealed
 
 SAVES = {"save": ec.save, "async_save": ec.async_save}

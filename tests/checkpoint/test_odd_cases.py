@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError, CheckpointError, CheckpointNotFound, UnsupportedError
-from echelon.world.base import World
 from tests.checkpoint.whole import check_equal
 
 

@@ -11,7 +11,7 @@ import torch
 
 import echelon as ec
 from echelon.checkpoint.random_states import GENERATORS, RandomStates, random_states
-from echelon.world.base import World
+from echelon.comm.world import World
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")

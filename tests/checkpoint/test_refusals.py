@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError, CheckpointError, CheckpointNotFound, CollectiveMismatch
-from echelon.world.base import World
 from tests.checkpoint.disks import Act, Call, Disk
 from tests.checkpoint.layouts import LAYOUTS
 from tests.checkpoint.whole import check_equal, whole_state

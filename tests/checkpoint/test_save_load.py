@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import echelon as ec
-from echelon.world.base import World
+from echelon.comm.world import World
 from tests.checkpoint.layouts import LAYOUTS, Layout
 from tests.checkpoint.whole import State, check_equal, whole_state
 

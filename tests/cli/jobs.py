@@ -11,8 +11,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from echelon.world.listeners import Listener
-from echelon.world.process_status import ProcessStatus
+from echelon.process.listeners import Listener
+from echelon.process.process_status import ProcessStatus
 from tests.children import environ
 from tests.listeners import listeners_of
 

@@ -1,4 +1,4 @@
-"""Jobs that are asked to stop, as their user sees it; tests/world/test_agent.py has the rest."""
+"""Jobs that are asked to stop, as their user sees it; tests/launch/test_agent.py has the rest."""
 
 import signal
 import subprocess

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.world.environment import JobEnvironment
-from echelon.world.torch_dist import connect
+from echelon.comm.torch_dist import connect
+from echelon.process.environment import JobEnvironment
 
 WIDTH, BLOCKS, ROWS, STEPS = 8, 4, 4, 2
 RANKS = 2  # simulated ones

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon.agreement import check_model
+from echelon.comm.agreement import check_model
 from echelon.errors import ArgumentError
 from tests.ddp.models import mlp
 

@@ -9,9 +9,9 @@ import torch._dynamo
 from torch import nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import StateError
-from echelon.held import Kept
-from echelon.world.base import World
+from echelon.state.held import Kept
 from tests.ddp.models import TiedLanguageModel, rows, share, token_loss, tokens
 from tests.holding import check_optimizer, filled, joined, same, write
 from tests.worlds import KINDS, run_world

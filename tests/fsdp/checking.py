@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.world.base import World
+from echelon.comm.world import World
 from tests.fsdp.models import Block, build, loss_of
 
 BLOCKS = ec.units.by_type(Block)

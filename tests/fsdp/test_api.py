@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import StateError
-from echelon.world.base import World
 from tests.fsdp.checking import plain_grads, same_grads, shard, whole_grads
 from tests.fsdp.models import Block, batch, build, loss_of
 from tests.worlds import run_world

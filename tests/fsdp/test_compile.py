@@ -8,7 +8,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.world.base import World
+from echelon.comm.world import World
 from tests.fsdp.models import Block
 from tests.worlds import run_world
 

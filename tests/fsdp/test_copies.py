@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import StateError
-from echelon.world.base import World
 from tests.fsdp.checking import plain_grads, same_grads, shard, whole_grads
 from tests.fsdp.models import batch, build, loss_of
 from tests.worlds import run_world

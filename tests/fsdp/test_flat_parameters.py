@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError, UnsupportedError
-from echelon.world.base import World
 from tests.fsdp.checking import shard
 from tests.fsdp.models import batch, build, loss_of, train_plain
 from tests.worlds import run_world

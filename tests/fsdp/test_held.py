@@ -11,9 +11,9 @@ import torch._dynamo
 from torch import nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
-from echelon.held import Kept
-from echelon.world.base import World
+from echelon.state.held import Kept
 from tests.fsdp.models import PLAIN, Block, batch, build, loss_of
 from tests.fsdp.two_memories import separate, watched
 from tests.holding import check_optimizer, filled, joined, same, write

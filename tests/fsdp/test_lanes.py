@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon import Offload, streams
+from echelon import Offload
+from echelon.comm import streams
+from echelon.comm.world import World
 from echelon.fsdp import places
-from echelon.world.base import World
 
 
 class Recording(streams.Lane):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.world.base import World
+from echelon.comm.world import World
 from tests.fsdp.models import PLAIN
 from tests.fsdp.test_transformers import MODELS, batch
 from tests.worlds import KINDS, run_world

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon import Offload
+from echelon.comm.world import World
 from echelon.errors import ArgumentError
-from echelon.world.base import World
 from tests.fsdp.checking import shard
 from tests.fsdp.models import batch, build, loss_of, train_plain
 from tests.fsdp.two_memories import separate, watched

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.fsdp.optimizer_state import _per_element
-from echelon.world.base import World
 from tests.fsdp.checking import shard
 from tests.fsdp.models import Block, batch, build, loss_of
 from tests.worlds import run_world

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError, ModelMismatch
-from echelon.world.base import World
 from tests.fsdp.checking import shard
 from tests.fsdp.models import Block, batch, build, loss_of
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError, ModelMismatch, StateError
-from echelon.world.base import World
 from tests.fsdp.checking import same_grads, whole_grads
 from tests.worlds import run_world
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
-from echelon.world.base import World
 from tests.worlds import KINDS, run_world
 
 

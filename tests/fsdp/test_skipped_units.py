@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon as ec
 from echelon.errors import CollectiveMismatch, CommError
+from tests.comm.gloo_ranks import gloo_outcomes
 from tests.fsdp.models import Block
-from tests.world.gloo_ranks import gloo_outcomes
 from tests.worlds import run_world
 
 WIDTH, BLOCKS = 6, 6

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon import initial
+from echelon.comm.world import World
 from echelon.errors import ArgumentError, ModelMismatch, StateError
-from echelon.world.base import World
+from echelon.state import initialization
 from tests.fsdp.live import Live
 from tests.worlds import KINDS, run_world
 
@@ -73,11 +73,11 @@ def plain(seed: int = SEED) -> Net:
     """A model in one process whose modules initialise themselves as the documentation says."""
     model = build(meta=False)
     torch.manual_seed(seed)
-    base = initial.draw_seed()
+    base = initialization.draw_seed()
     tied, model.head.weight = model.head.weight, nn.Parameter(model.head.weight.to("meta"))
     for name, module in reversed(list(model.named_modules())):  # children have the last word
-        if list(initial.own_tensors(module)):
-            torch.manual_seed(initial._seed_of(base, name))
+        if list(initialization.own_tensors(module)):
+            torch.manual_seed(initialization._seed_of(base, name))
             kept = [p.detach().clone() for child in module.children() for p in child.parameters()]
             with torch.no_grad():
                 module.reset_parameters()
@@ -137,7 +137,7 @@ def modules_initialise(world: World) -> None:
         # The caller's stream has gone on by one draw.
         after = torch.rand(3)
         torch.manual_seed(SEED + world.rank)
-        initial.draw_seed()
+        initialization.draw_seed()
         assert torch.equal(after, torch.rand(3))
     torch.manual_seed(SEED)
     model = build()
@@ -175,7 +175,7 @@ def a_function_initialises(world: World) -> None:
 
     def fill(module: nn.Module) -> None:
         seen.append(type(module).__name__)
-        for _, tensor in initial.own_tensors(module):
+        for _, tensor in initialization.own_tensors(module):
             assert tensor.is_meta or tensor.device == world.device
             tensor.uniform_()
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
-from echelon.world.base import World
 from tests.fsdp.checking import plain_grads, same_grads, shard, whole_grads
 from tests.fsdp.models import batch, build, loss_of
 from tests.fsdp.test_options import computes_low, ignores

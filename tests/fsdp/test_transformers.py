@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.world.base import World
+from echelon.comm.world import World
 from tests.transformers_models import VOCABULARY, of_gpt2, of_llama
 from tests.worlds import run_world
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.fsdp.backward_pass import Pass
 from echelon.fsdp.uses import Uses
-from echelon.world.base import World
 from tests.fsdp.checking import shard
 from tests.worlds import run_world
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from echelon import Offload
+from echelon.comm.backend import Backend
 from echelon.fsdp import places
-from echelon.world.backend import Backend
 
 _COPIES = {
     torch.ops.aten.copy_.default,

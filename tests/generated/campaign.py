@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echelon.comm.world import World
 from echelon.errors import CommError, EchelonError, StageError
-from echelon.world.base import World
 from tests.generated.judge import Difference, is_allowed
 from tests.generated.operations import Spec
 from tests.generated.program import InvalidCase
@@ -49,7 +49,7 @@ def outcome_of(case: Spec, error: BaseException) -> Outcome:
     """What an exception of a world says."""
     frames = traceback.extract_tb(error.__traceback__)
     known = [f for f in frames if "/echelon/" in f.filename or "/tests/" in f.filename]
-    inner = [f for f in known if not f.filename.endswith("world/randomness.py")]
+    inner = [f for f in known if not f.filename.endswith("threads/randomness.py")]
     where = f"{'/'.join(inner[-1].filename.split('/')[-2:])}:{inner[-1].name}" if inner else ""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, InvalidCase):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.world.base import World
+from echelon.comm.world import World
 from tests.generated.judge import same, same_gradient, same_numbers
 from tests.generated.modules import Model, build
 from tests.generated.operations import Spec

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError
-from echelon.world.base import World
 from tests.generated.judge import same, same_gradient
 from tests.generated.modules import WIDTH, Builder, Part
 from tests.generated.operations import Spec

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import NonFiniteError
-from echelon.world.base import World
 from tests.guarded_models import INF, NAN, WAYS, Block, data, gradients, poke, spoil
 from tests.worlds import KINDS, run_world
 

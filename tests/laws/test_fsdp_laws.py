@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.fsdp.gradients import Reduction
 from echelon.fsdp.unit import Unit
-from echelon.world.base import World
 from tests.fsdp.models import PLAIN, Block, batch, build, loss_of, train_plain
 from tests.worlds import run_world
 

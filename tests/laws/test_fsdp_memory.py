@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon.world.base import World
+from echelon.comm.world import World
 from tests.fsdp.live import Live
 from tests.worlds import run_world
 

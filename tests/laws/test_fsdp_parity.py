@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.world.base import World
+from echelon.comm.world import World
 from tests.fsdp.models import PLAIN, Block, batch, build, loss_of, train_plain
 from tests.worlds import run_world
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import echelon as ec
-from echelon.world.arithmetic import reduce_into
-from echelon.world.base import World
+from echelon.comm.reduce_op import reduce_into
+from echelon.comm.world import World
 from tests.fsdp.models import PLAIN, Block, batch, build, loss_of
 from tests.worlds import run_world
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon.world.base import World
+from echelon.comm.world import World
 
 WRAPPERS = {
     "DDP": lambda model, group: ec.DDP(model, group),

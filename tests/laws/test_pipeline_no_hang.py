@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import (
     ArgumentError,
     DeadlockError,
@@ -22,9 +23,8 @@ from echelon.errors import (
     RankFailed,
     StageError,
 )
-from echelon.world.base import World
+from tests.comm.gloo_ranks import Died
 from tests.pipeline.models import batch, build, mse
-from tests.world.gloo_ranks import Died
 from tests.worlds import KINDS, run_world
 
 RANKS, FAULTY = 3, 1  # the stage in the middle, so that both its neighbours hear of it

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.world.base import World
+from echelon.comm.world import World
 from tests.pipeline.models import Alive, Counted, batch, build, mse
 from tests.pipeline.options import Options
 from tests.worlds import run_world

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon.world.base import World
+from echelon.comm.world import World
 from tests.pipeline.models import batch, build, mse
 from tests.pipeline.sizes import TRAINING, VARIANTS
 from tests.pipeline.test_api import Embedding, Head

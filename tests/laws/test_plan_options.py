@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError
-from echelon.world.base import World
 from tests.pipeline.models import batch, build, mse
 from tests.pipeline.options import Options
 from tests.worlds import run_world

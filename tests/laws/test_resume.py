@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.world.base import World
+from echelon.comm.world import World
 from tests.checkpoint.layouts import LAYOUTS, Trainee
 from tests.checkpoint.whole import State, check_equal, whole_state
 from tests.worlds import run_world

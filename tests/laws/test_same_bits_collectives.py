@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import echelon as ec
-from tests.world.gloo_ranks import run_gloo
+from tests.comm.gloo_ranks import run_gloo
 from tests.worlds import run_world
 
 RANKS = 3

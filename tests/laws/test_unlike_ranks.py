@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import EchelonError, ModelMismatch, StartMismatch
-from echelon.world.base import World
 from tests.worlds import KINDS, run_world
 
 RANKS, ODD = 3, 1  # two ranks agree, and the one in the middle does not

@@ -35,7 +35,7 @@ import multiprocessing, os, pathlib, sys, time
 sys.path.insert(0, {str(ROOT)!r})  # for those of the tests
 from tests.checkpoint.disks import Disk
 from tests.checkpoint.layouts import LAYOUTS, batch, mse
-from tests.world.faults import DEATHS, HANGS
+from tests.comm.faults import DEATHS, HANGS
 
 import echelon as ec
 """

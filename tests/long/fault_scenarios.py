@@ -22,7 +22,7 @@ import torch
 
 import echelon as ec
 from echelon.errors import CommTimeout, DeadlockError, RankFailed
-from echelon.world.tether import tether
+from echelon.process.die_with_parent import tether
 from tests.checkpoint.layouts import LAYOUTS, Trainee
 
 __all__ = ["SCENARIOS", "Scenario", "blamed", "play"]

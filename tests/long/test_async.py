@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.world.base import World
+from echelon.comm.world import World
 from tests.checkpoint.layouts import LAYOUTS
 from tests.checkpoint.scripts import ENDS, WORLDS, run_script
 from tests.checkpoint.test_async import given, save_many

@@ -6,8 +6,8 @@ import pytest
 
 import echelon as ec
 from tests.checkpoint.killing import load_alone
+from tests.comm.faults import DEATHS
 from tests.long.failing_jobs import LAST_WHOLE, MOMENTS, WAYS, Ended, end_of
-from tests.world.faults import DEATHS
 
 MOST_S = 5.0  # from the death to the end of the last process
 MOST_LINES = 25

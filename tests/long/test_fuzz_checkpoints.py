@@ -21,9 +21,9 @@ import pytest
 import torch
 
 import echelon as ec
+from echelon.comm.streams import memory_peak
+from echelon.comm.world import World
 from echelon.errors import CheckpointError
-from echelon.streams import memory_peak
-from echelon.world.base import World
 from tests.checkpoint.hostile_steps import CANARY, Targets, save_good
 from tests.checkpoint.manifests import edited, sealed
 from tests.checkpoint.whole import check_equal

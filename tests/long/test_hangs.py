@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.comm.faults import HANGS, is_stopped
 from tests.long.failing_jobs import WAYS, Ended, end_of
-from tests.world.faults import HANGS, is_stopped
 
 TIMEOUT_S = 10.0
 MOST_S = 20.0  # from the beginning of the hang to the end of the last process

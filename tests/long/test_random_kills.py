@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import RankFailed
-from echelon.world.base import World
 from tests.checkpoint.layouts import LAYOUTS
 from tests.checkpoint.whole import State, check_equal, whole_state
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_stop_signals import job, pid_of
+from tests.comm.test_start_facts import check_script_is_refused
 from tests.test_slurm import check_requeued, trains_on
-from tests.world.test_facts import check_script_is_refused
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["tasks", "torchrun"])

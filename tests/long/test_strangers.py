@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.jobs import Job
+from tests.comm.gloo_ranks import free_port
 from tests.regressions.test_strangers import (
     RIGHT,
     SCRIPT,
@@ -18,7 +19,6 @@ from tests.regressions.test_strangers import (
     results,
     stranger,
 )
-from tests.world.gloo_ranks import free_port
 
 
 @needs_root

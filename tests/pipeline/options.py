@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from echelon.world.base import World
+from echelon.comm.world import World
 
 Check = Callable[[World], None]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError, ModelMismatch, StageError
-from echelon.world.base import World
 from tests.pipeline.models import batch, build, mse
 from tests.worlds import KINDS, run_world
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError, ScheduleError, StageError
 from echelon.pipeline.fit import check_devices
-from echelon.world.base import World
 from tests.pipeline.models import batch, build, mse
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError, UnsupportedError
-from echelon.world.base import World
 from tests.pipeline.models import batch, build, mse
 from tests.pipeline.test_api import Embedding, Head
 from tests.worlds import run_world

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.checkpoint.modules import group_of
+from echelon.comm.world import World
 from echelon.errors import ArgumentError
-from echelon.held import Kept
-from echelon.world.base import World
+from echelon.state.held import Kept
 from tests.holding import check_optimizer, filled, joined, same, write
 from tests.pipeline.models import build, mse
 from tests.pipeline.split_models import VOCABULARY, loss_fn

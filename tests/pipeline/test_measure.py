@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import StateError
 from echelon.pipeline.execute import Executor
-from echelon.pipeline.ir import Action
-from echelon.pipeline.timeline import Timeline
-from echelon.world.base import World
+from echelon.pipeline.schedule.ir import Action
+from echelon.pipeline.schedule.timeline import Timeline
 from tests.pipeline.models import batch, build, mse
 from tests.worlds import run_world
 

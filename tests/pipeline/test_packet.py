@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError
 from echelon.pipeline.boundary import Form, TensorForm, take_apart
 from echelon.pipeline.packet import SMALL, Packet
-from echelon.world.base import World
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")

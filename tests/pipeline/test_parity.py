@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.world.base import World
+from echelon.comm.world import World
 from tests.pipeline.models import batch, build, mse, train_plain
 from tests.pipeline.sizes import TRAINING, VARIANTS, make, pipeline
 from tests.worlds import run_world
@@ -107,7 +107,7 @@ def test_simulated_ranks_lower_a_schedule_once(monkeypatch: pytest.MonkeyPatch) 
         lowered.append(schedule.name)
         return ec.pipeline.lower(schedule, **options)
 
-    monkeypatch.setattr("echelon.pipeline.lowering.lower", counted)
+    monkeypatch.setattr("echelon.pipeline.schedule.lowering.lower", counted)
 
     def main(world: World) -> None:
         ec.Pipeline(build("plain", 4), world.group, microbatches=17, loss_fn=mse)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError
-from echelon.world.base import World
 from tests.pipeline.models import Alive, Counted, batch, build, mse
 from tests.worlds import KINDS, run_world
 

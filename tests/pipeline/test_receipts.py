@@ -2,10 +2,10 @@
 
 import pytest
 
-from echelon.pipeline.ir import Kind
-from echelon.pipeline.passes import lower
 from echelon.pipeline.receipts import Receipts
-from echelon.pipeline.schedules import schedule
+from echelon.pipeline.schedule.ir import Kind
+from echelon.pipeline.schedule.passes import lower
+from echelon.pipeline.schedule.schedules import schedule
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError
-from echelon.world.base import World
 from tests.pipeline.split_models import Decoder, loss_fn
 
 

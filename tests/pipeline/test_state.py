@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
-from echelon.world.base import World
 from tests.pipeline.split_models import Decoder, loss_fn
 from tests.pipeline.tied_stages import CLOSE, ROWS, plan, tied_stages, tokens_of
 from tests.worlds import run_world

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import echelon as ec
+from echelon.comm.world import World
 from echelon.pipeline.stage import Stage
-from echelon.world.base import World
 from tests.pipeline.models import mse
 
 WORDS, WIDTH = 300, 256  # both weights are large enough to be cared for

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.world.base import World
+from echelon.comm.world import World
 from tests.pipeline.split_models import LENGTH, VOCABULARY, Block, Decoder, loss_fn
 
 __all__ = ["CLOSE", "ROWS", "decoder", "plan", "tied_stages", "tokens_of"]

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
-from echelon.world.torch_dist import proof
+from echelon.comm.torch_dist import proof
 
 NOBODY = 65534
 # What follows a number that stands for a rank: nothing; or the head of a message of gloo, with the

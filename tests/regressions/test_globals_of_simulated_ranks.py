@@ -236,7 +236,7 @@ def test_a_default_dtype_that_is_none_is_refused_on_its_rank_only() -> None:
 def test_a_rank_that_waits_for_others_inside_one_call_of_torch_gets_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("echelon.world.default_dtype.PATIENCE_S", 0.2)
+    monkeypatch.setattr("echelon.comm.threads.default_dtype.PATIENCE_S", 0.2)
     set_dtype = threading.Event()
 
     def main(world: ec.World) -> None:

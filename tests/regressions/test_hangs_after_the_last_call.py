@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import echelon as ec
+from echelon.diagnosis.stragglers import Sign, Stage, StragglerRule
 from echelon.errors import CommTimeout
-from echelon.world.stragglers import Sign, Stage, StragglerRule
 from tests.cli.jobs import Job
 
 TIMEOUT_S = 1.0

@@ -21,11 +21,12 @@ import torch
 from torch import nn
 
 import echelon as ec
+from echelon.checkpoint.convert import plain_files
+from echelon.checkpoint.convert.convert import Form, Options, convert
+from echelon.checkpoint.convert.plain_files import INDEX
 from echelon.checkpoint.format import MAX_NBYTES
-from echelon.checkpoint.interchange import plain_files
-from echelon.checkpoint.interchange.convert import Form, Options, convert
-from echelon.checkpoint.interchange.plain_files import INDEX
-from echelon.pipeline import Schedule, schedule, simulate, to_page
+from echelon.pipeline import Schedule, schedule, to_page
+from echelon.pipeline.schedule import simulate
 from tests.regressions.test_objects_without_pickle import Bomb
 
 TO_ECHELON = Options(to=Form.ECHELON)

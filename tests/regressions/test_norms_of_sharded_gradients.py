@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.errors import UnsupportedError
-from echelon.sharded_gradients import ShardedGradient
+from echelon.modules.sharded_gradients import ShardedGradient
 from tests.worlds import KINDS, run_world
 
 RANKS = 3

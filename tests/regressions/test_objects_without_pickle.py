@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.world.flat import from_bytes
-from echelon.world.object_bytes import from_object, to_object
+from echelon.comm.flat import from_bytes
+from echelon.comm.object_bytes import from_object, to_object
 from tests.worlds import KINDS, run_world
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import echelon as ec
-from echelon.checkpoint.interchange.convert import Form, Options, convert
+from echelon.checkpoint.convert.convert import Form, Options, convert
 from echelon.cli import app
 
 

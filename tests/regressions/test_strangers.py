@@ -16,9 +16,9 @@ import pytest
 
 from tests.children import environ
 from tests.cli.jobs import Job as Started
+from tests.comm.gloo_ranks import free_port
 from tests.own_network import own_network
 from tests.regressions.stranger import KNOCKS, SHARED
-from tests.world.gloo_ranks import free_port
 
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0, reason="only root can start a process of another user"
@@ -28,7 +28,7 @@ SCRIPT = """
 import json, os, pathlib, socket, sys, time
 import torch
 import echelon as ec
-from echelon.world.listeners import listeners
+from echelon.process.listeners import listeners
 from torch._C import _distributed_c10d as c10d
 
 backend, folder = sys.argv[1], pathlib.Path(sys.argv[2])
@@ -215,7 +215,7 @@ TAKES_OVER = """
 import json, os, pathlib, sys
 import torch.distributed as dist
 import echelon as ec
-from echelon.world.torch_dist import from_process_group
+from echelon.comm.torch_dist import from_process_group
 
 dist.init_process_group("gloo")
 groups = [from_process_group(group) for group in (dist.group.WORLD, dist.new_group([0, 1]))]

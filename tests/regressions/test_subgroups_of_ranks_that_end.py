@@ -13,7 +13,7 @@ import torch
 import echelon as ec
 from echelon.errors import CommTimeout, RankFailed
 from tests.cli.jobs import Job
-from tests.world.gloo_ranks import gloo_outcomes
+from tests.comm.gloo_ranks import gloo_outcomes
 
 ENDS = {
     "raise": "raised ValueError: boom",

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon.world.run import _enter, entered
+from echelon.launch.run import _enter, entered
 from tests.worlds import run_world
 
 TIMEOUT_S = 30.0

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.cli.screen import Screen
+from echelon.comm.torch_dist import TorchGroup
+from echelon.diagnosis.flight_recorder import Entry, Logbook
+from echelon.diagnosis.watch import Watch
 from echelon.errors import CommTimeout, RankFailed
-from echelon.world.logbook import Entry, Logbook
-from echelon.world.torch_dist import TorchGroup
-from echelon.world.watch import Watch
+from echelon.launch.screen import Screen
 from tests.worlds import run_world
 
 TIMEOUT_S = 2.0

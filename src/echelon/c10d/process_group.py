@@ -21,9 +21,9 @@ from torch._C import _distributed_c10d as c10d
 
 from echelon.c10d.translate import Options, copy_all, joined, reduction, seconds_of
 from echelon.c10d.work import C10dWork, ReceiveFromAny
+from echelon.comm.shm import ShmGroup, connect
+from echelon.comm.work import Work
 from echelon.errors import ArgumentError, StateError, UnsupportedError
-from echelon.world.shm import ShmGroup, connect
-from echelon.world.work import Work
 
 __all__ = ["BACKEND", "ProcessGroupEchelon"]
 

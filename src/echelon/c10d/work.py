@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.beside import run_beside
 from echelon.c10d.translate import UNSET, seconds_of
+from echelon.comm.shm import ShmGroup
+from echelon.comm.work import Work
+from echelon.diagnosis.collective_call import Call, Ticket, caller
 from echelon.errors import CommTimeout
-from echelon.world.shm import ShmGroup
-from echelon.world.signature import Call, caller
-from echelon.world.work import Ticket, Work
+from echelon.process.background import run_beside
 
 __all__ = ["C10dWork", "ReceiveFromAny"]
 

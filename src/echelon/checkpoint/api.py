@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 from torch.optim import Optimizer
 
-from echelon import arguments
+from echelon import checks
 from echelon.checkpoint import files
 from echelon.checkpoint.background import AsyncSave, Background
 from echelon.checkpoint.contents import Contents
@@ -24,14 +24,14 @@ from echelon.checkpoint.loading import (
     went_away,
 )
 from echelon.checkpoint.saving import Saving
+from echelon.comm.group import Group
 from echelon.errors import (
     ArgumentError,
     CheckpointCorrupt,
     CheckpointError,
     CheckpointNotFound,
 )
-from echelon.world.group import Group
-from echelon.world.run import entered
+from echelon.launch.run import entered
 
 __all__ = ["async_save", "load", "save", "steps"]
 
@@ -223,7 +223,7 @@ def _contents(
     if model is not None and not isinstance(model, nn.Module):
         raise ArgumentError(f"model is {model!r:.80}; give a torch.nn.Module")
     if optimizer is not None:
-        arguments.optimizer(optimizer)
+        checks.optimizer(optimizer)
     if group is not None and not isinstance(group, Group):
         raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
     given = {name: one for name, one in first.items() if one is not None}
@@ -232,9 +232,9 @@ def _contents(
 
 def _check_request(request: Request) -> None:
     for name in ("strict", "fallback", "rng"):
-        arguments.one_of(name, getattr(request, name), (False, True))
+        checks.one_of(name, getattr(request, name), (False, True))
     if request.step is not None:
-        arguments.whole("step", request.step, high=_MOST_STEPS)
+        checks.whole("step", request.step, high=_MOST_STEPS)
 
 
 def _count_on(step: int, contents: Contents) -> None:
@@ -255,10 +255,10 @@ def _begun(
     call: str, directory: Folder, step: int, contents: Contents, *, keep: int | None, rng: bool
 ) -> Saving:
     """A save whose arguments are right, and which all ranks have begun."""
-    arguments.one_of("rng", rng, (False, True))
-    step = arguments.whole("step", step, high=_MOST_STEPS)
+    checks.one_of("rng", rng, (False, True))
+    step = checks.whole("step", step, high=_MOST_STEPS)
     root = _folder(directory)
-    keep = None if keep is None else arguments.whole("keep", keep, low=1)
+    keep = None if keep is None else checks.whole("keep", keep, low=1)
     _settle(contents.group)
     saving = Saving(Council(contents.group, root), root, step, keep)
     saving.begin(call, contents, rng=rng)

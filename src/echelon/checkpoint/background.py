@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from echelon import arguments, streams
-from echelon.beside import run_beside
+from echelon import checks
 from echelon.checkpoint.saving import Saving
 from echelon.checkpoint.tensors import copy_aside
+from echelon.comm import streams
+from echelon.comm.group import Group
 from echelon.errors import CheckpointError
-from echelon.world.group import Group
-from echelon.world.run import entered
+from echelon.launch.run import entered
+from echelon.process.background import run_beside
 
 __all__ = ["AsyncSave", "Background"]
 
@@ -80,7 +81,7 @@ class AsyncSave:
             CheckpointError: it failed, or time is up and it goes on.
         """
         if timeout is not None:
-            timeout = arguments.positive("timeout", timeout, threading.TIMEOUT_MAX)
+            timeout = checks.positive("timeout", timeout, threading.TIMEOUT_MAX)
         self._thread.join(timeout)
         if not self.done:
             raise CheckpointError(f"is still being saved after {timeout} s", self.path)

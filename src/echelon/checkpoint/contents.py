@@ -14,10 +14,10 @@ from echelon.checkpoint.modules import group_of, holdings_of
 from echelon.checkpoint.optimizers import Owners, optimizer_part
 from echelon.checkpoint.part import Part
 from echelon.checkpoint.random_states import random_states
+from echelon.comm.group import Group
 from echelon.errors import ArgumentError
-from echelon.held import Held, Holdings, Kept
+from echelon.state.held import Held, Holdings, Kept
 from echelon.values import encode
-from echelon.world.group import Group
 
 __all__ = ["Contents", "Stateful"]
 

@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
+from echelon.comm.group import Group
 from echelon.errors import ArgumentError, CheckpointError, EchelonError
 from echelon.errors.printable import message_of
-from echelon.world.group import Group
 
 __all__ = ["Council", "named"]
 

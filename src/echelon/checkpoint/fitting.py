@@ -13,7 +13,7 @@ from torch import Tensor
 from echelon.checkpoint.format import DTYPES, Manifest, SavedTensor
 from echelon.checkpoint.part import Json, own_name
 from echelon.errors import CheckpointCorrupt
-from echelon.held import Held, Kept
+from echelon.state.held import Held, Kept
 from echelon.values import decode
 from echelon.values.sizes import nbytes_of
 

@@ -43,7 +43,7 @@ from echelon.errors import (
     CheckpointMismatch,
     CheckpointNotFound,
 )
-from echelon.world.run import entered
+from echelon.launch.run import entered
 
 __all__ = ["Loaded", "Request", "folders_to_try", "load_step", "went_away"]
 

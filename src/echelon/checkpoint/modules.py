@@ -7,9 +7,9 @@ from math import prod
 
 from torch import nn
 
+from echelon.comm.group import Group
 from echelon.errors import ArgumentError
-from echelon.held import Holdings, axes_in, holdings_in
-from echelon.world.group import Group
+from echelon.state.held import Holdings, axes_in, holdings_in
 
 __all__ = ["group_of", "holdings_of"]
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from echelon.checkpoint.format import DTYPES, dtype_name
 from echelon.checkpoint.part import Json, Part
 from echelon.errors import ArgumentError, CheckpointCorrupt, UnsupportedError
-from echelon.held import Held, Kept
+from echelon.state.held import Held, Kept
 from echelon.values import decode, encode
 from echelon.values.bounded import brief
 

@@ -10,7 +10,7 @@ from typing import Any, final
 from echelon.checkpoint.checksum import Checksum
 from echelon.checkpoint.tensors import digest_of
 from echelon.errors import StateError
-from echelon.held import Held, Kept
+from echelon.state.held import Held, Kept
 
 __all__ = ["Json", "Part", "own_name", "together"]
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon import streams
 from echelon.checkpoint.checksum import checksum
+from echelon.comm import streams
 from echelon.errors import ArgumentError, CheckpointCorrupt
 
 __all__ = ["GENERATORS", "RandomStates", "random_states"]

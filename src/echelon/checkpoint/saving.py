@@ -35,8 +35,8 @@ from echelon.checkpoint.header import header
 from echelon.checkpoint.part import Json, Part, together
 from echelon.checkpoint.step import is_whole
 from echelon.checkpoint.writes import Write, assembled, report_of, writes_of
+from echelon.comm.group import Group
 from echelon.errors import CheckpointError
-from echelon.world.group import Group
 
 __all__ = ["Saving"]
 

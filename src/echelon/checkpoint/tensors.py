@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint.checksum import Checksum
-from echelon.streams import is_cpu
-from echelon.world.flat import is_expanded
+from echelon.comm.flat import is_expanded
+from echelon.comm.streams import is_cpu
 
 __all__ = [
     "bytes_of",

@@ -16,7 +16,7 @@ from echelon.checkpoint.part import Json, Part, own_name
 from echelon.checkpoint.reshard import share
 from echelon.checkpoint.tensors import bytes_of, is_plain
 from echelon.errors import StateError
-from echelon.held import Held, Kept
+from echelon.state.held import Held, Kept
 
 __all__ = ["Write", "assembled", "report_of", "writes_of"]
 

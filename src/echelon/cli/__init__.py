@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from echelon.cli.checkpoint_commands import app as checkpoints_app
-from echelon.cli.program import Program
+from echelon.launch.program import Program
 from echelon.version import __version__
 
 __all__ = ["app", "main"]
@@ -133,25 +133,25 @@ def _run(
                 "--grace": grace is not None,
             }
         )
-        from echelon.cli.threads import run_threads
+        from echelon.launch.simulated_job import run_threads
 
         raise typer.Exit(run_threads(program, arguments or [], ranks, timeout, tee=tee))
-    from echelon.cli import processes
+    from echelon.launch import local_job
 
-    launch = processes.Launch(
+    launch = local_job.Launch(
         program=program,
         arguments=tuple(arguments or ()),
         ranks=ranks,
         log_dir=log_dir,
         max_restarts=max_restarts,
-        grace=processes.GRACE_S if grace is None else grace,
+        grace=local_job.GRACE_S if grace is None else grace,
         timeout=timeout,
         tee=tee,
     )
     if show_command:
         typer.echo(launch.shown())
         return
-    raise typer.Exit(processes.run_processes(launch))
+    raise typer.Exit(local_job.run_processes(launch))
 
 
 def _refuse_for_threads(given: dict[str, bool]) -> None:
@@ -167,8 +167,8 @@ def _refuse_for_threads(given: dict[str, bool]) -> None:
 
 def _num_ranks(ranks: int | None, arguments: list[str]) -> int:
     """How many to start; a plan among the arguments of the script says so, too."""
-    from echelon.axes import axes_of
     from echelon.errors import ArgumentError
+    from echelon.plan.axes import axes_of
 
     plans = [after for name, after in pairwise(arguments) if name == "--plan"]
     plans += [one.removeprefix("--plan=") for one in arguments if one.startswith("--plan=")]

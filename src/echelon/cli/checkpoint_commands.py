@@ -71,7 +71,7 @@ def _convert(
     ] = False,
 ) -> None:
     """Write a state in another form; what was written is read again and compared."""
-    from echelon.checkpoint.interchange.convert import Form, Options
+    from echelon.checkpoint.convert.convert import Form, Options
     from echelon.cli import checkpoints
 
     options = Options(

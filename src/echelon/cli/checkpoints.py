@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from echelon.checkpoint import files
+from echelon.checkpoint.convert.convert import Converted, Options, convert, step_at
 from echelon.checkpoint.difference import differences
 from echelon.checkpoint.format import step_of
-from echelon.checkpoint.interchange.convert import Converted, Options, convert, step_at
 from echelon.checkpoint.step import Step
 from echelon.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointTooNew
 from echelon.errors.printable import printable

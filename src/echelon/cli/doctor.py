@@ -17,14 +17,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from echelon.comm.allocation import available_nbytes
+from echelon.comm.shm.segment import Segment
 from echelon.errors import EchelonError
+from echelon.launch.run import run
 from echelon.observe.progress import bytes_text
-from echelon.world.memory import available_nbytes
-from echelon.world.run import run
-from echelon.world.shm.segment import Segment
 
 if TYPE_CHECKING:
-    from echelon.world.base import World
+    from echelon.comm.world import World
 
 __all__ = ["Finding", "Verdict", "examine", "findings"]
 
@@ -163,7 +163,7 @@ def _port() -> Finding:
 
 def _engines() -> Iterator[Finding]:
     """The engines of torch for several hosts. Not needed on one host."""
-    from echelon.world.torch_dist.available import available_backends
+    from echelon.comm.torch_dist.available import available_backends
 
     found = available_backends()
     yield Finding(

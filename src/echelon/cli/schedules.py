@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from echelon.errors import ArgumentError
-from echelon.pipeline.choose import Choice, Row, choose
-from echelon.pipeline.page import to_page
-from echelon.pipeline.render import to_svg, to_text
-from echelon.pipeline.schedules import FAMILIES, schedule
-from echelon.pipeline.simulate import Simulation, simulate
+from echelon.pipeline.schedule.choose import Choice, Row, choose
+from echelon.pipeline.schedule.page import to_page
+from echelon.pipeline.schedule.render import to_svg, to_text
+from echelon.pipeline.schedule.schedules import FAMILIES, schedule
+from echelon.pipeline.schedule.simulate import Simulation, simulate
 
 __all__ = ["Request", "show"]
 

@@ -10,11 +10,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from echelon.agreement import check_agreement, check_model, option_facts
-from echelon.arguments import Reduction
-from echelon.census import Census
-from echelon.claims import check_unclaimed, claim, disclaim
-from echelon.compiled import keep_plain_names, plain_name
+from echelon.checks import Reduction
+from echelon.comm.agreement import check_agreement, check_model, option_facts
+from echelon.comm.group import Group
 from echelon.ddp.buffers import Buffers, broadcast_coalesced
 from echelon.ddp.facts import BucketInfo, Unused
 from echelon.ddp.held import holdings_of_replica
@@ -22,12 +20,14 @@ from echelon.ddp.join import Rounds, Step
 from echelon.ddp.options import Init, Options, Sync
 from echelon.ddp.reducer import Reducer
 from echelon.errors import ArgumentError, RankError, StateError
-from echelon.graph_task import in_transform
-from echelon.held import Holder, Holdings
-from echelon.ignored import ignored_parameters
-from echelon.nested import tensors
-from echelon.world.group import Group
-from echelon.wrapper import Wrapper
+from echelon.modules.compiled import keep_plain_names, plain_name
+from echelon.modules.graph_task import in_transform
+from echelon.modules.ignored import ignored_parameters
+from echelon.modules.nested import tensors
+from echelon.modules.ownership import check_unclaimed, claim, disclaim
+from echelon.modules.parameter_guard import Census
+from echelon.modules.wrapper import Wrapper
+from echelon.state.held import Holder, Holdings
 
 __all__ = ["DDP", "BucketInfo", "Unused"]
 
@@ -83,7 +83,7 @@ class DDP(Wrapper, Holder):
         ...     model = DDP(nn.Linear(2, 1), world.group)
         ...     model(torch.full((1, 2), float(world.rank))).sum().backward()
         ...     return model.weight.grad.tolist()
-        >>> from echelon.world.run import run
+        >>> from echelon.launch.run import run
         >>> run(main, ranks=3)
         [[[1.0, 1.0]], [[1.0, 1.0]], [[1.0, 1.0]]]
     """

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from echelon.ddp.buckets import BucketPlan
-from echelon.late_hooks import LateHooks
+from echelon.modules.late_hooks import LateHooks
 
 __all__ = ["Arrivals", "Receiver"]
 

@@ -8,8 +8,8 @@ from typing import final
 
 from torch import Tensor
 
-from echelon.graph_task import Token
-from echelon.world.work import Work
+from echelon.comm.work import Work
+from echelon.modules.graph_task import Token
 
 __all__ = ["Backward"]
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from echelon.errors import ArgumentError
-from echelon.layout import Placement, pack
+from echelon.ranges import Placement, pack
 
 __all__ = ["ALIGN_NUMEL", "BucketPlan", "Gradient", "compute_buckets", "plan_buckets"]
 

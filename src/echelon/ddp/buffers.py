@@ -15,9 +15,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from echelon.comm.group import Group
 from echelon.ddp.buckets import compute_buckets
-from echelon.layout import pack
-from echelon.world.group import Group
+from echelon.ranges import pack
 
 __all__ = ["Buffers", "broadcast_coalesced"]
 

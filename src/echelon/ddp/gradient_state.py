@@ -19,7 +19,7 @@ from torch import nn
 from echelon.ddp.memory import Bucket
 from echelon.ddp.options import Options
 from echelon.errors import StateError
-from echelon.graph_task import will_accumulate
+from echelon.modules.graph_task import will_accumulate
 
 __all__ = ["GradientState", "graph_is_lost"]
 

@@ -6,9 +6,9 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
-from echelon.claims import is_claimed
-from echelon.held import Holdings, Kept, named_extras, named_state, whole
-from echelon.world.group import Group
+from echelon.comm.group import Group
+from echelon.modules.ownership import is_claimed
+from echelon.state.held import Holdings, Kept, named_extras, named_state, whole
 
 __all__ = ["holdings_of_replica"]
 

@@ -13,8 +13,8 @@ from typing import final
 
 import torch
 
+from echelon.comm.group import Group
 from echelon.errors import StateError
-from echelon.world.group import Group
 
 __all__ = ["Rounds", "Step"]
 

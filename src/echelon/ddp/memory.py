@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from echelon import events
+from echelon.comm.group import Group
 from echelon.ddp.buckets import BucketPlan
 from echelon.errors import StateError, UnsupportedError
-from echelon.world.group import Group
 
 __all__ = ["NUM_NOTICES", "Bucket"]
 

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 
 import torch
 
-from echelon import arguments
-from echelon.arguments import Reduction
+from echelon import checks
+from echelon.checks import Reduction
 
 __all__ = ["Init", "Options", "Sync"]
 
@@ -40,12 +40,12 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "first_bucket_bytes"):
-            arguments.whole(name, getattr(self, name))
-        arguments.one_of("sync", self.sync, get_args(Sync))
-        arguments.one_of("init", self.init, get_args(Init))
-        arguments.one_of("broadcast_buffers", self.broadcast_buffers, (True, False))
-        arguments.floating("gradient_dtype", self.gradient_dtype)
-        arguments.reduction(self.reduction)
+            checks.whole(name, getattr(self, name))
+        checks.one_of("sync", self.sync, get_args(Sync))
+        checks.one_of("init", self.init, get_args(Init))
+        checks.one_of("broadcast_buffers", self.broadcast_buffers, (True, False))
+        checks.floating("gradient_dtype", self.gradient_dtype)
+        checks.reduction(self.reduction)
 
     def divisor(self, num_contributors: int) -> float:
         """What a sum over ranks is divided by.

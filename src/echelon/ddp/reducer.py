@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon import events
-from echelon.accumulation import add_gradient
+from echelon.comm.group import Group
 from echelon.ddp.arrivals import Arrivals
 from echelon.ddp.backward import Backward
 from echelon.ddp.buckets import BucketPlan, Gradient, plan_buckets
@@ -27,10 +27,10 @@ from echelon.ddp.join import Rounds, Step
 from echelon.ddp.memory import Bucket
 from echelon.ddp.options import Options
 from echelon.errors import StateError
-from echelon.graph_task import Token, queue_end
-from echelon.late_hooks import LateHooks
-from echelon.trainable import Trainable
-from echelon.world.group import Group
+from echelon.modules.accumulation import add_gradient
+from echelon.modules.graph_task import Token, queue_end
+from echelon.modules.late_hooks import LateHooks
+from echelon.modules.trainable import Trainable
 
 __all__ = ["Reducer"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from echelon.agreement import check_agreement, check_model, option_facts
-from echelon.arguments import Reduction
-from echelon.claims import check_unclaimed
+from echelon.checks import Reduction
+from echelon.comm.agreement import check_agreement, check_model, option_facts
+from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.fsdp.build import build_units
 from echelon.fsdp.grads import norm_over_shards
@@ -22,10 +22,10 @@ from echelon.fsdp.released import released_parameter
 from echelon.fsdp.sharded_module import ShardedModule
 from echelon.fsdp.start import Start
 from echelon.fsdp.units import Rule, plan_units, whole
-from echelon.graph_task import has_tangent, in_backward, in_transform
-from echelon.ignored import ignored_parameters
-from echelon.nested import cast_floats, tensors
-from echelon.world.group import Group
+from echelon.modules.graph_task import has_tangent, in_backward, in_transform
+from echelon.modules.ignored import ignored_parameters
+from echelon.modules.nested import cast_floats, tensors
+from echelon.modules.ownership import check_unclaimed
 
 __all__ = ["FSDP"]
 
@@ -94,7 +94,7 @@ class FSDP(ShardedModule):
         ...     model = FSDP(nn.Linear(4, 2), world.group, min_num_params=0)
         ...     model(torch.full((1, 4), float(world.rank))).sum().backward()
         ...     return model.weight.grad.tolist()
-        >>> from echelon.world.run import run
+        >>> from echelon.launch.run import run
         >>> run(main, ranks=2)
         [[0.5, 0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]
     """

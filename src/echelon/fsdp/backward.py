@@ -28,8 +28,8 @@ from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.storage import await_readers, prepare
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.uses import Use, Uses
-from echelon.graph_task import Token, queue_end
-from echelon.late_hooks import LateHooks
+from echelon.modules.graph_task import Token, queue_end
+from echelon.modules.late_hooks import LateHooks
 
 __all__ = ["Backward"]
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from echelon.comm.group import Group
+from echelon.comm.streams import is_cpu
 from echelon.fsdp.flat_parameters import hide
 from echelon.fsdp.gradients import GradientShard, Slots
 from echelon.fsdp.level import Level
@@ -18,8 +20,6 @@ from echelon.fsdp.storage import Storage
 from echelon.fsdp.storages import copy_storage, make_storage
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.units import Member, UnitPlan
-from echelon.streams import is_cpu
-from echelon.world.group import Group
 
 __all__ = ["build_units", "copy_units"]
 

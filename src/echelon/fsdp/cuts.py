@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import final
 
 from echelon.errors import ArgumentError
-from echelon.layout import pack, shard_range
+from echelon.ranges import pack, shard_range
 
 __all__ = ["Cut", "Piece", "ShardInfo", "cut_flat", "cut_rows", "place_order"]
 

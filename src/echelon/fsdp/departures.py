@@ -8,15 +8,15 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from echelon import streams
-from echelon.accumulation import add_gradient
+from echelon.comm import streams
 from echelon.fsdp.backward_pass import Pass
 from echelon.fsdp.gradients import Reduction
 from echelon.fsdp.order import Orders
 from echelon.fsdp.policy import Options
 from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.unit import Unit
-from echelon.trainable import Trainable
+from echelon.modules.accumulation import add_gradient
+from echelon.modules.trainable import Trainable
 
 __all__ = ["Departures"]
 

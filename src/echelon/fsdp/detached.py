@@ -8,15 +8,15 @@ from typing import Any, NoReturn, final
 import torch
 from torch import Tensor, nn
 
-from echelon.claims import disclaim
-from echelon.elementwise import allow_other_steps
 from echelon.errors import StateError
 from echelon.fsdp.flat_parameters import show
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.state import copy_parameters
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.whole_only import unguard_modules
-from echelon.sharded_gradients import unmarked
+from echelon.modules.elementwise import allow_other_steps
+from echelon.modules.ownership import disclaim
+from echelon.modules.sharded_gradients import unmarked
 
 __all__ = ["Detached", "make_whole"]
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon import arguments
-from echelon.compiled import plain_name
+from echelon import checks
 from echelon.errors import ArgumentError
 from echelon.fsdp.cuts import ShardInfo
 from echelon.fsdp.gradients import Slots
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.unit import Unit
+from echelon.modules.compiled import plain_name
 
 __all__ = [
     "MemoryStats",
@@ -156,7 +156,7 @@ def count_parameters(module: nn.Module, storages: Sequence[Storage]) -> int:
 
 def state_nbytes(optimizer: Optimizer) -> int:
     """Bytes of all tensors of an optimizer's state."""
-    arguments.optimizer(optimizer)
+    checks.optimizer(optimizer)
     values = (value for state in optimizer.state.values() for value in state.values())
     return sum(value.nbytes for value in values if isinstance(value, Tensor))
 

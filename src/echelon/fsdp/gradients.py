@@ -32,13 +32,13 @@ from typing import final
 import torch
 from torch import Tensor
 
+from echelon.comm.group import Group
+from echelon.comm.streams import Mark, is_cpu
+from echelon.comm.work import Work
 from echelon.errors import CommTimeout
 from echelon.fsdp.policy import Options
 from echelon.fsdp.storage import Storage, shaped_part
-from echelon.sharded_gradients import GradientScope, mark
-from echelon.streams import Mark, is_cpu
-from echelon.world.group import Group
-from echelon.world.work import Work
+from echelon.modules.sharded_gradients import GradientScope, mark
 
 __all__ = ["GradientShard", "Reduction", "Slots"]
 

@@ -10,10 +10,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from echelon.arguments import number
+from echelon.checks import number
+from echelon.comm.group import Group
 from echelon.fsdp.storage import Storage
-from echelon.sharded_gradients import unmarked
-from echelon.world.group import Group
+from echelon.modules.sharded_gradients import unmarked
 
 __all__ = ["norm_over_shards"]
 

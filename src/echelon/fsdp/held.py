@@ -9,7 +9,7 @@ from torch import nn
 from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.state import Home, homes_of
 from echelon.fsdp.storage import Storage
-from echelon.held import Held, Holdings, Kept, named_extras, named_state, whole
+from echelon.state.held import Held, Holdings, Kept, named_extras, named_state, whole
 
 __all__ = ["holdings_of_shards"]
 

@@ -31,8 +31,8 @@ from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.storage import await_readers, prepare
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.uses import Use
-from echelon.graph_task import in_backward
-from echelon.nested import tensors
+from echelon.modules.graph_task import in_backward
+from echelon.modules.nested import tensors
 
 __all__ = ["Hooks"]
 

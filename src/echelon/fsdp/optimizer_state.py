@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from echelon import arguments
-from echelon.compiled import plain_name
+from echelon import checks
+from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.fsdp.state import Home, homes_of
 from echelon.fsdp.storage import Storage
-from echelon.world.group import Group
+from echelon.modules.compiled import plain_name
 
 __all__ = ["gather_optimizer_state", "load_optimizer_state"]
 
@@ -334,7 +334,7 @@ def _params(
     Raises:
         ArgumentError: it is no optimizer, or has a parameter that is not in the model.
     """
-    arguments.optimizer(optimizer)
+    checks.optimizer(optimizer)
     named = [(plain_name(name), param) for name, param in module.named_parameters()]
     names = {id(param): name for name, param in named}
     homes = homes_of(storages)

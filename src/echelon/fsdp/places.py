@@ -15,9 +15,9 @@ from typing import final
 import torch
 from torch import Tensor
 
+from echelon.comm.streams import Lane, host_memory, is_cpu, lane
 from echelon.fsdp.policy import Offload
 from echelon.fsdp.ranks import Ranks
-from echelon.streams import Lane, host_memory, is_cpu, lane
 
 __all__ = ["Places", "has_two_memories"]
 

@@ -9,8 +9,8 @@ from typing import Literal, final, get_args
 import torch
 from torch import nn
 
-from echelon import arguments
-from echelon.arguments import Reduction
+from echelon import checks
+from echelon.checks import Reduction
 from echelon.errors import ArgumentError
 from echelon.fsdp.prefetch import BackwardPrefetch
 
@@ -87,8 +87,8 @@ class MixedPrecision:
 
     def __post_init__(self) -> None:
         for name in ("compute", "reduce", "master", "buffers"):
-            arguments.floating(f"MixedPrecision {name}", getattr(self, name))
-        arguments.one_of(
+            checks.floating(f"MixedPrecision {name}", getattr(self, name))
+        checks.one_of(
             "MixedPrecision keep_low_precision_grads", self.keep_low_precision_grads, (False, True)
         )
         compute, master = self.compute, self.master
@@ -139,18 +139,18 @@ class Options:
     offload: Offload = Offload.NONE
 
     def __post_init__(self) -> None:
-        arguments.one_of("strategy", self.strategy, tuple(Strategy))
-        arguments.one_of("layout", self.layout, get_args(Layout))
-        arguments.one_of("init", self.init, get_args(Init))
+        checks.one_of("strategy", self.strategy, tuple(Strategy))
+        checks.one_of("layout", self.layout, get_args(Layout))
+        checks.one_of("init", self.init, get_args(Init))
         if not isinstance(self.precision, MixedPrecision):
             raise ArgumentError(f"precision is {self.precision!r}; give a MixedPrecision(...)")
-        arguments.whole("min_num_params", self.min_num_params)
-        arguments.one_of("backward_prefetch", self.backward_prefetch, tuple(BackwardPrefetch))
-        arguments.whole("forward_prefetch", self.forward_prefetch)
-        arguments.one_of("limit_all_gathers", self.limit_all_gathers, (True, False))
-        arguments.one_of("use_orig_params", self.use_orig_params, (True, False))
-        arguments.reduction(self.reduction)
-        arguments.one_of("offload", self.offload, tuple(Offload))
+        checks.whole("min_num_params", self.min_num_params)
+        checks.one_of("backward_prefetch", self.backward_prefetch, tuple(BackwardPrefetch))
+        checks.whole("forward_prefetch", self.forward_prefetch)
+        checks.one_of("limit_all_gathers", self.limit_all_gathers, (True, False))
+        checks.one_of("use_orig_params", self.use_orig_params, (True, False))
+        checks.reduction(self.reduction)
+        checks.one_of("offload", self.offload, tuple(Offload))
         if self.strategy is Strategy.NO_SHARD and self.offload is Offload.ALL:
             raise ArgumentError(
                 f"{self.strategy} keeps all parameters whole on the device, and {self.offload} "

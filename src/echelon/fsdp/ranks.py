@@ -14,7 +14,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from echelon.world.group import Group
+from echelon.comm.group import Group
 
 __all__ = ["Ranks"]
 

@@ -10,11 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from echelon import arguments
-from echelon.census import Census
-from echelon.claims import claim
-from echelon.compiled import keep_plain_names, plain_name
-from echelon.elementwise import refuse_other_steps
+from echelon import checks
+from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError
 from echelon.fsdp import facts
 from echelon.fsdp.build import copy_units
@@ -40,9 +37,12 @@ from echelon.fsdp.storage import Storage, await_readers
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.whole_only import allow_copies, guard_modules
 from echelon.fsdp.written import make_copies_equal, take_replaced
-from echelon.held import Holder, Holdings
-from echelon.world.group import Group
-from echelon.wrapper import Wrapper
+from echelon.modules.compiled import keep_plain_names, plain_name
+from echelon.modules.elementwise import refuse_other_steps
+from echelon.modules.ownership import claim
+from echelon.modules.parameter_guard import Census
+from echelon.modules.wrapper import Wrapper
+from echelon.state.held import Holder, Holdings
 
 __all__ = ["ShardedModule"]
 
@@ -206,8 +206,8 @@ class ShardedModule(Wrapper, Holder):
             ArgumentError: an argument is no bool.
             StateError: inside a forward or a backward.
         """
-        arguments.one_of("rank0_only", rank0_only, (False, True))
-        arguments.one_of("cpu", cpu, (False, True))
+        checks.one_of("rank0_only", rank0_only, (False, True))
+        checks.one_of("cpu", cpu, (False, True))
         self._meet("whole_state_dict()")
         self._take_replaced()
         keep = self._group.rank == 0 or not rank0_only

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from echelon.errors import ModelMismatch
 from echelon.fsdp.policy import Init
 from echelon.fsdp.ranks import Ranks
-from echelon.initial import Maker, Place, draw_seed, own_tensors
+from echelon.state.initialization import Maker, Place, draw_seed, own_tensors
 
 __all__ = ["Origin", "Start"]
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from echelon.compiled import plain_keys, plain_name
 from echelon.errors import ArgumentError, StateError
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.storage import Storage, await_readers
+from echelon.modules.compiled import plain_keys, plain_name
 
 __all__ = [
     "LoadReport",

@@ -16,13 +16,13 @@ from typing import final
 import torch
 from torch import Tensor
 
+from echelon.comm.work import Work
 from echelon.fsdp.cuts import cut_flat, cut_rows, place_order
 from echelon.fsdp.parts import Part, make_masters, make_part
 from echelon.fsdp.places import Places
 from echelon.fsdp.policy import Layout, Offload
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.units import Member
-from echelon.world.work import Work
 
 __all__ = ["Gathered", "Replicated", "Shared", "copy_storage", "make_storage"]
 

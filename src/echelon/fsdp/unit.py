@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from echelon import events
+from echelon.comm.group import Group
 from echelon.errors import StateError
 from echelon.fsdp.gradients import GradientShard
 from echelon.fsdp.level import Level
 from echelon.fsdp.storage import Storage
-from echelon.world.group import Group
 
 __all__ = ["Unit"]
 

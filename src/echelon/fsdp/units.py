@@ -14,7 +14,7 @@ from typing import final
 
 from torch import nn
 
-from echelon import arguments
+from echelon import checks
 from echelon.errors import ArgumentError
 from echelon.fsdp.bypassed import bypassed_modules
 
@@ -46,7 +46,7 @@ def whole() -> Rule:
 
 def by_size(num_parameters: int) -> Rule:
     """Modules with at least ``num_parameters`` that no unit inside them has claimed."""
-    least = arguments.whole("by_size(num_parameters)", num_parameters, low=1)
+    least = checks.whole("by_size(num_parameters)", num_parameters, low=1)
 
     def claims(module: nn.Module, numel: int, rest: int) -> bool:
         return not isinstance(module, nn.ModuleList | nn.ModuleDict) and rest >= least

@@ -39,8 +39,8 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from echelon.fsdp.backward_pass import Pass
-from echelon.graph_task import in_backward, sequence_number, will_run
-from echelon.nested import tensors
+from echelon.modules.graph_task import in_backward, sequence_number, will_run
+from echelon.modules.nested import tensors
 
 __all__ = ["Use", "Uses"]
 

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from echelon import streams
+from echelon.comm import streams
 from echelon.events import Event
 
 __all__ = ["MemoryMeter", "MemoryTotal", "hidden_bytes", "tensor_bytes"]

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from echelon import events
-from echelon.arguments import number, whole
+from echelon.checks import number, whole
+from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
 from echelon.observe.comm import CommMeter
 from echelon.observe.memory import MemoryMeter, hidden_bytes, tensor_bytes
@@ -26,7 +27,6 @@ from echelon.observe.progress import Progress
 from echelon.observe.report import write_report
 from echelon.observe.timeline import Look, Timeline
 from echelon.observe.trace import Trace, write_trace
-from echelon.world.base import World
 
 __all__ = ["Recorder", "RunInfo"]
 

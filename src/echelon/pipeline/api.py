@@ -10,7 +10,10 @@ from typing import Any, Literal, cast, final
 import torch
 from torch import Tensor, nn
 
+from echelon.comm.group import Group
 from echelon.errors import ArgumentError, CommError, EchelonError, StateError
+from echelon.launch.run import entered
+from echelon.modules.sharded_gradients import mark_stage_gradients
 from echelon.pipeline.elsewhere import explain_forward, explain_none
 from echelon.pipeline.execute import Batch, Executor, Loss
 from echelon.pipeline.feed import Feed
@@ -22,21 +25,18 @@ from echelon.pipeline.fit import (
     check_options,
     own_stages,
 )
-from echelon.pipeline.ir import Action, Item, Kind, Schedule
 from echelon.pipeline.link import Link
-from echelon.pipeline.lowering import lower_once
 from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import join_batches
 from echelon.pipeline.norm import norm_over_stages
-from echelon.pipeline.schedules import schedule as make_schedule
+from echelon.pipeline.schedule.ir import Action, Item, Kind, Schedule
+from echelon.pipeline.schedule.lowering import lower_once
+from echelon.pipeline.schedule.schedules import schedule as make_schedule
 from echelon.pipeline.shardable import Gathering, ReduceEvery
 from echelon.pipeline.stage import Stage
 from echelon.pipeline.staged_module import StagedModule
 from echelon.pipeline.start import start
 from echelon.pipeline.ties import find_ties
-from echelon.sharded_gradients import mark_stage_gradients
-from echelon.world.group import Group
-from echelon.world.run import entered
 
 __all__ = ["Pipeline"]
 
@@ -86,7 +86,7 @@ class Pipeline(StagedModule):
         ...     pipe = Pipeline(stages, world.group, microbatches=2, loss_fn=nn.MSELoss())
         ...     loss = pipe.step(torch.ones(8, 4), target=torch.zeros(8, 1), loss_everywhere=True)
         ...     return round(loss.item(), 4)
-        >>> from echelon.world.run import run
+        >>> from echelon.launch.run import run
         >>> run(main, ranks=2)
         [0.0785, 0.0785]
     """

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from echelon.comm.object_bytes import from_object, to_object
 from echelon.errors import ArgumentError, CommError
 from echelon.pipeline.nesting import described, rebuilt
-from echelon.world.object_bytes import from_object, to_object
 
 __all__ = ["Form", "TensorForm", "take_apart"]
 

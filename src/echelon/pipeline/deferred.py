@@ -17,8 +17,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from echelon.accumulation import add_product, add_rows, product
-from echelon.streams import adds_in_order
+from echelon.comm.streams import adds_in_order
+from echelon.modules.accumulation import add_product, add_rows, product
 
 __all__ = ["Deferred", "WeightGradients"]
 

@@ -5,7 +5,7 @@ Python and torch raise such errors themselves, so they get a note when they end 
 
 from __future__ import annotations
 
-from echelon.world.run import entered
+from echelon.launch.run import entered
 
 __all__ = ["explain_forward", "explain_none"]
 

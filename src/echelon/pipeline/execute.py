@@ -19,9 +19,9 @@ from torch import Tensor
 from echelon import events
 from echelon.errors import CommError, ModelMismatch, StageError, WorldError
 from echelon.pipeline.boundary import Form, TensorForm
-from echelon.pipeline.ir import Action, Kind, Schedule
 from echelon.pipeline.link import Arrival, GradientArrival, Link, Sending
 from echelon.pipeline.receipts import Receipts
+from echelon.pipeline.schedule.ir import Action, Kind, Schedule
 from echelon.pipeline.stage import Output, Stage
 
 __all__ = ["Batch", "Executor"]

@@ -13,13 +13,13 @@ from typing import Any, Literal, final
 import torch
 from torch.utils import _pytree as pytree
 
+from echelon.comm.group import Group
 from echelon.errors import ArgumentError
-from echelon.graph_task import has_tangent, in_transform
-from echelon.layout import shard_range
+from echelon.modules.graph_task import has_tangent, in_transform
 from echelon.pipeline.execute import Batch, Loss
-from echelon.pipeline.ir import Schedule
 from echelon.pipeline.microbatch import split_batch
-from echelon.world.group import Group
+from echelon.pipeline.schedule.ir import Schedule
+from echelon.ranges import shard_range
 
 __all__ = ["Feed"]
 

@@ -10,12 +10,12 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from echelon.agreement import compare
-from echelon.arguments import one_of, whole
+from echelon.checks import one_of, whole
+from echelon.comm.agreement import compare
+from echelon.comm.group import Group
 from echelon.errors import ArgumentError, ModelMismatch
-from echelon.pipeline.ir import Schedule
+from echelon.pipeline.schedule.ir import Schedule
 from echelon.pipeline.shardable import ReduceEvery, Shardable, is_torchs
-from echelon.world.group import Group
 
 __all__ = [
     "check_agreement",

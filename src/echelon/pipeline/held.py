@@ -16,10 +16,10 @@ from typing import final
 
 from torch import nn
 
+from echelon.comm.group import Group
 from echelon.errors import ArgumentError
-from echelon.held import Held, Holdings, Kept, axes_in, holdings_in, named_state
 from echelon.pipeline.start import part_in
-from echelon.world.group import Group
+from echelon.state.held import Held, Holdings, Kept, axes_in, holdings_in, named_state
 
 __all__ = ["HeldStages"]
 

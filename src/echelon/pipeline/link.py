@@ -20,13 +20,13 @@ from typing import final
 import torch
 from torch import Tensor
 
+from echelon.comm.group import Group
+from echelon.comm.object_bytes import checked_nbytes
+from echelon.comm.threads.randomness import draws_nothing
+from echelon.comm.work import Work
 from echelon.pipeline.boundary import Form, TensorForm
 from echelon.pipeline.packet import Packet, Packets
 from echelon.pipeline.stage import Output
-from echelon.world.group import Group
-from echelon.world.object_bytes import checked_nbytes
-from echelon.world.randomness import draws_nothing
-from echelon.world.work import Work
 
 __all__ = ["Arrival", "GradientArrival", "Link", "Sending"]
 

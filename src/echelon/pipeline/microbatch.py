@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from echelon.errors import ArgumentError
-from echelon.layout import shard_range
+from echelon.ranges import shard_range
 
 __all__ = ["Microbatches", "join_batches", "split_batch"]
 

@@ -9,9 +9,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from echelon.arguments import number
-from echelon.gradients import Sharded, grad_norm
-from echelon.world.group import Group
+from echelon.checks import number
+from echelon.comm.group import Group
+from echelon.train.gradient_norm import Sharded, grad_norm
 
 __all__ = ["norm_over_stages"]
 

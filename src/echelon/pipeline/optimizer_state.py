@@ -18,11 +18,11 @@ from typing import Any, Protocol, final, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from echelon import arguments
-from echelon.compiled import plain_name
+from echelon import checks
+from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError
+from echelon.modules.compiled import plain_name
 from echelon.pipeline.start import name_in_model
-from echelon.world.group import Group
 
 __all__ = ["StateByName"]
 
@@ -60,7 +60,7 @@ class StateByName:
         stages: Mapping[int, nn.Module],
         first_names: Mapping[str, str],
     ) -> None:
-        arguments.optimizer(optimizer)
+        checks.optimizer(optimizer)
         self._optimizer, self._stages, self._first_names = optimizer, stages, first_names
         own = {param for stage in stages.values() for param in stage.parameters()}
         for i, group in enumerate(optimizer.param_groups):

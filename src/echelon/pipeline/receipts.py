@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from echelon.pipeline.ir import FORWARD, INPUT, Action, Kind, Schedule
+from echelon.pipeline.schedule.ir import FORWARD, INPUT, Action, Kind, Schedule
 
 __all__ = ["Receipts"]
 
@@ -38,8 +38,8 @@ class Receipts:
         """Those of ``rank`` in a lowered schedule.
 
         Example:
-            >>> from echelon.pipeline.passes import lower
-            >>> from echelon.pipeline.schedules import schedule
+            >>> from echelon.pipeline.schedule.passes import lower
+            >>> from echelon.pipeline.schedule.schedules import schedule
             >>> found = Receipts.of(lower(schedule("1f1b", 2, 3, 2)), 0)
             >>> {key: list(map(str, sends)) for key, sends in found.by_gradient.items()}
             {(0, 0): ['0SEND_F0'], (0, 1): ['0SEND_F1'], (0, 2): ['0SEND_F2']}

@@ -20,10 +20,10 @@ from typing import Literal, Protocol, final, runtime_checkable
 
 from torch import Tensor, nn
 
-from echelon.accumulation import add_product, product
+from echelon.comm.group import Group
 from echelon.errors import ArgumentError
-from echelon.held import axes_in
-from echelon.world.group import Group
+from echelon.modules.accumulation import add_product, product
+from echelon.state.held import axes_in
 
 __all__ = [
     "Gathering",

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from echelon.compiled import keep_order_of_graphs
 from echelon.errors import ArgumentError
-from echelon.graph_task import run_backward
-from echelon.nested import tensors as tensors_in
+from echelon.modules.compiled import keep_order_of_graphs
+from echelon.modules.graph_task import run_backward
+from echelon.modules.nested import tensors as tensors_in
 from echelon.pipeline.boundary import Form, take_apart
 from echelon.pipeline.deferred import Deferred, WeightGradients
 from echelon.pipeline.shardable import ReduceEvery, Sharing

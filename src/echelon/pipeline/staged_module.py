@@ -8,17 +8,17 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from echelon.arguments import one_of
-from echelon.compiled import keep_plain_names
-from echelon.elementwise import refuse_other_steps
+from echelon.checks import one_of
+from echelon.comm.group import Group
 from echelon.errors import StateError
-from echelon.held import Holder, Holdings
+from echelon.modules.compiled import keep_plain_names
+from echelon.modules.elementwise import refuse_other_steps
 from echelon.pipeline.held import HeldStages
 from echelon.pipeline.optimizer_state import StateByName
 from echelon.pipeline.start import name_in_model, names_of_state
 from echelon.pipeline.state import load_parts, parts_of, whole_state
 from echelon.pipeline.ties import shared_parameters
-from echelon.world.group import Group
+from echelon.state.held import Holder, Holdings
 
 __all__ = ["StagedModule"]
 

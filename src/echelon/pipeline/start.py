@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 
-from echelon.compiled import compiled_inside, plain_name
+from echelon.comm.group import Group
 from echelon.errors import ArgumentError
-from echelon.initial import Maker, Place, draw_seed, own_tensors
-from echelon.pipeline.parts import Part
-from echelon.world.group import Group
+from echelon.modules.compiled import compiled_inside, plain_name
+from echelon.pipeline.split.parts import Part
+from echelon.state.initialization import Maker, Place, draw_seed, own_tensors
 
 __all__ = ["name_in_model", "names_of_state", "part_in", "start"]
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from echelon.comm.group import Group
 from echelon.errors import ArgumentError
 from echelon.pipeline.shardable import unwrapped
 from echelon.pipeline.start import name_in_model, names_of_state
-from echelon.world.group import Group
 
 __all__ = ["LoadReport", "load_parts", "parts_of", "whole_state"]
 

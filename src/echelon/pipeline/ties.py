@@ -22,10 +22,10 @@ from typing import final
 import torch
 from torch import nn
 
-from echelon.claims import is_claimed
+from echelon.comm.group import Group
 from echelon.errors import ArgumentError, UnsupportedError
+from echelon.modules.ownership import is_claimed
 from echelon.pipeline.shardable import Replicated, Shardable
-from echelon.world.group import Group
 
 __all__ = ["Tie", "find_ties", "shared_parameters"]
 

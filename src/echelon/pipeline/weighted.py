@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from echelon.comm.streams import autocasts
 from echelon.pipeline.deferred import WeightGradients
-from echelon.streams import autocasts
 
 __all__ = ["take_over"]
 

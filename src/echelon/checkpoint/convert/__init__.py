@@ -1,0 +1,1 @@
+"""Checkpoints in the forms of other tools, and back."""

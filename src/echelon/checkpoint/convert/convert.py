@@ -1,0 +1,262 @@
+"""From one format to another; what was written is read again and compared."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from echelon.c10d.dcp import is_dcp, read_dcp, write_dcp
+from echelon.checkpoint import files
+from echelon.checkpoint.convert.native import (
+    SavedTensors,
+    model_in,
+    names_that_fit,
+    others_in,
+    read_step,
+    write_step,
+)
+from echelon.checkpoint.convert.plain_files import INDEX, PlainFiles, write_plain
+from echelon.checkpoint.convert.torch_files import (
+    from_nested,
+    read_torch,
+    to_nested,
+    write_torch,
+)
+from echelon.checkpoint.convert.tree import PlainState
+from echelon.checkpoint.format import step_name, step_of
+from echelon.checkpoint.step import Step
+from echelon.errors import ArgumentError, CheckpointError, CheckpointNotFound
+
+__all__ = ["Converted", "Form", "Options", "convert", "form_of", "step_at"]
+
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+
+
+class Form(Enum):
+    """How a state lies on a disk."""
+
+    ECHELON = "echelon"
+    SAFETENSORS = "safetensors"
+    DCP = "dcp"
+    TORCH = "torch"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to convert.
+
+    Attributes:
+        to: the form; None: that which the name of the target says.
+        step: of a source with several steps, or of the target; None: the newest, and that of the
+            source, or 0 where it has no number.
+        section: which model of a step; None: its only one.
+        weights_only: leave optimizer and values out.
+        shard_nbytes: write safetensors in shards of so many bytes; None: in one file.
+        trust_pickle: whether a DCP may be read, whose metadata can run any code.
+    """
+
+    to: Form | None = None
+    step: int | None = None
+    section: str | None = None
+    weights_only: bool = False
+    shard_nbytes: int | None = None
+    trust_pickle: bool = False
+
+
+class Converted(NamedTuple):
+    """What became of a state.
+
+    Attributes:
+        written: files or folders.
+        left_out: names of what the source has and the target has not, though nobody asked for that.
+    """
+
+    written: list[Path]
+    left_out: tuple[str, ...]
+
+
+def form_of(path: Path) -> Form:
+    """In which form a state lies at ``path``.
+
+    Raises:
+        ArgumentError: nothing is there, or nothing that is known.
+    """
+    if path.is_dir():
+        if is_dcp(path):
+            return Form.DCP
+        if (path / INDEX).exists() or (
+            any(path.glob("*.safetensors")) and step_of(path.name) is None
+        ):
+            return Form.SAFETENSORS
+        if step_of(path.name) is not None or files.steps(path):
+            return Form.ECHELON
+    elif path.is_file():
+        return Form.SAFETENSORS if path.suffix == ".safetensors" else Form.TORCH
+    elif path.exists():
+        raise ArgumentError(f"{path} is neither a file nor a folder")
+    else:
+        raise ArgumentError(f"{path} is not there")
+    raise ArgumentError(
+        f"{path} is no checkpoint: give the folder of a run or of a step, a .safetensors file, a "
+        "folder of them, a DCP, or a file of torch.save"
+    )
+
+
+def step_at(path: Path, step: int | None = None) -> Path:
+    """The folder of a step: ``path`` itself, or one in it.
+
+    Raises:
+        CheckpointNotFound: there is none.
+    """
+    if step is None and step_of(path.name) is not None and path.is_dir():
+        return path
+    known = files.steps(path)
+    chosen = step if step is not None else max(known, default=None)
+    if chosen is None or chosen not in known:
+        raise CheckpointNotFound(f"step {chosen} is not there; committed: {known}", path)
+    return path / step_name(chosen)
+
+
+def convert(source: Path, target: Path, options: Options) -> Converted:
+    """Write what lies at ``source`` to ``target`` in another form.
+
+    Every tensor that was written is read again and compared with what it was made of.
+
+    Raises:
+        ArgumentError: one of them is of no known form, or something is at ``target``.
+        CheckpointError: the source is damaged, or what was written is not what was read.
+    """
+    made = _form_to_make(target, options)
+    if made is not Form.ECHELON and target.exists():
+        raise ArgumentError(f"{target} is there already: name a new one")
+    if options.shard_nbytes is not None and made is not Form.SAFETENSORS:
+        raise ArgumentError("shards are for safetensors")
+    target = Path(os.path.abspath(target))
+    if form_of(source) is Form.ECHELON and made is Form.SAFETENSORS:
+        with _verified(source, options) as step:
+            model = model_in(step, options.section)
+            tensors = SavedTensors(step, model)
+            written = write_plain(tensors, target, options.shard_nbytes)
+            _compare(tensors, PlainFiles(target), target)
+            beside = () if options.weights_only else others_in(step, model)
+        return Converted(written, beside)
+    state = _read(source, options)
+    if made is Form.SAFETENSORS:
+        raise ArgumentError("make a checkpoint of echelon of it first, and safetensors of that")
+    if made is Form.ECHELON:
+        number = state.step if options.step is None else options.step
+        written = [write_step(state, target, number)]
+        with Step(written[0]) as step:
+            _compare(state.model, SavedTensors(step, "model"), target)
+        nameless = sorted(state.values.keys() - names_that_fit(state.values))
+        return Converted(written, (*state.left_out, *nameless))
+    if made is Form.TORCH:
+        write_torch(to_nested(state), target)
+        _compare_nested(to_nested(state), read_torch(target), target, "")
+    else:
+        write_dcp(to_nested(state), target)
+        _compare_nested(_as_dcp_keeps(to_nested(state)), read_dcp(target), target, "")
+    return Converted([target], state.left_out)
+
+
+def _as_dcp_keeps(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A DCP has no place for an empty dict, such as the state of an optimizer that keeps none."""
+    kept = {
+        key: _as_dcp_keeps(one) if isinstance(one, Mapping) else one for key, one in found.items()
+    }
+    return {key: one for key, one in kept.items() if not (isinstance(one, dict) and not one)}
+
+
+def _form_to_make(target: Path, options: Options) -> Form:
+    if options.to is not None:
+        return options.to
+    if target.suffix == ".safetensors" or options.shard_nbytes is not None:
+        return Form.SAFETENSORS
+    if target.suffix in _TORCH_SUFFIXES:
+        return Form.TORCH
+    if target.suffix[1:2].isalpha() and not target.is_dir():
+        raise ArgumentError(
+            f"{target} ends in {target.suffix!r}, which says no form that is known: end it in "
+            f".safetensors, {', '.join(_TORCH_SUFFIXES)}, or in nothing for the folder of a run, "
+            "or say --to echelon, safetensors, dcp or torch"
+        )
+    return Form.ECHELON
+
+
+@contextmanager
+def _verified(source: Path, options: Options) -> Iterator[Step]:
+    """A step every byte of which was compared."""
+    with Step(step_at(source, options.step)) as step:
+        step.verify(0, 1)
+        yield step
+
+
+def _read(source: Path, options: Options) -> PlainState:
+    """What lies at ``source``, in memory."""
+    form = form_of(source)
+    if form is Form.ECHELON:
+        with _verified(source, options) as step:
+            state = read_step(step, options.section)
+    elif form is Form.SAFETENSORS:
+        state = PlainState(model=PlainFiles(source).tensors())
+    elif form is Form.TORCH:
+        found = read_torch(source)
+        state = from_nested(_without_optimizer(found) if options.weights_only else found, source)
+    else:
+        if not options.trust_pickle:
+            raise ArgumentError(
+                f"{source} is a DCP, whose metadata are a pickle: reading it runs whatever its "
+                "author put there. If you have written it, say --trust-pickle"
+            )
+        state = from_nested(read_dcp(source), source)
+    return PlainState(model=state.model, step=state.step) if options.weights_only else state
+
+
+def _without_optimizer(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in found.items() if not str(key).startswith("optim")}
+
+
+def _compare(tensors: Mapping[str, Tensor], made: PlainFiles | SavedTensors, path: Path) -> None:
+    names = made.names() if isinstance(made, PlainFiles) else list(made)
+    if set(names) != set(tensors):
+        raise CheckpointError("has other tensors than it was made of", path)
+    for name in tensors:
+        again = made.read(name) if isinstance(made, PlainFiles) else made[name]
+        _compare_nested(tensors[name], again, path, name)
+
+
+def _compare_nested(expected: Any, found: Any, path: Path, where: str) -> None:
+    """Refuse a state that is not, bit for bit, the other one."""
+    if isinstance(expected, Tensor):
+        same = (
+            isinstance(found, Tensor)
+            and (found.dtype, found.shape) == (expected.dtype, expected.shape)
+            and torch.equal(_bits(found), _bits(expected))
+        )
+    elif isinstance(expected, Mapping):
+        same = isinstance(found, Mapping) and found.keys() == expected.keys()
+        for key in expected if same else ():
+            _compare_nested(expected[key], found[key], path, f"{where}.{key}".lstrip("."))
+    elif isinstance(expected, list | tuple):
+        same = isinstance(found, list | tuple) and len(found) == len(expected)
+        for i, one in enumerate(expected if same else ()):
+            _compare_nested(one, found[i], path, f"{where}[{i}]")
+    else:
+        same = found == expected or (found != found and expected != expected)
+    if not same:
+        raise CheckpointError(f"{where!r} is not what it was made of", path)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """So that a NaN equals itself."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

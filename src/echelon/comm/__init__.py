@@ -1,0 +1,1 @@
+"""Groups of ranks, and every call that moves tensors between them."""

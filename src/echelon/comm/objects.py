@@ -1,0 +1,101 @@
+"""Bytes and objects of unequal lengths, sent between ranks as tensors; for set-up.
+
+[Note: no pickle] What another rank sends is never unpickled, unless this rank's own call says
+``pickle=True``: unpickling runs whatever code its sender chose, and over a network the sender is
+whoever holds the other end of a connection.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from echelon.checks import one_of
+from echelon.comm.flat import from_bytes
+from echelon.comm.object_bytes import checked_nbytes, from_object, to_object
+from echelon.comm.threads.randomness import draws_nothing
+from echelon.comm.work import Work
+from echelon.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from echelon.comm.group import Group
+
+__all__ = ["broadcast_object", "gather_bytes", "gather_objects"]
+
+_BY_NAME = (
+    "; or ask for pickle by name, with pickle=True in this call: it takes other classes, and runs "
+    "whatever code another rank has put into what it sends"
+)
+
+
+def gather_bytes(group: Group, data: bytes, label: str) -> list[bytes]:
+    """The ``data`` of every rank, in rank order."""
+    return [part.numpy().tobytes() for part in _gather(group, from_bytes(data), label)]
+
+
+def gather_objects(group: Group, item: Any, by_pickle: bool) -> list[Any]:
+    """The ``item`` of every rank, in rank order."""
+    one_of("pickle", by_pickle, (True, False))
+    if by_pickle:
+        return [_unpickled(part) for part in _gather(group, _pickled(item), "pickled objects")]
+    parts = _gather(group, _data_of(item), "objects")
+    return [to_object(part, group.ranks[rank]) for rank, part in enumerate(parts)]
+
+
+def broadcast_object(group: Group, item: Any, src: int, by_pickle: bool) -> Any:
+    """The ``item`` of rank ``src``, on every rank."""
+    one_of("pickle", by_pickle, (True, False))
+    label = "pickled object" if by_pickle else "object"
+    mine = torch.empty(0, dtype=torch.uint8)
+    if group.rank == src:
+        mine = _pickled(item) if by_pickle else _data_of(item)
+    length = torch.tensor([mine.numel()], dtype=torch.int64, device=group.device)
+    group.broadcast(length, src, label=f"{label} length")
+    if group.rank != src:
+        mine = mine.new_empty(checked_nbytes(int(length.item()), group.ranks[src]))
+    data = mine.to(group.device)
+    group.broadcast(data, src, label=label)
+    return _unpickled(data.cpu()) if by_pickle else to_object(data.cpu(), group.ranks[src])
+
+
+@draws_nothing
+def _gather(group: Group, data: Tensor, label: str) -> list[Tensor]:
+    """The bytes of all ranks, on the CPU."""
+    mine = data.to(group.device)
+    lengths = torch.zeros(group.size, dtype=torch.int64, device=group.device)
+    length = torch.tensor([mine.numel()], dtype=torch.int64, device=group.device)
+    # Asynchronous, on the group's own thread: the caller may be a thread beside that of the rank.
+    _wait(group.all_gather_single(lengths, length, True, label=f"lengths of {label}"))
+    numels = [checked_nbytes(n, group.ranks[rank]) for rank, n in enumerate(lengths.tolist())]
+    parts = [mine.new_empty(numel) for numel in numels]
+    _wait(group.all_gather(parts, mine, True, label=label))
+    return [part.cpu() for part in parts]
+
+
+def _wait(work: Work | None) -> None:
+    assert work is not None, "asked for by async_op"
+    work.wait()
+
+
+def _data_of(item: Any) -> Tensor:
+    try:
+        return from_object(item, "the object")
+    except ArgumentError as error:
+        raise ArgumentError(f"{error}{_BY_NAME}") from None
+
+
+def _pickled(item: Any) -> Tensor:
+    try:
+        return from_bytes(pickle.dumps(item))
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        raise ArgumentError(
+            f"{item!r:.80} cannot be sent to other ranks ({error}): give what pickle takes"
+        ) from error
+
+
+def _unpickled(data: Tensor) -> Any:
+    """The object, after its sender's code has run: only where this rank's call asked for that."""
+    return pickle.loads(data.numpy().tobytes())

@@ -1,0 +1,237 @@
+"""Each collective of a group by the shortest way that its data allows.
+
+Up to 64 KiB travel in the slots of the first round, windows are used in place, and for the rest
+peers read each other's memory (``direct``), or copy through shared memory where that is forbidden
+(``staged``). Every function is called by all ranks at once; the first round is the agreement on
+the call, later ones carry or release data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from echelon.comm.reduce_op import reduce_into
+from echelon.comm.shm.area import SLOT_NBYTES, Area
+from echelon.comm.shm.chunks import line_chunks
+from echelon.comm.shm.direct import Direct, open_direct
+from echelon.comm.shm.exchange import Exchange
+from echelon.comm.shm.staged import Staged
+from echelon.comm.shm.staging import Staging
+from echelon.diagnosis.collective_call import Ticket
+from echelon.errors import CollectiveMismatch
+
+__all__ = ["Collectives"]
+
+
+@final
+class Collectives:
+    """The collectives of one group.
+
+    Args:
+        area: the group's shared memory.
+        timeout: seconds to wait in a round.
+    """
+
+    def __init__(self, area: Area, timeout: float) -> None:
+        self.area = area
+        self.timeout = timeout
+        self._large: Direct | Staged | None = None
+        # By address of the local region.
+        self._windows: dict[int, tuple[int, Sequence[Tensor]]] = {}
+
+    # Windows ---------------------------------------------------------------------------------
+
+    def add_window(self, number: int, regions: Sequence[Tensor]) -> None:
+        """Make tensors inside a window known, so that collectives use them in place."""
+        self._windows[regions[self.area.rank].untyped_storage().data_ptr()] = (number, regions)
+
+    def drop_window(self, regions: Sequence[Tensor]) -> None:
+        """Forget a window that is closed."""
+        self._windows.pop(regions[self.area.rank].untyped_storage().data_ptr(), None)
+
+    def _key(self, tensor: Tensor) -> int:
+        """64 bits that say in which window ``tensor`` lies and where; 0: in none."""
+        window = self._windows.get(tensor.untyped_storage().data_ptr())
+        if window is None:
+            return 0
+        return window[0] << 48 | (int(tensor.storage_offset()) * tensor.dtype.itemsize + 1)
+
+    def _in_place(self, tensor: Tensor, keys: Sequence[int]) -> list[Tensor] | None:
+        """``tensor`` as all ranks see theirs, if all lie at one place of one window."""
+        if not keys[0] or any(key != keys[0] for key in keys):
+            return None
+        _, regions = self._windows[tensor.untyped_storage().data_ptr()]
+        start, numel, dtype = (
+            tensor.storage_offset() * tensor.dtype.itemsize,
+            tensor.numel(),
+            tensor.dtype,
+        )
+        return [
+            region.view(torch.uint8).narrow(0, start, numel * dtype.itemsize).view(dtype)
+            for region in regions
+        ]
+
+    # Rounds ----------------------------------------------------------------------------------
+
+    def _agree(self, ticket: Ticket, tensor: Tensor | None = None) -> list[Tensor] | None:
+        """First round: the call is the same on all ranks; post where ``tensor`` lies.
+
+        Returns:
+            ``tensor`` as all ranks see theirs, if all lie at one place of one window.
+        """
+        area = self.area
+        if tensor is None:
+            area.agree(ticket, self.timeout)
+            return None
+        area.agree(ticket, self.timeout, self._key(tensor), tensor.data_ptr())
+        return self._in_place(tensor, area.keys(ticket))
+
+    def _round(self, ticket: Ticket) -> None:
+        self.area.next_round(ticket, self.timeout)
+
+    def _ways(self, ticket: Ticket) -> Direct | Staged:
+        """How large data travels here. Found out once, together with the other ranks."""
+        if self._large is None:
+            self._large = open_direct(self.area, ticket, self.timeout) or Staged(
+                self.area, Staging(self.area, ticket, self.timeout), self.timeout
+            )
+        return self._large
+
+    # Reductions ------------------------------------------------------------------------------
+
+    def all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> None:
+        area, numel = self.area, tensor.numel()
+        if tensor.nbytes <= SLOT_NBYTES:
+            parts = area.parts(tensor.dtype, numel)
+            parts[area.rank].copy_(tensor)
+            self._agree(ticket)
+            if numel:
+                reduce_into([tensor], parts, op)
+            return
+        regions = self._agree(ticket, tensor)
+        if regions is None:
+            self._ways(ticket).all_reduce(ticket, tensor, op)
+            return
+        start, stop = line_chunks(numel, tensor.dtype, area.size)[area.rank]
+        if stop > start:
+            views = [region[start:stop] for region in regions]
+            reduce_into(views, views, op)
+        self._round(ticket)
+
+    def reduce_scatter(
+        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+    ) -> None:
+        area, numel = self.area, output.numel()
+        start = sum(splits[: area.rank])
+        if input.nbytes <= SLOT_NBYTES:
+            parts = area.parts(output.dtype, input.numel())
+            parts[area.rank].copy_(input)
+            self._agree(ticket)
+            if numel:
+                reduce_into([output], [p.narrow(0, start, numel) for p in parts], op)
+            return
+        regions = self._agree(ticket, input)
+        # Where the output lies on a part of another rank, that rank may not have read it yet.
+        own = input.narrow(0, start, numel)
+        in_the_way = _share_memory(output, input) and not _same_place(output, own)
+        target = torch.empty_like(output) if in_the_way else output
+        if regions is None:
+            self._ways(ticket).reduce_scatter(ticket, target, input, splits, op)
+        else:
+            if numel:
+                reduce_into([target], [p.narrow(0, start, numel) for p in regions], op)
+            self._round(ticket)  # all have read; the input may change
+        if in_the_way:
+            output.copy_(target)
+
+    def reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> None:
+        self._agree(ticket, tensor)
+        self._ways(ticket).reduce(ticket, tensor, dst, op)
+
+    # Data movement ---------------------------------------------------------------------------
+
+    def all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> None:
+        area, dtype = self.area, input.dtype
+        longest = max(output.numel() for output in outputs)
+        if longest * dtype.itemsize <= SLOT_NBYTES:
+            parts = area.parts(dtype, longest)
+            parts[area.rank][: input.numel()].copy_(input)
+            self._agree(ticket)
+            for output, part in zip(outputs, parts, strict=True):
+                output.copy_(part[: output.numel()])
+            return
+        regions = self._agree(ticket, input)
+        even = all(output.numel() == longest for output in outputs)
+        if regions is None or not even:
+            self._ways(ticket).all_gather(ticket, outputs, input)
+            return
+        for output, region in zip(outputs, regions, strict=True):
+            if output.data_ptr() != region.data_ptr():
+                output.copy_(region)
+        self._round(ticket)
+
+    def broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> None:
+        area = self.area
+        if tensor.nbytes <= SLOT_NBYTES:
+            parts = area.parts(tensor.dtype, tensor.numel())
+            if area.rank == src:
+                parts[src].copy_(tensor)
+            self._agree(ticket)
+            if area.rank != src:
+                tensor.copy_(parts[src])
+            return
+        regions = self._agree(ticket, tensor)
+        if regions is None:
+            self._ways(ticket).broadcast(ticket, tensor, src)
+            return
+        if area.rank != src:
+            tensor.copy_(regions[src])
+        self._round(ticket)
+
+    def gather(self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> None:
+        self._agree(ticket, tensor)
+        self._ways(ticket).gather(ticket, outputs, tensor, dst)
+
+    def scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> None:
+        self._agree(ticket)
+        self._ways(ticket).scatter(ticket, tensor, inputs, src)
+
+    def all_to_all(
+        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> None:
+        exchange = self._agree_on_exchange(ticket, outputs, inputs)
+        if exchange.longest:
+            self._ways(ticket).all_to_all(ticket, outputs, inputs, exchange)
+
+    def _agree_on_exchange(
+        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Exchange:
+        """Check that ranks send what their peers expect; where the parts of all ranks lie."""
+        area, n = self.area, self.area.size
+        tables = area.parts(torch.int64, 3 * n)
+        lengths = [part.numel() for part in (*inputs, *outputs)]
+        tables[area.rank].numpy()[:] = [*lengths, *(part.data_ptr() for part in inputs)]
+        self._agree(ticket)
+        table = [part.tolist() for part in tables]
+        if any(table[s][r] != table[r][n + s] for s in range(n) for r in range(n)):
+            own = table[area.rank]
+            text = f"sends {own[:n]}, expects {own[n : 2 * n]} elements at {ticket.place}"
+            calls = area.exchange_texts(ticket, text, self.timeout)
+            raise CollectiveMismatch.of_parts(area.name, ticket.position, calls)
+        longest = max(length for row in table for length in row[:n])
+        return Exchange(longest, [row[2 * n :] for row in table])
+
+    def barrier(self, ticket: Ticket) -> None:
+        self._agree(ticket)
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _same_place(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr()

@@ -1,0 +1,185 @@
+"""Ranks that are processes of one host, as a ``Group``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from echelon.comm.group import Group
+from echelon.comm.shm.area import Area
+from echelon.comm.shm.collectives import Collectives
+from echelon.comm.shm.engine import Engine
+from echelon.comm.shm.mailbox import Mailbox
+from echelon.comm.shm.sharing import share_segments
+from echelon.comm.work import Window, Work
+from echelon.diagnosis.collective_call import Ticket
+from echelon.errors import CommTimeout, RankFailed
+from echelon.errors.printable import message_of
+
+__all__ = ["ShmGroup"]
+
+
+@final
+class ShmGroup(Group):
+    """Local processes that share memory.
+
+    Blocking collectives run on the caller's thread; asynchronous ones in the order of issue on a
+    thread of the group, so that they go on while the caller computes.
+    """
+
+    def __init__(
+        self, area: Area, timeout: float, *, on_close: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(
+            area.name,
+            area.rank,
+            area.ranks,
+            torch.device("cpu"),
+            timeout,
+            shares_memory=True,
+            note=area.board.watch.issue,
+        )
+        self._area = area
+        self._collectives = Collectives(area, timeout)
+        self._engine = Engine(f"collectives of {area.name}", timeout, area.absent)
+        self._mailbox = Mailbox(area, timeout)
+        self._subgroups: list[ShmGroup] = []
+        self._num_windows = 0
+        self._on_close = on_close
+        self._closed = False
+
+    def close(self, failure: BaseException | str | None = None) -> None:
+        """End communication: deliver what is outstanding, then tell the others that this rank left.
+
+        Args:
+            failure: why this rank leaves early, or what it did; the others raise it, and nothing
+                more is delivered.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if isinstance(failure, RankFailed):  # the others read of that rank, not of this one
+            self._area.board.leave(failure.cause, failure.failed_rank)
+        elif isinstance(failure, CommTimeout) and failure.stuck:
+            rank, does = next(iter(failure.stuck.items()))
+            self._area.board.leave(f"did not come: it {does}", rank)
+        elif isinstance(failure, BaseException):
+            self._area.board.leave(f"raised {type(failure).__name__}: {message_of(failure)}")
+        elif failure is not None:
+            self._area.board.leave(failure)
+        for subgroup in self._subgroups:
+            subgroup.close(failure)
+        self._engine.close()
+        if failure is None:
+            self._mailbox.close()
+            self._on_close()
+        else:  # the board says already why this rank left
+            self._mailbox.abandon()
+
+    def _run(self, ticket: Ticket, action: Callable[[], None]) -> Work:
+        return self._engine.run(ticket, action)
+
+    def _all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> Work:
+        return self._run(ticket, lambda: self._collectives.all_reduce(ticket, tensor, op))
+
+    def _reduce_scatter(
+        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+    ) -> Work:
+        return self._run(
+            ticket, lambda: self._collectives.reduce_scatter(ticket, output, input, splits, op)
+        )
+
+    def _all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> Work:
+        return self._run(ticket, lambda: self._collectives.all_gather(ticket, outputs, input))
+
+    def _broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> Work:
+        return self._run(ticket, lambda: self._collectives.broadcast(ticket, tensor, src))
+
+    def _reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> Work:
+        return self._run(ticket, lambda: self._collectives.reduce(ticket, tensor, dst, op))
+
+    def _gather(self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> Work:
+        return self._run(ticket, lambda: self._collectives.gather(ticket, outputs, tensor, dst))
+
+    def _scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> Work:
+        return self._run(ticket, lambda: self._collectives.scatter(ticket, tensor, inputs, src))
+
+    def _all_to_all(
+        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Work:
+        return self._run(ticket, lambda: self._collectives.all_to_all(ticket, outputs, inputs))
+
+    def _barrier(self, ticket: Ticket) -> Work:
+        return self._run(ticket, lambda: self._collectives.barrier(ticket))
+
+    def _send(self, ticket: Ticket, tensor: Tensor, dst: int, tag: int) -> Work:
+        return self._mailbox.send(ticket, tensor, dst, tag)
+
+    def _recv(self, ticket: Ticket, tensor: Tensor, src: int, tag: int) -> Work:
+        return self._mailbox.recv(ticket, tensor, src, tag)
+
+    def probe(self, tag: int = 0) -> int | None:
+        """A rank that has sent a message with ``tag`` which nobody has asked for yet, or None."""
+        return self._mailbox.probe(tag)
+
+    def _subgroup(self, ticket: Ticket, name: str, members: Sequence[int]) -> Group | None:
+        found: list[ShmGroup] = []
+        self._run(ticket, lambda: found.extend(self._make_subgroup(ticket, name, members))).wait()
+        self._subgroups.extend(found)
+        return found[0] if found else None
+
+    def _make_subgroup(self, ticket: Ticket, name: str, members: Sequence[int]) -> list[ShmGroup]:
+        """Zero or one group. The first member makes the segment; all take part in the rounds."""
+        area = self._area
+        self._collectives.barrier(ticket)
+        nbytes = Area.nbytes(len(members)) if self.rank == members[0] else 0
+        segments = share_segments(
+            area, ticket, nbytes, what=f"group {name!r}", timeout=self.timeout, reserve=False
+        )
+        if self.rank not in members:
+            return []
+        ranks = [self.ranks[member] for member in members]
+        shared = segments[members[0]]
+        own = Area(shared, area.board, members.index(self.rank), ranks, name)
+        return [ShmGroup(own, self.timeout)]
+
+    def _window(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Window:
+        made: list[Window] = []
+        self._run(ticket, lambda: made.append(self._make_window(ticket, numel, dtype))).wait()
+        return made[0]
+
+    def _make_window(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Window:
+        self._collectives.barrier(ticket)
+        nbytes = numel * dtype.itemsize
+        what = f"a window of {numel} elements on each of {self.size} ranks"
+        segments = share_segments(
+            self._area, ticket, max(1, nbytes), what=what, timeout=self.timeout
+        )
+        with torch.inference_mode(False):  # a window outlives the caller's mode
+            regions = tuple(
+                segments[rank].tensor(0, nbytes).view(dtype) for rank in range(self.size)
+            )
+        if numel:
+            self._num_windows += 1
+            self._collectives.add_window(self._num_windows, regions)
+        return Window(
+            regions[self.rank], regions, True, lambda: self._collectives.drop_window(regions)
+        )
+
+    def _shared(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Tensor:
+        made: list[Tensor] = []
+        self._run(ticket, lambda: made.append(self._make_shared(ticket, numel, dtype))).wait()
+        return made[0]
+
+    def _make_shared(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Tensor:
+        """Rank 0 makes the segment; all take part in the rounds."""
+        self._collectives.barrier(ticket)
+        nbytes = numel * dtype.itemsize
+        what = f"memory of {numel} elements that {self.size} ranks share"
+        own = max(1, nbytes) if self.rank == 0 else 0
+        segments = share_segments(self._area, ticket, own, what=what, timeout=self.timeout)
+        with torch.inference_mode(False):  # it outlives the caller's mode
+            return segments[0].tensor(0, nbytes).view(dtype)

@@ -1,0 +1,149 @@
+"""Shared memory that no crash can leave behind.
+
+A segment is a memfd: it has no name in ``/dev/shm``, peers open it through ``/proc/<pid>/fd``, and
+the kernel frees it with the last process that maps it, however that process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import re
+import resource
+import weakref
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+from echelon.comm.allocation import available_nbytes
+from echelon.errors import SharedMemoryError, WorldError
+from echelon.errors.printable import printable
+from echelon.process.memfd import open_memory
+
+__all__ = ["Segment"]
+
+_PAGE = mmap.PAGESIZE
+_NAME = "echelon"
+_TOKEN = re.compile(r"[0-9]{1,10}:[0-9]{1,10}:[0-9]{1,18}")
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
+# What must stay free for everyone else when a segment is made.
+_RESERVE = 64 * 2**20
+
+
+@final
+class Segment:
+    """A piece of memory that several processes map.
+
+    Attributes:
+        nbytes: its length.
+        buffer: its bytes; tensors made by ``tensor`` keep it alive.
+        token: tells a process of this host how to open it, while ``publish``ed.
+    """
+
+    def __init__(self, fd: int, nbytes: int, *, populate: bool) -> None:
+        self.nbytes = nbytes
+        self._fd = fd
+        self.buffer = _map(fd, nbytes, populate=populate)
+        self.token = f"{os.getpid()}:{fd}:{nbytes}"
+
+    @classmethod
+    def create(cls, nbytes: int, *, what: str, reserve: bool) -> Self:
+        """A new segment of zeros.
+
+        Args:
+            nbytes: rounded up to whole pages.
+            what: for the message of an error.
+            reserve: take the pages now, so that a lack of memory is an error here and not a crash
+            later;
+                without it, pages are taken when they are first written.
+
+        Raises:
+            SharedMemoryError: there is not enough.
+        """
+        nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        available = available_nbytes()
+        if reserve and nbytes > available - _RESERVE:
+            raise SharedMemoryError(what, nbytes, max(0, available - _RESERVE))
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            if reserve:
+                os.posix_fallocate(fd, 0, nbytes)
+            return cls(fd, nbytes, populate=reserve)
+        except OSError as error:
+            os.close(fd)
+            if error.errno == errno.EFBIG:  # ulimit -f is for memory that is a file, too
+                available = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise SharedMemoryError(what, nbytes, available) from error
+            raise
+
+    @classmethod
+    def open(cls, token: str, *, populate: bool = False) -> Self:
+        """Map the segment that another process of this host published.
+
+        Raises:
+            WorldError: it cannot be reached from here.
+        """
+        if _TOKEN.fullmatch(token) is None:
+            raise WorldError(f"{printable(repr(token[:80]))} is no shared memory of a rank")
+        pid, fd, nbytes = (int(part) for part in token.split(":"))
+        try:
+            own = open_memory(f"/proc/{pid}/fd/{fd}", _NAME)
+        except OSError as error:
+            raise WorldError(
+                f"process {os.getpid()} cannot open the shared memory of process {pid} "
+                f"({error.strerror or error}): the ranks must be processes of one user in one "
+                "container; otherwise use backend='gloo'"
+            ) from error
+        if os.fstat(own).st_size < nbytes:  # to read behind its end would end this process
+            os.close(own)
+            raise WorldError(f"the shared memory of process {pid} is shorter than {nbytes} bytes")
+        segment = cls(own, nbytes, populate=populate)
+        segment.unpublish()
+        return segment
+
+    def unpublish(self) -> None:
+        """Close the file once all peers have mapped it; the memory lives while it is mapped."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def tensor(self, start: int, nbytes: int) -> Tensor:
+        """View the bytes ``[start, start + nbytes)`` as a uint8 tensor, 1D, without a copy."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        # An ordinary tensor, also where the caller is in inference mode: it outlives that.
+        with torch.inference_mode(False):
+            return torch.frombuffer(self.buffer, dtype=torch.uint8, count=nbytes, offset=start)
+
+
+def _map(fd: int, nbytes: int, *, populate: bool) -> memoryview:
+    """The bytes of a file, mapped; unmapped when nobody refers to them any more.
+
+    Python's ``mmap`` keeps a descriptor for each mapping, and a rank maps a window of every peer:
+    some hundred windows would use up the 1024 descriptors that a process usually may have.
+    """
+    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if address == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    content = (ctypes.c_char * nbytes).from_address(address)
+    # Not at exit: tensors may live longer than the interpreter's last breath.
+    weakref.finalize(content, _libc.munmap, address, nbytes).atexit = False
+    return memoryview(content).cast("B")

@@ -1,0 +1,176 @@
+"""Large collectives that copy their data through shared memory, in pieces.
+
+The way where ranks may not read each other's memory, as in some containers. r: rank · n: ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import final
+
+from torch import Tensor
+
+from echelon.comm.reduce_op import reduce_into
+from echelon.comm.shm.area import Area
+from echelon.comm.shm.chunks import line_chunks
+from echelon.comm.shm.exchange import Exchange
+from echelon.comm.shm.staging import HALF_NBYTES, Staging
+from echelon.diagnosis.collective_call import Ticket
+
+__all__ = ["Staged"]
+
+
+@final
+class Staged:
+    """Collectives in which a rank copies what others need into its half of the staging.
+
+    Args:
+        area: the group's shared memory, for rounds.
+        staging: room for a piece of every rank.
+        timeout: seconds to wait in a round.
+    """
+
+    def __init__(self, area: Area, staging: Staging, timeout: float) -> None:
+        self._area, self._staging, self._timeout = area, staging, timeout
+
+    # Reductions ------------------------------------------------------------------------------
+
+    def all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> None:
+        for first in range(0, tensor.numel(), piece := HALF_NBYTES // tensor.dtype.itemsize):
+            self._all_reduce_piece(ticket, tensor[first : first + piece], op)
+
+    def _all_reduce_piece(self, ticket: Ticket, tensor: Tensor, op: str) -> None:
+        """Each rank reduces one chunk; round one carries the inputs, round two the results."""
+        area, numel, dtype = self._area, tensor.numel(), tensor.dtype
+        chunks = line_chunks(numel, dtype, area.size)
+        start, stop = chunks[area.rank]
+        inputs = self._staging.parts(dtype, numel)
+        mine = inputs[area.rank]
+        mine[:start].copy_(tensor[:start])
+        mine[stop:].copy_(tensor[stop:])
+        self._round(ticket)
+        results = self._staging.parts(dtype, numel)
+        if stop > start:
+            own = tensor[start:stop]
+            parts = [own if r == area.rank else inputs[r][start:stop] for r in range(area.size)]
+            reduce_into([own, results[area.rank][start:stop]], parts, op)
+        self._round(ticket)
+        for peer in area.peers:
+            start, stop = chunks[peer]
+            tensor[start:stop].copy_(results[peer][start:stop])
+
+    def reduce_scatter(
+        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+    ) -> None:
+        rank = self._area.rank
+        lanes = input.split(list(splits))
+        for start, boxes in self._traded(ticket, lanes, max(splits)):
+            own = lanes[rank][start : start + boxes[rank].numel()]
+            if own.numel():
+                parts = [box[: own.numel()] for box in boxes]
+                parts[rank] = own
+                reduce_into([output[start : start + own.numel()]], parts, op)
+
+    def reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> None:
+        area = self._area
+        piece = HALF_NBYTES // tensor.dtype.itemsize
+        for start in range(0, tensor.numel(), piece):
+            part = tensor[start : start + piece]
+            parts = self._staging.parts(tensor.dtype, part.numel())
+            parts[area.rank].copy_(part)
+            self._round(ticket)
+            if area.rank == dst:
+                reduce_into([part], parts, op)
+
+    # Data movement ---------------------------------------------------------------------------
+
+    def all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> None:
+        area, dtype = self._area, input.dtype
+        piece = HALF_NBYTES // dtype.itemsize
+        own = outputs[area.rank]
+        for start in range(0, max(output.numel() for output in outputs), piece):
+            parts = self._staging.parts(dtype, piece)
+            mine = input[start : start + piece]
+            parts[area.rank][: mine.numel()].copy_(mine)
+            self._round(ticket)
+            for peer in area.peers:
+                target = outputs[peer][start : start + piece]
+                target.copy_(parts[peer][: target.numel()])
+        if own.data_ptr() != input.data_ptr():
+            own.copy_(input)
+
+    def broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> None:
+        area = self._area
+        piece = HALF_NBYTES // tensor.dtype.itemsize
+        for start in range(0, tensor.numel(), piece):
+            part = tensor[start : start + piece]
+            box = self._staging.parts(tensor.dtype, part.numel())[src]
+            if area.rank == src:
+                box.copy_(part)
+            self._round(ticket)
+            if area.rank != src:
+                part.copy_(box)
+
+    def gather(self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> None:
+        area = self._area
+        piece = HALF_NBYTES // tensor.dtype.itemsize
+        for start in range(0, tensor.numel(), piece):
+            part = tensor[start : start + piece]
+            parts = self._staging.parts(tensor.dtype, part.numel())
+            parts[area.rank].copy_(part)
+            self._round(ticket)
+            for output, box in zip(outputs, parts, strict=False):  # no outputs but on dst
+                output[start : start + piece].copy_(box)
+
+    def scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> None:
+        area = self._area
+        piece = HALF_NBYTES // (tensor.dtype.itemsize * area.size)
+        for start in range(0, tensor.numel(), piece):
+            part = tensor[start : start + piece]
+            box = self._staging.parts(tensor.dtype, area.size * part.numel())[src]
+            lanes = box.view(area.size, part.numel())
+            for lane, input in zip(lanes, inputs, strict=False):  # no inputs but on src
+                lane.copy_(input[start : start + piece])
+            self._round(ticket)
+            part.copy_(lanes[area.rank])
+
+    def all_to_all(
+        self,
+        ticket: Ticket,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        exchange: Exchange,
+    ) -> None:
+        area = self._area
+        for start, boxes in self._traded(ticket, inputs, exchange.longest):
+            for peer in area.peers:
+                part = outputs[peer][start : start + boxes[peer].numel()]
+                part.copy_(boxes[peer][: part.numel()])
+        outputs[area.rank].copy_(inputs[area.rank])
+
+    # Below -----------------------------------------------------------------------------------
+
+    def _traded(
+        self, ticket: Ticket, lanes: Sequence[Tensor], longest: int
+    ) -> Iterator[tuple[int, list[Tensor]]]:
+        """Send ``lanes[r]`` to rank ``r``, piece by piece.
+
+        Yields:
+            Where a piece starts, and what each rank sent to this one (its own box holds nothing).
+        """
+        area, dtype = self._area, lanes[0].dtype
+        piece = HALF_NBYTES // (dtype.itemsize * area.size)
+        for start in range(0, longest, piece):
+            length = min(piece, longest - start)
+            boxes = [
+                part.view(area.size, length)
+                for part in self._staging.parts(dtype, area.size * length)
+            ]
+            for peer in area.peers:
+                part = lanes[peer][start : start + length]
+                boxes[area.rank][peer, : part.numel()].copy_(part)
+            self._round(ticket)
+            yield start, [box[area.rank] for box in boxes]
+
+    def _round(self, ticket: Ticket) -> None:
+        self._area.next_round(ticket, self._timeout)

@@ -1,0 +1,1 @@
+"""Simulated ranks: threads of one process that hand each other their tensors."""

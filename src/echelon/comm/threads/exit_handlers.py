@@ -1,0 +1,106 @@
+"""What simulated ranks leave behind in their process: threads and exit handlers that never end.
+
+Simulated ranks have no processes of their own, so nobody else ends what they have started. Python
+waits at the end of the script for threads that are no daemons, and then calls exit handlers, the
+last one first. Of both, those count that came while simulated ranks ran; what belongs to the rest
+of the program may take as long as it likes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+from echelon.diagnosis import stacks
+from echelon.diagnosis.exit_guard import awaited_threads, end_now
+from echelon.diagnosis.hang import Finding
+from echelon.process.process_status import activity
+
+__all__ = ["guard_exit", "guarded_exit"]
+
+_PAUSE_S = 0.2
+_GRACE_S = 5.0  # beyond the timeout of the ranks
+
+
+@final
+class _Guard:
+    """The end of this process, after simulated ranks have run in it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.limit_s = 0.0
+        self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of the ranks
+        self._thread: threading.Thread | None = None
+        self._native = 0
+        self._passed = threading.Event()
+
+    def start(self, limit_s: float) -> None:
+        """Guard the end, from the first call on; ``limit_s``: seconds that it may take."""
+        with self.lock:
+            self.limit_s = max(self.limit_s, limit_s)
+            if self._thread is None:
+                atexit.register(self._passed.set)  # is called after those that ranks register
+                self._thread = threading.Thread(
+                    target=self._watch, name="echelon exit guard", daemon=True
+                )
+                self._thread.start()
+
+    def _watch(self) -> None:
+        main = threading.main_thread()
+        main.join()
+        since_s = time.monotonic()
+        while not self._passed.wait(_PAUSE_S):
+            others = [thread for thread in awaited_threads() if thread not in self.threads]
+            if others:  # the program itself still works
+                since_s = time.monotonic()
+            elif time.monotonic() - since_s > self.limit_s:
+                self._end()
+
+    def _end(self) -> None:
+        threads = awaited_threads()
+        ident = threads[0].ident if threads else threading.main_thread().ident
+        what = f"the thread {threads[0].name!r}" if threads else "an exit handler"
+        native = threads[0].native_id if threads else threading.main_thread().native_id
+        finding = Finding(
+            rank=0,
+            where="",
+            activity=activity(os.getpid(), native or 0),
+            call="",
+            stack=stacks.of_this_process(ident or 0),
+            silence="it runs no code of Python",
+        )
+        print(
+            f"echelon: the script has ended, but {what} of a simulated rank "
+            f"{finding.activity}; it had {self.limit_s:.1f} s to end",
+            *finding.lines()[2:],
+            sep="\n",
+            file=sys.stderr,
+            flush=True,
+        )
+        end_now()
+
+
+_guard = _Guard()
+
+
+def guard_exit(timeout_s: float) -> None:
+    """Guard the end of this process, before simulated ranks run in it."""
+    _guard.start(timeout_s + _GRACE_S)
+
+
+@contextmanager
+def guarded_exit(timeout_s: float) -> Iterator[None]:
+    """Run simulated ranks in the body; what they leave behind gets ``timeout_s`` to end."""
+    guard_exit(timeout_s)
+    before = set(awaited_threads())
+    try:
+        yield
+    finally:
+        _guard.threads.update(set(awaited_threads()) - before)

@@ -1,0 +1,237 @@
+"""A random stream for each simulated rank.
+
+torch has one default CPU generator for the whole process. Ranks that are threads would draw from it
+in whatever order they happen to run, so that ``torch.manual_seed(0)`` on every rank would give
+neither the weights that one process gets nor the same weights twice. Here the one generator has one
+owner at a time: before a rank draws, the owner's state is put aside and the rank's own is put in
+place. A draw by the same rank as before costs a lock.
+
+Law: what a simulated rank draws depends only on its own seeds and draws.
+
+Python's ``random`` and NumPy's global generator stay shared; draws on CUDA devices too.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from echelon.comm.threads.default_dtype import RankDtype
+
+__all__ = ["draws_nothing", "random_stream"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_DRAWS = {
+    torch: (
+        "rand randn randint rand_like randn_like randint_like randperm normal bernoulli "
+        "multinomial poisson dropout feature_dropout alpha_dropout feature_alpha_dropout "
+        "native_dropout rrelu binomial _standard_gamma _sample_dirichlet lstm gru rnn_tanh "
+        "rnn_relu dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_ rrelu_"
+    ),
+    torch.Tensor: (
+        "uniform_ normal_ bernoulli bernoulli_ exponential_ random_ cauchy_ geometric_ "
+        "log_normal_ multinomial"
+    ),
+    torch.nn.functional: (
+        "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout "
+        "gumbel_softmax rrelu rrelu_ "
+        "multi_head_attention_forward scaled_dot_product_attention fractional_max_pool2d "
+        "fractional_max_pool3d fractional_max_pool2d_with_indices "
+        "fractional_max_pool3d_with_indices"
+    ),
+    torch.nn.init: (
+        "uniform_ normal_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ "
+        "kaiming_normal_ "
+        "orthogonal_ sparse_"
+    ),
+}
+
+_DRAWING: frozenset[Any] = frozenset(
+    getattr(module, name)
+    for module, names in _DRAWS.items()
+    for name in names.split()
+    if name in dir(module)
+)
+
+
+# Functions that stand for these have their names: a library that guards ``torch.nn.init`` puts its
+# own there, and torch hands those on.
+_NAMES = frozenset(function.__name__ for function in _DRAWING if isinstance(function, FunctionType))
+
+
+def _draws(function: Callable[..., Any]) -> bool:
+    return function in _DRAWING or (
+        isinstance(function, FunctionType) and function.__name__ in _NAMES
+    )
+
+
+class _Turns:
+    """Who owns torch's default generator, and the states of those who do not."""
+
+    def __init__(self) -> None:
+        self.generator = torch.default_generator
+        self._lock = threading.RLock()
+        self._states: dict[object, Tensor] = {}
+        self._owner: object = None  # None: code outside all simulated ranks
+
+    @contextmanager
+    def turn(self, who: object) -> Iterator[torch.Generator]:
+        """Hold the generator with the state of ``who`` in it."""
+        with self._lock:
+            if self._owner is not who:
+                self._states[self._owner] = self.generator.get_state()
+                # A new stream starts where its world was started from.
+                self.generator.set_state(self._states.get(who, self._states[None]))
+                self._owner = who
+            yield self.generator
+
+    def forget(self, who: object) -> None:
+        """Drop the stream of a rank that is done."""
+        with self._lock:
+            if self._owner is who:
+                self.generator.set_state(self._states[None])
+                self._owner = None
+            self._states.pop(who, None)
+
+    def free_after_fork(self) -> None:
+        """In a forked child only the forking thread lives on; the lock may belong to another."""
+        self._lock = threading.RLock()
+
+
+_turns = _Turns()
+os.register_at_fork(after_in_child=_turns.free_after_fork)
+_current = threading.local()
+
+
+class _RankGenerator:
+    """Stands for ``torch.random.default_generator``: seeding acts on the rank's own stream."""
+
+    def __getattr__(self, name: str) -> Any:
+        who = getattr(_current, "who", None)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _turns.turn(who) as generator:
+                return getattr(generator, name)(*args, **kwargs)
+
+        return call
+
+
+class _OwnDraws(TorchFunctionMode):
+    """Gives a rank its turn around every function of torch that draws, and its default dtype."""
+
+    def __init__(self, who: object, dtype: RankDtype) -> None:
+        super().__init__()
+        self._who = who
+        self._dtype = dtype
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if _draws(func):
+            return self._dtype.call(self._draw, (func, args, kwargs or {}), {})
+        return self._dtype.call(func, args, kwargs or {})
+
+    def _draw(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with _turns.turn(self._who):
+            return func(*args, **kwargs)
+
+
+def draws_nothing(function: Callable[P, R]) -> Callable[P, R]:
+    """``function`` calls torch and never draws: nobody need look at its calls.
+
+    On a simulated rank that look costs each of them several microseconds.
+    """
+
+    @wraps(function)
+    def unseen(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return unseen
+
+
+_run_backward: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
+
+
+def _run_backward_with_own_draws(*args: Any, **kwargs: Any) -> Any:
+    """Run backward under the rank's mode, for what is recomputed in it.
+
+    ``Tensor.backward`` and ``torch.autograd.grad`` ask the mode what to do, and torch takes a mode
+    away while it is asked, so that all of backward would run without it.
+    """
+    who = getattr(_current, "who", None)
+    # Where nothing was asked, the mode is there. A second one would be seen by torch.compile, which
+    # then makes another graph for what is recomputed than it made for the forward.
+    if who is None or _has_mode():
+        return _run_backward(*args, **kwargs)
+    with _OwnDraws(who, _current.dtype):
+        return _run_backward(*args, **kwargs)
+
+
+def _has_mode() -> bool:
+    """Whether the rank's mode is asked now."""
+    depth = torch._C._len_torch_function_stack()
+    return any(isinstance(torch._C._get_function_stack_at(i), _OwnDraws) for i in range(depth))
+
+
+_rank_generator = _RankGenerator()
+_installed = 0
+_install_lock = threading.Lock()
+
+
+@contextmanager
+def _rank_generator_installed() -> Iterator[None]:
+    global _installed
+    with _install_lock:
+        _installed += 1
+        vars(torch.random)["default_generator"] = _rank_generator
+        vars(torch.autograd)["_engine_run_backward"] = _run_backward_with_own_draws
+    try:
+        yield
+    finally:
+        with _install_lock:
+            _installed -= 1
+            if not _installed:
+                vars(torch.random)["default_generator"] = _turns.generator
+                vars(torch.autograd)["_engine_run_backward"] = _run_backward
+
+
+@contextmanager
+def random_stream(dtype: RankDtype | None = None) -> Iterator[None]:
+    """Give this thread its own stream while the body runs; it starts as a copy of the outer one.
+
+    Args:
+        dtype: of this thread, which then looks at each call of torch, too.
+
+    Example:
+        >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
+        <torch._C.Generator object at ...>
+        >>> with random_stream():
+        ...     inside = torch.rand(3)
+        >>> bool((inside == torch.rand(3)).all())
+        True
+    """
+    who = object()
+    dtype = dtype or RankDtype(torch.get_default_dtype())
+    with _rank_generator_installed(), _OwnDraws(who, dtype):
+        _current.who, _current.dtype = who, dtype
+        try:
+            yield
+        finally:
+            _current.who = None
+            _turns.forget(who)

@@ -1,0 +1,272 @@
+"""Collectives as messages between all pairs of ranks; sums in rank order, in place, in pieces.
+
+Every algorithm is flat: each rank talks to each other rank itself. So a rank that waits waits for
+the one that is late, and can name it. Reductions move in pieces: while one piece is reduced, the
+next one is on its way, and scratch memory does not grow with the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import final
+
+import torch
+from torch import Tensor
+
+from echelon.comm.reduce_op import reduce_into
+from echelon.comm.torch_dist.peers import PHASE, Peers, Posted, sized_tag
+from echelon.errors import ArgumentError
+from echelon.ranges import even_chunks
+
+__all__ = ["Algorithms"]
+
+# One message of a reduction. Smaller: more messages; larger: less overlap, and no cache holds it.
+PIECE_NBYTES = 4 << 20
+# Pieces that may be under way to a rank at any time: enough to hide that it is not always there.
+SCRATCH_NBYTES = 32 << 20
+# Up to this many bytes sent by a rank, one round with everything beats two rounds with parts.
+ONE_ROUND_NBYTES = 768 << 10
+# Up to this size the source sends to everyone itself; above, the receivers share the work.
+FLAT_BROADCAST_NBYTES = 1 << 20
+_ALIGN_NBYTES = 64
+
+
+@final
+class Algorithms:
+    """The collectives of one rank. One runs at a time, because they share the scratch memory.
+
+    Args:
+        peers: the other ranks.
+        device: where tensors live.
+    """
+
+    def __init__(self, peers: Peers, device: torch.device) -> None:
+        self._peers = peers
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
+        self._device = device
+
+    def all_reduce(self, tag: int, tensor: Tensor, op: str) -> None:
+        """Reduce ``tensor`` over ranks, in place."""
+        peers, size = self._peers, self._peers.size
+        if (size - 1) * tensor.numel() * tensor.itemsize <= ONE_ROUND_NBYTES:
+            everyone = dict.fromkeys(peers.others(), tensor)
+            self._reduce_at_once(tag, everyone, tensor, [tensor], op)
+            return
+        # [1] my pieces of part r go to rank r, which [2] reduces them and [3] sends results to all.
+        align = max(1, _ALIGN_NBYTES // tensor.itemsize)
+        parts = [
+            _pieces(tensor[start:stop]) for start, stop in even_chunks(tensor.numel(), size, align)
+        ]
+        deadline = peers.deadline()
+        results = [
+            peers.recv(piece, peer, tag | PHASE) for peer in peers.others() for piece in parts[peer]
+        ]
+        sent = [peers.send(piece, peer, tag) for peer, piece in self._by_turns(parts)]  # [1]
+        mine = parts[peers.rank]
+        for i in self._reduce_pieces(tag, mine, mine, op, deadline):  # [2]
+            sent += [peers.send(mine[i], peer, tag | PHASE) for peer in peers.others()]  # [3]
+        peers.wait(results, deadline)
+        peers.wait(sent, deadline)
+
+    def reduce_scatter(self, tag: int, output: Tensor, inputs: Sequence[Tensor], op: str) -> None:
+        """Reduce ``inputs[rank]`` of all ranks into ``output``."""
+        peers = self._peers
+        if (peers.size - 1) * output.numel() * output.itemsize <= ONE_ROUND_NBYTES:
+            self._reduce_at_once(tag, dict(enumerate(inputs)), inputs[peers.rank], [output], op)
+            return
+        deadline = peers.deadline()
+        parts = [_pieces(part) for part in inputs]
+        sent = [peers.send(piece, peer, tag) for peer, piece in self._by_turns(parts)]
+        pieces = self._reduce_pieces(tag, parts[peers.rank], _pieces(output), op, deadline)
+        for _ in pieces:
+            pass
+        peers.wait(sent, deadline)
+
+    def reduce(self, tag: int, tensor: Tensor, dst: int, op: str) -> None:
+        """Reduce ``tensor`` of all ranks into that of rank ``dst``; others keep theirs."""
+        peers = self._peers
+        deadline = peers.deadline()
+        pieces = _pieces(tensor)
+        if peers.rank == dst:
+            for _ in self._reduce_pieces(tag, pieces, pieces, op, deadline):
+                pass
+        else:
+            peers.wait([peers.send(piece, dst, tag) for piece in pieces], deadline)
+
+    def all_gather(self, tag: int, outputs: Sequence[Tensor], input: Tensor) -> None:
+        """Copy ``input`` of each rank into ``outputs`` of all; straight into place."""
+        peers = self._peers
+        deadline = peers.deadline()
+        received = [peers.recv(outputs[peer], peer, tag) for peer in peers.others()]
+        sent = [peers.send(input, peer, tag) for peer in peers.others()]
+        _copy(outputs[peers.rank], input)
+        peers.wait(received, deadline)
+        peers.wait(sent, deadline)
+
+    def broadcast(self, tag: int, tensor: Tensor, src: int) -> None:
+        """Copy ``tensor`` of rank ``src`` to all."""
+        peers = self._peers
+        deadline = peers.deadline()
+        receivers = [rank for rank in range(peers.size) if rank != src]
+        if len(receivers) <= 1 or tensor.numel() * tensor.itemsize <= FLAT_BROADCAST_NBYTES:
+            if peers.rank == src:
+                peers.wait([peers.send(tensor, peer, tag) for peer in peers.others()], deadline)
+            else:
+                peers.wait([peers.recv(tensor, src, tag)], deadline)
+            return
+        # The source gives a part to each receiver, and each receiver hands its part on.
+        ranges = even_chunks(tensor.numel(), len(receivers), _ALIGN_NBYTES)
+        parts = {
+            rank: tensor[start:stop] for rank, (start, stop) in zip(receivers, ranges, strict=True)
+        }
+        if peers.rank == src:
+            peers.wait([peers.send(parts[peer], peer, tag) for peer in peers.others()], deadline)
+            return
+        others = [peer for peer in peers.others() if peer != src]
+        mine = peers.recv(parts[peers.rank], src, tag)
+        rest = [peers.recv(parts[peer], peer, tag) for peer in others]
+        peers.wait([mine], deadline)
+        sent = [peers.send(parts[peers.rank], peer, tag) for peer in others]
+        peers.wait(rest, deadline)
+        peers.wait(sent, deadline)
+
+    def gather(self, tag: int, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> None:
+        """Copy ``tensor`` of each rank into ``outputs`` of rank ``dst``."""
+        peers = self._peers
+        deadline = peers.deadline()
+        if peers.rank != dst:
+            peers.wait([peers.send(tensor, dst, tag)], deadline)
+            return
+        received = [peers.recv(outputs[peer], peer, tag) for peer in peers.others()]
+        _copy(outputs[dst], tensor)
+        peers.wait(received, deadline)
+
+    def scatter(self, tag: int, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> None:
+        """Copy ``inputs[r]`` of rank ``src`` into ``tensor`` of rank ``r``."""
+        peers = self._peers
+        deadline = peers.deadline()
+        if peers.rank != src:
+            peers.wait([peers.recv(tensor, src, tag)], deadline)
+            return
+        sent = [peers.send(inputs[peer], peer, tag) for peer in peers.others()]
+        _copy(tensor, inputs[src])
+        peers.wait(sent, deadline)
+
+    def exchange(self, tag: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Send ``inputs[r]`` to rank ``r`` and receive ``outputs[r]`` from it.
+
+        The tag of a message holds its length, and an empty tensor travels as one byte: two ranks
+        that do not agree on a length never meet, see [Note: tags].
+        """
+        peers = self._peers
+        deadline = peers.deadline()
+        ins = [tensor if tensor.numel() else self._token for tensor in inputs]
+        outs = [tensor if tensor.numel() else self._token for tensor in outputs]
+        received = [
+            peers.recv(outs[peer], peer, sized_tag(tag, outputs[peer].numel()))
+            for peer in peers.others()
+        ]
+        sent = [
+            peers.send(ins[peer], peer, sized_tag(tag, inputs[peer].numel()))
+            for peer in peers.others()
+        ]
+        _copy(outputs[peers.rank], inputs[peers.rank])
+        peers.wait(received, deadline)
+        peers.wait(sent, deadline)
+
+    def barrier(self, tag: int) -> None:
+        """Return when all ranks have come."""
+        places = self._room(self._peers.size, 1, torch.uint8)
+        self.exchange(tag, places, [self._token] * self._peers.size)
+
+    @cached_property
+    def _token(self) -> Tensor:
+        """One byte for what has none; made when it is needed, as not every group needs it."""
+        return torch.zeros(1, dtype=torch.uint8, device=self._device)
+
+    # Parts of the above ----------------------------------------------------------------------
+
+    def _by_turns(self, parts: Sequence[Sequence[Tensor]]) -> list[tuple[int, Tensor]]:
+        """The pieces for the other ranks in the order of sending: the first of each, and so on."""
+        others = self._peers.others()
+        longest = max((len(parts[peer]) for peer in others), default=0)
+        return [
+            (peer, parts[peer][i])
+            for i in range(longest)
+            for peer in others
+            if i < len(parts[peer])
+        ]
+
+    def _reduce_at_once(
+        self, tag: int, inputs: dict[int, Tensor], own: Tensor, outputs: list[Tensor], op: str
+    ) -> None:
+        """Send ``inputs[r]`` to rank ``r``, and reduce what comes with ``own``."""
+        peers = self._peers
+        deadline = peers.deadline()
+        places = self._room(peers.size, own.numel(), own.dtype)
+        places[peers.rank] = own
+        received = [peers.recv(places[peer], peer, tag) for peer in peers.others()]
+        sent = [peers.send(inputs[peer], peer, tag) for peer in peers.others()]
+        peers.wait(received, deadline)
+        peers.wait(sent, deadline)  # before ``own``, which may be what is sent, is written
+        reduce_into(outputs, places, op)
+
+    def _reduce_pieces(
+        self, tag: int, own: list[Tensor], outputs: list[Tensor], op: str, deadline: float
+    ) -> Iterator[int]:
+        """Receive every other rank's piece ``i`` and reduce it with ``own[i]`` into ``outputs[i]``.
+
+        Yields:
+            ``i``, when it is reduced.
+        """
+        peers = self._peers
+        longest = max((piece.numel() for piece in own), default=0)
+        dtype = own[0].dtype if own else torch.uint8
+        others = max(1, peers.size - 1)
+        depth = max(2, SCRATCH_NBYTES // (others * PIECE_NBYTES))
+        room = self._room(min(depth, len(own)) * peers.size, longest, dtype)
+        slots = [room[i : i + peers.size] for i in range(0, len(room), peers.size)]
+        arriving: dict[int, list[Posted]] = {}
+
+        def expect(i: int) -> None:
+            places = slots[i % depth]
+            arriving[i] = [
+                peers.recv(places[peer][: own[i].numel()], peer, tag) for peer in peers.others()
+            ]
+
+        for i in range(min(depth, len(own))):
+            expect(i)
+        for i, piece in enumerate(own):
+            peers.wait(arriving.pop(i), deadline)
+            places = [place[: piece.numel()] for place in slots[i % depth]]
+            places[peers.rank] = piece
+            reduce_into([outputs[i]], places, op)
+            if i + depth < len(own):
+                expect(i + depth)
+            yield i
+
+    def _room(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """``count`` places of ``numel`` elements in the scratch memory, which only ever grows."""
+        nbytes = -(-numel * dtype.itemsize // _ALIGN_NBYTES) * _ALIGN_NBYTES
+        if self._scratch.numel() < count * nbytes:
+            self._scratch = self._scratch.new_empty(count * nbytes)
+        return [
+            self._scratch[i * nbytes : i * nbytes + numel * dtype.itemsize].view(dtype)
+            for i in range(count)
+        ]
+
+
+def _pieces(part: Tensor) -> list[Tensor]:
+    """``part`` cut into messages; none if it is empty."""
+    return list(part.split(PIECE_NBYTES // part.itemsize)) if part.numel() else []
+
+
+def _copy(output: Tensor, input: Tensor) -> None:
+    """Copy what a rank sends to itself, unless it is there already."""
+    if output.numel() != input.numel():
+        raise ArgumentError(
+            f"this rank sends itself {input.numel()} elements and expects {output.numel()}"
+        )
+    if output.data_ptr() != input.data_ptr():
+        output.copy_(input)

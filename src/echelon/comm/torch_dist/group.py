@@ -1,0 +1,328 @@
+"""Groups over a c10d engine: what all engines share, and the group that needs messages only."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from echelon.comm.allocation import zeros
+from echelon.comm.group import Group
+from echelon.comm.torch_dist.algorithms import Algorithms
+from echelon.comm.torch_dist.job import Job
+from echelon.comm.torch_dist.lane import Lane, LaneWork
+from echelon.comm.torch_dist.notices import Notice
+from echelon.comm.torch_dist.peers import Mailroom, PeerLost, Peers, Posted, collective_tag
+from echelon.comm.torch_dist.signature_check import Agreement
+from echelon.comm.work import Window, Work
+from echelon.diagnosis.collective_call import Ticket
+from echelon.errors import CommError, CommTimeout
+
+__all__ = ["Connect", "Lengths", "PeerGroup", "TorchGroup"]
+
+# Elements sent to and expected from each rank, where ranks may differ in them.
+Lengths = tuple[list[int], list[int]]
+# Makes the group of the given name and ranks (in the job); all of these call it.
+Connect = Callable[[str, tuple[int, ...]], "TorchGroup"]
+
+
+class TorchGroup(Group):
+    """Ranks that communicate through ``torch.distributed``. Abstract: a subclass a kind of engine.
+
+    Args:
+        job: shared by all groups of this rank.
+        name: for messages and for the store.
+        ranks: in the job, in order.
+        device: where tensors live.
+        timeout: seconds that a rank waits for others.
+        connect: makes subgroups.
+        agreement: compares the calls of the ranks before each collective; None: they are trusted.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        name: str,
+        ranks: Sequence[int],
+        device: torch.device,
+        timeout: float,
+        connect: Connect,
+        agreement: Agreement | None,
+    ) -> None:
+        super().__init__(
+            name,
+            list(ranks).index(job.rank),
+            ranks,
+            device,
+            timeout,
+            shares_memory=False,
+            note=job.watch.issue,
+        )
+        self._job = job
+        self._connect = connect
+        self._agreement = agreement
+
+    @final
+    def close(self, error: BaseException | None = None) -> None:
+        """End communication of all groups of this job on this rank, in good order.
+
+        Args:
+            error: why this rank leaves early; the other ranks name it as the cause.
+        """
+        self._job.close(error)
+
+    @abstractmethod
+    def _synchronize(self, ticket: Ticket) -> None:
+        """Return when all ranks have issued this call."""
+
+    @final
+    def _trouble(
+        self, ticket: Ticket, lost: PeerLost, start_s: float, lengths: Lengths | None = None
+    ) -> CommError:
+        """What to raise for peers that did not answer in the call of ``ticket``."""
+        sends, expects = lengths or ((), ())
+        mine = Notice.of(
+            ticket,
+            late=lost.late,
+            missing=[self.ranks[rank] for rank in lost.missing],
+            seconds=time.monotonic() - start_s,
+            sends=sends,
+            expects=expects,
+        )
+        return self._job.diagnose(mine, self.ranks)
+
+    @final
+    def _subgroup(self, ticket: Ticket, name: str, members: Sequence[int]) -> TorchGroup | None:
+        self._job.check()
+        if self._agreement is not None:
+            self._synchronize(ticket)
+        if self.rank not in members:
+            return None
+        start_s = time.monotonic()
+        try:
+            return self._connect(name, tuple(self.ranks[member] for member in members))
+        except PeerLost as lost:
+            missing = tuple(members[rank] for rank in lost.missing)  # in this group, not in the new
+            raise self._trouble(ticket, PeerLost(missing, lost.late), start_s) from lost
+        except RuntimeError as error:
+            late = time.monotonic() - start_s >= self.timeout
+            others = tuple(member for member in members if member != self.rank)
+            raise self._trouble(ticket, PeerLost(others, late), start_s) from error
+
+    @final
+    def _window(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Window:
+        self._job.check()
+        if self._agreement is not None:
+            self._synchronize(ticket)
+        local = zeros(numel, dtype, self.device, what=f"a window of {numel} elements")
+        return Window(local, [local], shared=False)
+
+
+@final
+class MessageWork(Work):
+    """A message under way. The engine can only be waited for, and only once."""
+
+    def __init__(self, ticket: Ticket, wait: Callable[[], None], peer: int) -> None:
+        super().__init__(ticket)
+        self._await: Callable[[], None] | None = wait
+        self._peer = peer
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self.waiter: threading.Thread | None = None
+
+    def ended(self) -> bool:
+        """Whether a wait has ended; does not begin one."""
+        return self._ended.is_set()
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return (or raise) at once."""
+        self._wait_beside()
+        return self._ended.is_set()
+
+    def _wait(self, timeout: float | None) -> None:
+        if timeout is None:
+            self._wait_here()
+        else:
+            # A wait of the engine that times out breaks its connections, so it must not be short.
+            self._wait_beside()
+            if not self._ended.wait(timeout):
+                raise CommTimeout(str(self.ticket), (self._peer,), timeout)
+        if self._error is not None:
+            raise self._error
+
+    def _wait_beside(self) -> None:
+        if self.waiter is None and not self._ended.is_set():
+            self.waiter = threading.Thread(
+                target=self._wait_here, name="echelon message", daemon=True
+            )
+            self.waiter.start()
+
+    def _wait_here(self) -> None:
+        with self._lock:
+            if self._ended.is_set():
+                return
+            step, self._await = self._await, None
+            assert step is not None
+            try:
+                step()
+            except BaseException as error:
+                self._error = error
+            self._ended.set()
+
+
+@final
+class PeerGroup(TorchGroup):
+    """Ranks whose engine carries tagged messages (gloo): the collectives are our own.
+
+    Sums run in rank order and are bitwise equal on all ranks; every dtype works, because only
+    bytes travel; any number of collectives may be outstanding.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        job: Job,
+        name: str,
+        ranks: Sequence[int],
+        device: torch.device,
+        connect: Connect,
+        check: bool,
+    ) -> None:
+        agreement = Agreement(peers) if check else None
+        super().__init__(job, name, ranks, device, peers.timeout, connect, agreement)
+        self._peers = peers
+        self._algorithms = Algorithms(peers, device)
+        self._lane = Lane(name)
+        self._mailroom = Mailroom()
+        self._messages: list[MessageWork] = []
+        job.join(peers.sever, self._drop)
+
+    # Collectives -----------------------------------------------------------------------------
+
+    def _all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> Work:
+        return self._issue(ticket, lambda tag: self._algorithms.all_reduce(tag, tensor, op))
+
+    def _reduce_scatter(
+        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+    ) -> Work:
+        if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
+            input = input.clone()  # others may not have it yet when the output is written
+        inputs = input.split(list(splits))
+        return self._issue(
+            ticket, lambda tag: self._algorithms.reduce_scatter(tag, output, inputs, op)
+        )
+
+    def _all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> Work:
+        return self._issue(ticket, lambda tag: self._algorithms.all_gather(tag, outputs, input))
+
+    def _broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> Work:
+        return self._issue(ticket, lambda tag: self._algorithms.broadcast(tag, tensor, src))
+
+    def _reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> Work:
+        return self._issue(ticket, lambda tag: self._algorithms.reduce(tag, tensor, dst, op))
+
+    def _gather(self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> Work:
+        return self._issue(ticket, lambda tag: self._algorithms.gather(tag, outputs, tensor, dst))
+
+    def _scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> Work:
+        return self._issue(ticket, lambda tag: self._algorithms.scatter(tag, tensor, inputs, src))
+
+    def _all_to_all(
+        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Work:
+        lengths = [part.numel() for part in inputs], [part.numel() for part in outputs]
+        return self._issue(
+            ticket, lambda tag: self._algorithms.exchange(tag, outputs, inputs), lengths
+        )
+
+    def _barrier(self, ticket: Ticket) -> Work:
+        return self._issue(ticket, self._algorithms.barrier)
+
+    def _issue(
+        self, ticket: Ticket, run: Callable[[int], None], lengths: Lengths | None = None
+    ) -> Work:
+        self._job.check()
+        return self._lane.issue(
+            LaneWork(ticket, lambda: self._carry_out(ticket, run, lengths), self._awaited)
+        )
+
+    def _carry_out(
+        self, ticket: Ticket, run: Callable[[int], None], lengths: Lengths | None
+    ) -> None:
+        """Run one collective; on the lane's worker or on the caller's thread."""
+        self._job.check()
+        start_s = time.monotonic()
+        try:
+            if self._agreement is not None:
+                self._agreement.check(ticket, lengths)
+            run(collective_tag(ticket.call, ticket.position))
+        except PeerLost as lost:
+            raise self._trouble(ticket, lost, start_s, lengths) from lost.__cause__
+
+    def _awaited(self) -> tuple[int, ...]:
+        return tuple(self.ranks[rank] for rank in self._peers.awaited)
+
+    def _synchronize(self, ticket: Ticket) -> None:
+        self._issue(ticket, lambda tag: None).wait()
+
+    # Point to point --------------------------------------------------------------------------
+
+    def _send(self, ticket: Ticket, tensor: Tensor, dst: int, tag: int) -> Work:
+        return self._message(ticket, self._peers.send, tensor, dst, tag)
+
+    def _recv(self, ticket: Ticket, tensor: Tensor, src: int, tag: int) -> Work:
+        return self._message(ticket, self._peers.recv, tensor, src, tag)
+
+    def _message(
+        self,
+        ticket: Ticket,
+        post: Callable[[Tensor, int, int], Posted],
+        tensor: Tensor,
+        peer: int,
+        tag: int,
+    ) -> Work:
+        self._job.check()
+        engine_tag = self._mailroom.tag(ticket.call.op, tensor, peer, tag)
+        start_s = time.monotonic()
+        # One byte stands for an empty tensor: its length is in the tag, and the receiver must wait.
+        body = tensor if tensor.numel() else torch.zeros(1, dtype=torch.uint8, device=self.device)
+        try:
+            posted = post(body, peer, engine_tag)
+        except PeerLost as lost:
+            raise self._trouble(ticket, lost, start_s) from lost.__cause__
+
+        def wait() -> None:
+            waiting_s = time.monotonic()
+            try:
+                self._peers.wait([posted], self._peers.deadline(), is_message=True)
+            except PeerLost as lost:
+                raise self._trouble(ticket, lost, waiting_s) from lost.__cause__
+
+        work = MessageWork(ticket, wait, self.ranks[peer])
+        if not ticket.blocking:
+            self._messages = [old for old in self._messages if not old.ended()]
+            self._messages.append(work)
+        return work
+
+    # End -------------------------------------------------------------------------------------
+
+    def _drop(self, failed: bool) -> None:
+        """End outstanding work and let go of the engine.
+
+        A thread that comes back from the engine while Python ends would abort the process, so no
+        thread is left in it.
+        """
+        if not self._lane.close(failed, self.timeout):
+            self._peers.sever()
+        waiters = [work.waiter for work in self._messages if work.waiter is not None]
+        if any(waiter.is_alive() for waiter in waiters):
+            self._peers.sever()
+            for waiter in waiters:
+                waiter.join()
+        self._peers.close()

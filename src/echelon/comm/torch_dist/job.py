@@ -1,0 +1,225 @@
+"""What the groups of a job share on one rank: the store, notices, the first failure, the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar, final
+
+from torch._C import _distributed_c10d as c10d
+
+from echelon.comm.torch_dist.notices import Notice, Reason, conclude
+from echelon.comm.torch_dist.peers import PeerLost
+from echelon.diagnosis.watch import Watch
+from echelon.errors import CommError, CommTimeout, RankFailed
+from echelon.errors.printable import message_of
+from echelon.process.forks import disown_in_forks, keep_alive
+
+__all__ = ["Job"]
+
+_T = TypeVar("_T")
+
+# How long a rank in trouble waits for the notices of others before it says what it knows itself.
+# A rank that timed out has lost its connections before it could write why. Where the logbook says
+# that it lives it will write, if late: its host may be busy.
+GRACE_S = 1.0
+GRACE_LOST_S = 2.0
+GRACE_ALIVE_S = 10.0
+# A store behind a cut link never answers: a call to it is given up after this time.
+STORE_S = 2.0
+# How long the rank that holds the store stays for the others, so that they can still read notices.
+STAY_S, STAY_FAILED_S = 10.0, 3.0
+
+
+@final
+class Job:
+    """One rank's part in a job.
+
+    Args:
+        store: shared by all ranks; this object writes under ``notice/`` only.
+        watch: of this rank.
+        size: number of ranks that this rank holds the store for; 0 if another one holds it.
+    """
+
+    def __init__(self, store: c10d.Store, watch: Watch, size: int = 0) -> None:
+        self.store = store
+        self.watch = watch
+        self.rank = watch.rank
+        self._num_ranks = self._stay_for = size
+        self._store_gone = False
+        self.failure: CommError | None = None
+        self._lock = threading.Lock()
+        self._posted = False
+        self._is_closed = False
+        self._sever: list[Callable[[], None]] = []
+        self._drop: list[Callable[[bool], None]] = []
+        disown_in_forks(self)
+
+    def disown(self) -> None:
+        """Leave the store to the rank that has forked this process."""
+        keep_alive(self.store)
+
+    def join(self, sever: Callable[[], None], drop: Callable[[bool], None]) -> None:
+        """Take in a group.
+
+        Args:
+            sever: break its connections, so that no rank waits for this one.
+            drop: end its work and let go of its engine; the argument says whether the job failed.
+        """
+        with self._lock:
+            self._sever.append(sever)
+            self._drop.append(drop)
+
+    def check(self) -> None:
+        """Raise the first failure of this rank again: connections do not survive one."""
+        if self.failure is not None:
+            raise self.failure
+
+    def look(self, ranks: Sequence[int]) -> None:
+        """Raise if one of these ranks (in the job) has left, and so will never come.
+
+        Raises:
+            PeerLost: names it by its place among ``ranks``.
+        """
+        gone = [
+            i
+            for i, rank in enumerate(ranks)
+            if self._has_ended(rank) or self.store.check([f"notice/{rank}"])
+        ]
+        if gone:
+            raise PeerLost(tuple(gone), late=False)
+
+    def diagnose(self, mine: Notice, ranks: Sequence[int]) -> CommError:
+        """Find out who failed, tell the other ranks, and break all connections of this rank.
+
+        Args:
+            mine: what happened on this rank.
+            ranks: of the group, in the job.
+
+        Returns:
+            what to raise; the first failure of this rank if there was one before.
+        """
+        try:
+            return self._diagnose(mine, ranks)
+        finally:
+            self.watch.await_rank(None)  # not before: until now it would look as if it computed
+
+    def _diagnose(self, mine: Notice, ranks: Sequence[int]) -> CommError:
+        with self._lock:
+            if self.failure is not None:
+                return self.failure
+            # A rank that knows whom it lost can say more once it has read that one's notice.
+            knows_more_later = mine.reason is Reason.LOST and bool(mine.missing)
+            if not knows_more_later:
+                self._post(mine)
+            if mine.reason is Reason.TIMEOUT:
+                self.watch.give_up(mine.missing)
+            others = [rank for rank in ranks if rank != self.rank]
+            start_s = time.monotonic()
+            last = False
+            while True:
+                seen = self._ask(lambda: self._read(others)) or {}
+                ended = {rank: self._has_ended(rank) for rank in mine.missing}
+                alive = [rank for rank, has_ended in ended.items() if has_ended is False]
+                waited_s = time.monotonic() - start_s
+                error, certain = conclude(
+                    mine, seen, tuple(ranks), blind=self._store_gone, alive=alive, seconds=waited_s
+                )
+                grace_s = GRACE_LOST_S if knows_more_later else GRACE_S
+                if knows_more_later and alive:
+                    grace_s = GRACE_ALIVE_S
+                if certain or self._store_gone or last or waited_s > grace_s:
+                    break
+                # Whoever has ended writes no more, but may have written since we read.
+                last = bool(ended) and all(ended.values())
+                time.sleep(0.0 if last else 0.05)
+            if isinstance(error, CommTimeout):
+                error = self.watch.explained(error)
+            self.failure = error
+            if isinstance(error, RankFailed):
+                self._stay_for -= error.failed_rank not in seen  # it will not close its job
+                mine = replace(mine, root=error.failed_rank, cause=error.cause)
+            elif isinstance(error, CommTimeout):
+                self._stay_for -= len(error.missing)
+            self._post(mine)
+            sever = list(self._sever)
+        for step in sever:
+            step()
+        return error
+
+    def close(self, error: BaseException | None) -> None:
+        """End all groups of this rank and tell the others why. A second call does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if error is not None:
+                kind, message = type(error).__name__, message_of(error)
+                text = f"{kind}: {message}" if message else kind
+                self._post(Notice(rank=self.rank, reason=Reason.RAISED, text=text[:2000]))
+            else:
+                self._post(Notice(rank=self.rank, reason=Reason.LEFT))
+            failed = error is not None or self.failure is not None
+        if failed:
+            for step in self._sever:
+                step()
+        for drop in reversed(self._drop):
+            drop(failed)
+        self._sever.clear()
+        self._drop.clear()
+        self.watch.begin_close()
+        self._ask(lambda: self.store.set(f"closed/{self.rank}", ""))
+        end = time.monotonic() + (STAY_FAILED_S if failed else STAY_S)
+        waiting = set(range(self._num_ranks)) if self._stay_for > 0 else set()
+        while self._num_ranks - len(waiting) < self._stay_for and time.monotonic() < end:
+            closed = self._ask(partial(self._closed, frozenset(waiting)))
+            if closed is None:
+                break
+            waiting -= closed
+            time.sleep(0.02 if waiting else 0.0)
+        self.watch.close()
+
+    def _closed(self, ranks: Collection[int]) -> set[int]:
+        return {rank for rank in ranks if self.store.check([f"closed/{rank}"])}
+
+    def _has_ended(self, rank: int) -> bool | None:
+        """Whether the process of a rank has ended; None where that cannot be seen from here."""
+        entry = self.watch.entry(rank)
+        return None if entry is None else entry.ended
+
+    def _post(self, notice: Notice) -> None:
+        """Write the first notice of this rank; later ones are its consequences."""
+        if not self._posted:
+            self._posted = True
+            self._ask(lambda: self.store.set(f"notice/{self.rank}", notice.dump()))
+
+    def _read(self, ranks: Sequence[int]) -> dict[int, Notice]:
+        keys = {rank: f"notice/{rank}" for rank in ranks}
+        return {
+            rank: notice
+            for rank, key in keys.items()
+            if self.store.check([key])
+            and (notice := Notice.load(self.store.get(key), rank)) is not None
+        }
+
+    def _ask(self, question: Callable[[], _T]) -> _T | None:
+        """The store's answer, or None when it is gone or does not answer; then it is left alone."""
+        if self._store_gone:
+            return None
+        answers: list[_T] = []
+
+        def call() -> None:
+            with suppress(RuntimeError):  # the store's host is gone, and the notices with it
+                answers.append(question())
+
+        thread = threading.Thread(target=call, name="echelon store", daemon=True)
+        thread.start()
+        thread.join(STORE_S)
+        if not answers:
+            self._store_gone = True
+            return None
+        return answers[0]

@@ -1,0 +1,375 @@
+"""The group over an engine whose own collectives are used: NCCL, XCCL, UCC, MPI and others.
+
+The engine decides the order of sums and in which precision bfloat16 and float16 are accumulated;
+``"mean"`` is its sum and one division. Reductions that engines do not have (uint16, bitwise,
+product of complex numbers and the like) are a gather and a local reduction in rank order. Data that
+is only moved travels as bytes, so every dtype works.
+
+On CUDA, work is queued: ``wait`` orders the current stream behind it and returns at once.
+Messages between two ranks match in the order of issue, whatever their tags: NCCL has none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from echelon.comm.reduce_op import divide_for_mean, reduce_into
+from echelon.comm.streams import synchronize
+from echelon.comm.torch_dist.group import Connect, Lengths, TorchGroup
+from echelon.comm.torch_dist.job import Job
+from echelon.comm.torch_dist.peers import Engine, EngineWork, PeerLost, Peers
+from echelon.comm.torch_dist.signature_check import Agreement
+from echelon.comm.work import Work
+from echelon.diagnosis.collective_call import Ticket
+from echelon.errors import CommError, CommTimeout, StateError
+
+__all__ = ["NativeGroup"]
+
+_OPS = {
+    "sum": c10d.ReduceOp.SUM,
+    "mean": c10d.ReduceOp.SUM,
+    "product": c10d.ReduceOp.PRODUCT,
+    "min": c10d.ReduceOp.MIN,
+    "max": c10d.ReduceOp.MAX,
+}
+# What all engines reduce themselves. For bool, "or" is a maximum and "and" a minimum of bytes.
+_REDUCED = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int8, torch.uint8,
+}  # fmt: skip
+_BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}
+_POLL_S = 0.0005
+
+
+@final
+class NativeWork(Work):
+    """One or more works of c10d that together are one call."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        works: Sequence[EngineWork],
+        translate: Callable[[RuntimeError], CommError],
+        others: tuple[int, ...],
+    ) -> None:
+        super().__init__(ticket)
+        self._works = list(works)
+        self._translate = translate
+        self._others = others
+        self._error: CommError | None = None
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return (or raise) at once."""
+        return self._error is not None or all(work.is_completed() for work in self._works)
+
+    def _wait(self, timeout: float | None) -> None:
+        if self._error is not None:
+            raise self._error
+        if timeout is not None:
+            # A timeout of the engine ends its communicator, so look instead of waiting.
+            end = time.monotonic() + timeout
+            while not self.done():
+                if time.monotonic() > end:
+                    raise CommTimeout(str(self.ticket), self._others, timeout)
+                time.sleep(_POLL_S)
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            self._error = self._translate(error)
+            raise self._error from error
+        self._works = []
+
+
+@final
+class NativeGroup(TorchGroup):
+    """Ranks whose engine has collectives of its own.
+
+    Args:
+        engine: a c10d process group or one of its backends.
+        end: shuts the engine down.
+        check: if given, these peers compare the calls of all ranks before each collective.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        end: Callable[[bool], None],
+        job: Job,
+        name: str,
+        ranks: Sequence[int],
+        device: torch.device,
+        timeout: float,
+        connect: Connect,
+        check: Peers | None,
+    ) -> None:
+        agreement = None if check is None else Agreement(check)
+        super().__init__(job, name, ranks, device, timeout, connect, agreement)
+        self._engine: Engine | None = engine
+        self._end = end
+        self._check_peers = check
+        self._others = tuple(rank for rank in self.ranks if rank != job.rank)
+        job.join(lambda: None if check is None else check.sever(), self._drop)
+
+    def _kept_in_forks(self) -> Sequence[object]:
+        return (self._engine,)
+
+    # Reductions ------------------------------------------------------------------------------
+
+    def _all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> Work:
+        view = _reducible(tensor, op)
+        if view is None:
+            return self._gather_and_reduce(ticket, tensor, op, [tensor])
+        options = c10d.AllreduceOptions()
+        options.reduceOp = _engine_op(tensor, op)
+        work = self._start(ticket, lambda engine: [engine.allreduce([view], options)])
+        work.then(lambda: divide_for_mean(tensor, op, self.size))
+        return work
+
+    def _reduce_scatter(
+        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+    ) -> Work:
+        out_view, in_view = _reducible(output, op), _reducible(input, op)
+        if out_view is None or in_view is None or len(set(splits)) > 1:
+            parts = output.new_empty(self.size * output.numel())
+            work = self._exchange(ticket, parts, input, _even(parts, self.size), list(splits))
+            rows = _rows(parts, self.size)
+            if output.numel():
+                work.then(lambda: reduce_into([output], rows, op))
+            return work
+        options = c10d.ReduceScatterOptions()
+        options.reduceOp = _engine_op(output, op)
+        work = self._start(
+            ticket, lambda engine: [engine._reduce_scatter_base(out_view, in_view, options)]
+        )
+        work.then(lambda: divide_for_mean(output, op, self.size))
+        return work
+
+    def _reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> Work:
+        view = _reducible(tensor, op)
+        if view is None:
+            return self._gather_and_reduce(ticket, tensor, op, [tensor] if self.rank == dst else [])
+        # Engines may use the tensors of the other ranks as scratch memory, so those give a copy.
+        buffer = view if self.rank == dst else view.clone()
+        options = c10d.ReduceOptions()
+        options.reduceOp = _engine_op(tensor, op)
+        options.rootRank = dst
+        work = self._start(ticket, lambda engine: [engine.reduce([buffer], options)])
+        if self.rank == dst:
+            work.then(lambda: divide_for_mean(tensor, op, self.size))
+        return work
+
+    def _gather_and_reduce(
+        self, ticket: Ticket, tensor: Tensor, op: str, outputs: list[Tensor]
+    ) -> Work:
+        everyone = tensor.new_empty(self.size * tensor.numel())
+        work = self._gather_flat(ticket, everyone, tensor)
+        rows = _rows(everyone, self.size)
+        if outputs:
+            work.then(lambda: reduce_into(outputs, rows, op))
+        return work
+
+    # Movement --------------------------------------------------------------------------------
+
+    def _all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> Work:
+        if len({output.numel() for output in outputs}) > 1:
+            return self._gather_uneven(ticket, outputs, input)
+        flat = _joined(outputs)
+        if flat is not None:
+            return self._gather_flat(ticket, flat, input)
+        everyone = input.new_empty(self.size * input.numel())
+        work = self._gather_flat(ticket, everyone, input)
+        work.then(lambda: _copy_all(outputs, _rows(everyone, self.size)))
+        return work
+
+    def _gather_flat(self, ticket: Ticket, output: Tensor, input: Tensor) -> Work:
+        options = c10d.AllgatherOptions()
+        return self._start(
+            ticket,
+            lambda engine: [engine._allgather_base(_bytes(output), _bytes(input), options)],
+        )
+
+    def _gather_uneven(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> Work:
+        if outputs[self.rank].data_ptr() != input.data_ptr():
+            outputs[self.rank].copy_(input)
+
+        def start(engine: Engine) -> list[EngineWork]:
+            return [
+                engine.broadcast([_bytes(output)], _rooted(rank))
+                for rank, output in enumerate(outputs)
+                if output.numel()
+            ]
+
+        return self._start(ticket, start)
+
+    def _broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> Work:
+        return self._start(
+            ticket, lambda engine: [engine.broadcast([_bytes(tensor)], _rooted(src))]
+        )
+
+    def _gather(self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> Work:
+        empty = tensor[:0]
+        ins = [tensor if rank == dst else empty for rank in range(self.size)]
+        return self._move(ticket, outputs if self.rank == dst else [empty] * self.size, ins)
+
+    def _scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> Work:
+        empty = tensor[:0]
+        outs = [tensor if rank == src else empty for rank in range(self.size)]
+        return self._move(ticket, outs, inputs if self.rank == src else [empty] * self.size)
+
+    def _all_to_all(
+        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Work:
+        return self._move(ticket, outputs, inputs)
+
+    def _move(self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        """Send ``inputs[r]`` to rank ``r`` and receive ``outputs[r]`` from it."""
+        ins, outs = [part.numel() for part in inputs], [part.numel() for part in outputs]
+        source = _joined(inputs)
+        source = torch.cat(list(inputs)) if source is None else source
+        target = _joined(outputs)
+        if target is not None:
+            return self._exchange(ticket, target, source, outs, ins)
+        buffer = source.new_empty(sum(outs))
+        work = self._exchange(ticket, buffer, source, outs, ins)
+        work.then(lambda: _copy_all(outputs, buffer.split(outs)))
+        return work
+
+    def _exchange(
+        self, ticket: Ticket, output: Tensor, input: Tensor, outs: list[int], ins: list[int]
+    ) -> Work:
+        options = c10d.AllToAllOptions()
+        width = input.itemsize
+        return self._start(
+            ticket,
+            lambda engine: [
+                engine.alltoall_base(
+                    _bytes(output),
+                    _bytes(input),
+                    [count * width for count in outs],
+                    [count * width for count in ins],
+                    options,
+                )
+            ],
+            (ins, outs) if ticket.call.op == "all_to_all_single" else None,
+        )
+
+    def _barrier(self, ticket: Ticket) -> Work:
+        token = torch.zeros(1, dtype=torch.int32, device=self.device)
+        work = self._start(
+            ticket, lambda engine: [engine.allreduce([token], c10d.AllreduceOptions())]
+        )
+        work.then(lambda: synchronize(self.device))
+        return work
+
+    def _send(self, ticket: Ticket, tensor: Tensor, dst: int, tag: int) -> Work:
+        return self._call(ticket, lambda engine: [engine.send([_bytes(tensor)], dst, tag)])
+
+    def _recv(self, ticket: Ticket, tensor: Tensor, src: int, tag: int) -> Work:
+        return self._call(ticket, lambda engine: [engine.recv([_bytes(tensor)], src, tag)])
+
+    # Parts of the above ----------------------------------------------------------------------
+
+    def _start(
+        self,
+        ticket: Ticket,
+        start: Callable[[Engine], list[EngineWork]],
+        lengths: Lengths | None = None,
+    ) -> Work:
+        """Issue a collective, after the check of the calls if there is one."""
+        self._synchronize(ticket, lengths)
+        return self._call(ticket, start)
+
+    def _call(self, ticket: Ticket, start: Callable[[Engine], list[EngineWork]]) -> Work:
+        self._job.check()
+        start_s = time.monotonic()
+
+        def translate(error: RuntimeError) -> CommError:
+            seconds = time.monotonic() - start_s
+            late = seconds >= self.timeout or "imed out" in str(error)
+            return self._trouble(ticket, PeerLost((), late), start_s)
+
+        if self._engine is None:
+            raise StateError(f"{ticket} was issued after its world was closed")
+        try:
+            works = start(self._engine)
+        except RuntimeError as error:
+            raise translate(error) from error
+        return NativeWork(ticket, works, translate, self._others)
+
+    def _synchronize(self, ticket: Ticket, lengths: Lengths | None = None) -> None:
+        self._job.check()
+        if self._agreement is None:
+            return
+        start_s = time.monotonic()
+        try:
+            self._agreement.check(ticket, lengths)
+        except PeerLost as lost:
+            raise self._trouble(ticket, lost, start_s, lengths) from lost.__cause__
+
+    def _drop(self, failed: bool) -> None:
+        self._engine = None
+        if self._check_peers is not None:
+            self._check_peers.close()
+        self._end(failed)
+
+
+def _reducible(tensor: Tensor, op: str) -> Tensor | None:
+    """A view of ``tensor`` that engines can reduce with ``op``, or None."""
+    if op not in _OPS:
+        return None
+    if tensor.is_complex():
+        return torch.view_as_real(tensor).view(-1) if op in ("sum", "mean") else None
+    if tensor.dtype == torch.bool:
+        return tensor.view(torch.uint8)
+    return tensor if tensor.dtype in _REDUCED else None
+
+
+def _engine_op(tensor: Tensor, op: str) -> c10d.ReduceOp:
+    return c10d.ReduceOp(_OPS[_BOOL_OPS[op] if tensor.dtype == torch.bool else op])
+
+
+def _rooted(rank: int) -> c10d.BroadcastOptions:
+    options = c10d.BroadcastOptions()
+    options.rootRank = rank
+    return options
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _even(tensor: Tensor, count: int) -> list[int]:
+    return [tensor.numel() // count] * count
+
+
+def _rows(flat: Tensor, count: int) -> Sequence[Tensor]:
+    """``flat`` cut into ``count`` equal parts, also when it is empty."""
+    return flat.view(count, -1).unbind(0) if flat.numel() else [flat] * count
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """The one 1D tensor that ``parts`` are, if they lie end to end in one storage."""
+    full = [part for part in parts if part.numel()]
+    if not full:
+        return parts[0]
+    end = full[0].storage_offset()
+    for part in full:
+        if part.untyped_storage().data_ptr() != full[0].untyped_storage().data_ptr():
+            return None
+        if part.storage_offset() != end:
+            return None
+        end += part.numel()
+    first = full[0]
+    return first.as_strided((end - first.storage_offset(),), (1,), first.storage_offset())
+
+
+def _copy_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    for output, input in zip(outputs, inputs, strict=True):
+        output.copy_(input)

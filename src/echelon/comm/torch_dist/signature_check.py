@@ -1,0 +1,80 @@
+"""The signature check: every rank shows its call to every other one before anything is done."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from echelon.comm.torch_dist.peers import Peers, collective_tag
+from echelon.diagnosis.collective_call import Call, Ticket, fingerprint
+from echelon.errors import CollectiveMismatch
+from echelon.errors.printable import printable, text_bytes
+
+__all__ = ["Agreement"]
+
+_TEXT_NBYTES = 1024
+# The calls may differ, so the tags of the check depend on the position alone.
+_CALL, _TEXT = Call("check of the call"), Call("text of the call")
+
+
+@final
+class Agreement:
+    """Compares the calls of all ranks, at the price of one round of small messages a call."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+
+    def check(self, ticket: Ticket, lengths: tuple[list[int], list[int]] | None = None) -> None:
+        """Return when all ranks have issued the call of ``ticket``.
+
+        Args:
+            lengths: elements sent to and expected from each rank, where ranks may differ in them.
+
+        Raises:
+            CollectiveMismatch: on every rank, if any two differ; shows the calls of all.
+            PeerLost: a rank did not come.
+        """
+        size = self._peers.size
+        sends, expects = lengths or ([], [])
+        zeros = [0] * size
+        signed = fingerprint(ticket.call) - (1 << 63)  # a 64-bit tensor has a sign
+        mine = torch.tensor([signed, *(sends or zeros), *(expects or zeros)], dtype=torch.int64)
+        rows = self._show(mine, collective_tag(_CALL, ticket.position))
+        differs = any(not torch.equal(row[:1], mine[:1]) for row in rows)
+        if not differs:
+            table = torch.stack(rows)
+            sent, expected = table[:, 1 : 1 + size], table[:, 1 + size :]
+            if torch.equal(sent, expected.t()):
+                return
+        text = _describe(ticket, sends, expects)
+        shown = self._show(text, collective_tag(_TEXT, ticket.position))
+        calls = {rank: _read(row) for rank, row in enumerate(shown)}
+        raise CollectiveMismatch(ticket.group, ticket.position, calls)
+
+    def _show(self, mine: Tensor, tag: int) -> list[Tensor]:
+        """The tensor of every rank, in rank order."""
+        peers = self._peers
+        rows = [
+            mine if rank == peers.rank else torch.empty_like(mine) for rank in range(peers.size)
+        ]
+        deadline = peers.deadline()
+        received = [peers.recv(rows[peer], peer, tag) for peer in peers.others()]
+        sent = [peers.send(mine, peer, tag) for peer in peers.others()]
+        peers.wait(received, deadline)
+        peers.wait(sent, deadline)
+        return rows
+
+
+def _describe(ticket: Ticket, sends: list[int], expects: list[int]) -> Tensor:
+    """The call and its place as a tensor of fixed length."""
+    lengths = f", sends {sends}, expects {expects} elements" if sends else ""
+    text = text_bytes(f"{ticket.call}{lengths} at {ticket.place}")
+    if len(text) > _TEXT_NBYTES:
+        text = text[: _TEXT_NBYTES - 3] + b"..."
+    return torch.frombuffer(bytearray(text.ljust(_TEXT_NBYTES, b"\0")), dtype=torch.uint8)
+
+
+def _read(row: Tensor) -> str:
+    return printable(row.numpy().tobytes().rstrip(b"\0").decode(errors="replace"))

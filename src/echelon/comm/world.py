@@ -1,0 +1,164 @@
+"""What a script sees of the job it runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, final
+
+import torch
+
+from echelon.comm import start_facts as shared_facts
+from echelon.comm.group import Group
+from echelon.comm.mesh import Mesh
+from echelon.diagnosis.step_count import Steps
+from echelon.process.forks import mark
+
+__all__ = ["DEFAULT_TIMEOUT_S", "World"]
+
+# How long a rank waits for another in one call before it raises. Long enough for a slow first
+# step or a garbage collection, short enough to see an error before lunch.
+DEFAULT_TIMEOUT_S = 300.0
+
+
+@final
+class World:
+    """All ranks of a job, seen from one of them. A context manager; closing it ends communication.
+
+    Attributes:
+        group: the group of all ranks.
+        local_rank: position of this rank among the ranks of its host.
+        backend: ``"threads"``, ``"shm"``, ``"gloo"``, ``"nccl"`` or ``"single"``.
+        steps: counts the optimizer steps of this rank.
+        hints: by who gives them: what an error of the user's code comes from, if it is known.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        backend: str,
+        local_rank: int | None = None,
+        close: Callable[[BaseException | None], None] = lambda error: None,
+        steps: Steps | None = None,
+    ) -> None:
+        self.group = group
+        self.backend = backend
+        self.local_rank = group.rank if local_rank is None else local_rank
+        self.steps = Steps() if steps is None else steps
+        self._close = close
+        self._closed = False
+        self._mark = mark()
+        self.hints: dict[str, Callable[[BaseException], str | None]] = {}
+
+    @property
+    def rank(self) -> int:
+        """This rank in the job."""
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the job."""
+        return self.group.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors of this rank live."""
+        return self.group.device
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that this rank has made; reports of a failure tell it.
+
+        Every ``torch.optim.Optimizer`` that steps on the thread of this rank is counted; of
+        several, the one that made most steps. Set it after a resume, or in a loop without one.
+
+        Raises:
+            ArgumentError: it is set to something else than a whole number.
+        """
+        return self.steps.number
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self.steps.number = number
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed."""
+        return not self._closed
+
+    def mesh(self, **axes: int) -> Mesh:
+        """Arrange all ranks on named axes; one length may be -1.
+
+        Raises:
+            ArgumentError: the lengths do not multiply to the number of ranks.
+        """
+        return Mesh(self.group, axes)
+
+    def agree(self, /, **facts: Any) -> None:
+        """Compare what each rank was told, such as the options of a script. All ranks call it.
+
+        Two values are the same if they are the same JSON: 1 is neither 1.0 nor True, a tuple is a
+        list, and the order in a dict does not matter.
+
+        Raises:
+            ArgumentError: JSON has no word for a value.
+            StartMismatch: on every rank, the first field that differs and what each rank has.
+
+        Example:
+            >>> def main(world):
+            ...     try:
+            ...         world.agree(steps=100, lr=0.001 if world.rank else 0.002)
+            ...     except StartMismatch as error:
+            ...         return error.field, error.found
+            >>> from echelon.errors import StartMismatch
+            >>> from echelon.launch.run import run
+            >>> run(main, ranks=2)
+            [('lr', {0: '0.002', 1: '0.001'}), ('lr', {0: '0.002', 1: '0.001'})]
+        """
+        shared_facts.agree(self.group, facts)
+
+    def explain(self, error: BaseException) -> None:
+        """Add notes to an error of the user's code, where it is known what it comes from."""
+        for hint in self.hints.values():
+            text = hint(error)
+            if text is not None and text not in getattr(error, "__notes__", ()):
+                error.add_note(text)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End communication in good order. A second call does nothing.
+
+        Args:
+            error: why this rank leaves early; the other ranks raise it as the cause.
+
+        Raises:
+            Exception: what was still under way, such as an asynchronous save, failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._mark is not mark():  # this process is a fork, and the world is not its own
+            return
+        if error is not None:
+            self.explain(error)
+        if error is None or isinstance(error, SystemExit):  # the script's own way to end
+            try:
+                self.group.prepare_close()
+            except BaseException as problem:
+                self._close(problem)
+                raise
+        self._close(error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(error)
+
+    def __repr__(self) -> str:
+        return f"World(rank {self.rank} of {self.size}, {self.backend}, on {self.device})"

@@ -1,0 +1,128 @@
+"""What a collective call is, how it reads, and how ranks compare theirs in eight bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from echelon.errors.printable import text_bytes
+
+__all__ = ["Call", "Place", "Ticket", "caller", "fingerprint"]
+
+
+class Call(NamedTuple):
+    """One communication call, as far as all ranks of a group must agree on it.
+
+    Attributes:
+        op: name of the method, ``"all_reduce"``.
+        dtype: element type, or None where the call has none.
+        shape: shape of the tensor that the call is about; empty where ranks may differ in it.
+        reduce: reduction, ``"sum"``, or None.
+        root: source or destination rank in the group, or None.
+        label: what is communicated, in the user's words; part of the agreement.
+        parts: lengths of the parts of the tensor, where ranks have unequal ones; else empty.
+    """
+
+    op: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    reduce: str | None = None
+    root: int | None = None
+    label: str | None = None
+    parts: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor that the call is about."""
+        if self.dtype is None:
+            return 0
+        numel = 1
+        for length in self.shape:
+            numel *= length
+        return numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        text = self.op if self.reduce is None else f"{self.op}({self.reduce})"
+        if self.dtype is not None:
+            text += f" {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        elif self.shape:  # of a subgroup: its members
+            text += f" {list(self.shape)}"
+        if self.parts:
+            text += f" in parts of {list(self.parts)}"
+        if self.root is not None:
+            text += f" root={self.root}"
+        if self.label is not None:
+            text += f" of {self.label!r}"
+        return text
+
+
+@lru_cache(maxsize=8192)
+def fingerprint(call: Call) -> int:
+    """64 bits that differ when two calls differ; the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text_bytes(str(call)), digest_size=8).digest(), "little")
+
+
+class Place(NamedTuple):
+    """A line of user code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One issued call, with all that a report of it needs.
+
+    Attributes:
+        call: what the ranks must agree on.
+        place: the line of user code.
+        position: its number among the calls of this kind in the group, from 0.
+        group: name of the group.
+        rank: this rank in the job.
+        blocking: the caller waits at once, so the backend may run it on the caller's thread.
+    """
+
+    call: Call
+    place: Place
+    position: int
+    group: str
+    rank: int
+    blocking: bool
+
+    def __str__(self) -> str:
+        return f"{self.call} (#{self.position} of group {self.group!r}) at {self.place}"
+
+
+# Frames of this library, of torch (autograd calls our hooks) and of Python's own modules (as where
+# a context manager leaves) are not the user's.
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_COMMUNICATION = os.path.join(_PACKAGE, "comm") + os.sep
+_NOT_THE_USERS = (
+    _PACKAGE,
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    os.path.dirname(os.__file__) + os.sep,
+    "<frozen ",
+)
+
+
+def caller() -> Place:
+    """The innermost line of user code that led here."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        if frame.f_back is None:  # a thread of ours or of torch: the line that issues the call
+            frame = sys._getframe(1)
+            while frame.f_code.co_filename.startswith(_COMMUNICATION) and frame.f_back is not None:
+                frame = frame.f_back
+            break
+        frame = frame.f_back
+    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

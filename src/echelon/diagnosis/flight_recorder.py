@@ -1,0 +1,318 @@
+"""Where each rank of a host is, in memory that outlives it: its process, its step, its last call.
+
+A logbook has a page for each rank of a host. A rank writes its own page; whoever reports a death
+or a hang reads them all, the launcher or a rank that waited in vain. Like a shared segment it is a
+memfd without a name: no crash leaves it behind, and no disk can fill up or be slow under it::
+
+    page | pid | born | rank | … | last call: slot, position | … | text of slot 1 | slot 2 | …
+
+A call must cost next to nothing, so nothing is formatted for one that was made before: its text has
+a slot already, and one store of slot and position makes it the last call. This module imports
+neither torch nor anything that does, so that a launcher can read a logbook at once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Self, final
+
+from echelon.errors.printable import text_bytes
+from echelon.process.memfd import open_memory
+from echelon.process.process_status import ProcessStatus
+
+if TYPE_CHECKING:
+    from echelon.diagnosis.collective_call import Call, Place, Ticket
+
+__all__ = ["VARIABLE", "Entry", "Logbook", "Page", "Phase"]
+
+VARIABLE = "ECHELON_LOGBOOK"  # in which a launcher names the one that it reads
+
+_NAME = "echelon logbook"
+_HEADER_NBYTES = 4096
+_SLOT_NBYTES, _NUM_SLOTS = 512, 1024  # a model with more calls in a step pays for texts again
+_NBYTES = _HEADER_NBYTES + _SLOT_NBYTES * _NUM_SLOTS
+(
+    _PID,
+    _BORN,
+    _RANK,
+    _ATTEMPT,
+    _PHASE,
+    _STEP,
+    _CALL,
+    _AWAITED,
+    _THREAD,
+    _NATIVE,
+    _STACKS,
+    _GONE,
+    _TIMEOUT_MS,
+    _SCRIPT_ENDED,
+    _GAVE_UP,
+    _GAVE_UP_CALL,
+    _NUM_FIELDS,
+) = range(17)
+_CALL_LENGTH, _GROUP_LENGTH, _PLACE_LENGTH = 270, 40, 190  # of the parts of a text, in bytes
+
+
+class Phase(IntEnum):
+    """How far a rank has come."""
+
+    ABSENT = 0  # it has not called init
+    STARTING = 1  # it is in init
+    RUNNING = 2
+    CLOSING = 3  # it closes its world, and waits a little for the others
+    CLOSED = 4
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """What a page says of its rank.
+
+    Attributes:
+        rank: in the job.
+        pid: of its process.
+        born: when that process was started, see ``ProcessStatus``.
+        attempt: how often the launcher had restarted the job.
+        phase: how far it has come.
+        step: optimizer steps that it has made.
+        call: the last one that it issued, with position and place; empty before the first.
+        awaited: a rank in the job that it has waited for, for a while; None if it does not wait.
+        thread: Python's number of the thread that entered the world.
+        native: the kernel's number of that thread.
+        stacks: descriptor of the file to which it writes its stacks; None if it does not.
+        timeout_s: seconds that it waits for others in one call; 0 where it has not said so.
+        script_ended: whether its script has come to its end, whatever its process still does.
+        gave_up: a rank in the job that it waited for in vain in its last call, if it did.
+    """
+
+    rank: int
+    pid: int
+    born: int
+    attempt: int
+    phase: Phase
+    step: int
+    call: str
+    awaited: int | None
+    thread: int
+    native: int
+    stacks: int | None
+    timeout_s: float = 0.0
+    script_ended: bool = False
+    gave_up: int | None = None
+
+    @property
+    def where(self) -> str:
+        """As it reads after the name of the rank."""
+        return "in echelon.init()" if self.phase is Phase.STARTING else f"at step {self.step}"
+
+    @property
+    def ended(self) -> bool:
+        """Whether its process has ended."""
+        status = ProcessStatus.of(self.pid)
+        return status is None or status.ended or status.born != self.born
+
+
+@final
+class Page:
+    """The page of one rank.
+
+    Args:
+        memory: of ``Page.nbytes`` bytes, zeros at first.
+    """
+
+    nbytes = _NBYTES
+
+    def __init__(self, memory: memoryview) -> None:
+        self._bytes = memory
+        self._longs = memory[: _NUM_FIELDS * 8].cast("Q")
+        self._slots: dict[tuple[Call, Place, str], int] = {}
+        self._keys: list[tuple[Call, Place, str]] = []  # by slot, from slot 1
+        self._num_texts = 0
+        self._lock = threading.Lock()
+
+    def enter(self, rank: int, attempt: int) -> None:
+        """Begin the page, for the process and the thread that call this."""
+        status = ProcessStatus.of(os.getpid())
+        for field in range(_NUM_FIELDS):
+            self._longs[field] = 0
+        self._longs[_PID] = os.getpid()
+        self._longs[_BORN] = 0 if status is None else status.born
+        self._longs[_RANK], self._longs[_ATTEMPT] = rank, attempt
+        self._longs[_THREAD], self._longs[_NATIVE] = (
+            threading.get_ident(),
+            threading.get_native_id(),
+        )
+        self._longs[_PHASE] = Phase.STARTING
+
+    def move(self, phase: Phase) -> None:
+        """Note how far the rank has come."""
+        self._longs[_PHASE] = phase
+
+    def step(self, number: int) -> None:
+        """Note how many optimizer steps the rank has made."""
+        self._longs[_STEP] = number
+
+    def issue(self, ticket: Ticket) -> None:
+        """Note the last call."""
+        key = ticket.call, ticket.place, ticket.group
+        slot = self._slots.get(key) or self._write_text(key)
+        self._longs[_CALL] = slot << 32 | ticket.position & 0xFFFFFFFF
+
+    def await_rank(self, rank: int | None) -> None:
+        """Note for whom in the job the rank waits; None: for nobody any more."""
+        self._longs[_AWAITED] = 0 if rank is None else rank + 1
+
+    def give_up(self, rank: int) -> None:
+        """Note for whom in the job the rank has waited in vain; holds until its next call."""
+        self._longs[_GAVE_UP_CALL] = self._longs[_CALL]
+        self._longs[_GAVE_UP] = rank + 1
+
+    def offer_stacks(self, descriptor: int | None) -> None:
+        """Note where the stacks of the process can be read when it is asked for them."""
+        self._longs[_STACKS] = 0 if descriptor is None else descriptor + 1
+
+    def limit(self, timeout_s: float) -> None:
+        """Note how long the rank waits for others in one call, in seconds."""
+        self._longs[_TIMEOUT_MS] = round(timeout_s * 1e3)
+
+    def end_script(self) -> None:
+        """Note that the script has come to its end; exit handlers and threads may still run."""
+        self._longs[_SCRIPT_ENDED] = 1
+
+    def expect_no_more(self, rank: int) -> None:
+        """Tell the rank of this page that another one will never come; the launcher knows."""
+        self._longs[_GONE] = rank + 1
+
+    @property
+    def gone(self) -> int | None:
+        """The rank that will never come, as the launcher says."""
+        return _optional(self._longs[_GONE])
+
+    def read(self) -> Entry | None:
+        """What it says; None where no rank has begun it."""
+        longs = self._longs.tolist()
+        if longs[_PHASE] == Phase.ABSENT:
+            return None
+        return Entry(
+            rank=longs[_RANK],
+            pid=longs[_PID],
+            born=longs[_BORN],
+            attempt=longs[_ATTEMPT],
+            phase=Phase(longs[_PHASE]),
+            step=longs[_STEP],
+            call=self._text(longs[_CALL] >> 32, longs[_CALL] & 0xFFFFFFFF),
+            awaited=_optional(longs[_AWAITED]),
+            thread=longs[_THREAD],
+            native=longs[_NATIVE],
+            stacks=_optional(longs[_STACKS]),
+            timeout_s=longs[_TIMEOUT_MS] / 1e3,
+            script_ended=bool(longs[_SCRIPT_ENDED]),
+            gave_up=_optional(longs[_GAVE_UP] * (longs[_GAVE_UP_CALL] == longs[_CALL])),
+        )
+
+    def _write_text(self, key: tuple[Call, Place, str]) -> int:
+        """Write the text of a new call into the next slot, the oldest one; its number, from 1."""
+        call, place, group = key
+        parts = (
+            _cut(str(call), _CALL_LENGTH),
+            _cut(group, _GROUP_LENGTH),
+            _cut(str(place), _PLACE_LENGTH),
+        )
+        text = b"\0".join(parts)
+        with self._lock:
+            index = self._num_texts % _NUM_SLOTS
+            self._num_texts += 1
+            if index < len(self._keys):
+                self._slots.pop(self._keys[index], None)
+                self._keys[index] = key
+            else:
+                self._keys.append(key)
+            start = _HEADER_NBYTES + index * _SLOT_NBYTES
+            self._bytes[start : start + 2] = len(text).to_bytes(2, "little")
+            self._bytes[start + 2 : start + 2 + len(text)] = text
+            self._slots[key] = index + 1
+        return index + 1
+
+    def _text(self, slot: int, position: int) -> str:
+        """As a ``Ticket`` reads."""
+        if not 0 < slot <= _NUM_SLOTS:
+            return ""
+        start = _HEADER_NBYTES + (slot - 1) * _SLOT_NBYTES
+        length = int.from_bytes(self._bytes[start : start + 2], "little")
+        text = bytes(self._bytes[start + 2 : start + 2 + length]).decode(errors="replace")
+        call, _, rest = text.partition("\0")
+        group, _, place = rest.partition("\0")
+        return f"{call} (#{position} of group {group!r}) at {place}"
+
+
+@final
+class Logbook:
+    """The pages of all ranks of a host, in the order of their local ranks.
+
+    Attributes:
+        path: under which processes of this host can open it while this one lives.
+        pages: one for each local rank.
+    """
+
+    def __init__(self, descriptor: int, num_pages: int) -> None:
+        self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        self._release: Callable[[], object] = lambda: None
+        memory = memoryview(mmap.mmap(descriptor, num_pages * Page.nbytes))
+        self.pages = [
+            Page(memory[i * Page.nbytes : (i + 1) * Page.nbytes]) for i in range(num_pages)
+        ]
+
+    @classmethod
+    def create(cls, num_pages: int) -> Self:
+        """A new one, for this process and those that open it."""
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, num_pages * Page.nbytes)  # what is not used takes no memory
+        book = cls(descriptor, num_pages)
+        book._release = weakref.finalize(book, os.close, descriptor)
+        return book
+
+    @classmethod
+    def open(cls, path: str) -> Self:
+        """The one that another process has created.
+
+        Raises:
+            OSError: it cannot be reached from here, is no logbook, or another user's.
+        """
+        descriptor = open_memory(path, _NAME)
+        try:
+            return cls(descriptor, os.fstat(descriptor).st_size // Page.nbytes)
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def private(cls) -> Self:
+        """One with a single page, which nobody else can open."""
+        return cls(-1, 1)
+
+    def close(self) -> None:
+        """Let nobody open it any more; its pages stay readable here."""
+        self._release()
+
+    def entries(self, attempt: int = 0) -> dict[int, Entry]:
+        """What ranks have written in an attempt, by rank in the job."""
+        found = [entry for page in self.pages if (entry := page.read()) is not None]
+        return {entry.rank: entry for entry in found if entry.attempt == attempt}
+
+
+def _optional(field: int) -> int | None:
+    return field - 1 if field else None
+
+
+def _cut(text: str, length: int) -> bytes:
+    """``text`` in at most ``length`` bytes, without its middle: facts stand at both ends."""
+    encoded = text_bytes(text.replace("\0", " "))
+    if len(encoded) <= length:
+        return encoded
+    half = (length - 3) // 2
+    return encoded[:half] + b"..." + encoded[-half:]

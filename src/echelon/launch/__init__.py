@@ -1,0 +1,1 @@
+"""Start ranks, pass their endings on, and restart them."""

@@ -1,0 +1,237 @@
+"""Local processes of ``echelon run``: a thin front over torch's agent.
+
+The agent starts, watches, restarts and ends the ranks. This file gives it better defaults, shows
+what rank 0 prints while it runs, and says in a few lines how it ended.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from echelon.diagnosis.failure_record import FailureRecord
+from echelon.errors.base import ranks_text
+from echelon.errors.printable import printable
+from echelon.launch.attempt import Attempt, Outcome
+from echelon.launch.endings import failure_lines, leaving_line, restart_lines
+from echelon.launch.failure_text import cause_text, threads_per_rank
+from echelon.launch.program import Program
+from echelon.launch.run_folders import RunFolder
+from echelon.launch.screen import Screen
+from echelon.process import die_with_parent
+
+__all__ = ["GRACE_S", "Launch", "run_processes"]
+
+GRACE_S = 5.0
+POLL_S = 0.05
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_AGENT = "echelon.launch.agent"
+_LOG = "agent.log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One call of ``echelon run`` with processes.
+
+    Attributes:
+        program: what to run.
+        arguments: of the script.
+        ranks: how many processes.
+        log_dir: where their output goes; None: a folder that goes away after success.
+        max_restarts: how often all ranks start again after a failure.
+        grace: seconds that ranks get to save and leave after a signal, before they are killed.
+        timeout: seconds that a rank waits for others in one call, for ``ec.init``; None: its own.
+        tee: show what all ranks print, not only rank 0.
+    """
+
+    program: Program
+    arguments: tuple[str, ...]
+    ranks: int
+    log_dir: Path | None = None
+    max_restarts: int = 0
+    grace: float = GRACE_S
+    timeout: float | None = None
+    tee: bool = False
+
+    def command(self, log_dir: str, live: bool, launcher: int | None = None) -> list[str]:
+        """The command that starts torch's agent.
+
+        Args:
+            live: rank 0 writes straight to our standard output, because that is a terminal.
+            launcher: the process with which the agent ends, if it is to end with one.
+        """
+        options = {
+            "--ranks": str(self.ranks),
+            "--max-restarts": str(self.max_restarts),
+            "--grace": f"{self.grace:g}",
+            "--log-dir": log_dir,
+        }
+        if launcher is not None:
+            options["--end-with"] = str(launcher)
+        flags = [part for option in options.items() for part in option] + ["--live"] * live
+        return [sys.executable, "-m", _AGENT, *flags, *self.program.words(), *self.arguments]
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """The variables to set; those that the user has set stay, but for what the call says."""
+        wanted = {
+            "OMP_NUM_THREADS": str(threads_per_rank(self.ranks)),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONUNBUFFERED": "1",  # or lines in files would come late
+        }
+        said = {} if self.timeout is None else {"ECHELON_TIMEOUT": f"{self.timeout:g}"}
+        return {name: value for name, value in wanted.items() if name not in environ} | said
+
+    def shown(self) -> str:
+        """The command as one would type it."""
+        variables = [f"{k}={shlex.quote(v)}" for k, v in self.environment(os.environ).items()]
+        log_dir = str(self.log_dir) if self.log_dir is not None else "LOG_DIR"
+        return " ".join([*variables, shlex.join(self.command(log_dir, live=True))])
+
+
+def run_processes(launch: Launch) -> int:
+    """Run the ranks to their end; 0, or another exit code if they did not finish."""
+    folder = RunFolder(launch.log_dir)
+    caught, code = _watch(launch, folder.path)
+    attempts = Attempt.read(folder.path)
+    if not attempts or code != attempts[-1].exit_code or attempts[-1].restarts:
+        return _end_without_agent(folder, caught, code)
+    last = attempts[-1]
+    if last.outcome is Outcome.FAILED:
+        notes = [f"all output is in {folder.keep()}"]
+        print(printable("\n".join(_failure(last, launch, folder.path, notes))), file=sys.stderr)
+        return code
+    if last.outcome is not Outcome.FINISHED:
+        print(leaving_line(last, launch.grace), file=sys.stderr)
+    unsaved = last.outcome is Outcome.STOPPED and os.EX_TEMPFAIL in last.codes.values()
+    if last.killed or unsaved:
+        print(f"all output is in {folder.keep()}", file=sys.stderr)
+    else:
+        line = _unseen(launch, folder.path)
+        if line is not None and last.outcome is Outcome.FINISHED:
+            print(line, file=sys.stderr)
+        folder.drop()
+    return code
+
+
+def _unseen(launch: Launch, log_dir: Path) -> str | None:
+    """Where to find what ranks printed and the screen did not show; None if there is nothing."""
+    if launch.log_dir is not None:
+        return f"all output is in {log_dir}"
+    if launch.tee:
+        return None
+    logs = (
+        path for rank in range(1, launch.ranks) for path in log_dir.glob(f"*/*/{rank}/std*.log")
+    )
+    unseen = sorted({int(path.parent.name) for path in logs if path.stat().st_size})
+    if not unseen:
+        return None
+    return (
+        f"{ranks_text(unseen)} printed, too: --tee shows it, --log-dir DIR keeps it in a file for "
+        "each rank"
+    )
+
+
+def _watch(launch: Launch, log_dir: Path) -> tuple[list[signal.Signals], int]:
+    """Run the agent and show what rank 0 writes; the signals that came meanwhile, and its code."""
+    live = sys.stdout.isatty() and not launch.tee
+    with open(log_dir / _LOG, "w") as log:
+        process = subprocess.Popen(
+            launch.command(str(log_dir), live, os.getpid()),
+            env={**os.environ, **launch.environment(os.environ)},
+            stdin=subprocess.DEVNULL,
+            stdout=None if live else log,
+            stderr=log,
+            # Ctrl-C reaches this process alone, which passes it on.
+            start_new_session=True,
+            # Until it has started and can end its ranks in good order, it ends with us at once.
+            preexec_fn=partial(die_with_parent.tether, os.getpid(), signal.SIGKILL),
+        )
+        screen = Screen(log_dir, live, tee=launch.ranks if launch.tee else None)
+        shown = 0
+        with _passing_on(process) as caught:
+            while process.poll() is None:
+                time.sleep(POLL_S)
+                screen.show()
+                for attempt in Attempt.read(log_dir)[shown:]:
+                    if attempt.restarts:
+                        screen.close_attempt(failed=True)
+                        lines = restart_lines(attempt, _failure(attempt, launch, log_dir), log_dir)
+                        print(printable("\n".join(lines)), file=sys.stderr, flush=True)
+                        shown += 1
+        screen.close_attempt(failed=process.returncode != 0)
+    return caught, process.returncode
+
+
+@contextmanager
+def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]:
+    """Pass signals on to the agent, which knows what to do; the list of those that came."""
+    caught: list[signal.Signals] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        caught.append(signal.Signals(number))
+        process.send_signal(number)
+
+    # A signal that is ignored stays so, as nohup wants it.
+    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in heard}
+    try:
+        yield caught
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _failure(
+    attempt: Attempt, launch: Launch, log_dir: Path, notes: Sequence[str] = ()
+) -> list[str]:
+    """What went wrong in one attempt, in at most 25 lines."""
+    records, logs = {}, {}
+    for rank in range(launch.ranks):
+        for folder in log_dir.glob(f"*/attempt_{attempt.number - 1}/{rank}"):
+            if record := FailureRecord.read(folder / "error.json"):
+                records[rank] = record
+            logs[rank] = _text(folder / "stderr.log")
+    return failure_lines(attempt, records, logs, launch.grace, notes)
+
+
+def _end_without_agent(folder: RunFolder, caught: Sequence[signal.Signals], code: int) -> int:
+    """Say how a run ended whose agent could not; end what it has left. The exit code."""
+    _kill_run(folder.path.name)
+    if caught and not any(folder.path.glob("*/attempt_*")):
+        print(f"{caught[0].name}: the ranks had not started yet", file=sys.stderr)
+        folder.drop()
+        return 128 + caught[0]
+    notes = [f"all output is in {folder.keep()}"]
+    if code < 0:
+        name = signal.Signals(-code).name
+        lines = [f"torch's agent was killed by {name}, and the ranks with it", *notes]
+    else:
+        lines = cause_text({}, {}, {}, _text(folder.path / _LOG), notes)
+    print(printable("\n".join(lines)), file=sys.stderr)
+    return 1
+
+
+def _kill_run(run_id: str) -> None:
+    """End what a killed agent has left: the kernel ends its ranks, but not their children."""
+    mark = f"TORCHELASTIC_RUN_ID={run_id}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # of another user, or gone
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+def _text(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")

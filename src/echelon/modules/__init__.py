@@ -1,0 +1,1 @@
+"""Hooks on ``nn.Module`` and autograd that every wrapper needs."""

@@ -1,0 +1,89 @@
+"""A module around a module that looks like the plain one: its names, its attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import StateError, UnsupportedError
+from echelon.modules.compiled import plain_name
+
+__all__ = ["Wrapper"]
+
+
+class Wrapper(nn.Module):
+    """Wraps ``module`` without a prefix: names of parameters, buffers and modules stay the same.
+
+    Attributes:
+        module: what is wrapped.
+    """
+
+    module: nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def _wear_forward(self) -> None:
+        """Let ``forward`` show the signature of the module's, which tools read to choose inputs."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return type(self).forward(self, *args, **kwargs)
+
+        forward.__doc__ = type(self).forward.__doc__
+        forward.__wrapped__ = self.module.forward  # type: ignore[attr-defined]
+        self.forward = forward
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What PyTorch's ``DistributedDataParallel`` asks for first: refuse to be wrapped in it."""
+        name = type(self).__name__
+        raise UnsupportedError(
+            f"an echelon {name} was given to torch.nn.parallel.DistributedDataParallel, which "
+            "would reduce its gradients once more. The Trainer of transformers and prepare() of "
+            "accelerate do so where they find ranks: give them the plain module, or train the "
+            f"{name} in a loop of your own without them"
+        )
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """This wrapper, then the module and all below it under the plain module's names."""
+        memo = set() if memo is None else memo
+        if self not in memo or not remove_duplicate:
+            memo.add(self)
+            yield prefix, self
+        for name, module in self.module.named_modules(memo, prefix, remove_duplicate):
+            yield prefix + plain_name(name.removeprefix(prefix)), module
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What ``to()``, ``double()``, ``cuda()`` and the like call; allowed if nothing changes."""
+        kinds: dict[tuple[torch.dtype, torch.device], str] = {}
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            kinds.setdefault((tensor.dtype, tensor.device), name)
+        for (dtype, device), name in kinds.items():
+            found = fn(torch.empty(0, dtype=dtype, device=device))
+            if (found.dtype, found.device) != (dtype, device):
+                raise StateError(
+                    f"{name!r} cannot become {found.dtype} on {found.device}, because this "
+                    f"{type(self).__name__} communicates it as {dtype} on {device}: convert the "
+                    "model before wrapping it"
+                )
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        name = type(self).__name__
+        raise StateError(
+            f"a {name} holds a group of running ranks, so it cannot be pickled, saved or sent: "
+            "save its state_dict()"
+        )

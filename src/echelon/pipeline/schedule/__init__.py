@@ -1,0 +1,1 @@
+"""Schedules as data: made, checked, simulated, chosen and drawn."""

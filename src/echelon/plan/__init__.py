@@ -1,0 +1,1 @@
+"""One description of all axes of parallelism, applied to a model."""

@@ -1,0 +1,219 @@
+"""The one place where techniques meet: a ``Plan`` says how ranks share a model, and this does it.
+
+::
+
+    Plan(pp=2, dp=2, shard=2)           stage 0        stage 1
+                                     ┌ 0 ── 1 ┐     ┌ 4 ── 5 ┐
+                                  dp │ shard  │     │        │    microbatches go from 0 to 4,
+                                     └ 2 ── 3 ┘     └ 6 ── 7 ┘    from 1 to 5, ... along pp
+
+Ranks that differ on ``shard`` keep parts of the same parameters and exchange the most, so they are
+neighbours; those that differ on ``pp`` exchange the least. On ``dp`` and on ``shard`` every rank
+has a batch of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from echelon.comm.group import Group
+from echelon.comm.mesh import Mesh
+from echelon.comm.world import World
+from echelon.ddp import DDP
+from echelon.errors import ArgumentError, UnsupportedError
+from echelon.fsdp import FSDP, Strategy
+from echelon.fsdp.policy import MixedPrecision
+from echelon.fsdp.units import Rule
+from echelon.pipeline.api import Pipeline
+from echelon.pipeline.split.splitting import split
+from echelon.pipeline.ties import shared_parameters
+from echelon.plan.plans import Plan
+
+__all__ = ["parallelize"]
+
+_ACROSS = {  # the same strategy, where other groups have the same parts
+    Strategy.FULL_SHARD: Strategy.HYBRID_SHARD,
+    Strategy.SHARD_GRAD_OP: Strategy.HYBRID_SHARD_ZERO2,
+}
+
+
+def parallelize(
+    model: nn.Module | Sequence[nn.Module],
+    plan: Plan,
+    world: World,
+    *,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    units: Rule | None = None,
+) -> nn.Module:
+    """Share ``model`` among all ranks of ``world`` as ``plan`` says. All ranks call it.
+
+    Law: if each rank on ``dp`` and ``shard`` has a batch of the same size and the loss is a mean,
+    weights are those of one process on all these batches together.
+
+    Args:
+        model: the same on all ranks. With ``plan.pp`` > 1: a list of stages, or what
+            ``ec.pipeline.split`` cuts, here into ``pp * chunks`` stages of similar numbers of
+            parameters. To cut it in another way, call that and give the list.
+        plan: of ``world.size`` ranks.
+        world: whose mesh it becomes.
+        loss_fn: for a pipeline, called with output and target of a microbatch.
+        units: which modules FSDP gathers at once, with ``plan.shard`` > 1.
+
+    Returns:
+        a ``DDP``, an ``FSDP``, or a ``Pipeline`` of stages that are, where they are shared.
+
+    Raises:
+        ArgumentError: the plan is for another number of ranks, or does not fit the model.
+        UnsupportedError: stages share a parameter, and FSDP computes in another dtype, or the
+            gradients of the wrappers are no mean.
+
+    Example:
+        >>> import torch
+        >>> def main(world):
+        ...     torch.manual_seed(0)
+        ...     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        ...     plan = Plan(pp=2, dp=2, microbatches=2)
+        ...     pipe = parallelize(model, plan, world, loss_fn=nn.MSELoss())
+        ...     loss = pipe.step(torch.ones(8, 4), target=torch.zeros(8, 1), loss_everywhere=True)
+        ...     return round(loss.item(), 4)
+        >>> from echelon.launch.run import run
+        >>> run(main, ranks=4)
+        [0.0785, 0.0785, 0.0785, 0.0785]
+    """
+    _check(model, plan, world, loss_fn, units)
+    mesh = world.mesh(pp=plan.pp, dp=plan.dp, shard=plan.shard)
+    if plan.pp == 1:
+        assert isinstance(model, nn.Module)
+        return _share(model, plan, mesh, units, ())
+    return _pipeline(_stages_of(model, plan), plan, world, mesh, units, loss_fn)
+
+
+def _pipeline(
+    stages: list[nn.Module],
+    plan: Plan,
+    world: World,
+    mesh: Mesh,
+    units: Rule | None,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+) -> Pipeline:
+    shared = shared_parameters(stages)
+    _check_shared(shared, plan)
+    schedule, replicas = plan.make_schedule(), plan.dp * plan.shard
+    # Nobody else can say which ranks have what no wrapper has.
+    is_unwrapped = shared or any(_stays_plain(stage, shared) for stage in stages)
+    for index in schedule.stages_of(mesh.coordinates["pp"]):
+        stages[index] = _share(stages[index], plan, mesh, units, list(shared))
+    over: Group | None = None
+    if is_unwrapped and replicas > 1:
+        over = world.mesh(pp=plan.pp, replicas=replicas)["replicas"]
+    assert plan.microbatches is not None, "Plan has checked it"
+    own, _ = plan.split_options()
+    return Pipeline(
+        stages,
+        mesh["pp"],
+        microbatches=plan.microbatches,
+        schedule=schedule,
+        loss_fn=loss_fn,
+        replicate=over,
+        **own,
+    )
+
+
+def _check(
+    model: object,
+    plan: Plan,
+    world: World,
+    loss_fn: Callable[..., Any] | None,
+    units: Rule | None,
+) -> None:
+    if not isinstance(plan, Plan):
+        raise ArgumentError(f"plan is {plan!r:.80}; give an ec.Plan, such as ec.Plan(dp=2)")
+    if not isinstance(world, World):
+        raise ArgumentError(f"world is {world!r:.80}; give the World that main() got")
+    if plan.num_ranks != world.size:
+        raise ArgumentError(
+            f"the plan is for pp * dp * shard = {plan.pp} * {plan.dp} * {plan.shard} = "
+            f"{plan.num_ranks} ranks, and there are {world.size}"
+        )
+    if units is not None and plan.shard == 1:
+        raise ArgumentError("units are what FSDP gathers, and shard is 1: use shard > 1")
+    if loss_fn is not None and plan.pp == 1:
+        raise ArgumentError("loss_fn is for pipelines, and pp is 1: call it on the model's output")
+    if plan.pp == 1 and not isinstance(model, nn.Module):
+        raise ArgumentError(f"model is {model!r:.80}; with pp=1, give a torch.nn.Module")
+
+
+def _share(
+    module: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    units: Rule | None,
+    shared: Sequence[nn.Parameter],
+) -> nn.Module:
+    """The module, or a stage of it, as the ranks of one stage have it.
+
+    Args:
+        shared: what the pipeline reduces itself, because several stages have it.
+    """
+    if plan.pp > 1 and _stays_plain(module, shared):
+        return module
+    inside = set(module.parameters())
+    ignored = [param for param in shared if param in inside]
+    if plan.shard > 1:
+        strategy = plan.strategy or Strategy.FULL_SHARD
+        across = None if plan.dp == 1 else mesh["dp"]
+        return FSDP(
+            module,
+            mesh["shard"],
+            units=units,
+            strategy=strategy if across is None else _ACROSS[strategy],
+            replicate=across,
+            ignored=ignored,
+            **plan.fsdp,
+        )
+    if plan.dp > 1 or plan.pp == 1:
+        return DDP(module, mesh["dp"], ignored=ignored, **plan.ddp)
+    return module
+
+
+def _stays_plain(stage: nn.Module, shared: Collection[nn.Parameter]) -> bool:
+    """Whether a stage has nothing to reduce but what stages share: every rank has it as it is."""
+    return not any(param.requires_grad for param in set(stage.parameters()).difference(shared))
+
+
+def _stages_of(model: nn.Module | Sequence[nn.Module], plan: Plan) -> list[nn.Module]:
+    """The stages that the user has made, or those that the model is cut into."""
+    count = plan.pp * plan.chunks
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        return split(model, count)
+    stages = list(model)
+    if len(stages) != count or not all(isinstance(stage, nn.Module) for stage in stages):
+        raise ArgumentError(
+            f"model is a list of {len(stages)}; the plan needs pp * chunks = {plan.pp} * "
+            f"{plan.chunks} = {count} modules"
+        )
+    return stages
+
+
+def _check_shared(shared: Mapping[nn.Parameter, Mapping[int, str]], plan: Plan) -> None:
+    """Refuse what cannot be done with parameters that stages share; every rank has all stages."""
+    options = plan.fsdp if plan.shard > 1 else plan.ddp
+    reduction = options.get("reduction", "mean")
+    precision = options.get("precision") or MixedPrecision()
+    for param, names in shared.items():
+        who = " and ".join(f"stage {index} ({name!r})" for index, name in names.items())
+        if reduction != "mean" and plan.dp * plan.shard > 1:
+            raise UnsupportedError(
+                f"{who} share a parameter, whose gradient is the mean over replicas, and reduction "
+                f"is {reduction!r}: leave reduction out and scale the loss, or give each stage a "
+                "parameter of its own"
+            )
+        if precision.compute not in (None, param.dtype):
+            raise UnsupportedError(
+                f"{who} share a parameter, which stays whole and {param.dtype}, and FSDP computes "
+                f"in {precision.compute}: run the loop under torch.autocast instead of "
+                "precision.compute, or give each stage a parameter of its own"
+            )

@@ -1,0 +1,1 @@
+"""What a process of a job is and does: its environment, children, threads and end."""

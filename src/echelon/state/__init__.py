@@ -1,0 +1,1 @@
+"""What a rank holds of the model and its optimizer, by the names of the plain model."""

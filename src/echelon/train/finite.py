@@ -1,0 +1,266 @@
+"""A look at the loss and the gradients of each step, after which all ranks do the same.
+
+Each rank sees its own loss and, with sharding or stages, its own part of the gradients. If one
+that is not finite were a reason for that rank alone to raise or to skip, the others would wait for
+it, or train on with weights that belong to no model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from echelon.checks import one_of, whole
+from echelon.comm.group import Group
+from echelon.comm.start_facts import agree, gather_json
+from echelon.comm.threads.randomness import draws_nothing
+from echelon.errors import ArgumentError, NonFiniteError, StateError
+from echelon.modules.sharded_gradients import unmarked
+from echelon.state.held import Holder
+from echelon.train.gradient_norm import by_kind
+
+__all__ = ["FiniteGuard", "NonFinite"]
+
+MOST_SKIPS = 10
+
+
+class NonFinite(Enum):
+    """What all ranks do about a step that is not finite."""
+
+    RAISE = "every rank raises NonFiniteError"
+    SKIP = "the step is left out, its gradients are dropped, and training goes on"
+    STOP = "the step is left out, its gradients are dropped, and training is to end"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What this rank was given to look at, besides its gradients."""
+
+    loss: Tensor | None
+    norm: Tensor | None
+
+
+@final
+class FiniteGuard:
+    """Whether a step may be taken: not if a loss or a gradient has NaN or Inf, on any rank.
+
+    Law: all ranks get the same answer, and a step that is left out changes neither parameters nor
+    the state of the optimizer.
+
+    Call ``allows_step`` in each step, when gradients are complete. That takes one look at them, or
+    their norm, and one all-reduce of one number. Only if something is wrong, another exchange finds
+    out what and where.
+
+    After it was reduced, a NaN of one rank is in the gradients of all. Then it is the loss that
+    tells whose batch it came from.
+
+    Args:
+        model: plain, or in ``DDP``, ``FSDP`` or ``Pipeline``.
+        group: the ranks that train together, such as ``world.group``.
+        action: what to do; the same on all ranks.
+        most_skips: with ``SKIP``, how many steps in a row are left out before the next one raises;
+            None: 10.
+        first_step: the number of the first step, for messages; more than 1 after a resume.
+
+    Attributes:
+        step: the number of the step that was looked at last.
+        skipped: how many steps ``SKIP`` has left out.
+        stopped: whether ``STOP`` has ended the training.
+        found: what was wrong with the last step that was left out; None if none was.
+
+    Raises:
+        ArgumentError: ``model``, ``group`` or an option cannot be used, or ``group`` lacks a rank
+            that the model is shared with.
+        StartMismatch: the ranks were given other options.
+
+    Example:
+        >>> def main(world):
+        ...     weight = nn.Linear(1, 1)
+        ...     optimizer = torch.optim.SGD(weight.parameters(), lr=1.0)
+        ...     guard = FiniteGuard(weight, world.group, action=NonFinite.SKIP)
+        ...     x = torch.tensor([float("nan") if world.rank == 1 else 1.0])
+        ...     loss = weight(x).sum()
+        ...     loss.backward()
+        ...     if guard.allows_step(loss):
+        ...         optimizer.step()
+        ...     return guard.skipped, guard.found.losses
+        >>> from echelon.launch.run import run
+        >>> run(main, ranks=2)
+        [(1, {1: 'nan'}), (1, {1: 'nan'})]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Group,
+        *,
+        action: NonFinite = NonFinite.RAISE,
+        most_skips: int | None = None,
+        first_step: int = 1,
+    ) -> None:
+        _check_arguments(model, group)
+        one_of("action", action, list(NonFinite))
+        if most_skips is not None and action is not NonFinite.SKIP:
+            raise ArgumentError(f"most_skips is {most_skips!r:.80}, and {action} skips nothing")
+        self._most_skips = MOST_SKIPS if most_skips is None else whole("most_skips", most_skips)
+        self.step = whole("first_step", first_step) - 1
+        options = {"action": action.name, "most_skips": self._most_skips, "first_step": first_step}
+        agree(group, {f"option {name} of FiniteGuard": value for name, value in options.items()})
+        self._model, self._group, self._action = model, group, action
+        self.skipped = self._in_a_row = 0
+        self.stopped = False
+        self.found: NonFiniteError | None = None
+
+    def allows_step(self, loss: Tensor | float | None, norm: Tensor | float | None = None) -> bool:
+        """Whether loss and gradients are finite on all ranks. All ranks call it, once a step.
+
+        Args:
+            loss: of this rank, not scaled; None where there is none, as in a pipeline on ranks that
+                do not have the last stage.
+            norm: of all gradients, as ``ec.clip_grad_norm_`` gave it on every rank; spares the look
+                at each of them.
+
+        Returns:
+            True; or, with ``SKIP`` and ``STOP``, False, and gradients are None.
+
+        Raises:
+            NonFiniteError: on all ranks, with ``RAISE`` or after ``most_skips``; gradients stay.
+            StateError: the guard has stopped already.
+        """
+        if self.stopped:
+            raise StateError(
+                f"allows_step() after step {self.step}, in which this guard has stopped the "
+                "training: leave the loop when guard.stopped is True"
+            )
+        seen = _Seen(
+            loss=None if loss is None else _number("loss", loss),
+            norm=None if norm is None else _number("norm", norm),
+        )
+        self.step += 1
+        alarm = self._alarm(seen)
+        self._group.all_reduce(alarm, "max", label="whether the step is finite")
+        error = self._error(seen) if alarm.item() else None
+        if error is None:
+            self._in_a_row = 0
+            return True
+        raises = self._action is NonFinite.RAISE
+        if raises or (self._action is NonFinite.SKIP and self._in_a_row == self._most_skips):
+            raise error
+        self.found = error
+        self._model.zero_grad()
+        if self._action is NonFinite.STOP:
+            self.stopped = True
+        else:
+            self.skipped += 1
+            self._in_a_row += 1
+        return False
+
+    @draws_nothing
+    def _gradients(self) -> dict[str, Tensor]:
+        """The numbers of each gradient of this rank, by the name of the parameter."""
+        found = {}
+        for name, param in self._model.named_parameters():
+            if param.grad is not None and param.grad.numel():
+                grad = unmarked(param.grad).detach()
+                found[name] = _wide(grad.coalesce().values() if grad.is_sparse else grad)
+        return found
+
+    @draws_nothing
+    def _alarm(self, seen: _Seen) -> Tensor:
+        """One if this rank has, or may have, a number that is not finite; else zero.
+
+        A norm is finite only if all its numbers are. It may be infinite when they are only large.
+        """
+        device = self._group.device
+        total = torch.zeros(1, dtype=torch.float64, device=device)
+        for value in (seen.loss, seen.norm):
+            if value is not None:
+                total += value.abs().sum().to(device)
+        for kind in by_kind(self._gradients().values()) if seen.norm is None else ():
+            # Narrow dtypes have norms that they cannot hold.
+            dtype = torch.float32 if kind[0].dtype.itemsize < 4 else None
+            norms = torch.stack(torch._foreach_norm(kind, 2.0, dtype=dtype))
+            total += norms.sum().to(device)
+        return total.isfinite().logical_not().to(torch.float32)
+
+    def _error(self, seen: _Seen) -> NonFiniteError | None:
+        """What is not finite on all ranks; None if it was a false alarm. All ranks call it."""
+        gradients = {name: _text(gradient) for name, gradient in self._gradients().items()}
+        mine = {
+            "loss": _text(seen.loss),
+            "norm": _text(seen.norm),
+            "gradients": {name: text for name, text in gradients.items() if text},
+        }
+        by_rank = dict(
+            zip(
+                self._group.ranks,
+                gather_json(self._group, mine, "what is not finite"),
+                strict=True,
+            )
+        )
+        losses = {rank: found["loss"] for rank, found in by_rank.items() if found["loss"]}
+        norms = {rank: found["norm"] for rank, found in by_rank.items() if found["norm"]}
+        by_name: dict[str, dict[int, str]] = {}
+        for rank, found in by_rank.items():
+            for name, text in found["gradients"].items():
+                by_name.setdefault(name, {})[rank] = text
+        if by_name:
+            norms = {}  # they follow
+        if not (losses or by_name or norms):
+            return None
+        return NonFiniteError(self.step, losses, by_name, norms, skipped=self._in_a_row)
+
+
+@draws_nothing
+def _text(values: Tensor | None) -> str:
+    """``nan``, or ``2 nan, 1 -inf of 6``; empty if all is finite."""
+    if values is None:
+        return ""
+    parts = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    counts = {
+        "nan": int(parts.isnan().sum()),
+        "inf": int(parts.isposinf().sum()),
+        "-inf": int(parts.isneginf().sum()),
+    }
+    there = {name: count for name, count in counts.items() if count}
+    if not there or parts.numel() == 1:
+        return "".join(there)
+    return ", ".join(f"{count} {name}" for name, count in there.items()) + f" of {parts.numel()}"
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Numbers of 8 bits as such that torch can compute with."""
+    narrow = values.is_floating_point() and values.dtype.itemsize == 1
+    return values.float() if narrow else values
+
+
+def _number(name: str, value: object) -> Tensor:
+    if isinstance(value, Tensor) and value.dtype != torch.bool:
+        return _wide(value.detach())
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            found = float(value)
+        except OverflowError:  # an integer that no float can hold is as good as infinite
+            found = math.inf if value > 0 else -math.inf
+        return torch.tensor(found, dtype=torch.float64, device="cpu")
+    raise ArgumentError(f"{name} is {value!r:.80}; give a tensor, a number, or None for none")
+
+
+def _check_arguments(model: object, group: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model is {model!r:.80}; give a torch.nn.Module")
+    if not isinstance(group, Group):
+        raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
+    for name, module in model.named_modules():
+        for over in module.shared_over() if isinstance(module, Holder) else ():
+            if missing := sorted({*over.ranks} - {*group.ranks}):
+                raise ArgumentError(
+                    f"group has ranks {list(group.ranks)}, and {name or 'the model'} "
+                    f"({type(module).__name__}) is trained with ranks {missing} too: give the "
+                    "group of all, such as world.group"
+                )

@@ -1,1 +1,0 @@
-"""What a rank is, and how ranks reach one another."""

@@ -1,0 +1,291 @@
+"""Steps go to the formats of others and come back, equal to the last bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from typer.testing import CliRunner
+
+import echelon as ec
+from echelon.c10d.dcp import write_dcp
+from echelon.checkpoint.convert.convert import Form, Options, convert
+from echelon.cli import app
+from echelon.comm.world import World
+from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointMismatch
+from tests.checkpoint.layouts import LAYOUTS, make_model
+from tests.checkpoint.whole import State, check_equal, whole_state
+
+LAYOUT = LAYOUTS["fsdp3"]
+
+
+def save(world: World, folder: Path) -> State:
+    trainee = LAYOUT.trainee(world)
+    for step in range(2):
+        trainee.train(step)
+    values = {"epoch": 3, "history": [1.5, torch.arange(3)]}
+    ec.save(folder, step=7, model=trainee.model, optimizer=trainee.optimizer, **values)
+    return whole_state(trainee)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+    folder = tmp_path_factory.mktemp("run")
+    return folder, ec.run(save, LAYOUT.ranks, args=(folder,))[0]
+
+
+def load(folder: Path, *, optimizer: bool = True) -> State:
+    """In one process, into a plain model."""
+    world_of_one: list[State] = ec.run(_load, 1, args=(folder, optimizer))
+    return world_of_one[0]
+
+
+def _load(world: World, folder: Path, optimizer: bool) -> State:
+    trainee = LAYOUTS["plain"].trainee(world, seed=1)
+    states = {"optimizer": trainee.optimizer} if optimizer else {}
+    loaded = ec.load(folder, model=trainee.model, rng=False, **states)
+    found = whole_state(trainee)
+    return {**found, "values": dict(loaded.values)}
+
+
+def test_one_safetensors_file_has_the_names_and_bits_of_the_plain_model(
+    saved: tuple[Path, State], tmp_path: Path
+) -> None:
+    folder, state = saved
+    target = tmp_path / "model.safetensors"
+    assert convert(folder, target, Options()) == (
+        [target],
+        ("epoch", "history", "optimizer", "rng"),
+    )
+    with safe_open(target, framework="pt") as file:
+        check_equal({name: file.get_tensor(name) for name in state["model"]}, state["model"])
+        assert len(file.keys()) == len(state["model"])
+        assert file.metadata() == {"format": "pt"}  # which transformers asks for
+
+
+def test_shards_have_the_index_of_hugging_face_and_come_back(
+    saved: tuple[Path, State], tmp_path: Path
+) -> None:
+    folder, state = saved
+    shards = tmp_path / "shards"
+    done = convert(folder, shards, Options(shard_nbytes=300, weights_only=True))
+    assert len(done.written) > 3
+    assert done.left_out == ()
+    index = json.loads((shards / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == state["model"].keys()
+    total = sum(one.nbytes for one in state["model"].values())
+    assert index["metadata"] == {"total_size": total}
+    convert(shards, tmp_path / "back", Options())
+    check_equal(load(tmp_path / "back", optimizer=False)["model"], state["model"])
+
+
+def test_transformers_reads_what_was_converted(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    ec.save(tmp_path / "run", step=0, model=model)
+    config.save_pretrained(tmp_path / "hub")
+    convert(tmp_path / "run", tmp_path / "hub" / "model.safetensors", Options())
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hub")
+    check_equal(again.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("form", [Form.DCP, Form.TORCH])
+def test_model_optimizer_and_values_go_there_and_back(
+    saved: tuple[Path, State], tmp_path: Path, form: Form
+) -> None:
+    folder, state = saved
+    there = tmp_path / "there"
+    convert(folder, there, Options(to=form))
+    convert(there, tmp_path / "back", Options(to=Form.ECHELON, step=9, trust_pickle=True))
+    assert ec.steps(tmp_path / "back") == [9]
+    found = load(tmp_path / "back")
+    values = found.pop("values")
+    check_equal(found, state)
+    assert values["epoch"] == 3
+    check_equal(values["history"], [1.5, torch.arange(3)])
+
+
+class Extra(nn.Linear):
+    """A layer with a further state."""
+
+    def get_extra_state(self) -> Any:
+        return {"scale": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"scale": 3}
+
+
+@pytest.mark.parametrize("form", [Form.DCP, Form.TORCH, Form.ECHELON])
+def test_a_schedulers_state_comes_along_and_what_does_not_is_told(
+    form: Form, tmp_path: Path
+) -> None:
+    model = Extra(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.step()
+    scheduler.step()
+    states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    ec.save(tmp_path / "run", step=40, **states, other=nn.Linear(1, 1))
+    done = convert(tmp_path / "run", tmp_path / "there", Options(to=form, section="model"))
+    assert done.left_out == ("other", "rng", "model/_extra_state")
+    if form is not Form.ECHELON:
+        options = Options(to=Form.ECHELON, step=40, trust_pickle=True)
+        assert convert(tmp_path / "there", tmp_path / "back", options).left_out == ()
+        (tmp_path / "back").rename(tmp_path / "there-again")
+    folder = tmp_path / ("there" if form is Form.ECHELON else "there-again")
+    assert ec.steps(folder) == [40]
+    expected = scheduler.state_dict()
+    scheduler.step()
+    loaded = ec.load(folder, strict=False, **states)
+    assert (scheduler.state_dict(), loaded.missing) == (expected, ("model/_extra_state",))
+    assert "scheduler" not in loaded.values
+
+
+def test_only_a_dict_is_the_state_of_an_object(tmp_path: Path) -> None:
+    ec.save(tmp_path, step=0, scheduler=3)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(CheckpointMismatch, match="scheduler: saved as value, here object"):
+        ec.load(tmp_path, scheduler=scheduler)
+
+
+def test_a_dcp_of_pytorchs_own_is_taken(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model = make_model(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    write_dcp(states, tmp_path / "dcp")
+    convert(tmp_path / "dcp", tmp_path / "run", Options(trust_pickle=True))
+    other = make_model(torch.float32, seed=1)
+    theirs = torch.optim.AdamW(other.parameters())
+    ec.load(tmp_path / "run", model=other, optimizer=theirs)
+    check_equal(other.state_dict(), model.state_dict())
+    check_equal(theirs.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_a_dcp_is_read_only_if_its_pickle_is_trusted(tmp_path: Path) -> None:
+    ec.save(tmp_path / "run", step=0, model=nn.Linear(2, 2))
+    convert(tmp_path / "run", tmp_path / "dcp", Options(to=Form.DCP))
+    with pytest.raises(ArgumentError, match="--trust-pickle"):
+        convert(tmp_path / "dcp", tmp_path / "back", Options())
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_file_of_torch_save_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return canary.touch, ()
+
+    torch.save({"model": Bomb()}, tmp_path / "state.pt")
+    with pytest.raises(CheckpointCorrupt, match="which only unpickling could make"):
+        convert(tmp_path / "state.pt", tmp_path / "run", Options())
+    assert not canary.exists()
+
+
+def test_an_optimizer_with_numbers_for_names_is_refused_and_its_weights_are_taken(
+    tmp_path: Path,
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "state.pt")
+    with pytest.raises(ArgumentError, match="not their names"):
+        convert(tmp_path / "state.pt", tmp_path / "run", Options())
+    convert(tmp_path / "state.pt", tmp_path / "run", Options(weights_only=True))
+    other = nn.Linear(2, 2)
+    ec.load(tmp_path / "run", model=other)
+    check_equal(other.state_dict(), model.state_dict())
+
+
+def test_a_damaged_step_is_not_converted(saved: tuple[Path, State], tmp_path: Path) -> None:
+    folder, _ = saved
+    run = tmp_path / "run" / "step-000000007"
+    run.mkdir(parents=True)
+    for file in (folder / run.name).iterdir():
+        data = bytearray(file.read_bytes())
+        if file.name == "rank-00001.safetensors":
+            data[-1] ^= 1
+        (run / file.name).write_bytes(data)
+    for target in ("a.safetensors", "a.pt"):
+        with pytest.raises(CheckpointCorrupt, match=r"rank-00001\.safetensors"):
+            convert(run, tmp_path / target, Options())
+        assert not (tmp_path / target).exists()
+
+
+def test_nothing_that_is_there_is_written_over(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
+    ec.save(tmp_path / "run", step=0, model=nn.Linear(2, 2))
+    with pytest.raises(ArgumentError, match="is there already"):
+        convert(tmp_path / "run", tmp_path / "a.safetensors", Options())
+
+
+# The command line ------------------------------------------------------------------------------
+
+
+def invoke(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def test_ls_and_verify_show_every_step(saved: tuple[Path, State]) -> None:
+    folder, _ = saved
+    code, text = invoke("ls", folder)
+    assert code == 0
+    assert "7" in text
+    assert "optimizer, rng" in text
+    assert invoke("verify", folder) == (0, "step-000000007: whole\n")
+
+
+def test_verify_names_the_damaged_tensor_and_fails(tmp_path: Path) -> None:
+    path = ec.save(tmp_path, step=1, model=nn.Linear(2, 2), rng=False)
+    file = path / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    code, text = invoke("verify", tmp_path)
+    assert code == 1
+    assert "'model/bias'" in text
+    # The manifests alone are the same.
+    code, text = invoke("diff", path, path)
+    assert code == 2
+    assert "'model/bias'" in text
+
+
+def test_diff_says_which_tensors_differ_and_by_how_much(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    one = ec.save(tmp_path, step=1, model=model, epoch=1, rng=False)
+    same = ec.save(tmp_path, step=2, model=model, epoch=1, rng=False)
+    with torch.no_grad():
+        model.bias[1] += 0.5
+    other = ec.save(tmp_path, step=3, model=model, epoch=2, rng=False)
+    assert invoke("diff", one, same) == (0, "the same\n")
+    code, text = invoke("diff", one, other)
+    assert code == 1
+    assert "model/bias: 1 of 2 elements differ, by at most 0.5" in text
+    assert "epoch: 1 and 2" in text
+
+
+def test_convert_on_the_command_line_takes_its_options(tmp_path: Path) -> None:
+    state = {"net": nn.Linear(3, 2), "head": nn.Linear(2, 1)}
+    ec.save(tmp_path / "run", step=4, **state)
+    code, text = invoke("convert", tmp_path / "run", tmp_path / "a.safetensors")
+    assert code == 2
+    assert "--section" in text
+    code, text = invoke(
+        "convert", tmp_path / "run", tmp_path / "a.safetensors", "--section", "head", "--step", 4
+    )
+    assert (code, text) == (0, f"wrote {tmp_path / 'a.safetensors'}\nleft out: net, rng\n")
+    with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
+        check_equal(file.get_tensor("bias"), state["head"].bias.detach())
+    code, text = invoke("convert", tmp_path / "none", tmp_path / "b")
+    assert code == 2

@@ -1,0 +1,128 @@
+"""The CPU answers every question about devices; CUDA is asked where there is one."""
+
+import os
+
+import pytest
+import torch
+
+from echelon.comm import streams
+
+CPU = torch.device("cpu")
+
+
+def test_a_machine_without_cuda_gives_every_rank_the_cpu(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [streams.local_device(rank) for rank in range(3)] == [CPU] * 3
+
+
+def test_ranks_of_a_host_take_its_cuda_devices_in_turn(monkeypatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    found = [streams.local_device(rank) for rank in range(3)]
+    assert found == [torch.device("cuda", i) for i in (0, 1, 0)] == chosen
+
+
+def test_only_the_cpu_is_memory_that_processes_can_share() -> None:
+    assert streams.is_cpu(CPU)
+    assert not streams.is_cpu(torch.device("cuda", 0))
+
+
+def test_the_cpu_is_always_synchronized() -> None:
+    streams.synchronize(CPU)
+
+
+def test_the_memory_peak_is_at_least_what_is_resident_now() -> None:
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    # The kernel counts pages in batches for each thread, so the two may differ by some.
+    assert streams.memory_peak(CPU) >= resident - 2**22
+
+
+@pytest.mark.parametrize(("platform", "factor"), [("linux", 1024), ("darwin", 1)])
+def test_the_resident_set_is_counted_in_the_unit_of_the_system(
+    monkeypatch, platform, factor
+) -> None:
+    usage = type("Usage", (), {"ru_maxrss": 5000})
+    monkeypatch.setattr(streams.resource, "getrusage", lambda who: usage)
+    monkeypatch.setattr(streams.sys, "platform", platform)
+    assert streams.memory_peak(CPU) == 5000 * factor
+
+
+# --- lanes ---------------------------------------------------------------------------------------
+
+CUDA = torch.device("cuda", 0)
+
+
+class FakeStream:
+    """Notes what it waits for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.device = name, log, CUDA
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.log.append(f"{self.name} waits for stream {other.name}")
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        self.log.append(f"{self.name} waits for {event.name}")
+
+    def record_event(self) -> "FakeEvent":
+        self.log.append(f"event on {self.name}")
+        return FakeEvent(f"event of {self.name}", self.log)
+
+
+class FakeEvent:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def synchronize(self) -> None:
+        self.log.append(f"host waits for {self.name}")
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (
+            True,
+            [
+                "own waits for stream current",
+                "event on own",
+                "current waits for event of own",
+                "host waits for event of own",
+            ],
+        ),
+        (
+            False,
+            [
+                "event on current",
+                "current waits for event of current",
+                "host waits for event of current",
+            ],
+        ),
+    ],
+)
+def test_a_lane_orders_streams_by_events_and_blocks_the_host_only_to_settle(
+    monkeypatch, own, expected
+) -> None:
+    log: list[str] = []
+    current = FakeStream("current", log)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("own", log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    lane = streams.lane(CUDA, own=own)
+    lane.follow()
+    mark = lane.mark()
+    mark.join()
+    mark.settle()
+    assert log == expected
+    assert lane.queued == own
+
+
+def test_on_the_cpu_a_lane_is_the_current_order() -> None:
+    lane = streams.lane(CPU, own=True)
+    lane.follow()
+    with lane.beside():
+        lane.mark().join()
+    lane.mark().settle()
+    assert not lane.queued
+    assert not streams.host_memory(3, torch.float32, CPU).is_pinned()

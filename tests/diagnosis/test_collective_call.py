@@ -1,0 +1,76 @@
+"""What a call is: how it reads, how ranks compare it, and where in user code it was made."""
+
+import pytest
+import torch
+
+import echelon as ec
+from echelon.diagnosis.collective_call import Call, Place, caller, fingerprint
+
+CALL = Call("reduce", torch.float32, (2, 3), "sum", 1, "layer.weight")
+
+
+def test_a_call_reads_like_what_was_written() -> None:
+    assert str(CALL) == "reduce(sum) float32[2, 3] root=1 of 'layer.weight'"
+    assert str(Call("barrier")) == "barrier"
+    assert str(Call("broadcast", torch.bool, (), None, 0)) == "broadcast bool[] root=0"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        CALL._replace(op="all_reduce"),
+        CALL._replace(dtype=torch.float64),
+        CALL._replace(dtype=torch.int32),
+        CALL._replace(shape=(3, 2)),
+        CALL._replace(shape=(6,)),
+        CALL._replace(reduce="max"),
+        CALL._replace(root=0),
+        CALL._replace(label="layer.bias"),
+        CALL._replace(label=None),
+        CALL._replace(dtype=None),
+    ],
+)
+def test_every_difference_changes_the_fingerprint(other) -> None:
+    assert fingerprint(other) != fingerprint(CALL)
+    assert fingerprint(CALL._replace()) == fingerprint(CALL)
+
+
+def fingerprint_here(world: ec.World) -> int:
+    return fingerprint(CALL)
+
+
+def test_the_members_of_a_subgroup_are_part_of_the_call() -> None:
+    assert str(Call("subgroup", None, (0, 2), label="world.1")) == "subgroup [0, 2] of 'world.1'"
+    assert fingerprint(Call("subgroup", None, (0, 2))) != fingerprint(
+        Call("subgroup", None, (0, 1))
+    )
+
+
+def test_the_fingerprint_has_64_bits_and_is_the_same_in_another_process() -> None:
+    assert 0 <= fingerprint(CALL) < 2**64
+    assert ec.run(fingerprint_here, ranks=1, world="processes") == [fingerprint(CALL)]
+
+
+def test_a_call_knows_its_bytes() -> None:
+    assert CALL.nbytes == 24
+    assert Call("broadcast", torch.float64).nbytes == 8  # no dims: one element
+    assert Call("all_reduce", torch.bfloat16, (4, 0)).nbytes == 0
+    assert Call("barrier").nbytes == 0
+
+
+def test_the_caller_is_the_line_of_user_code() -> None:
+    def user_function() -> Place:
+        return caller()
+
+    place = user_function()
+    assert (place.file, place.function) == (__file__, "user_function")
+    assert str(place) == f"{__file__}:{place.line} in user_function"
+
+
+def test_frames_of_torch_are_not_the_users() -> None:
+    found: list[Place] = []
+    tensor = torch.ones(2, requires_grad=True)
+    tensor.register_post_accumulate_grad_hook(lambda grad: found.append(caller()))
+    with torch.autograd.set_multithreading_enabled(False):
+        (tensor * 2).sum().backward()
+    assert [place.file for place in found] == [__file__]

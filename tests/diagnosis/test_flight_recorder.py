@@ -1,0 +1,144 @@
+"""A logbook tells where ranks are, also of those that were killed, and costs next to nothing."""
+
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch
+
+from echelon.diagnosis.collective_call import Call, Place, Ticket
+from echelon.diagnosis.flight_recorder import Entry, Logbook, Page, Phase
+from echelon.process.process_status import ProcessStatus
+
+
+def ticket(position: int, label: str = "loss", file: str = "train.py") -> Ticket:
+    call = Call("all_reduce", torch.float32, (10,), "sum", None, label)
+    return Ticket(call, Place(file, 12, "main"), position, "world.1", 0, True)
+
+
+def entered() -> tuple[Logbook, Page]:
+    """A logbook and its only page, which this process has begun."""
+    book = Logbook.private()
+    book.pages[0].enter(rank=0, attempt=0)
+    return book, book.pages[0]
+
+
+def entry(page: Page) -> Entry:
+    found = page.read()
+    assert found is not None
+    return found
+
+
+def writes_and_is_killed(path: str) -> None:
+    page = Logbook.open(path).pages[1]
+    page.enter(rank=5, attempt=0)
+    page.move(Phase.RUNNING)
+    page.step(7)
+    page.issue(ticket(41))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_rank_has_written_stays() -> None:
+    book = Logbook.create(2)
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=writes_and_is_killed, args=(book.path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert list(book.entries()) == [5]
+    found = book.entries()[5]
+    assert (found.phase, found.step, found.where, found.ended) == (
+        Phase.RUNNING,
+        7,
+        "at step 7",
+        True,
+    )
+    assert found.call == (
+        "all_reduce(sum) float32[10] of 'loss' (#41 of group 'world.1') at train.py:12 in main"
+    )
+
+
+def test_the_last_call_reads_as_its_ticket() -> None:
+    _, page = entered()
+    assert entry(page).call == ""
+    for last in (ticket(0), ticket(1, "other"), ticket(2), ticket(2**31)):
+        page.issue(last)
+        assert entry(page).call == str(last)
+
+
+def test_a_call_that_was_made_before_is_not_formatted_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, page = entered()
+    page.issue(ticket(0))
+    monkeypatch.setattr(Call, "__str__", lambda call: pytest.fail("formatted"))
+    page.issue(ticket(1))
+    monkeypatch.undo()
+    assert entry(page).call == str(ticket(1))
+
+
+def test_more_calls_than_there_is_room_for_use_the_oldest_room_again() -> None:
+    _, page = entered()
+    for number in range(2500):
+        page.issue(ticket(number, f"layer {number}"))
+        if number % 100 == 0 or number > 2490:
+            assert entry(page).call == str(ticket(number, f"layer {number}"))
+    page.issue(ticket(2500, "layer 0"))  # its room was given away
+    assert entry(page).call == str(ticket(2500, "layer 0"))
+
+
+def test_long_texts_lose_their_middle() -> None:
+    _, page = entered()
+    page.issue(ticket(3, "x" * 5000 + "end", file="/long" * 500 + "/train.py"))
+    text = entry(page).call
+    assert text.startswith("all_reduce(sum) float32[10] of 'xxx")
+    assert "end' (#3 of group 'world.1') at /long/long" in text
+    assert text.endswith("/train.py:12 in main")
+
+
+def test_a_page_that_nobody_began_and_one_of_another_attempt_are_not_seen() -> None:
+    book = Logbook.create(2)
+    assert book.entries() == {}
+    book.pages[0].enter(rank=0, attempt=1)
+    assert (book.entries(), list(book.entries(1))) == ({}, [0])
+
+
+def test_to_begin_a_page_forgets_what_it_said() -> None:
+    _, page = entered()
+    page.step(9)
+    page.issue(ticket(3))
+    page.await_rank(4)
+    page.expect_no_more(2)
+    assert (entry(page).awaited, page.gone) == (4, 2)
+    page.enter(rank=1, attempt=1)
+    found = entry(page)
+    assert (found.rank, found.step, found.call, found.awaited) == (1, 0, "", None)
+    assert (found.phase, found.where, page.gone) == (Phase.STARTING, "in echelon.init()", None)
+
+
+def test_a_rank_that_lives_has_not_ended() -> None:
+    _, page = entered()
+    assert not entry(page).ended
+    status = ProcessStatus.of(os.getpid())
+    assert status is not None
+    assert (entry(page).pid, entry(page).born) == (os.getpid(), status.born)
+
+
+def test_what_is_no_logbook_is_refused() -> None:
+    descriptor = os.memfd_create("something else")
+    with pytest.raises(OSError, match="is no memory that is called 'echelon logbook'"):
+        Logbook.open(f"/proc/{os.getpid()}/fd/{descriptor}")
+    os.close(descriptor)
+    with pytest.raises(FileNotFoundError):
+        Logbook.open("/proc/0/fd/3")
+
+
+def test_a_logbook_that_was_closed_cannot_be_opened_and_still_be_read() -> None:
+    book = Logbook.create(1)
+    other = Logbook.open(book.path)
+    other.pages[0].enter(rank=0, attempt=0)
+    book.close()
+    assert list(book.entries()) == [0]
+    with pytest.raises(OSError, match=r"No such file|is no logbook"):
+        Logbook.open(book.path)

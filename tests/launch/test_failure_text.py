@@ -1,0 +1,216 @@
+from typing import Any
+
+import pytest
+
+from echelon.diagnosis.failure_record import FailureRecord
+from echelon.diagnosis.flight_recorder import Entry, Phase
+from echelon.errors import CheckpointError, CollectiveMismatch, CommTimeout, RankFailed
+from echelon.launch.failure_text import (
+    MAX_LINES,
+    Exit,
+    cause_text,
+    failure_text,
+    threads_per_rank,
+)
+
+# Rank 1 was killed, and the agent then told rank 0 to end.
+KILLED = {0: Exit(-15, closed=True), 1: Exit(-9, closed=False)}
+
+
+def record(error: BaseException, rank: int, time_s: float = 0.0) -> FailureRecord:
+    """What a rank writes that raised ``error`` at ``time_s``."""
+    try:
+        raise error
+    except type(error) as raised:
+        made = FailureRecord.of(raised, rank)
+    return FailureRecord(
+        **{name: getattr(made, name) for name in made.__slots__} | {"time_s": time_s}
+    )
+
+
+def text(**facts: Any) -> list[str]:
+    defaults: dict[str, Any] = {
+        "records": {},
+        "exits": {},
+        "logs": {},
+        "agent_log": "",
+        "notes": [],
+    }
+    return cause_text(**defaults | facts)
+
+
+def noticed(rank: int, failed: int) -> FailureRecord:
+    return record(RankFailed(failed, "died", "all_reduce #4"), rank)
+
+
+def test_a_killed_rank_comes_before_those_that_noticed() -> None:
+    lines = text(records={0: noticed(0, 1)}, exits=KILLED)
+    assert lines[0] == "rank 1 was killed by SIGKILL"
+    assert any(line.startswith("then rank 0 raised RankFailed: rank 1 died") for line in lines)
+
+
+def test_the_exception_that_came_first_is_the_cause() -> None:
+    records = {0: record(KeyError("late"), 0, 9.0), 2: record(ValueError("early"), 2, 8.0)}
+    assert text(records=records)[0] == "rank 2 raised ValueError: early"
+
+
+def test_an_exception_is_the_cause_even_if_another_rank_noticed_it_before() -> None:
+    records = {0: noticed(0, 1), 1: record(ValueError("boom"), 1, time_s=9e9)}
+    assert text(records=records)[0] == "rank 1 raised ValueError: boom"
+
+
+def test_a_rank_that_left_with_code_0_is_found_by_those_that_waited() -> None:
+    lines = text(records={0: noticed(0, 1)}, exits={0: Exit(1, closed=False)})
+    assert lines[0] == "rank 1 exited with code 0 while others were waiting"
+
+
+def test_a_rank_without_a_record_is_explained_by_its_standard_error() -> None:
+    log = "Traceback (most recent call last):\n  File 'a.py'\nImportError: no such thing\n"
+    exits = {1: Exit(1, closed=False)}
+    assert text(exits=exits, logs={1: log})[0] == "rank 1 raised ImportError: no such thing"
+    usage = "usage: a.py [-h]\na.py: error: unrecognized arguments: --bad\n"
+    exits = {1: Exit(2, closed=False)}
+    lines = text(exits=exits, logs={1: usage})
+    assert lines[0] == "rank 1 exited with code 2"
+    assert "  a.py: error: unrecognized arguments: --bad" in lines
+
+
+def where(rank: int, **facts: Any) -> Entry:
+    """The page of a rank at step 4."""
+    defaults: dict[str, Any] = {
+        "pid": 1,
+        "born": 1,
+        "attempt": 0,
+        "phase": Phase.RUNNING,
+        "step": 4,
+        "call": "barrier (#7 of group 'world') at train.py:9 in main",
+        "awaited": None,
+        "thread": 1,
+        "native": 1,
+        "stacks": None,
+    }
+    return Entry(rank=rank, **defaults | facts)
+
+
+def test_a_rank_that_died_is_told_with_its_step_and_its_last_call() -> None:
+    lines = text(exits={1: Exit(-9, closed=False)}, entries={0: where(0), 1: where(1)})
+    assert lines[:2] == [
+        "rank 1 at step 4 was killed by SIGKILL",
+        "  its last call: barrier (#7 of group 'world') at train.py:9 in main",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entries", "place"),
+    [
+        ({0: where(0)}, " before echelon.init()"),
+        ({0: where(0), 1: where(1, phase=Phase.STARTING)}, " in echelon.init()"),
+        ({}, ""),  # the script may not use it at all
+    ],
+)
+def test_a_rank_that_died_before_its_first_step_is_told_with_how_far_it_had_come(
+    entries: dict[int, Entry], place: str
+) -> None:
+    lines = text(exits={1: Exit(-9, closed=False)}, entries=entries)
+    assert lines[0] == f"rank 1{place} was killed by SIGKILL"
+
+
+def test_an_exception_is_told_with_the_step() -> None:
+    made = FailureRecord.of(ValueError("boom"), 1, "at step 4")
+    assert text(records={1: made})[0] == "rank 1 at step 4 raised ValueError: boom"
+
+
+def test_a_crash_is_told_with_its_stack() -> None:
+    log = (
+        "Fatal Python error: Segmentation fault\n\n"
+        "Current thread 0x00007f01 (most recent call first):\n"
+        '  File "train.py", line 3 in step\n  File "train.py", line 9 in <module>\n\n'
+        "Extension modules: numpy (total: 1)\n"
+    )
+    lines = text(exits={1: Exit(-11, closed=False)}, logs={1: log})
+    assert lines[1:4] == ["  its stack:", "    train.py:9 in <module>", "    train.py:3 in step"]
+
+
+def stuck(rank: int, time_s: float = 0.0, **found: Any) -> FailureRecord:
+    """What a rank writes that waited for rank 2 in vain."""
+    error = CommTimeout("barrier at train.py:9 in main", [2], 10.0, **found)
+    error.add_note("The Python stacks of the ranks of this host:\nstacks")
+    return record(error, rank, time_s)
+
+
+def test_of_a_hang_the_rank_that_is_stuck_comes_first() -> None:
+    rows = "  rank 2 at step 4 computes\n  its last call: none\n  its stack:\n    train.py:3 in f"
+    records = {
+        0: stuck(0, 5.0),
+        1: stuck(1, 6.0, others=rows, stuck={2: "at step 4 computes"}),
+    }
+    lines = text(records=records, exits={2: Exit(-15, closed=True)})
+    assert lines[:7] == [
+        "rank 2 at step 4 computes; rank 1 waited 10.0 s for it",
+        "  its last call: none",
+        "  its stack:",
+        "    train.py:3 in f",
+        "  rank 1 waited in barrier at train.py:9 in main",
+        "  the stacks of all ranks are in error-stacks.txt, in the folder of rank 1",
+        "",
+    ]
+
+
+def test_of_a_hang_that_nobody_could_look_into_the_place_is_told() -> None:
+    lines = text(records={0: stuck(0)}, entries={0: where(0)})
+    assert lines[0] == "rank 2 before echelon.init() did not come; rank 0 waited 10.0 s for it"
+    lines = text(records={0: stuck(0)})
+    assert lines[0] == "rank 2 did not come; rank 0 waited 10.0 s for it"
+
+
+def test_an_exception_is_the_cause_even_if_others_waited_in_vain_for_its_rank() -> None:
+    records = {0: stuck(0, 1.0), 2: record(ValueError("boom"), 2, 9.0)}
+    assert text(records=records)[0] == "rank 2 raised ValueError: boom"
+
+
+def test_ranks_that_disagree_are_all_shown() -> None:
+    mismatch = CollectiveMismatch("world", 3, {0: "all_reduce", 1: "barrier", 2: "all_reduce"})
+    lines = text(records={rank: record(mismatch, rank) for rank in range(3)})
+    assert lines[0].startswith("rank 0 raised CollectiveMismatch: collective #3 of group 'world'")
+    assert "    rank 1: barrier   <-- differs" in lines
+
+
+def test_when_torchrun_itself_fails_its_words_are_shown() -> None:
+    lines = text(agent_log="Traceback\nOSError: no port\n")
+    assert lines == [
+        "torchrun could not run the ranks; it wrote:",
+        "  Traceback",
+        "  OSError: no port",
+    ]
+
+
+def deep(depth: int) -> None:
+    if depth == 0:
+        raise ValueError("\n".join(f"line {i}" for i in range(100)))
+    deep(depth - 1)
+
+
+def test_no_text_is_longer_than_its_limit() -> None:
+    with pytest.raises(ValueError, match="line 99") as info:
+        deep(50)
+    long = FailureRecord.of(info.value, 0)
+    others = [noticed(rank, 0) for rank in range(1, 64)]
+    lines = failure_text(long, others, ["logs"])
+    assert len(lines) <= MAX_LINES
+    assert lines[0] == "rank 0 raised ValueError: line 0"
+    assert lines[-1] == "logs"
+    assert "test_failures.py" in "".join(lines)
+    assert any("60 more ranks" in line for line in lines)
+
+
+def test_cores_are_shared_and_nobody_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    assert [threads_per_rank(ranks) for ranks in (1, 2, 3, 8, 64)] == [8, 4, 2, 1, 1]
+
+
+def test_a_save_that_failed_elsewhere_is_the_cause_if_that_rank_went_on() -> None:
+    heard = record(CheckpointError("raised ValueError: boom", "runs/a", rank=1), 0)
+    lines = text(records={0: heard}, exits={0: Exit(1, closed=False)})
+    assert lines[0] == "rank 0 raised CheckpointError: rank 1: runs/a: raised ValueError: boom"
+    own = record(ValueError("boom"), 1, time_s=9e9)
+    assert text(records={0: heard, 1: own})[0] == "rank 1 raised ValueError: boom"

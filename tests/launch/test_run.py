@@ -1,0 +1,340 @@
+"""Start ranks, collect what they return, raise the first failure; find the world one is in."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import echelon as ec
+from echelon.errors import ArgumentError, CommError, DeadlockError, RankFailed, WorldError
+from echelon.launch.run import run
+from tests.children import environ
+
+KINDS = ("threads", "processes")
+
+
+def describe(world: ec.World, factor: int) -> tuple[object, ...]:
+    group = world.group
+    same = ec.init() is world
+    return world.rank, world.size, str(world.device), world.local_rank, group.ranks, factor, same
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_gets_its_world_and_the_arguments_and_results_come_in_rank_order(kind) -> None:
+    expected = [(rank, 3, "cpu", rank, (0, 1, 2), 7, True) for rank in range(3)]
+    assert ec.run(describe, 3, kind, args=(7,)) == expected
+
+
+def results(world: ec.World) -> object:
+    window = world.group.window(3)
+    window.local.fill_(world.rank)
+    linear = torch.nn.Linear(2, 1)
+    return [window.local, linear, {"none": None}][world.rank]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_result_may_be_any_object_also_memory_of_the_world(kind) -> None:
+    window, linear, rest = ec.run(results, 3, kind)
+    assert torch.equal(window, torch.zeros(3))
+    assert linear.weight.shape == (1, 2)
+    assert rest == {"none": None}
+
+
+def exits(world: ec.World, code: object) -> str:
+    if world.rank == 1:
+        sys.exit(code)
+    return "done"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sys_exit_0_is_a_return_and_does_not_end_the_caller(kind) -> None:
+    assert ec.run(exits, 2, kind, args=(0,)) == ["done", None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sys_exit_with_a_code_is_a_failure(kind) -> None:
+    with pytest.raises(SystemExit) as info:
+        ec.run(exits, 2, kind, args=(3,))
+    assert info.value.code == 3
+    assert "raised on rank 1 of 2" in info.value.__notes__
+
+
+def raises(world: ec.World) -> None:
+    if world.rank == 1:
+        raise KeyError("lost")
+    world.group.barrier()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_failure_is_raised_with_its_rank_and_its_traceback(kind) -> None:
+    with pytest.raises(KeyError, match="lost") as info:
+        ec.run(raises, 3, kind)
+    assert info.value.__notes__ == ["raised on rank 1 of 3"]
+    shown = "".join(traceback.format_exception(info.value))
+    assert 'raise KeyError("lost")' in shown
+    assert "in raises" in shown
+
+
+class Stubborn(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def raises_what_cannot_travel(world: ec.World) -> None:
+    raise Stubborn(1, 2)
+
+
+def test_an_exception_that_cannot_be_sent_is_told_by_its_text() -> None:
+    with pytest.raises(WorldError, match="Stubborn: 1 and 2"):
+        ec.run(raises_what_cannot_travel, 1, "processes")
+
+
+def returns_what_cannot_travel(world: ec.World) -> object:
+    return threading.Lock()
+
+
+def test_a_result_that_cannot_be_sent_is_an_error() -> None:
+    with pytest.raises(TypeError, match="cannot pickle"):
+        ec.run(returns_what_cannot_travel, 1, "processes")
+
+
+def test_a_function_that_cannot_be_sent_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ArgumentError, match="only one process can have, or use world='threads'"):
+        ec.run(describe, 2, "processes", args=(threading.Lock(),))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"ranks": 0}, "ranks is 0; give a whole number >= 1"),
+        ({"ranks": -1}, "ranks is -1"),
+        ({"ranks": 2.0}, "ranks is 2.0"),
+        ({"ranks": 1, "world": "gloo"}, "unknown world 'gloo': use 'threads' or 'processes'"),
+        ({"ranks": 1, "timeout": 0}, "timeout is 0; it must be a number > 0"),
+        ({"ranks": 1, "timeout": float("nan")}, "timeout is nan"),
+        ({"ranks": 1, "world": "processes", "device": "cuda"}, "torchrun and NCCL"),
+    ],
+)
+def test_a_world_that_cannot_be_is_refused(arguments, words) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        ec.run(describe, **arguments)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_timeout_of_the_world_is_the_timeout_of_its_groups(kind) -> None:
+    assert ec.run(timeouts, 2, kind, timeout=12.5) == [(12.5, 12.5)] * 2
+
+
+def timeouts(world: ec.World) -> tuple[float, float]:
+    return world.group.timeout, world.group.subgroup([0, 1]).timeout
+
+
+def test_worlds_of_threads_nest_and_repeat() -> None:
+    def inner(world: ec.World) -> int:
+        value = torch.tensor([world.rank])
+        world.group.all_reduce(value)
+        return int(value)
+
+    def outer(world: ec.World) -> list[int]:
+        return ec.run(inner, world.rank + 1)
+
+    for _ in range(3):
+        assert ec.run(outer, 3) == [[0], [1, 1], [3, 3, 3]]
+
+
+def test_ranks_that_compute_on_are_left_behind_after_2_s_however_many() -> None:
+    end = threading.Event()
+
+    def main(world: ec.World) -> None:
+        if world.rank == 0:
+            raise KeyError
+        end.wait()
+
+    start_s = time.perf_counter()
+    with pytest.raises(KeyError) as info:
+        ec.run(main, 16)
+    assert time.perf_counter() - start_s < 10.0  # not 2 s for each
+    assert "left behind: rank 1, rank 2" in info.value.__notes__[1]
+    end.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("rank "):
+            thread.join()
+
+
+def waits_for_ever(world: ec.World) -> None:
+    if world.rank == 0:
+        time.sleep(60)
+    world.group.barrier()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_ends_all_ranks_and_reaches_the_caller(kind) -> None:
+    """Ctrl-C reaches the main thread only, which is in ``run``."""
+    # Ctrl-C during the start of the fork server or an import would test something else.
+    ec.run(describe, 2, kind, args=(1,))
+    main = threading.main_thread().ident
+    timer = threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    children = set(multiprocessing.active_children())  # ranks that other tests share
+    start_s = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        ec.run(sleeps_a_little if kind == "threads" else waits_for_ever, 3, kind)
+    assert time.perf_counter() - start_s < 4.0
+    assert set(multiprocessing.active_children()) <= children
+    assert_no_rank_runs()
+
+
+def assert_no_rank_runs() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("rank "):
+            thread.join(5.0)
+            assert not thread.is_alive()
+
+
+def sleeps_a_little(world: ec.World) -> None:
+    if world.rank == 0:
+        time.sleep(2.0)
+    world.group.barrier()
+
+
+def test_an_interrupt_while_ranks_start_ends_those_that_run() -> None:
+    def interrupt(world: ec.World) -> None:
+        if world.rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        world.group.barrier()
+
+    with pytest.raises(KeyboardInterrupt):
+        ec.run(interrupt, 200)
+    assert_no_rank_runs()
+
+
+def test_init_alone_is_a_world_of_one(monkeypatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("echelon.launch.run._current", SimpleNamespace())
+    monkeypatch.setattr("echelon.launch.run._close_at_exit", lambda world: None)
+    monkeypatch.setenv("ECHELON_TIMEOUT", "7.5")
+    with ec.init() as world:
+        assert (world.rank, world.size, world.backend) == (0, 1, "single")
+        assert world.group.timeout == 7.5
+        value = torch.tensor([2.0])
+        world.group.all_reduce(value, "mean")
+        assert value.item() == 2.0
+        assert ec.init() is world
+
+
+def closes(world: ec.World) -> str:
+    with world:
+        world.group.barrier()
+    world.close()  # a second time does nothing
+    return repr(world)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_world_is_a_context_manager_and_may_be_closed_again(kind) -> None:
+    names = {"threads": "threads", "processes": "shm"}
+    expected = [f"World(rank {rank} of 2, {names[kind]}, on cpu)" for rank in (0, 1)]
+    assert ec.run(closes, 2, kind) == expected
+
+
+def raises_inside_with(world: ec.World) -> None:
+    with world:
+        if world.rank == 1:
+            raise KeyError("inside")
+        world.group.barrier()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_inside_with_world_is_the_cause_on_the_other_ranks(kind) -> None:
+    with pytest.raises(KeyError, match="inside"):
+        ec.run(raises_inside_with, 2, kind)
+
+
+def leaves_a_note(world: ec.World, folder: str) -> None:
+    try:
+        raises_inside_with(world)
+    except CommError as error:
+        (Path(folder) / f"rank{world.rank}").write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_other_ranks_read_what_was_raised(kind, tmp_path) -> None:
+    with pytest.raises(KeyError, match="inside"):
+        ec.run(leaves_a_note, 3, kind, args=(str(tmp_path),))
+    for rank in (0, 2):
+        text = (tmp_path / f"rank{rank}").read_text()
+        assert text.startswith("RankFailed: rank 1 raised KeyError: 'inside', while this rank was ")
+        assert "barrier (#0 of group 'world')" in text
+
+
+def returns_early(world: ec.World) -> None:
+    if world.rank != 1:
+        world.group.all_reduce(torch.ones(1), label="loss")
+
+
+@pytest.mark.parametrize(("kind", "error"), [("threads", DeadlockError), ("processes", RankFailed)])
+def test_a_rank_that_returns_early_is_named(kind, error) -> None:
+    with pytest.raises(error, match="rank 1 returned") as info:
+        ec.run(returns_early, 3, kind)
+    assert "all_reduce(sum) float32[1] of 'loss'" in str(info.value)
+
+
+def torch_threads(world: ec.World) -> int:
+    return torch.get_num_threads()
+
+
+def test_processes_share_the_cores_among_them(monkeypatch) -> None:
+    expected = int(os.environ["OMP_NUM_THREADS"])
+    assert ec.run(torch_threads, 2, "processes") == [expected] * 2
+
+
+def test_run_is_what_the_package_exports() -> None:
+    assert ec.run is run
+
+
+def test_run_needs_a_timeout() -> None:
+    with pytest.raises(ArgumentError, match="it must be a number > 0, up to"):
+        ec.run(describe, 1, timeout=None)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), 1e18, "5"])
+def test_a_timeout_that_is_none_is_refused(timeout) -> None:
+    with pytest.raises(ArgumentError, match="it must be a number > 0, up to"):
+        ec.run(describe, 1, timeout=timeout)
+    with pytest.raises(ArgumentError, match="it must be a number > 0, up to"):
+        ec.init(timeout=timeout)
+
+
+def chooses(world: ec.World) -> None:
+    assert ec.init(world.backend) is world if world.backend == "shm" else ec.init() is world
+    with pytest.raises(ArgumentError, match="runs in a world of"):
+        ec.init("gloo")
+    with pytest.raises(ArgumentError, match="backend is 'nonsense'; use one of shm, gloo"):
+        ec.init("nonsense")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backend_that_cannot_be_had_is_refused(kind) -> None:
+    ec.run(chooses, 2, kind)
+
+
+def test_a_script_that_starts_ranks_while_it_is_imported_is_told_what_to_do_once(tmp_path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text("import echelon as ec\ndef main(world): pass\nec.run(main, 2, 'processes')\n")
+    ended = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=60, env=environ()
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count("Traceback") == 1
+    assert "ArgumentError: the script starts ranks while it is imported" in ended.stderr
+    assert 'under `if __name__ == "__main__":`' in ended.stderr

@@ -1,0 +1,76 @@
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from echelon.launch.run_folders import RunFolder
+
+ABANDONS = """
+import os, signal
+from echelon.launch.run_folders import RunFolder
+print(RunFolder(None).path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def folders(parent: Path) -> list[Path]:
+    return sorted(parent.glob("echelon-run-*"))
+
+
+def test_a_folder_goes_with_a_run_that_went_well_and_stays_after_a_failure(
+    temporary: Path,
+) -> None:
+    RunFolder(None).drop()
+    assert folders(temporary) == []
+    failed = RunFolder(None)
+    assert failed.keep() == failed.path
+    assert list(failed.path.iterdir()) == []
+    RunFolder(None).drop()  # the next run leaves it, too
+    assert folders(temporary) == [failed.path]
+
+
+def test_a_folder_that_the_user_chose_stays_in_any_case(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "logs")
+    assert run.path.parent == tmp_path / "logs"
+    run.drop()
+    assert run.path.exists()
+
+
+def test_the_next_run_removes_what_a_killed_one_left_and_nothing_of_one_that_goes_on(
+    temporary: Path,
+) -> None:
+    goes_on = RunFolder(None)
+    killed = subprocess.run(
+        [sys.executable, "-c", ABANDONS],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+    assert killed.returncode == -signal.SIGKILL
+    abandoned = Path(killed.stdout.strip())
+    (abandoned / "agent.log").write_text("what it had printed")
+    (temporary / "echelon-run-link").symlink_to(abandoned)
+    assert abandoned.exists()
+    RunFolder(None).drop()
+    assert not abandoned.exists()
+    assert goes_on.path.exists()
+    goes_on.drop()
+
+
+def test_a_link_of_that_name_is_not_followed(temporary: Path, tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.mkdir()
+    (target / "running").touch()
+    (temporary / "echelon-run-link").symlink_to(target)
+    RunFolder(None).drop()
+    assert (target / "running").exists()

@@ -1,0 +1,132 @@
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from echelon.launch.program import Program
+from echelon.launch.simulated_job import run_threads
+
+PRELUDE = """
+import sys
+import torch
+import echelon as ec
+seen = globals().setdefault("seen", [])
+"""
+
+
+class Done(NamedTuple):
+    """How a run ended, and what it printed."""
+
+    code: int
+    output: list[str]
+    errors: list[str]
+
+
+def run(
+    folder: Path,
+    body: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    timeout: float | None = None,
+) -> Done:
+    """What ``echelon run --ranks 3 --world threads train.py --lr 3`` does, in this process."""
+    script = folder / "train.py"
+    script.write_text(PRELUDE + body)
+    monkeypatch.setattr(sys, "argv", ["echelon"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    code = run_threads(Program(str(script)), ["--lr", "3"], 3, timeout)
+    printed = capsys.readouterr()
+    return Done(code, printed.out.splitlines(), printed.err.splitlines())
+
+
+def test_every_rank_runs_the_script_with_its_own_names_and_its_lines_stay_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "beside_the_script.py").write_text("NAME = 'beside'\n")
+    body = """
+import beside_the_script as beside
+if __name__ == "__main__":
+    with ec.init() as world:
+        seen.append(world.rank)
+        total = torch.tensor([world.rank + 1])
+        world.group.all_reduce(total)
+        for _ in range(50):
+            print("rank", world.rank, "sum", total.item(), seen, sys.argv[1:], beside.NAME)
+"""
+    done = run(tmp_path, body, monkeypatch, capsys)
+    assert (done.code, done.errors) == (0, [])
+    assert Counter(done.output) == {
+        f"rank {rank} sum 6 [{rank}] ['--lr', '3'] beside": 50 for rank in range(3)
+    }
+
+
+def test_the_first_line_of_a_failure_names_the_rank_and_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+with ec.init() as world:
+    if world.rank == 1:
+        raise ValueError("boom")
+    world.group.barrier()
+"""
+    done = run(tmp_path, body, monkeypatch, capsys)
+    assert done.code == 1
+    assert done.errors[0] == "rank 1 at step 0 raised ValueError: boom"
+    assert done.errors[1] == f"  at {tmp_path / 'train.py'}:9 in <module>"
+    assert len(done.errors) <= 25
+
+
+def test_ranks_wait_for_one_another_as_long_as_the_timeout_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+import time
+with ec.init() as world:
+    if world.rank == 1:
+        time.sleep(2)
+    world.group.barrier()
+"""
+    done = run(tmp_path, body, monkeypatch, capsys, timeout=0.25)
+    assert done.code == 1
+    assert "waited 0.2 s for it" in done.errors[0]
+
+
+def test_a_script_that_is_no_python_is_a_short_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run(tmp_path, "this is no python", monkeypatch, capsys)
+    assert done.code == 1
+    assert done.errors[0].startswith("rank 0 raised SyntaxError: ")
+
+
+@pytest.mark.parametrize(("end", "code"), [("3", 3), ("", 0), ("'no'", 1)])
+def test_the_exit_code_of_a_script_is_kept(
+    end: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    done = run(tmp_path, f"sys.exit({end})", monkeypatch, capsys)
+    assert (done.code, done.errors) == (code, ["no"] if code == 1 else [])
+
+
+def test_ctrl_c_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # On a very busy machine a rank may still sleep when the run gives up on it.
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    body = """
+import os, signal, time
+with ec.init() as world:
+    if world.rank == 0:
+        os.kill(os.getpid(), signal.SIGINT)
+    else:
+        time.sleep(0.3)
+    world.group.barrier()
+"""
+    done = run(tmp_path, body, monkeypatch, capsys)
+    assert (done.code, done.errors) == (130, ["interrupted"])

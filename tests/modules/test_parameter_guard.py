@@ -1,0 +1,90 @@
+"""A wrapped model that gets other parameters is refused at its next forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import echelon as ec
+from echelon.modules.parameter_guard import Census
+
+WRAPPERS: dict[str, Callable[[nn.Module, ec.Group], nn.Module]] = {
+    "DDP": ec.DDP,
+    "FSDP": lambda module, group: ec.FSDP(module, group, units=ec.units.by_type(nn.Linear)),
+}
+
+
+def model() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].bias.requires_grad_(False)
+    return net
+
+
+def replace(net: nn.Sequential) -> None:
+    net[0].weight = nn.Parameter(torch.ones(2, 2))
+
+
+def add(net: nn.Sequential) -> None:
+    net[0].extra = nn.Parameter(torch.ones(2))
+
+
+def add_module(net: nn.Sequential) -> None:
+    net.append(nn.Linear(2, 2))
+
+
+def swap_module(net: nn.Sequential) -> None:
+    net[0] = nn.Linear(2, 2)
+
+
+def convert(net: nn.Sequential) -> None:
+    net.double()
+
+
+def unfreeze(net: nn.Sequential) -> None:
+    net[1].bias.requires_grad_(True)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (replace, "parameter '0.weight' was added or replaced"),
+        (add, "parameter '0.extra' was added or replaced"),
+        (add_module, "parameter '2.weight' was added or replaced"),
+        (swap_module, "parameter '0.weight' was added or replaced"),
+        (convert, "parameter '0.weight' was converted from torch.float32 to torch.float64"),
+        (unfreeze, "parameter '1.bias' was frozen, and unfrozen"),
+    ],
+)
+def test_other_parameters_are_refused(
+    wrapper: str, change: Callable[[nn.Sequential], None], sentence: str
+) -> None:
+    def main(world: ec.World) -> None:
+        net = model()
+        wrapped = WRAPPERS[wrapper](net, world.group)
+        wrapped(torch.ones(1, 2)).sum().backward()
+        wrapped.zero_grad()
+        change(net)
+        with pytest.raises(ec.StateError, match=f"^{sentence}.* after {wrapper} wrapped"):
+            wrapped(torch.ones(1, 2))
+
+    ec.run(main, 2)
+
+
+def test_what_needs_no_reduction_may_change() -> None:
+    net = model()
+    census = Census(net, "a test")
+    net.append(nn.Tanh())
+    net[0].register_parameter("constant", nn.Parameter(torch.ones(1), requires_grad=False))
+    net[0].weight.requires_grad_(False)
+    census.check()
+    net[0].weight.requires_grad_(True)  # it was trainable when it was counted
+    census.check()
+    del net[1]
+    census.check()
+    net[0].constant.requires_grad_(True)
+    with pytest.raises(ec.StateError, match=r"'0.constant' was added"):
+        census.check()
