@@ -142,17 +142,17 @@ def no_checksums() -> Iterator[None]:
 
     def no_comparison(*_: object) -> None: ...
 
-    kept = files.Checksum, step.Step.read, step.Step.verify
-    plain_read = step.Step.read
+    kept = files.Checksum, step.SavedStep.read, step.SavedStep.verify
+    plain_read = step.SavedStep.read
     files.Checksum = Nothing
-    step.Step.verify = no_comparison
-    step.Step.read = lambda self, tensor, start, values, check=None: plain_read(
+    step.SavedStep.verify = no_comparison
+    step.SavedStep.read = lambda self, tensor, start, values, check=None: plain_read(
         self, tensor, start, values
     )
     try:
         yield
     finally:
-        files.Checksum, step.Step.read, step.Step.verify = kept
+        files.Checksum, step.SavedStep.read, step.SavedStep.verify = kept
 
 
 class _Saves:

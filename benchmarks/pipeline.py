@@ -32,7 +32,7 @@ from sleeps import cases, measure
 from variants import ALONE
 
 import echelon as ec
-from echelon.pipeline.schedule.schedules import FAMILIES
+from echelon.pipeline.schedules.families import FAMILIES
 
 OURS, THEIRS = "echelon 1f1b", "PyTorch 1F1B"
 OVER_GLOO = "echelon 1f1b, gloo"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.pipeline import deferred, shardable
-from echelon.pipeline.schedule.schedules import FAMILIES
+from echelon.pipeline.schedules.families import FAMILIES
 
 __all__ = ["Case", "cases", "measure"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.comm.group import Group
-from echelon.state.held import Held, Holdings, Kept
+from echelon.state.sharded_state import Replication, ShardedState, TensorShard
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,16 @@ class Seen:
     start: int
     copy: int
     num_copies: int
-    kept: Kept
+    kept: Replication
     values: Tensor
 
     @classmethod
-    def of(cls, one: Held) -> Seen:
+    def of(cls, one: TensorShard) -> Seen:
         values = one.values.detach().cpu().reshape(-1).clone()
         return cls(one.names, one.shape, one.start, one.copy, one.num_copies, one.kept, values)
 
 
-def joined(holdings: Holdings, group: Group) -> dict[str, Tensor]:
+def joined(holdings: ShardedState, group: Group) -> dict[str, Tensor]:
     """The tensors of the model, by all of their names. All ranks call it.
 
     Asserts that ranges cover each of them exactly once, that copies are numbered, and that those
@@ -74,7 +74,7 @@ def _whole(parts: list[Seen]) -> Tensor:
         assert sorted(one.copy for one in copies) == list(range(len(copies)))
         for other in others:
             assert other.values.shape == first.values.shape
-            if first.kept is Kept.EQUAL:
+            if first.kept is Replication.EQUAL:
                 assert torch.equal(other.values, first.values)
         values.append(first.values)
         end += first.values.numel()
@@ -82,7 +82,7 @@ def _whole(parts: list[Seen]) -> Tensor:
     return torch.cat(values).view(shape)
 
 
-def check_params(holdings: Holdings) -> None:
+def check_params(holdings: ShardedState) -> None:
     """The ranges of a parameter are its memory, end to end."""
     known = set(map(id, holdings.tensors))
     for param, own in holdings.params.items():
@@ -95,7 +95,7 @@ def check_params(holdings: Holdings) -> None:
                 assert memory == param.untyped_storage().data_ptr()
 
 
-def check_optimizer(holdings: Holdings, optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(holdings: ShardedState, optimizer: torch.optim.Optimizer) -> None:
     """The state of every parameter can be cut as its ranges are."""
     assert optimizer.state
     for param, state in optimizer.state.items():
@@ -117,7 +117,7 @@ def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], **close: f
 
 
 @torch.no_grad()
-def write(holdings: Holdings, whole: Mapping[str, Tensor]) -> None:
+def write(holdings: ShardedState, whole: Mapping[str, Tensor]) -> None:
     """All that a load does: write this rank's ranges of a whole state."""
     holdings.before_write()
     for one in holdings.tensors:

@@ -12,18 +12,6 @@ import torch
 
 from echelon.errors import ArgumentError
 
-__all__ = [
-    "Reduction",
-    "floating",
-    "number",
-    "one_of",
-    "optimizer",
-    "positive",
-    "reduction",
-    "whole",
-    "wholes",
-]
-
 # How gradients of several ranks become one: their mean, their sum, or their sum over a number.
 Reduction = Literal["mean", "sum"] | float
 

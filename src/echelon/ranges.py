@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from echelon.errors import ArgumentError, RankError
 
-__all__ = ["Placement", "even_chunks", "pack", "shard_range"]
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:

@@ -30,7 +30,7 @@ from torch import Tensor
 from echelon.comm.group import Group
 from echelon.comm.work import Window, Work
 from echelon.comm.world import World
-from echelon.diagnosis.collective_call import Call, Ticket
+from echelon.diagnosis.collective_call import CallSignature, CollectiveCall
 from echelon.errors import (
     ArgumentError,
     CollectiveMismatch,
@@ -49,7 +49,7 @@ run_ranks = run
 _FOR_EVER_S = 1e6
 _MESSAGES = ("send", "recv")
 
-Issue = Callable[[Ticket], Work]
+Issue = Callable[[CollectiveCall], Work]
 Sleep = Callable[[float], object]
 
 
@@ -74,7 +74,7 @@ class Fault:
     """
 
     name: str
-    strike: Callable[[Ticket, Issue, Sleep], Work]
+    strike: Callable[[CollectiveCall, Issue, Sleep], Work]
     ends_in: type[Exception] | None = CommError
     needs_process: bool = False
     needs_timeout: bool = False
@@ -100,66 +100,71 @@ class _NoWork(Work):
         return None
 
 
-def _raise(ticket: Ticket, issue: Issue, sleep: Sleep) -> Work:
+def _raise(ticket: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
     raise InjectedFault(f"this rank was told to fail at {ticket}")
 
 
-def _leave(ticket: Ticket, issue: Issue, sleep: Sleep) -> Work:
+def _leave(ticket: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
     raise _Left
 
 
-def _signal(number: signal.Signals, ticket: Ticket, issue: Issue, sleep: Sleep) -> Work:
+def _signal(number: signal.Signals, ticket: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
     os.kill(os.getpid(), number)
     return issue(ticket)
 
 
-def _exit(ticket: Ticket, issue: Issue, sleep: Sleep) -> Work:
+def _exit(ticket: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
     os._exit(0)
 
 
-def _wait_first(seconds: float, ticket: Ticket, issue: Issue, sleep: Sleep) -> Work:
+def _wait_first(seconds: float, ticket: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
     sleep(seconds)
     return issue(ticket)
 
 
-def _skip(ticket: Ticket, issue: Issue, sleep: Sleep) -> Work:
+def _skip(ticket: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
     return _NoWork(ticket)
 
 
-def _repeat(ticket: Ticket, issue: Issue, sleep: Sleep) -> Work:
+def _repeat(ticket: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
     issue(ticket).wait()
     return issue(ticket)
 
 
-def _claim(alter: Callable[[Call], Call], ticket: Ticket, issue: Issue, sleep: Sleep) -> Work:
+def _claim(
+    alter: Callable[[CallSignature], CallSignature],
+    ticket: CollectiveCall,
+    issue: Issue,
+    sleep: Sleep,
+) -> Work:
     return issue(replace(ticket, call=alter(ticket.call)))
 
 
-def _other_op(call: Call) -> Call:
+def _other_op(call: CallSignature) -> CallSignature:
     return call._replace(op="broadcast" if call.op != "broadcast" else "all_reduce")
 
 
-def _other_dtype(call: Call) -> Call:
+def _other_dtype(call: CallSignature) -> CallSignature:
     return call._replace(dtype=torch.int32 if call.dtype != torch.int32 else torch.float32)
 
 
-def _other_shape(call: Call) -> Call:
+def _other_shape(call: CallSignature) -> CallSignature:
     return call._replace(shape=(*call.shape, 2))
 
 
-def _other_reduction(call: Call) -> Call:
+def _other_reduction(call: CallSignature) -> CallSignature:
     return call._replace(reduce="max" if call.reduce != "max" else "min")
 
 
-def _other_root(call: Call) -> Call:
+def _other_root(call: CallSignature) -> CallSignature:
     return call._replace(root=1 if call.root != 1 else 0)
 
 
-def _other_label(call: Call) -> Call:
+def _other_label(call: CallSignature) -> CallSignature:
     return call._replace(label=f"not {call.label}")
 
 
-def _liar(name: str, alter: Callable[[Call], Call]) -> Fault:
+def _liar(name: str, alter: Callable[[CallSignature], CallSignature]) -> Fault:
     strike = partial(_claim, alter)
     return Fault(name=name, strike=strike, ends_in=CollectiveMismatch, at_messages=False)
 
@@ -262,7 +267,7 @@ class FaultyGroup(Group):
         self._num_calls = 0
         self._num_struck = 0
 
-    def _do(self, ticket: Ticket, issue: Issue) -> Work:
+    def _do(self, ticket: CollectiveCall, issue: Issue) -> Work:
         """Issue the call, or let the fault do what it does."""
         number, self._num_calls = self._num_calls, self._num_calls + 1
         fault = self._fault
@@ -272,7 +277,7 @@ class FaultyGroup(Group):
         self._num_struck += 1
         return fault.strike(ticket, lambda struck: issue(self._renumbered(struck)), self._sleep)
 
-    def _renumbered(self, ticket: Ticket) -> Ticket:
+    def _renumbered(self, ticket: CollectiveCall) -> CollectiveCall:
         """The ticket with the number that ``inner`` would give it; calls may have been skipped."""
         inner = self._inner
         if ticket.call.op in _MESSAGES:
@@ -281,52 +286,56 @@ class FaultyGroup(Group):
             position, inner._position = inner._position, inner._position + 1
         return replace(ticket, position=position)
 
-    def _all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> Work:
+    def _all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> Work:
         return self._do(ticket, lambda t: self._inner._all_reduce(t, tensor, op))
 
     def _reduce_scatter(
-        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> Work:
         return self._do(ticket, lambda t: self._inner._reduce_scatter(t, output, input, splits, op))
 
-    def _all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> Work:
+    def _all_gather(self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
         return self._do(ticket, lambda t: self._inner._all_gather(t, outputs, input))
 
-    def _broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> Work:
+    def _broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> Work:
         return self._do(ticket, lambda t: self._inner._broadcast(t, tensor, src))
 
-    def _reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> Work:
+    def _reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
         return self._do(ticket, lambda t: self._inner._reduce(t, tensor, dst, op))
 
-    def _gather(self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> Work:
+    def _gather(
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+    ) -> Work:
         return self._do(ticket, lambda t: self._inner._gather(t, outputs, tensor, dst))
 
-    def _scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> Work:
+    def _scatter(
+        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
+    ) -> Work:
         return self._do(ticket, lambda t: self._inner._scatter(t, tensor, inputs, src))
 
     def _all_to_all(
-        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Work:
         return self._do(ticket, lambda t: self._inner._all_to_all(t, outputs, inputs))
 
-    def _barrier(self, ticket: Ticket) -> Work:
+    def _barrier(self, ticket: CollectiveCall) -> Work:
         return self._do(ticket, self._inner._barrier)
 
-    def _send(self, ticket: Ticket, tensor: Tensor, dst: int, tag: int) -> Work:
+    def _send(self, ticket: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
         return self._do(ticket, lambda t: self._inner._send(t, tensor, dst, tag))
 
-    def _recv(self, ticket: Ticket, tensor: Tensor, src: int, tag: int) -> Work:
+    def _recv(self, ticket: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
         return self._do(ticket, lambda t: self._inner._recv(t, tensor, src, tag))
 
-    def _subgroup(self, ticket: Ticket, name: str, members: Sequence[int]) -> Group | None:
+    def _subgroup(self, ticket: CollectiveCall, name: str, members: Sequence[int]) -> Group | None:
         self._inner._num_subgroups = self._num_subgroups
         made = self._inner._subgroup(self._renumbered(ticket), name, members)
         return None if made is None else FaultyGroup(made, self._fault, self._at, self._sleep)
 
-    def _window(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Window:
+    def _window(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
         return self._inner._window(self._renumbered(ticket), numel, dtype)
 
-    def _shared(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Tensor:
+    def _shared(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
         return self._inner._shared(self._renumbered(ticket), numel, dtype)
 
 

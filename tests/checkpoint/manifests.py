@@ -10,15 +10,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from echelon.checkpoint.checksum import checksum
-from echelon.checkpoint.format import (
-    DTYPES,
-    Json,
-    Manifest,
-    SavedFile,
-    SavedPiece,
-    SavedTensor,
-    file_name,
-)
+from echelon.checkpoint.format import Manifest, SavedFile, SavedPiece, SavedTensor
+from echelon.checkpoint.names import file_name
+from echelon.values.bounded import Json
+from echelon.values.dtypes import DTYPES
 
 __all__ = ["EXAMPLE", "JSON", "NAMES", "edited", "manifests", "many_pieces", "sealed"]
 

@@ -19,12 +19,10 @@ from echelon.checkpoint.format import (
     SavedFile,
     SavedPiece,
     SavedTensor,
-    file_name,
     newer_schema,
-    step_name,
-    step_of,
 )
 from echelon.checkpoint.header import header
+from echelon.checkpoint.names import file_name, step_name, step_of
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointTooNew
 from tests.checkpoint.manifests import EXAMPLE, edited, manifests, many_pieces, sealed
 

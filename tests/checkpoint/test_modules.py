@@ -18,14 +18,14 @@ from echelon.checkpoint.modules import group_of, holdings_of
 from echelon.comm.mesh import Mesh
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
-from echelon.state.held import Holder, Holdings, Kept
+from echelon.state.sharded_state import HasShards, Replication, ShardedState
 from tests.ddp.models import TiedLanguageModel
 from tests.holding import check_params, filled, joined, same, write
 from tests.pipeline.models import mse
 from tests.worlds import KINDS, run_world
 
 
-def names_of(holdings: Holdings) -> list[tuple[str, ...]]:
+def names_of(holdings: ShardedState) -> list[tuple[str, ...]]:
     return [one.names for one in holdings.tensors]
 
 
@@ -100,7 +100,7 @@ def test_ranks_have_copies_that_nobody_keeps_alike() -> None:
         with torch.no_grad():
             model.weight.fill_(world.rank)
         holdings = holdings_of(model, world.group)
-        assert [(one.copy, one.kept) for one in holdings.tensors] == [(world.rank, Kept.OWN)]
+        assert [(one.copy, one.kept) for one in holdings.tensors] == [(world.rank, Replication.OWN)]
         assert torch.equal(joined(holdings, world.group)["weight"], torch.zeros(1, 2))
 
     run_world("threads", main, 3)
@@ -131,8 +131,8 @@ def modules_with_holders_in_them(world: World) -> None:
     holdings = holdings_of(model, group)
     same(joined(holdings, group), expected)
     kept = {one.name: one.kept for one in holdings.tensors}
-    assert kept["trunk.0.weight"] is kept["head.scale"] is Kept.EQUAL
-    assert kept["norm.running_mean"] is kept["alone.weight"] is Kept.OWN
+    assert kept["trunk.0.weight"] is kept["head.scale"] is Replication.EQUAL
+    assert kept["norm.running_mean"] is kept["alone.weight"] is Replication.OWN
     assert [one.name for one in holdings.extras] == ["alone._extra_state"]
     assert set(holdings.params) == set(model.parameters())
     weights = {name: torch.full_like(one, 2) for name, one in expected.items()}
@@ -158,11 +158,11 @@ def test_a_tensor_that_a_holder_and_a_plain_module_share_is_as_the_holder_says()
         held = {one.name: one for one in holdings_of(model, world.group).tensors}
         weight, both = held["outer.weight"], held["outer.both"]
         assert weight.names == ("outer.weight", "inner.weight", "again.weight")
-        assert weight.kept is Kept.EQUAL
+        assert weight.kept is Replication.EQUAL
         assert both.names == ("outer.both", "inner.both", "again.both")
-        assert both.kept is Kept.FIRST
+        assert both.kept is Replication.FIRST
         assert held["inner.bias"].names == ("inner.bias", "again.bias")
-        assert held["second.bias"].kept is Kept.OWN
+        assert held["second.bias"].kept is Replication.OWN
         assert joined(holdings_of(model, world.group), world.group).keys() == (
             {f"{a}.{b}" for a in ("inner", "again") for b in ("weight", "bias", "both")}
             | {"outer.weight", "outer.both", "second.weight", "second.bias"}
@@ -195,7 +195,9 @@ def test_a_save_and_a_load_ask_each_holder_once(
     asked: list[tuple[str, int]] = []
     for kind in (ec.Pipeline, ec.FSDP, ec.DDP):
 
-        def counted(self: Any, plain: Callable[[Any], Holdings] = kind.holdings) -> Holdings:
+        def counted(
+            self: Any, plain: Callable[[Any], ShardedState] = kind.holdings
+        ) -> ShardedState:
             asked.append((type(self).__name__, id(self)))
             return plain(self)
 
@@ -332,7 +334,7 @@ def test_a_rank_alone_needs_no_group() -> None:
     assert group_of([], None) is None
 
 
-class Shared(nn.Module, Holder):
+class Shared(nn.Module, HasShards):
     """Of a library that is not ours."""
 
     def __init__(self, group: ec.Group | None) -> None:
@@ -340,8 +342,8 @@ class Shared(nn.Module, Holder):
         assert group is not None
         self._group = group
 
-    def holdings(self) -> Holdings:
-        return Holdings(tensors=(), params={}, axes=self.shared_over())
+    def holdings(self) -> ShardedState:
+        return ShardedState(tensors=(), params={}, axes=self.shared_over())
 
     def shared_over(self) -> tuple[ec.Group, ...]:
         return (self._group,)

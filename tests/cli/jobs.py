@@ -111,9 +111,7 @@ class Job:
 
     def agent(self) -> int:
         """The process of torch's agent."""
-        return next(
-            pid for pid, command in self.processes().items() if "torch_dist.agent" in command
-        )
+        return next(pid for pid, command in self.processes().items() if "launch.agent" in command)
 
     def listeners(self) -> set[Listener]:
         """The sockets on which any process of this job listens."""

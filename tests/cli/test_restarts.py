@@ -79,7 +79,7 @@ def test_attempts_before_a_success_are_told_and_leave_nothing(tmp_path: Path) ->
 
 def test_a_launcher_that_is_killed_while_its_agent_starts_leaves_nothing(tmp_path: Path) -> None:
     with Job(tmp_path, STAYS, str(tmp_path)) as job:
-        job.wait(lambda: "torch_dist.agent" in " ".join(job.processes().values()))
+        job.wait(lambda: "launch.agent" in " ".join(job.processes().values()))
         job.launcher.kill()
         wait_for_the_end(job)
         assert not (tmp_path / "ready-0").exists()

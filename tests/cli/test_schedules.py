@@ -4,9 +4,8 @@ import pytest
 from typer.testing import CliRunner
 
 from echelon.cli import app
-from echelon.pipeline import Schedule, schedule, to_text
-from echelon.pipeline.schedule import choose
-from echelon.pipeline.schedule.simulate import simulate
+from echelon.pipeline import Schedule, choose, schedule, to_text
+from echelon.pipeline.schedules.simulate import simulate
 
 
 def call(*arguments: object) -> tuple[int, str]:

@@ -20,7 +20,7 @@ from echelon.comm.torch_dist.job import Job
 from echelon.comm.torch_dist.native import NativeGroup
 from echelon.comm.torch_dist.peers import Peers
 from echelon.comm.world import World
-from echelon.diagnosis.flight_recorder import VARIABLE, Logbook
+from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder
 from echelon.diagnosis.watch import Watch
 from echelon.errors import RankFailed
 from echelon.process.environment import JobEnvironment
@@ -75,7 +75,7 @@ def gloo_outcomes(
         check: compare calls.
         native: use the engine's own collectives, as on NCCL.
     """
-    logbook = Logbook.create(ranks)
+    logbook = FlightRecorder.create(ranks)
     try:
         return start(
             _in_world,

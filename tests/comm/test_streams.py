@@ -50,7 +50,7 @@ def test_the_resident_set_is_counted_in_the_unit_of_the_system(
     assert streams.memory_peak(CPU) == 5000 * factor
 
 
-# --- lanes ---------------------------------------------------------------------------------------
+# --- streams -----------------------------------------------------------------------------------
 
 CUDA = torch.device("cuda", 0)
 
@@ -102,27 +102,27 @@ class FakeEvent:
         ),
     ],
 )
-def test_a_lane_orders_streams_by_events_and_blocks_the_host_only_to_settle(
+def test_a_stream_orders_streams_by_events_and_blocks_the_host_only_to_synchronize(
     monkeypatch, own, expected
 ) -> None:
     log: list[str] = []
     current = FakeStream("current", log)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("own", log))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    lane = streams.lane(CUDA, own=own)
-    lane.follow()
-    mark = lane.mark()
-    mark.join()
-    mark.settle()
+    stream = streams.new_stream(CUDA, own=own)
+    stream.wait_for_current()
+    event = stream.record_event()
+    event.wait()
+    event.synchronize()
     assert log == expected
-    assert lane.queued == own
+    assert stream.queued == own
 
 
-def test_on_the_cpu_a_lane_is_the_current_order() -> None:
-    lane = streams.lane(CPU, own=True)
-    lane.follow()
-    with lane.beside():
-        lane.mark().join()
-    lane.mark().settle()
-    assert not lane.queued
+def test_on_the_cpu_a_stream_is_the_current_order() -> None:
+    stream = streams.new_stream(CPU, own=True)
+    stream.wait_for_current()
+    with stream.as_current():
+        stream.record_event().wait()
+    stream.record_event().synchronize()
+    assert not stream.queued
     assert not streams.host_memory(3, torch.float32, CPU).is_pinned()

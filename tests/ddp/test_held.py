@@ -11,7 +11,7 @@ from torch import nn
 import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import StateError
-from echelon.state.held import Kept
+from echelon.state.sharded_state import Replication
 from tests.ddp.models import TiedLanguageModel, rows, share, token_loss, tokens
 from tests.holding import check_optimizer, filled, joined, same, write
 from tests.worlds import KINDS, run_world
@@ -47,7 +47,7 @@ def all_of_it_is_held_by_everyone(world: World) -> None:
     holdings = model.holdings()
     check_optimizer(holdings, optimizer)
     same(joined(holdings, world.group), model.state_dict())
-    assert {one.kept for one in holdings.tensors} == {Kept.EQUAL}
+    assert {one.kept for one in holdings.tensors} == {Replication.EQUAL}
     assert holdings.tensors[1].names == ("embedding.weight", "head.weight")
     assert holdings.axes == model.shared_over() == (world.group,)
 
@@ -86,14 +86,14 @@ def test_all_ranks_hold_all_of_the_model_and_what_is_written_is_loaded(kind: str
 
 def test_of_buffers_the_first_counts_if_they_are_sent_and_otherwise_each_its_own() -> None:
     def main(world: World) -> None:
-        for sends, kept in ((True, Kept.FIRST), (False, Kept.OWN)):
+        for sends, kept in ((True, Replication.FIRST), (False, Replication.OWN)):
             model = ec.DDP(normed(), world.group, broadcast_buffers=sends)
             train(world, model, 2)
             model.module.register_buffer("late", torch.zeros(2))  # which is never sent
             by_name = {one.name: one for one in model.holdings().tensors}
             assert by_name["1.running_mean"].kept is kept
             assert by_name["1.num_batches_tracked"].kept is kept
-            assert by_name["late"].kept is Kept.OWN
+            assert by_name["late"].kept is Replication.OWN
             found = joined(model.holdings(), world.group)["1.running_mean"]
             first = model.module[1].running_mean.clone()
             world.group.broadcast(first, 0)
@@ -122,7 +122,7 @@ def test_ignored_parameters_are_each_ranks_own() -> None:
         plain = normed()
         model = ec.DDP(plain, world.group, ignored=[plain[2]])
         kept = {one.name: one.kept for one in model.holdings().tensors}
-        own = {name for name, one in kept.items() if one is Kept.OWN}
+        own = {name for name, one in kept.items() if one is Replication.OWN}
         assert own == {"2.weight", "2.bias"}
         clone = copy.deepcopy(model)
         assert kept == {one.name: one.kept for one in clone.holdings().tensors}

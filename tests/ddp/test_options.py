@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from echelon.ddp.options import Options
+from echelon.ddp.options import DDPOptions
 from echelon.errors import ArgumentError
 
 GOOD = {
@@ -42,17 +42,17 @@ GOOD = {
 )
 def test_a_bad_option_is_refused_and_named(name, value):
     with pytest.raises(ArgumentError, match=rf"^{name} is "):
-        Options(**{**GOOD, name: value})
+        DDPOptions(**{**GOOD, name: value})
 
 
 @pytest.mark.parametrize(
     ("reduction", "divisor"), [("mean", 3), ("sum", 1.0), (2.5, 2.5), (4, 4.0)]
 )
 def test_a_reduction_is_a_divisor_of_the_sum(reduction, divisor):
-    assert Options(**{**GOOD, "reduction": reduction}).divisor(3) == divisor
+    assert DDPOptions(**{**GOOD, "reduction": reduction}).divisor(3) == divisor
 
 
 def test_complex_gradients_travel_in_their_own_dtype():
-    options = Options(**{**GOOD, "gradient_dtype": torch.bfloat16})
+    options = DDPOptions(**{**GOOD, "gradient_dtype": torch.bfloat16})
     assert options.wire_dtype(torch.float32) is torch.bfloat16
     assert options.wire_dtype(torch.complex64) is torch.complex64

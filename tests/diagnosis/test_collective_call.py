@@ -4,15 +4,15 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.diagnosis.collective_call import Call, Place, caller, fingerprint
+from echelon.diagnosis.collective_call import CallSignature, CallSite, caller, fingerprint
 
-CALL = Call("reduce", torch.float32, (2, 3), "sum", 1, "layer.weight")
+CALL = CallSignature("reduce", torch.float32, (2, 3), "sum", 1, "layer.weight")
 
 
 def test_a_call_reads_like_what_was_written() -> None:
     assert str(CALL) == "reduce(sum) float32[2, 3] root=1 of 'layer.weight'"
-    assert str(Call("barrier")) == "barrier"
-    assert str(Call("broadcast", torch.bool, (), None, 0)) == "broadcast bool[] root=0"
+    assert str(CallSignature("barrier")) == "barrier"
+    assert str(CallSignature("broadcast", torch.bool, (), None, 0)) == "broadcast bool[] root=0"
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,12 @@ def fingerprint_here(world: ec.World) -> int:
 
 
 def test_the_members_of_a_subgroup_are_part_of_the_call() -> None:
-    assert str(Call("subgroup", None, (0, 2), label="world.1")) == "subgroup [0, 2] of 'world.1'"
-    assert fingerprint(Call("subgroup", None, (0, 2))) != fingerprint(
-        Call("subgroup", None, (0, 1))
+    assert (
+        str(CallSignature("subgroup", None, (0, 2), label="world.1"))
+        == "subgroup [0, 2] of 'world.1'"
+    )
+    assert fingerprint(CallSignature("subgroup", None, (0, 2))) != fingerprint(
+        CallSignature("subgroup", None, (0, 1))
     )
 
 
@@ -53,13 +56,13 @@ def test_the_fingerprint_has_64_bits_and_is_the_same_in_another_process() -> Non
 
 def test_a_call_knows_its_bytes() -> None:
     assert CALL.nbytes == 24
-    assert Call("broadcast", torch.float64).nbytes == 8  # no dims: one element
-    assert Call("all_reduce", torch.bfloat16, (4, 0)).nbytes == 0
-    assert Call("barrier").nbytes == 0
+    assert CallSignature("broadcast", torch.float64).nbytes == 8  # no dims: one element
+    assert CallSignature("all_reduce", torch.bfloat16, (4, 0)).nbytes == 0
+    assert CallSignature("barrier").nbytes == 0
 
 
 def test_the_caller_is_the_line_of_user_code() -> None:
-    def user_function() -> Place:
+    def user_function() -> CallSite:
         return caller()
 
     place = user_function()
@@ -68,7 +71,7 @@ def test_the_caller_is_the_line_of_user_code() -> None:
 
 
 def test_frames_of_torch_are_not_the_users() -> None:
-    found: list[Place] = []
+    found: list[CallSite] = []
     tensor = torch.ones(2, requires_grad=True)
     tensor.register_post_accumulate_grad_hook(lambda grad: found.append(caller()))
     with torch.autograd.set_multithreading_enabled(False):

@@ -7,31 +7,31 @@ import signal
 import pytest
 import torch
 
-from echelon.diagnosis.collective_call import Call, Place, Ticket
-from echelon.diagnosis.flight_recorder import Entry, Logbook, Page, Phase
+from echelon.diagnosis.collective_call import CallSignature, CallSite, CollectiveCall
+from echelon.diagnosis.flight_recorder import FlightRecorder, Phase, RankRecord, RankStatus
 from echelon.process.process_status import ProcessStatus
 
 
-def ticket(position: int, label: str = "loss", file: str = "train.py") -> Ticket:
-    call = Call("all_reduce", torch.float32, (10,), "sum", None, label)
-    return Ticket(call, Place(file, 12, "main"), position, "world.1", 0, True)
+def ticket(position: int, label: str = "loss", file: str = "train.py") -> CollectiveCall:
+    call = CallSignature("all_reduce", torch.float32, (10,), "sum", None, label)
+    return CollectiveCall(call, CallSite(file, 12, "main"), position, "world.1", 0, True)
 
 
-def entered() -> tuple[Logbook, Page]:
+def entered() -> tuple[FlightRecorder, RankRecord]:
     """A logbook and its only page, which this process has begun."""
-    book = Logbook.private()
+    book = FlightRecorder.private()
     book.pages[0].enter(rank=0, attempt=0)
     return book, book.pages[0]
 
 
-def entry(page: Page) -> Entry:
+def entry(page: RankRecord) -> RankStatus:
     found = page.read()
     assert found is not None
     return found
 
 
 def writes_and_is_killed(path: str) -> None:
-    page = Logbook.open(path).pages[1]
+    page = FlightRecorder.open(path).pages[1]
     page.enter(rank=5, attempt=0)
     page.move(Phase.RUNNING)
     page.step(7)
@@ -40,7 +40,7 @@ def writes_and_is_killed(path: str) -> None:
 
 
 def test_what_a_killed_rank_has_written_stays() -> None:
-    book = Logbook.create(2)
+    book = FlightRecorder.create(2)
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=writes_and_is_killed, args=(book.path,))
     process.start()
@@ -72,7 +72,7 @@ def test_a_call_that_was_made_before_is_not_formatted_again(
 ) -> None:
     _, page = entered()
     page.issue(ticket(0))
-    monkeypatch.setattr(Call, "__str__", lambda call: pytest.fail("formatted"))
+    monkeypatch.setattr(CallSignature, "__str__", lambda call: pytest.fail("formatted"))
     page.issue(ticket(1))
     monkeypatch.undo()
     assert entry(page).call == str(ticket(1))
@@ -98,7 +98,7 @@ def test_long_texts_lose_their_middle() -> None:
 
 
 def test_a_page_that_nobody_began_and_one_of_another_attempt_are_not_seen() -> None:
-    book = Logbook.create(2)
+    book = FlightRecorder.create(2)
     assert book.entries() == {}
     book.pages[0].enter(rank=0, attempt=1)
     assert (book.entries(), list(book.entries(1))) == ({}, [0])
@@ -128,17 +128,17 @@ def test_a_rank_that_lives_has_not_ended() -> None:
 def test_what_is_no_logbook_is_refused() -> None:
     descriptor = os.memfd_create("something else")
     with pytest.raises(OSError, match="is no memory that is called 'echelon logbook'"):
-        Logbook.open(f"/proc/{os.getpid()}/fd/{descriptor}")
+        FlightRecorder.open(f"/proc/{os.getpid()}/fd/{descriptor}")
     os.close(descriptor)
     with pytest.raises(FileNotFoundError):
-        Logbook.open("/proc/0/fd/3")
+        FlightRecorder.open("/proc/0/fd/3")
 
 
 def test_a_logbook_that_was_closed_cannot_be_opened_and_still_be_read() -> None:
-    book = Logbook.create(1)
-    other = Logbook.open(book.path)
+    book = FlightRecorder.create(1)
+    other = FlightRecorder.open(book.path)
     other.pages[0].enter(rank=0, attempt=0)
     book.close()
     assert list(book.entries()) == [0]
     with pytest.raises(OSError, match=r"No such file|is no logbook"):
-        Logbook.open(book.path)
+        FlightRecorder.open(book.path)

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 import pytest
 
 from echelon.diagnosis import stacks
-from echelon.diagnosis.flight_recorder import Entry, Logbook
+from echelon.diagnosis.flight_recorder import FlightRecorder, RankStatus
 
 PROCESS = """
 import os, signal, sys, threading, time
-from echelon.world import stacks
-from echelon.diagnosis.flight_recorder import Logbook, Phase
+from echelon.diagnosis import stacks
+from echelon.diagnosis.flight_recorder import FlightRecorder, Phase
 
 def computes():
     while True:
@@ -45,7 +45,7 @@ def has_its_own_use():
     signal.signal(signal.SIGUSR2, lambda number, frame: print("mine", flush=True))
     sleeps()
 
-page = Logbook.open(sys.argv[1]).pages[0]
+page = FlightRecorder.open(sys.argv[1]).pages[0]
 page.enter(rank=0, attempt=0)
 if sys.argv[2] == "takes_the_signal_before":
     signal.signal(signal.SIGUSR2, lambda number, frame: None)
@@ -57,9 +57,9 @@ globals().get(sys.argv[2], sleeps)()
 
 
 @contextmanager
-def process(what: str) -> Iterator[tuple["subprocess.Popen[str]", Entry]]:
+def process(what: str) -> Iterator[tuple["subprocess.Popen[str]", RankStatus]]:
     """A process that does ``what``, and its page."""
-    book = Logbook.create(1)
+    book = FlightRecorder.create(1)
     child = subprocess.Popen(
         [sys.executable, "-c", PROCESS, book.path, what], stdout=subprocess.PIPE, text=True
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.diagnosis.flight_recorder import VARIABLE, Logbook
+from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder
 from echelon.diagnosis.watch import Watch, _finding
 from echelon.errors import CommTimeout, RankFailed
 from echelon.process.environment import JobEnvironment
@@ -37,7 +37,7 @@ def job(rank: int, size: int = 3, attempt: int = 0) -> JobEnvironment:
 @contextmanager
 def ranks(size: int) -> Iterator[tuple[Watch, list[Watch]]]:
     """The watch of rank 0, and those of all ranks, which are this process."""
-    book = Logbook.create(size)
+    book = FlightRecorder.create(size)
     watches = [Watch(book, rank, rank) for rank in range(size)]
     for watch in watches:
         watch.run()
@@ -77,10 +77,10 @@ def test_a_rank_that_has_closed_its_world_and_one_that_has_ended_are_told_as_suc
     with ranks(2) as (mine, all_ranks):
         all_ranks[1].close()
         assert mine.explained(LATE).stuck == {1: "at step 0 has closed its world"}
-    book = Logbook.create(2)
+    book = FlightRecorder.create(2)
     code = (
-        "import sys; from echelon.diagnosis.flight_recorder import Logbook; "
-        "Logbook.open(sys.argv[1]).pages[1].enter(1, 0)"
+        "import sys; from echelon.diagnosis.flight_recorder import FlightRecorder; "
+        "FlightRecorder.open(sys.argv[1]).pages[1].enter(1, 0)"
     )
     subprocess.run([sys.executable, "-c", code, book.path], check=True, timeout=60)
     mine = Watch(book, 0, 0)
@@ -95,7 +95,7 @@ def test_nothing_is_said_about_ranks_of_other_hosts() -> None:
 
 
 def test_ranks_are_in_the_logbook_of_their_launcher() -> None:
-    book = Logbook.create(3)
+    book = FlightRecorder.create(3)
     watches = [Watch.of_job(job(rank, attempt=2), {VARIABLE: book.path}) for rank in range(3)]
     assert all(watch.is_shared for watch in watches)
     assert sorted(book.entries(2)) == [0, 1, 2]
@@ -107,7 +107,7 @@ def test_a_rank_does_without_a_logbook_that_it_cannot_reach(path: str) -> None:
 
 
 def test_a_rank_does_without_a_logbook_that_has_no_page_for_it() -> None:
-    book = Logbook.create(1)
+    book = FlightRecorder.create(1)
     assert not Watch.of_job(job(1), {VARIABLE: book.path}).is_shared
 
 
@@ -131,7 +131,7 @@ def test_a_rank_does_without_a_logbook_that_does_not_come(monkeypatch: pytest.Mo
 
 
 def test_a_rank_that_will_never_come_is_told_by_the_launcher() -> None:
-    book = Logbook.create(2)
+    book = FlightRecorder.create(2)
     watch = Watch.of_job(job(0, size=2), {VARIABLE: book.path})
     watch.check("the start")
     book.pages[0].expect_no_more(1)

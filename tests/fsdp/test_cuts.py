@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echelon.errors import ArgumentError
-from echelon.fsdp.cuts import cut_flat, cut_rows, numel_of, place_order
+from echelon.fsdp.shard_layout import cut_flat, cut_rows, numel_of, place_order
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=5)
 

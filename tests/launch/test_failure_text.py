@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from echelon.diagnosis.failure_record import FailureRecord
-from echelon.diagnosis.flight_recorder import Entry, Phase
+from echelon.diagnosis.flight_recorder import Phase, RankStatus
 from echelon.errors import CheckpointError, CollectiveMismatch, CommTimeout, RankFailed
 from echelon.launch.failure_text import (
     MAX_LINES,
@@ -75,7 +75,7 @@ def test_a_rank_without_a_record_is_explained_by_its_standard_error() -> None:
     assert "  a.py: error: unrecognized arguments: --bad" in lines
 
 
-def where(rank: int, **facts: Any) -> Entry:
+def where(rank: int, **facts: Any) -> RankStatus:
     """The page of a rank at step 4."""
     defaults: dict[str, Any] = {
         "pid": 1,
@@ -89,7 +89,7 @@ def where(rank: int, **facts: Any) -> Entry:
         "native": 1,
         "stacks": None,
     }
-    return Entry(rank=rank, **defaults | facts)
+    return RankStatus(rank=rank, **defaults | facts)
 
 
 def test_a_rank_that_died_is_told_with_its_step_and_its_last_call() -> None:
@@ -109,7 +109,7 @@ def test_a_rank_that_died_is_told_with_its_step_and_its_last_call() -> None:
     ],
 )
 def test_a_rank_that_died_before_its_first_step_is_told_with_how_far_it_had_come(
-    entries: dict[int, Entry], place: str
+    entries: dict[int, RankStatus], place: str
 ) -> None:
     lines = text(exits={1: Exit(-9, closed=False)}, entries=entries)
     assert lines[0] == f"rank 1{place} was killed by SIGKILL"
@@ -199,7 +199,7 @@ def test_no_text_is_longer_than_its_limit() -> None:
     assert len(lines) <= MAX_LINES
     assert lines[0] == "rank 0 raised ValueError: line 0"
     assert lines[-1] == "logs"
-    assert "test_failures.py" in "".join(lines)
+    assert "test_failure_text.py" in "".join(lines)
     assert any("60 more ranks" in line for line in lines)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon.modules.parameter_guard import Census
+from echelon.modules.parameter_guard import ParameterGuard
 
 WRAPPERS: dict[str, Callable[[nn.Module, ec.Group], nn.Module]] = {
     "DDP": ec.DDP,
@@ -76,7 +76,7 @@ def test_other_parameters_are_refused(
 
 def test_what_needs_no_reduction_may_change() -> None:
     net = model()
-    census = Census(net, "a test")
+    census = ParameterGuard(net, "a test")
     net.append(nn.Tanh())
     net[0].register_parameter("constant", nn.Parameter(torch.ones(1), requires_grad=False))
     net[0].weight.requires_grad_(False)

@@ -11,8 +11,8 @@ import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import StateError
 from echelon.pipeline.execute import Executor
-from echelon.pipeline.schedule.ir import Action
-from echelon.pipeline.schedule.timeline import Timeline
+from echelon.pipeline.schedules.ir import Action
+from echelon.pipeline.schedules.timeline import Timeline
 from tests.pipeline.models import batch, build, mse
 from tests.worlds import run_world
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import ArgumentError
-from echelon.pipeline.boundary import Form, TensorForm, take_apart
-from echelon.pipeline.packet import SMALL, Packet
+from echelon.pipeline.boundary import BoundarySpec, TensorSpec, take_apart
+from echelon.pipeline.message import SMALL, StageMessage
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")
@@ -25,8 +25,8 @@ def test_small_tensors_of_every_dtype_share_a_packet_and_large_ones_do_not() -> 
         torch.randn(5).bfloat16(),
         torch.arange(SMALL // 8),
     ]
-    forms = tuple(TensorForm(tuple(t.shape), t.dtype, False) for t in tensors)
-    packet = Packet(3, forms, CPU)
+    forms = tuple(TensorSpec(tuple(t.shape), t.dtype, False) for t in tensors)
+    packet = StageMessage(3, forms, CPU)
     assert packet.large == [forms[3]]
     for room, tensor in zip(packet.rooms, tensors, strict=True):
         if room is not None:
@@ -113,7 +113,7 @@ class Halves(NamedTuple):
 def test_values_of_classes_that_both_sides_can_find_are_sent() -> None:
     value = Halves(torch.ones(2), 0.5), [None, {"largest": torch.randn(3, 2).max(1)}]
     form, tensors = take_apart(value, "stage 0")
-    found = Form.from_bytes(form.to_bytes(), 0)
+    found = BoundarySpec.from_bytes(form.to_bytes(), 0)
     assert found.same(form)
     (halves, rest) = found.assemble(tensors)
     assert (type(halves), halves.factor) == (Halves, 0.5)

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import ScheduleError
-from echelon.pipeline import Action, Channel, Kind, Schedule, lower
-from echelon.pipeline.schedule import check, simulate
-from echelon.pipeline.schedule.readiness import Values
+from echelon.pipeline import Action, Channel, Kind, Schedule, check, lower, simulate
+from echelon.pipeline.schedules.readiness import Values
 
 
 def random_schedule(seed: int) -> Schedule:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from echelon.pipeline.receipts import Receipts
-from echelon.pipeline.schedule.ir import Kind
-from echelon.pipeline.schedule.passes import lower
-from echelon.pipeline.schedule.schedules import schedule
+from echelon.pipeline.schedules.families import schedule
+from echelon.pipeline.schedules.ir import Kind
+from echelon.pipeline.schedules.passes import lower
+from echelon.pipeline.send_completion import SendCompletion
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ def test_a_message_tells_of_sends_that_went_before_it(name: str, chunks: int, ra
     for rank, order in enumerate(lowered.orders):
         actions = [part for item in order for part in item.parts]
         place = {str(action): i for i, action in enumerate(actions)}
-        found = Receipts.of(lowered, rank)
+        found = SendCompletion.of(lowered, rank)
         told = []
         for kinds, by_key in (("F", found.by_input), ("BI", found.by_gradient)):
             for (stage, mb), sends in by_key.items():

@@ -14,23 +14,23 @@ from tests.test_architecture import (
 
 # These, and whatever they import.
 WITHOUT_TORCH = {
-    "pipeline.balance",
-    "pipeline.check",
-    "pipeline.choose",
-    "pipeline.controllable",
-    "pipeline.costs",
-    "pipeline.ir",
-    "pipeline.looped",
-    "pipeline.page",
-    "pipeline.partition",
-    "pipeline.passes",
-    "pipeline.placement",
-    "pipeline.readiness",
-    "pipeline.render",
-    "pipeline.schedules",
-    "pipeline.simulate",
-    "pipeline.timeline",
-    "pipeline.vshaped",
+    "pipeline.splitting.balance",
+    "pipeline.schedules.check",
+    "pipeline.schedules.choose",
+    "pipeline.schedules.controllable",
+    "pipeline.schedules.costs",
+    "pipeline.schedules.ir",
+    "pipeline.schedules.looped",
+    "pipeline.schedules.page",
+    "pipeline.splitting.partition",
+    "pipeline.schedules.passes",
+    "pipeline.schedules.placement",
+    "pipeline.schedules.readiness",
+    "pipeline.schedules.render",
+    "pipeline.schedules.families",
+    "pipeline.schedules.simulate",
+    "pipeline.schedules.timeline",
+    "pipeline.schedules.vshaped",
 }
 
 
@@ -60,15 +60,18 @@ def test_schedules_need_no_torch() -> None:
 
 def test_torch_behind_a_schedule_is_named_with_the_way_to_it() -> None:
     modules = package_of(
-        pipeline__ir="import torch.nn",
-        pipeline__check="from echelon.pipeline import ir\nfrom echelon import layout",
-        layout="def late():\n    from torch import Tensor",
+        pipeline__schedules__ir="import torch.nn",
+        pipeline__schedules__check=(
+            "from echelon.pipeline.schedules import ir\nfrom echelon import ranges"
+        ),
+        ranges="def late():\n    from torch import Tensor",
         pipeline__execute="import torch",
     )
+    sentence = "imports torch{}; a schedule is data and needs none"
     assert needs_torch(modules) == [
-        "pipeline.check imports torch by way of layout; a schedule is data and needs none",
-        "pipeline.check imports torch by way of pipeline.ir; a schedule is data and needs none",
-        "pipeline.ir imports torch; a schedule is data and needs none",
+        f"pipeline.schedules.check {sentence.format(' by way of pipeline.schedules.ir')}",
+        f"pipeline.schedules.check {sentence.format(' by way of ranges')}",
+        f"pipeline.schedules.ir {sentence.format('')}",
     ]
 
 

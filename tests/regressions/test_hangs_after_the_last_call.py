@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.diagnosis.stragglers import Sign, Stage, StragglerRule
+from echelon.diagnosis.stragglers import ExitSign, ExitStage, StragglerRule
 from echelon.errors import CommTimeout
 from tests.cli.jobs import Job
 
 TIMEOUT_S = 1.0
-RUNNING, CLOSED, LEAVING, ENDED = (Sign(stage=stage) for stage in Stage)
+RUNNING, CLOSED, LEAVING, ENDED = (ExitSign(stage=stage) for stage in ExitStage)
 
 SCRIPT = """
 import atexit, os, signal, sys, threading, time, torch
@@ -130,12 +130,12 @@ def rule() -> tuple[StragglerRule, list[float]]:
         ([ENDED, CLOSED, LEAVING], [1, 2]),
         ([LEAVING, LEAVING], [0, 1]),  # all hang in exit handlers
         ([LEAVING], []),  # a rank alone takes the time that it likes
-        ([ENDED, Sign(stage=Stage.RUNNING, waits=True)], []),  # its call has a timeout
-        ([ENDED, Sign(stage=Stage.CLOSED, closes=True)], []),  # which takes a little longer
+        ([ENDED, ExitSign(stage=ExitStage.RUNNING, waits=True)], []),  # its call has a timeout
+        ([ENDED, ExitSign(stage=ExitStage.CLOSED, closes=True)], []),  # which takes a little longer
     ],
 )
 def test_a_rank_is_late_once_another_one_has_left_and_nothing_has_changed_for_the_timeout(
-    signs: list[Sign], late: list[int]
+    signs: list[ExitSign], late: list[int]
 ) -> None:
     checked, now = rule()
     by_rank = dict(enumerate(signs))
@@ -150,4 +150,4 @@ def test_every_call_and_step_of_a_rank_gives_all_of_them_the_timeout_again() -> 
     checked, now = rule()
     for number in range(5):
         now[0] += 9.0
-        assert checked.late({0: ENDED, 1: Sign(stage=Stage.RUNNING, progress=number)}) == []
+        assert checked.late({0: ENDED, 1: ExitSign(stage=ExitStage.RUNNING, progress=number)}) == []

@@ -22,14 +22,13 @@ from torch import nn
 
 import echelon as ec
 from echelon.checkpoint.convert import plain_files
-from echelon.checkpoint.convert.convert import Form, Options, convert
+from echelon.checkpoint.convert.convert import ConvertOptions, Form, convert
 from echelon.checkpoint.convert.plain_files import INDEX
 from echelon.checkpoint.format import MAX_NBYTES
-from echelon.pipeline import Schedule, schedule, to_page
-from echelon.pipeline.schedule import simulate
+from echelon.pipeline import Schedule, schedule, simulate, to_page
 from tests.regressions.test_objects_without_pickle import Bomb
 
-TO_ECHELON = Options(to=Form.ECHELON)
+TO_ECHELON = ConvertOptions(to=Form.ECHELON)
 Edit = Callable[[bytes], bytes]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import echelon as ec
-from echelon.checkpoint.convert.convert import Form, Options, convert
+from echelon.checkpoint.convert.convert import ConvertOptions, Form, convert
 from echelon.cli import app
 
 
@@ -28,24 +28,24 @@ def test_an_archive_that_says_it_spans_several_disks_is_a_sentence(tmp_path: Pat
     data[at + 16] = 2
     source.write_bytes(data)
     with pytest.raises(ec.CheckpointCorrupt, match="span multiple disks"):
-        convert(source, tmp_path / "run", Options(to=Form.ECHELON))
+        convert(source, tmp_path / "run", ConvertOptions(to=Form.ECHELON))
 
 
 def test_a_dcp_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     ec.save(tmp_path / "run", model=nn.Linear(2, 2), step=1)
     (tmp_path / "file").touch()
     with pytest.raises(ec.CheckpointError, match="DCP cannot write it: "):
-        convert(tmp_path / "run", tmp_path / "file" / "dcp", Options(to=Form.DCP))
+        convert(tmp_path / "run", tmp_path / "file" / "dcp", ConvertOptions(to=Form.DCP))
 
 
 def test_a_pipe_in_a_dcp_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     ec.save(tmp_path / "run", model=nn.Linear(2, 2), step=1)
-    convert(tmp_path / "run", tmp_path / "dcp", Options(to=Form.DCP))
+    convert(tmp_path / "run", tmp_path / "dcp", ConvertOptions(to=Form.DCP))
     for file in (tmp_path / "dcp").glob("*.distcp"):
         file.unlink()
         os.mkfifo(file)
     with pytest.raises(ec.CheckpointCorrupt, match=r"distcp: is no ordinary file"):
-        convert(tmp_path / "dcp", tmp_path / "a.pt", Options(trust_pickle=True))
+        convert(tmp_path / "dcp", tmp_path / "a.pt", ConvertOptions(trust_pickle=True))
 
 
 def test_what_a_terminal_would_obey_in_a_step_is_escaped_in_errors_and_warnings(
@@ -74,11 +74,11 @@ def test_a_file_that_is_none_of_torch_is_told_so_without_advice_to_unpickle_it(
 ) -> None:
     (tmp_path / "script.py").write_text("print('hello')\n")
     with pytest.raises(ec.CheckpointCorrupt, match=r"is no file of torch.save") as caught:
-        convert(tmp_path / "script.py", tmp_path / "run", Options(to=Form.ECHELON))
+        convert(tmp_path / "script.py", tmp_path / "run", ConvertOptions(to=Form.ECHELON))
     assert "weights_only" not in str(caught.value)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ec.ArgumentError, match="is neither a file nor a folder"):
-        convert(tmp_path / "pipe", tmp_path / "run", Options(to=Form.ECHELON))
+        convert(tmp_path / "pipe", tmp_path / "run", ConvertOptions(to=Form.ECHELON))
 
 
 def test_a_difference_beside_tensors_is_named_with_its_values(tmp_path: Path) -> None:

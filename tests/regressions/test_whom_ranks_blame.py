@@ -13,7 +13,7 @@ import torch
 
 import echelon as ec
 from echelon.comm.torch_dist import TorchGroup
-from echelon.diagnosis.flight_recorder import Entry, Logbook
+from echelon.diagnosis.flight_recorder import FlightRecorder, RankStatus
 from echelon.diagnosis.watch import Watch
 from echelon.errors import CommTimeout, RankFailed
 from echelon.launch.screen import Screen
@@ -106,7 +106,7 @@ def test_a_collective_that_is_waited_for_names_its_own_peer_and_not_that_of_a_me
     assert found == [(1,), (), ()]
 
 
-def gives_up_and_lives_on(world: ec.World) -> Entry:
+def gives_up_and_lives_on(world: ec.World) -> RankStatus:
     """Rank 1 comes too late; rank 0 catches the error."""
     world.group.barrier()
     if world.rank == 1:
@@ -127,7 +127,7 @@ def test_a_rank_that_has_caught_an_error_waits_for_nobody_any_more() -> None:
 
 
 def test_each_thread_of_a_rank_has_a_wait_of_its_own_and_that_of_the_script_is_shown() -> None:
-    watch = Watch(Logbook.create(1), 0, 0)
+    watch = Watch(FlightRecorder.create(1), 0, 0)
     with concurrent.futures.ThreadPoolExecutor(1) as other:
         watch.await_rank(2)
         for rank in (3, None):
@@ -141,7 +141,7 @@ def test_each_thread_of_a_rank_has_a_wait_of_its_own_and_that_of_the_script_is_s
 
 
 def test_what_a_rank_gave_up_on_is_forgotten_at_its_next_call() -> None:
-    book = Logbook.create(3)
+    book = FlightRecorder.create(3)
     watches = [Watch(book, rank, rank) for rank in range(3)]
     watches[1].give_up([2])
     error = CommTimeout("a barrier", [1], 1.0)

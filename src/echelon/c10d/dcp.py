@@ -15,8 +15,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from echelon.errors import CheckpointCorrupt, CheckpointError
 
-__all__ = ["is_dcp", "read_dcp", "write_dcp"]
-
 _METADATA = ".metadata"
 
 

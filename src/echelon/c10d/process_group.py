@@ -19,13 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from echelon.c10d.translate import Options, copy_all, joined, reduction, seconds_of
-from echelon.c10d.work import C10dWork, ReceiveFromAny
+from echelon.c10d.dist_work import C10dWork, ReceiveFromAny
+from echelon.c10d.translate import C10dOptions, copy_all, joined, reduction, seconds_of
 from echelon.comm.shm import ShmGroup, connect
 from echelon.comm.work import Work
 from echelon.errors import ArgumentError, StateError, UnsupportedError
-
-__all__ = ["BACKEND", "ProcessGroupEchelon"]
 
 BACKEND = "echelon"
 
@@ -131,7 +129,7 @@ class ProcessGroupEchelon(dist.ProcessGroup):
 
     def _issue(
         self,
-        options: Options,
+        options: C10dOptions,
         result: Sequence[Tensor],
         calls: Sequence[_Call],
         finish: Callable[[], None] | None = None,

@@ -12,8 +12,6 @@ from torch.distributed import ReduceOp
 
 from echelon.errors import ArgumentError
 
-__all__ = ["UNSET", "Options", "copy_all", "joined", "reduction", "seconds_of"]
-
 UNSET = timedelta(0)
 
 _REDUCTIONS = {
@@ -28,7 +26,7 @@ _REDUCTIONS = {
 }
 
 
-class Options(Protocol):
+class C10dOptions(Protocol):
     """What the options of all collectives of c10d have in common."""
 
     timeout: timedelta

@@ -15,7 +15,7 @@ from echelon import checks
 from echelon.checkpoint import files
 from echelon.checkpoint.background import AsyncSave, Background
 from echelon.checkpoint.contents import Contents
-from echelon.checkpoint.council import Council, named
+from echelon.checkpoint.coordinator import Coordinator, named
 from echelon.checkpoint.loading import (
     Loaded,
     Request,
@@ -32,8 +32,6 @@ from echelon.errors import (
     CheckpointNotFound,
 )
 from echelon.launch.run import entered
-
-__all__ = ["async_save", "load", "save", "steps"]
 
 Folder = str | os.PathLike[str]
 
@@ -170,7 +168,7 @@ def load(
     request = Request(root=root, step=step, strict=strict, fallback=fallback, rng=rng)
     _check_request(request)
     _settle(contents.group)
-    council = Council(contents.group, root)
+    council = Coordinator(contents.group, root)
     looks = 0
     while True:
         looks += 1
@@ -183,7 +181,7 @@ def load(
 
 
 def _load_first(
-    tried: Sequence[tuple[int, Path]], council: Council, contents: Contents, request: Request
+    tried: Sequence[tuple[int, Path]], council: Coordinator, contents: Contents, request: Request
 ) -> Loaded:
     """Load the first step that is whole."""
     skipped: dict[int, str] = {}
@@ -260,7 +258,7 @@ def _begun(
     root = _folder(directory)
     keep = None if keep is None else checks.whole("keep", keep, low=1)
     _settle(contents.group)
-    saving = Saving(Council(contents.group, root), root, step, keep)
+    saving = Saving(Coordinator(contents.group, root), root, step, keep)
     saving.begin(call, contents, rng=rng)
     return saving
 

@@ -28,8 +28,6 @@ from echelon.errors import CheckpointError
 from echelon.launch.run import entered
 from echelon.process.background import run_beside
 
-__all__ = ["AsyncSave", "Background"]
-
 # Has a function called at the end of the world or the script; gives what takes that back.
 AtEnd = Callable[[Callable[[], None]], Callable[[], None]]
 

@@ -14,8 +14,6 @@ from typing import final
 
 import xxhash
 
-__all__ = ["Checksum", "are_checksums", "checksum", "is_checksum"]
-
 _DIGITS = re.compile(r"[0-9a-f]*")
 _NUM_DIGITS = 16
 

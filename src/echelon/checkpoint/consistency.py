@@ -23,8 +23,6 @@ from echelon.values.sizes import TOO_MANY, is_size, tensor_problem
 if TYPE_CHECKING:
     from echelon.checkpoint.format import Manifest, SavedFile, SavedTensor
 
-__all__ = ["MAX_PIECES", "Inconsistent", "check_manifest"]
-
 Whole = npt.NDArray[np.int64]
 
 MAX_PIECES = 1_000_000

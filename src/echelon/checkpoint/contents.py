@@ -16,10 +16,8 @@ from echelon.checkpoint.part import Part
 from echelon.checkpoint.random_states import random_states
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
-from echelon.state.held import Held, Holdings, Kept
+from echelon.state.sharded_state import Replication, ShardedState, TensorShard
 from echelon.values import encode
-
-__all__ = ["Contents", "Stateful"]
 
 RANDOM = "rng"  # the name of the random generators in a checkpoint
 
@@ -49,7 +47,7 @@ class Contents:
         device: of this rank.
     """
 
-    modules: Mapping[str, Holdings]
+    modules: Mapping[str, ShardedState]
     optimizers: Mapping[str, Optimizer]
     objects: Mapping[str, Stateful]
     values: Mapping[str, object]
@@ -99,7 +97,7 @@ class Contents:
     @property
     def owners(self) -> Owners:
         """The ranges of every parameter of the models."""
-        found: dict[nn.Parameter, tuple[Held, ...]] = {}
+        found: dict[nn.Parameter, tuple[TensorShard, ...]] = {}
         for holdings in self.modules.values():
             for param, own in holdings.params.items():
                 found.setdefault(param, own)
@@ -128,7 +126,7 @@ class Contents:
             found[RANDOM] = self._value_part("random", RANDOM, random_states(self.device))
         return found
 
-    def _module_part(self, name: str, holdings: Holdings) -> Part:
+    def _module_part(self, name: str, holdings: ShardedState) -> Part:
         tensors = list(holdings.tensors)
         facts = {}
         for extra in holdings.extras:
@@ -140,22 +138,22 @@ class Contents:
         facts, tensors = self._encoded(name, value)
         return Part(kind=kind, facts=facts, tensors=tuple(tensors))
 
-    def _encoded(self, name: str, value: object) -> tuple[Any, list[Held]]:
+    def _encoded(self, name: str, value: object) -> tuple[Any, list[TensorShard]]:
         facts, tensors = encode(value, name)
         copy = (0, 1) if self.group is None else (self.group.rank, self.group.size)
         return facts, [
-            Held(
+            TensorShard(
                 names=(f"{name}/{path}",),
                 shape=tuple(one.shape),
                 start=0,
                 values=one.detach(),
                 copy=copy[0],
                 num_copies=copy[1],
-                kept=Kept.OWN,
+                kept=Replication.OWN,
             )
             for path, one in tensors.items()
         ]
 
 
-def _under(name: str, holdings: Holdings) -> Holdings:
+def _under(name: str, holdings: ShardedState) -> ShardedState:
     return holdings.renamed(lambda inner: f"{name}/{inner}")

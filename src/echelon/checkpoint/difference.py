@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.format import DTYPES, SavedTensor
-from echelon.checkpoint.step import Step
-
-__all__ = ["Difference", "differences"]
+from echelon.checkpoint.format import SavedTensor
+from echelon.checkpoint.step import SavedStep
+from echelon.values.dtypes import DTYPES
 
 
 class Difference(NamedTuple):
@@ -26,7 +25,7 @@ class Difference(NamedTuple):
     what: str
 
 
-def differences(one: Step, other: Step) -> Iterator[Difference]:
+def differences(one: SavedStep, other: SavedStep) -> Iterator[Difference]:
     """What differs, in the order of names. Cuts into files and pieces do not count."""
     mine, theirs = one.manifest.tensors, other.manifest.tensors
     for name in sorted({*mine, *theirs}):
@@ -59,7 +58,9 @@ def _first_of(name: str, mine: Any, theirs: Any) -> tuple[str, str]:
     return name, f"{mine!r:.80} and {theirs!r:.80}"
 
 
-def _difference(one: Step, mine: SavedTensor, other: Step, theirs: SavedTensor) -> str | None:
+def _difference(
+    one: SavedStep, mine: SavedTensor, other: SavedStep, theirs: SavedTensor
+) -> str | None:
     """How two tensors differ; None if they do not."""
     if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
         return f"{mine.dtype}{list(mine.shape)} and {theirs.dtype}{list(theirs.shape)}"
@@ -78,7 +79,7 @@ def _difference(one: Step, mine: SavedTensor, other: Step, theirs: SavedTensor) 
     return f"{count} of {values.numel()} elements differ, by at most {most:.3g}"
 
 
-def _read(step: Step, saved: SavedTensor) -> Tensor:
+def _read(step: SavedStep, saved: SavedTensor) -> Tensor:
     values = torch.empty(saved.shape, dtype=DTYPES[saved.dtype], device="cpu")
     step.read(saved, 0, values)
     return values

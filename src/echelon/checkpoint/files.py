@@ -26,27 +26,10 @@ from types import TracebackType
 from typing import Self, final
 
 from echelon.checkpoint.checksum import Checksum
-from echelon.checkpoint.format import BEGINNING_NBYTES, MAX_NBYTES, newer_schema, step_name, step_of
+from echelon.checkpoint.format import BEGINNING_NBYTES, MAX_NBYTES, newer_schema
+from echelon.checkpoint.names import step_name, step_of
 from echelon.checkpoint.writeback import begin_writeback
 from echelon.errors import CheckpointCorrupt, CheckpointError
-
-__all__ = [
-    "MANIFEST",
-    "NewFile",
-    "SavedBytes",
-    "check_entries",
-    "commit",
-    "discard",
-    "lock",
-    "make_folder",
-    "prune",
-    "read_manifest",
-    "steps",
-    "sweep",
-    "sync_folder",
-    "temporary",
-    "write_file",
-]
 
 MANIFEST = "manifest.json"
 _LOCK, _SAVING, _REMOVING = ".lock", ".saving-", ".removing-"

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple, cast, final
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.format import DTYPES, Manifest, SavedTensor
+from echelon.checkpoint.format import Manifest, SavedTensor
 from echelon.checkpoint.part import Json, own_name
 from echelon.errors import CheckpointCorrupt
-from echelon.state.held import Held, Kept
+from echelon.state.sharded_state import Replication, TensorShard
 from echelon.values import decode
+from echelon.values.dtypes import DTYPES
 from echelon.values.sizes import nbytes_of
-
-__all__ = ["Fitting", "Target"]
 
 _OWN = re.compile(r"own/[0-9]+/(.+)")  # as own_name gives it
 _MOST_TIMES = 16  # that a tensor is loaded: several that are tied may be apart here
@@ -113,14 +112,14 @@ class Fitting:
                 self.path,
             )
 
-    def place(self, held: Held, *, fresh: bool = False) -> bool:
+    def place(self, held: TensorShard, *, fresh: bool = False) -> bool:
         """Have a range of this rank read, if the step has it and it fits; whether it will be."""
         saved = self.find(held.names)
         if saved is None:
             self.missing.append(held.name)
             return False
         self.used.add(saved.name)
-        chosen = self._own(saved, self.same_size) if held.kept is Kept.OWN else saved
+        chosen = self._own(saved, self.same_size) if held.kept is Replication.OWN else saved
         problem = _misfit(chosen, held)
         if problem is not None:
             self.differing[held.name] = problem
@@ -198,7 +197,7 @@ class _Fresh(Mapping[str, Tensor]):
         return 0
 
 
-def _misfit(saved: SavedTensor, held: Held) -> str | None:
+def _misfit(saved: SavedTensor, held: TensorShard) -> str | None:
     """How a saved tensor differs from what is here; None if it does not."""
     if saved.shape != held.shape:
         return f"saved as {list(saved.shape)}, here {list(held.shape)}"
@@ -208,5 +207,5 @@ def _misfit(saved: SavedTensor, held: Held) -> str | None:
     return None
 
 
-def _converts(saved: SavedTensor, held: Held) -> bool:
+def _converts(saved: SavedTensor, held: TensorShard) -> bool:
     return torch.can_cast(DTYPES[saved.dtype], held.values.dtype)

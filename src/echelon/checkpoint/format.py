@@ -72,28 +72,10 @@ from typing import Any, NamedTuple, cast, final
 
 from echelon.checkpoint.checksum import checksum
 from echelon.checkpoint.consistency import MAX_PIECES, Inconsistent, check_manifest
-from echelon.checkpoint.names import file_name, is_tensor_name, step_name, step_of
+from echelon.checkpoint.names import is_tensor_name
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointTooNew
 from echelon.values.bounded import Json, brief, read_json, write_json
-from echelon.values.dtypes import DTYPES, dtype_name
 from echelon.values.sizes import is_size
-
-__all__ = [
-    "BEGINNING_NBYTES",
-    "DTYPES",
-    "MANIFEST",
-    "SCHEMA",
-    "Json",
-    "Manifest",
-    "SavedFile",
-    "SavedPiece",
-    "SavedTensor",
-    "dtype_name",
-    "file_name",
-    "newer_schema",
-    "step_name",
-    "step_of",
-]
 
 SCHEMA = 1
 BEGINNING_NBYTES = 64  # of a manifest; its schema is in them

@@ -21,8 +21,6 @@ from echelon.values.bounded import Json, brief, read_json, write_json
 from echelon.values.dtypes import DTYPES
 from echelon.values.sizes import is_size, nbytes_of, tensor_problem
 
-__all__ = ["Entry", "header", "header_nbytes", "key_of", "read_header"]
-
 # Of one tensor in a file: its key, its dtype as in ``DTYPES``, its shape, and its bytes.
 Entry = tuple[str, str, tuple[int, ...], int]
 

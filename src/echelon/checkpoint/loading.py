@@ -28,13 +28,13 @@ import torch
 from echelon import events
 from echelon.checkpoint import files
 from echelon.checkpoint.contents import RANDOM, Contents
-from echelon.checkpoint.council import Council
+from echelon.checkpoint.coordinator import Coordinator
 from echelon.checkpoint.fitting import Fitting, Target
-from echelon.checkpoint.format import step_name, step_of
+from echelon.checkpoint.names import step_name, step_of
 from echelon.checkpoint.part import Json
 from echelon.checkpoint.random_states import GENERATORS, RandomStates
 from echelon.checkpoint.restoring import Restoring
-from echelon.checkpoint.step import PieceKey, Step
+from echelon.checkpoint.step import PieceKey, SavedStep
 from echelon.checkpoint.writable import check_writable
 from echelon.errors import (
     ArgumentError,
@@ -44,8 +44,6 @@ from echelon.errors import (
     CheckpointNotFound,
 )
 from echelon.launch.run import entered
-
-__all__ = ["Loaded", "Request", "folders_to_try", "load_step", "went_away"]
 
 
 @final
@@ -96,7 +94,7 @@ class Request:
 
 
 def folders_to_try(
-    council: Council, contents: Contents, request: Request
+    council: Coordinator, contents: Contents, request: Request
 ) -> list[tuple[int, Path]]:
     """The steps to try, in that order, with their folders. All ranks call it.
 
@@ -116,7 +114,7 @@ def folders_to_try(
     return [(step, Path(folder)) for step, folder in found]
 
 
-def went_away(council: Council, tried: Sequence[tuple[int, Path]]) -> bool:
+def went_away(council: Coordinator, tried: Sequence[tuple[int, Path]]) -> bool:
     """Whether one of the steps is not there any more, as after a save with ``keep``.
 
     All ranks call it.
@@ -147,7 +145,7 @@ def _steps_to_try(request: Request) -> list[tuple[int, str]]:
     ]
 
 
-def load_step(council: Council, contents: Contents, request: Request, folder: Path) -> Loaded:
+def load_step(council: Coordinator, contents: Contents, request: Request, folder: Path) -> Loaded:
     """Load one step. All ranks call it.
 
     Raises:
@@ -180,7 +178,7 @@ class _Loading:
     """One step on its way into what the user has."""
 
     def __init__(
-        self, council: Council, contents: Contents, request: Request, folder: Path
+        self, council: Coordinator, contents: Contents, request: Request, folder: Path
     ) -> None:
         self._council, self._contents, self._request = council, contents, request
         self._folder = folder
@@ -199,7 +197,7 @@ class _Loading:
 
     def open(self, data: bytes, stack: ExitStack) -> None:
         """[2] Read the manifest, and find what fits. Nothing is changed."""
-        self.step = stack.enter_context(Step(self._folder, data))
+        self.step = stack.enter_context(SavedStep(self._folder, data))
         manifest, contents = self.step.manifest, self._contents
         rank, size = self._council.rank, self._council.size
         fitting = self._fitting = Fitting(

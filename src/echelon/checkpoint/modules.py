@@ -9,12 +9,10 @@ from torch import nn
 
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
-from echelon.state.held import Holdings, axes_in, holdings_in
-
-__all__ = ["group_of", "holdings_of"]
+from echelon.state.sharded_state import ShardedState, axes_in, sharded_state_of
 
 
-def holdings_of(module: nn.Module, group: Group | None) -> Holdings:
+def holdings_of(module: nn.Module, group: Group | None) -> ShardedState:
     """What this rank holds of ``module``. Nothing is communicated.
 
     ``DDP``, ``FSDP`` and ``Pipeline``, also where they are parts of it, say what they hold. Of the
@@ -32,7 +30,7 @@ def holdings_of(module: nn.Module, group: Group | None) -> Holdings:
         ['weight', 'bias']
     """
     copy, num_copies = (0, 1) if group is None else (group.rank, group.size)
-    return holdings_in([(str, module)], copy=copy, num_copies=num_copies)
+    return sharded_state_of([(str, module)], copy=copy, num_copies=num_copies)
 
 
 def group_of(modules: Sequence[nn.Module], given: Group | None) -> Group | None:

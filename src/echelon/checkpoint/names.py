@@ -7,16 +7,6 @@ from typing import cast
 
 from echelon.errors import ArgumentError
 
-__all__ = [
-    "MAX_STEP",
-    "file_name",
-    "is_file_name",
-    "is_key",
-    "is_tensor_name",
-    "step_name",
-    "step_of",
-]
-
 MAX_STEP = 10**9 - 1  # so that names sort as steps do
 _STEP = re.compile(r"step-([0-9]{9})")
 _FILE = re.compile(r"rank-([0-9]{5,9})\.safetensors")

@@ -14,17 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.checkpoint.format import DTYPES, dtype_name
 from echelon.checkpoint.part import Json, Part
 from echelon.errors import ArgumentError, CheckpointCorrupt, UnsupportedError
-from echelon.state.held import Held, Kept
+from echelon.state.sharded_state import Replication, TensorShard
 from echelon.values import decode, encode
 from echelon.values.bounded import brief
-
-__all__ = ["Owners", "State", "optimizer_part", "states_of"]
+from echelon.values.dtypes import DTYPES, dtype_name
 
 # By parameter: the ranges that it stands for, under their names in the checkpoint.
-Owners = Mapping[nn.Parameter, tuple[Held, ...]]
+Owners = Mapping[nn.Parameter, tuple[TensorShard, ...]]
 
 _LIKE, _WHOLE, _NUMBER = "$like", "$whole", "$number"
 
@@ -57,7 +55,7 @@ def optimizer_part(name: str, optimizer: Optimizer, owners: Owners) -> Part:
     """
     ranges = ranges_of(name, optimizer, owners)
     state: dict[str, dict[str, Json]] = {}
-    tensors: list[Held] = []
+    tensors: list[TensorShard] = []
     for one in states_of(optimizer):
         for held, facts, values in _pieces(name, one, ranges[one.param]):
             state.setdefault(held.name, {})[one.key] = facts
@@ -70,7 +68,7 @@ def optimizer_part(name: str, optimizer: Optimizer, owners: Owners) -> Part:
         }
         for i, group in enumerate(optimizer.param_groups)
     ]
-    own = [held.name for held in _all(ranges) if held.kept is Kept.OWN]
+    own = [held.name for held in _all(ranges) if held.kept is Replication.OWN]
     facts = {"class": type(optimizer).__name__, "groups": groups, "state": state, "own": own}
     return Part(kind="optimizer", facts=facts, tensors=tuple(tensors))
 
@@ -133,8 +131,8 @@ def states_of(optimizer: Optimizer) -> Iterator[State]:
 
 
 def _pieces(
-    name: str, one: State, ranges: Sequence[Held]
-) -> Iterator[tuple[Held, Json, Held | None]]:
+    name: str, one: State, ranges: Sequence[TensorShard]
+) -> Iterator[tuple[TensorShard, Json, TensorShard | None]]:
     """For each range of the parameter, what is to be noted of the entry, and its values."""
     if not isinstance(one.value, Tensor):
         found, tensors = encode(one.value, f"{name}.state.{one.key}")
@@ -159,8 +157,8 @@ def _pieces(
 
 
 def _whole(
-    name: str, one: State, ranges: Sequence[Held]
-) -> Iterator[tuple[Held, Json, Held | None]]:
+    name: str, one: State, ranges: Sequence[TensorShard]
+) -> Iterator[tuple[TensorShard, Json, TensorShard | None]]:
     """A tensor of a shape of its own, such as the row means of Adafactor."""
     if len(ranges) != 1 or not ranges[0].is_whole:
         raise UnsupportedError(
@@ -175,7 +173,7 @@ def _whole(
     yield held, facts, replace(held, names=names, shape=shape, values=one.value.detach())
 
 
-def _ends(ranges: Sequence[Held]) -> list[int]:
+def _ends(ranges: Sequence[TensorShard]) -> list[int]:
     ends, end = [], 0
     for held in ranges:
         end += held.numel
@@ -183,7 +181,7 @@ def _ends(ranges: Sequence[Held]) -> list[int]:
     return ends
 
 
-def _all(ranges: Owners) -> Iterator[Held]:
+def _all(ranges: Owners) -> Iterator[TensorShard]:
     return (held for own in ranges.values() for held in own)
 
 

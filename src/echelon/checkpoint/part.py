@@ -10,9 +10,7 @@ from typing import Any, final
 from echelon.checkpoint.checksum import Checksum
 from echelon.checkpoint.tensors import digest_of
 from echelon.errors import StateError
-from echelon.state.held import Held, Kept
-
-__all__ = ["Json", "Part", "own_name", "together"]
+from echelon.state.sharded_state import Replication, TensorShard
 
 Json = Any
 
@@ -30,7 +28,7 @@ class Part:
 
     kind: str
     facts: Json
-    tensors: tuple[Held, ...] = ()
+    tensors: tuple[TensorShard, ...] = ()
 
     def digest(self) -> str:
         """Differs where kind or facts differ."""
@@ -49,7 +47,7 @@ class Part:
         return {
             one.name: digest_of(one.values) if one.num_copies > 1 else f"rank {rank}"
             for one in self.tensors
-            if one.kept is Kept.OWN
+            if one.kept is Replication.OWN
         }
 
 

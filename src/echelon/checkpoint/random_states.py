@@ -22,8 +22,6 @@ from echelon.checkpoint.checksum import checksum
 from echelon.comm import streams
 from echelon.errors import ArgumentError, CheckpointCorrupt
 
-__all__ = ["GENERATORS", "RandomStates", "random_states"]
-
 GENERATORS = ("python", "numpy", "torch", "device")
 _NUM_KEYS = 624  # of the Mersenne twister
 

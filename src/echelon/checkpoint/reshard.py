@@ -14,8 +14,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = ["Read", "Span", "reads", "share"]
-
 _PART_NBYTES = 1 << 20  # the least that is worth a part of its own
 _GRAIN_NBYTES = 1 << 16  # where ranges are cut, so that reads stay aligned to pages
 

@@ -17,9 +17,7 @@ from echelon.checkpoint.optimizers import Owners, Tensorial, number_of, ranges_o
 from echelon.checkpoint.part import Json
 from echelon.checkpoint.tensors import is_ordinary
 from echelon.errors import CheckpointError
-from echelon.state.held import Held
-
-__all__ = ["Restoring"]
+from echelon.state.sharded_state import TensorShard
 
 
 @final
@@ -118,7 +116,7 @@ class Restoring:
             chosen.append({**_options(group), **options})
         return chosen
 
-    def _state_of(self, param: nn.Parameter, own: Sequence[Held]) -> dict[str, Any] | None:
+    def _state_of(self, param: nn.Parameter, own: Sequence[TensorShard]) -> dict[str, Any] | None:
         """The state of what an optimizer has; None where the step has none."""
         entries = [self._entries(held.name) for held in own]
         first = entries[0]
@@ -144,7 +142,7 @@ class Restoring:
         entries: Mapping[str, Json] | None = states["values"].get(param)
         return entries
 
-    def _value(self, param: nn.Parameter, own: Sequence[Held], key: str, facts: Json) -> Any:
+    def _value(self, param: nn.Parameter, own: Sequence[TensorShard], key: str, facts: Json) -> Any:
         tensorial = Tensorial.of(facts)
         if tensorial is None:
             where = f"{self._fitting.path}: {self._name}.state.{key}"
@@ -177,7 +175,7 @@ class Restoring:
             end += held.numel
         return values
 
-    def _whole(self, param: nn.Parameter, held: Held, key: str, tensorial: Tensorial) -> Any:
+    def _whole(self, param: nn.Parameter, held: TensorShard, key: str, tensorial: Tensorial) -> Any:
         name = state_name(self._name, held.name, key)
         saved = self._fitting.find([name])
         if saved is None or not held.is_whole:

@@ -28,17 +28,16 @@ import torch
 from echelon import events
 from echelon.checkpoint import files
 from echelon.checkpoint.contents import Contents
-from echelon.checkpoint.council import Council
+from echelon.checkpoint.coordinator import Coordinator
 from echelon.checkpoint.files import MANIFEST, NewFile
-from echelon.checkpoint.format import Manifest, SavedFile, file_name, step_name
+from echelon.checkpoint.format import Manifest, SavedFile
 from echelon.checkpoint.header import header
+from echelon.checkpoint.names import file_name, step_name
 from echelon.checkpoint.part import Json, Part, together
 from echelon.checkpoint.step import is_whole
 from echelon.checkpoint.writes import Write, assembled, report_of, writes_of
 from echelon.comm.group import Group
 from echelon.errors import CheckpointError
-
-__all__ = ["Saving"]
 
 
 @final
@@ -50,7 +49,7 @@ class Saving:
         keep: how many steps are left afterwards; None: all.
     """
 
-    def __init__(self, council: Council, root: Path, step: int, keep: int | None) -> None:
+    def __init__(self, council: Coordinator, root: Path, step: int, keep: int | None) -> None:
         self._council, self._root, self._step, self._keep = council, root, step, keep
         self._stack = ExitStack()  # holds the lock, on rank 0
         self._made: Path | None = None
@@ -140,7 +139,7 @@ class Saving:
 
     def hand_over(self, group: Group | None) -> None:
         """Have the ranks talk over ``group`` from now on, which has the same ranks."""
-        self._council = Council(group, self._root)
+        self._council = Coordinator(group, self._root)
 
     @property
     def target(self) -> Path:

@@ -9,14 +9,14 @@ from typing import Any, Self, final
 from torch import Tensor
 
 from echelon.checkpoint.checksum import Checksum
-from echelon.checkpoint.facts import check_facts
 from echelon.checkpoint.files import MANIFEST, SavedBytes, check_entries, read_manifest
-from echelon.checkpoint.format import DTYPES, Manifest, SavedPiece, SavedTensor, step_name
+from echelon.checkpoint.format import Manifest, SavedPiece, SavedTensor
+from echelon.checkpoint.names import step_name
 from echelon.checkpoint.reshard import reads
+from echelon.checkpoint.saved_values import check_facts
 from echelon.checkpoint.tensors import land, landing, memory_of
 from echelon.errors import CheckpointCorrupt
-
-__all__ = ["Step", "is_whole"]
+from echelon.values.dtypes import DTYPES
 
 _CHUNK_NBYTES = 1 << 19  # read, and hashed while it is in the cache
 _MOST_OPEN = 64  # files; a step of many ranks has more than a process may open
@@ -26,7 +26,7 @@ PieceKey = tuple[str, int]
 
 
 @final
-class Step:
+class SavedStep:
     """A step, open for reading. A context manager.
 
     Args:
@@ -155,7 +155,7 @@ def is_whole(folder: Path) -> bool:
         OSError: it cannot be read.
     """
     try:
-        with Step(folder) as step:
+        with SavedStep(folder) as step:
             step.verify(0, 1)
     except CheckpointCorrupt:
         return False

@@ -10,17 +10,6 @@ from echelon.checkpoint.checksum import Checksum
 from echelon.comm.flat import is_expanded
 from echelon.comm.streams import is_cpu
 
-__all__ = [
-    "bytes_of",
-    "copy_aside",
-    "digest_of",
-    "is_ordinary",
-    "is_plain",
-    "land",
-    "landing",
-    "memory_of",
-]
-
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether the bytes lie in the memory of the host as they are to be saved."""

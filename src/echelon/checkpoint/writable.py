@@ -15,8 +15,6 @@ from torch import Tensor
 
 from echelon.errors import ArgumentError
 
-__all__ = ["check_writable"]
-
 _MAPS = Path("/proc/self/maps")
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["begin_writeback"]
-
 _SYNC_FILE_RANGE_WRITE = 2  # begin to write, and do not wait
 
 _begin = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it

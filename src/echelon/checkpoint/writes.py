@@ -10,15 +10,14 @@ from typing import final
 
 from torch import Tensor
 
-from echelon.checkpoint.format import SavedPiece, SavedTensor, dtype_name
+from echelon.checkpoint.format import SavedPiece, SavedTensor
 from echelon.checkpoint.header import key_of
 from echelon.checkpoint.part import Json, Part, own_name
 from echelon.checkpoint.reshard import share
 from echelon.checkpoint.tensors import bytes_of, is_plain
 from echelon.errors import StateError
-from echelon.state.held import Held, Kept
-
-__all__ = ["Write", "assembled", "report_of", "writes_of"]
+from echelon.state.sharded_state import Replication, TensorShard
+from echelon.values.dtypes import dtype_name
 
 
 @final
@@ -76,7 +75,7 @@ def writes_of(
     return sorted(found, key=lambda write: -write.values.dtype.itemsize)
 
 
-def _write(held: Held, name: str | None = None) -> Write:
+def _write(held: TensorShard, name: str | None = None) -> Write:
     return Write(
         name=held.name if name is None else name,
         ties=held.names[1:] if name is None else (),
@@ -86,11 +85,13 @@ def _write(held: Held, name: str | None = None) -> Write:
     )
 
 
-def _own(tensors: Sequence[Held], digests: Sequence[Mapping[str, str]], rank: int) -> list[Write]:
+def _own(
+    tensors: Sequence[TensorShard], digests: Sequence[Mapping[str, str]], rank: int
+) -> list[Write]:
     """The first rank writes its values; others write theirs under another name if they differ."""
     found = []
     for held in tensors:
-        if held.kept is Kept.OWN:
+        if held.kept is Replication.OWN:
             first = next(r for r, own in enumerate(digests) if held.name in own)
             if rank == first:
                 found.append(_write(held))
@@ -99,15 +100,15 @@ def _own(tensors: Sequence[Held], digests: Sequence[Mapping[str, str]], rank: in
     return found
 
 
-def _firsts(tensors: Sequence[Held]) -> list[Write]:
-    return [_write(held) for held in tensors if held.kept is Kept.FIRST and held.copy == 0]
+def _firsts(tensors: Sequence[TensorShard]) -> list[Write]:
+    return [_write(held) for held in tensors if held.kept is Replication.FIRST and held.copy == 0]
 
 
-def _shares(tensors: Sequence[Held]) -> list[Write]:
+def _shares(tensors: Sequence[TensorShard]) -> list[Write]:
     """Of copies that are alike, each rank writes a share."""
     found = []
     for held in tensors:
-        if held.kept is Kept.EQUAL:
+        if held.kept is Replication.EQUAL:
             itemsize = held.values.dtype.itemsize
             nbytes = held.numel * itemsize
             start, stop = share(held.name, nbytes, itemsize, held.copy, held.num_copies)
@@ -116,7 +117,7 @@ def _shares(tensors: Sequence[Held]) -> list[Write]:
     return found
 
 
-def _part(held: Held, start: int, stop: int) -> Write:
+def _part(held: TensorShard, start: int, stop: int) -> Write:
     write = _write(held)
     if stop - start < held.numel:
         flat = held.values.detach()

@@ -238,10 +238,10 @@ def _schedule(
     Without NAME all schedules are simulated and one is recommended; --csv, --svg and --html then
     write the recommended one. PyTorch reads the same CSV.
     """
-    from echelon.cli import schedules
+    from echelon.cli import schedule_command
     from echelon.errors import ArgumentError
 
-    request = schedules.Request(
+    request = schedule_command.ScheduleRequest(
         name=name,
         ranks=ranks,
         microbatches=microbatches,
@@ -253,7 +253,7 @@ def _schedule(
         files={"csv": csv, "svg": svg, "html": html},
     )
     try:
-        raise typer.Exit(schedules.show(request))
+        raise typer.Exit(schedule_command.show(request))
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["app"]
-
 app = typer.Typer(
     help="List, verify, convert and compare what ec.save() wrote.",
     no_args_is_help=True,
@@ -35,17 +33,17 @@ Folder = Annotated[
 @app.command("ls")
 def _ls(folder: Folder) -> None:
     """List the steps of a run."""
-    from echelon.cli import checkpoints
+    from echelon.cli import checkpoint_text
 
-    _run(lambda: checkpoints.list_steps(folder))
+    _run(lambda: checkpoint_text.list_steps(folder))
 
 
 @app.command("verify")
 def _verify(folder: Folder) -> None:
     """Compare every byte of each step with its checksum."""
-    from echelon.cli import checkpoints
+    from echelon.cli import checkpoint_text
 
-    _run(lambda: checkpoints.verify_steps(folder))
+    _run(lambda: checkpoint_text.verify_steps(folder))
 
 
 @app.command("convert")
@@ -71,10 +69,10 @@ def _convert(
     ] = False,
 ) -> None:
     """Write a state in another form; what was written is read again and compared."""
-    from echelon.checkpoint.convert.convert import Form, Options
-    from echelon.cli import checkpoints
+    from echelon.checkpoint.convert.convert import ConvertOptions, Form
+    from echelon.cli import checkpoint_text
 
-    options = Options(
+    options = ConvertOptions(
         to=None if to is None else Form(to.value),
         step=step,
         section=section,
@@ -82,15 +80,15 @@ def _convert(
         shard_nbytes=None if shard_mib is None else shard_mib << 20,
         trust_pickle=trust_pickle,
     )
-    _run(lambda: checkpoints.convert_state(source, target, options))
+    _run(lambda: checkpoint_text.convert_state(source, target, options))
 
 
 @app.command("diff")
 def _diff(one: Folder, other: Folder) -> None:
     """Say how two steps differ; of a run, the newest."""
-    from echelon.cli import checkpoints
+    from echelon.cli import checkpoint_text
 
-    _run(lambda: checkpoints.compare_steps(one, other))
+    _run(lambda: checkpoint_text.compare_steps(one, other))
 
 
 def _run(command: Callable[[], int]) -> None:

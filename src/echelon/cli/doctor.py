@@ -26,8 +26,6 @@ from echelon.observe.progress import bytes_text
 if TYPE_CHECKING:
     from echelon.comm.world import World
 
-__all__ = ["Finding", "Verdict", "examine", "findings"]
-
 LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 11)
 LEAST_SHARED = 512 * 2**20  # bytes; a small model's gradients on a few ranks
 

@@ -14,12 +14,10 @@ from torch.nn.parameter import is_lazy
 from echelon.comm.flat import is_expanded
 from echelon.errors import ArgumentError, ModelMismatch
 
-__all__ = ["check_agreement", "check_model", "compare", "option_facts"]
-
 _ABSENT = "not there"
 
 
-class Ranks(Protocol):
+class ObjectGatherer(Protocol):
     """Who compares: a ``Group``, or several as one."""
 
     def all_gather_object(self, item: Any) -> list[Any]:
@@ -90,7 +88,7 @@ def option_facts(options: Any) -> dict[str, str]:
 def check_agreement(
     module: nn.Module,
     options: Mapping[str, str],
-    ranks: Ranks,
+    ranks: ObjectGatherer,
     *,
     values: bool,
     more: Mapping[str, Mapping[str, str]] | None = None,

@@ -8,9 +8,6 @@ from torch import Tensor
 from echelon.comm.streams import is_cpu
 from echelon.errors import SharedMemoryError
 
-__all__ = ["available_nbytes", "require", "zeros"]
-
-
 # Below this, asking how much there is costs more than it tells.
 _LARGE = 2**26
 

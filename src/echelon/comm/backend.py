@@ -12,21 +12,19 @@ from torch import Tensor
 
 from echelon import checks, events
 from echelon.comm.flat import is_expanded
-from echelon.comm.group_tree import Family
+from echelon.comm.group_tree import GroupTree
 from echelon.comm.work import Window, Work, emit_issue
-from echelon.diagnosis.collective_call import Call, Ticket, caller
+from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, caller
 from echelon.errors import ArgumentError, RankError
 from echelon.process.forks import disown_in_forks, keep_alive, refused
 
 if TYPE_CHECKING:
     from echelon.comm.group import Group
 
-__all__ = ["Backend", "check_tensors"]
-
 _QUANTIZED = "torch.q"  # qint8, quint4x2, …
 
 
-class Backend(Family, ABC):
+class Backend(GroupTree, ABC):
     """The part of a ``Group`` that differs between worlds.
 
     Tensors that reach the abstract methods are 1D, contiguous and on ``device``. Each method starts
@@ -43,7 +41,7 @@ class Backend(Family, ABC):
         timeout: float,
         *,
         shares_memory: bool,
-        note: Callable[[Ticket], None],
+        note: Callable[[CollectiveCall], None],
     ) -> None:
         super().__init__()
         self.name = name
@@ -65,7 +63,7 @@ class Backend(Family, ABC):
         for item in self._kept_in_forks():
             keep_alive(item)
 
-        def refuse(ticket: Ticket) -> None:
+        def refuse(ticket: CollectiveCall) -> None:
             raise refused(f"{ticket.call} of group {ticket.group!r} at {ticket.place}", ticket.rank)
 
         self._note = refuse
@@ -81,62 +79,66 @@ class Backend(Family, ABC):
     # What a backend writes -------------------------------------------------------------------
 
     @abstractmethod
-    def _all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> Work: ...
+    def _all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> Work: ...
 
     @abstractmethod
     def _reduce_scatter(
-        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> Work: ...
 
     @abstractmethod
-    def _all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> Work: ...
+    def _all_gather(
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor
+    ) -> Work: ...
 
     @abstractmethod
-    def _broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> Work: ...
+    def _broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> Work: ...
 
     @abstractmethod
-    def _reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> Work: ...
+    def _reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work: ...
 
     @abstractmethod
     def _gather(
-        self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
     ) -> Work: ...
 
     @abstractmethod
     def _scatter(
-        self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int
+        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
     ) -> Work: ...
 
     @abstractmethod
     def _all_to_all(
-        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Work: ...
 
     @abstractmethod
-    def _barrier(self, ticket: Ticket) -> Work: ...
+    def _barrier(self, ticket: CollectiveCall) -> Work: ...
 
     @abstractmethod
-    def _send(self, ticket: Ticket, tensor: Tensor, dst: int, tag: int) -> Work: ...
+    def _send(self, ticket: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work: ...
 
     @abstractmethod
-    def _recv(self, ticket: Ticket, tensor: Tensor, src: int, tag: int) -> Work: ...
+    def _recv(self, ticket: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work: ...
 
     @abstractmethod
-    def _subgroup(self, ticket: Ticket, name: str, members: Sequence[int]) -> Group | None: ...
+    def _subgroup(
+        self, ticket: CollectiveCall, name: str, members: Sequence[int]
+    ) -> Group | None: ...
 
     @abstractmethod
-    def _window(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Window: ...
+    def _window(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Window: ...
 
-    def _shared(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Tensor:
+    def _shared(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
         """Only where the group ``shares_memory``."""
         raise NotImplementedError
 
     # Checks ----------------------------------------------------------------------------------
 
-    def _ticket(self, call: Call, async_op: bool) -> Ticket:
+    def _ticket(self, call: CallSignature, async_op: bool) -> CollectiveCall:
         if call.label is not None and not isinstance(call.label, str):
             raise ArgumentError(f"label is {call.label!r:.80}; give a str, or None")
-        ticket = Ticket(
+        ticket = CollectiveCall(
             call, caller(), self._position, self.name, self.ranks[self.rank], not async_op
         )
         self._position += 1
@@ -147,7 +149,7 @@ class Backend(Family, ABC):
 
     def _p2p_ticket(
         self, op: str, tensor: Tensor, peer: int, tag: int, *, blocking: bool
-    ) -> Ticket:
+    ) -> CollectiveCall:
         self._check(op, *([tensor], ()) if op == "send" else ((), [tensor]))
         self._check_rank("dst" if op == "send" else "src", peer)
         if peer == self.rank:
@@ -155,7 +157,7 @@ class Backend(Family, ABC):
         if not isinstance(tag, int) or not 0 <= tag < 2**31:
             raise ArgumentError(f"{op} got tag {tag!r:.80}: use an integer with 0 <= tag < 2**31")
         call = _message(op, tensor.dtype, tensor.numel(), peer, tag)
-        ticket = Ticket(
+        ticket = CollectiveCall(
             call, caller(), self._p2p_position, self.name, self.ranks[self.rank], blocking
         )
         self._p2p_position += 1
@@ -271,9 +273,9 @@ class Backend(Family, ABC):
 
 
 @lru_cache(maxsize=4096)
-def _message(op: str, dtype: torch.dtype, numel: int, peer: int, tag: int) -> Call:
+def _message(op: str, dtype: torch.dtype, numel: int, peer: int, tag: int) -> CallSignature:
     """A call that a program makes in every step."""
-    return Call(op, dtype, (numel,), None, peer, f"tag {tag}")
+    return CallSignature(op, dtype, (numel,), None, peer, f"tag {tag}")
 
 
 def check_tensors(op: str, what: str, tensors: object) -> None:

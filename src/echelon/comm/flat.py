@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["apart", "flattened", "from_bytes", "is_expanded"]
-
 
 def apart(part: Tensor, outputs: Sequence[Tensor], own: int | None = None) -> Tensor:
     """``part``, or a copy of it where an output lies on it, which others may still have to read.

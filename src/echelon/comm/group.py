@@ -21,10 +21,8 @@ from echelon.comm.backend import Backend, check_tensors
 from echelon.comm.flat import apart, flattened
 from echelon.comm.threads.randomness import draws_nothing
 from echelon.comm.work import Window, Work
-from echelon.diagnosis.collective_call import Call
+from echelon.diagnosis.collective_call import CallSignature
 from echelon.errors import ArgumentError, UnsupportedError
-
-__all__ = ["Group"]
 
 
 class Group(Backend):
@@ -63,7 +61,8 @@ class Group(Backend):
         """
         reduce_op.check_op(op, self._check("all_reduce", written=[tensor]))
         ticket = self._ticket(
-            Call("all_reduce", tensor.dtype, tuple(tensor.shape), op, None, label), async_op
+            CallSignature("all_reduce", tensor.dtype, tuple(tensor.shape), op, None, label),
+            async_op,
         )
         flat, restore = flattened(tensor)
         return self._started(self._all_reduce(ticket, flat, op), restore)
@@ -96,7 +95,9 @@ class Group(Backend):
             self._check_numel("output", output, lengths[self.rank], f"splits[{self.rank}]")
         parts = () if splits is None else tuple(lengths)
         ticket = self._ticket(
-            Call("reduce_scatter_single", input.dtype, tuple(input.shape), op, None, label, parts),
+            CallSignature(
+                "reduce_scatter_single", input.dtype, tuple(input.shape), op, None, label, parts
+            ),
             async_op,
         )
         flat, restore = flattened(output)
@@ -117,7 +118,8 @@ class Group(Backend):
         self._check("all_gather_single", [input], [output])
         self._check_numel("output", output, self.size * input.numel(), "size * input.numel()")
         ticket = self._ticket(
-            Call("all_gather_single", input.dtype, tuple(input.shape), None, None, label), async_op
+            CallSignature("all_gather_single", input.dtype, tuple(input.shape), None, None, label),
+            async_op,
         )
         flat, restore = flattened(output)
         parts = flat.view(self.size, -1).unbind(0) if flat.numel() else [flat] * self.size
@@ -144,7 +146,8 @@ class Group(Backend):
         )
         lengths = tuple(output.numel() for output in outputs)
         ticket = self._ticket(
-            Call("all_gather", input.dtype, (sum(lengths),), None, None, label, lengths), async_op
+            CallSignature("all_gather", input.dtype, (sum(lengths),), None, None, label, lengths),
+            async_op,
         )
         flats, restores = zip(*map(flattened, outputs), strict=True)
         source = apart(flattened(input)[0], flats, self.rank)
@@ -159,7 +162,8 @@ class Group(Backend):
         self._check_rank("src", src)
         self._check("broadcast", *([tensor], ()) if src == self.rank else ((), [tensor]))
         ticket = self._ticket(
-            Call("broadcast", tensor.dtype, tuple(tensor.shape), None, src, label), async_op
+            CallSignature("broadcast", tensor.dtype, tuple(tensor.shape), None, src, label),
+            async_op,
         )
         flat, restore = flattened(tensor)
         return self._started(self._broadcast(ticket, flat, src), restore)
@@ -179,7 +183,7 @@ class Group(Backend):
         self._check_rank("dst", dst)
         reduce_op.check_op(op, self._check("reduce", written=[tensor]))
         ticket = self._ticket(
-            Call("reduce", tensor.dtype, tuple(tensor.shape), op, dst, label), async_op
+            CallSignature("reduce", tensor.dtype, tuple(tensor.shape), op, dst, label), async_op
         )
         flat, restore = flattened(tensor)
         return self._started(self._reduce(ticket, flat, dst, op), restore)
@@ -201,7 +205,7 @@ class Group(Backend):
         self._check("gather", [tensor], given)
         self._check_numels("gather", "outputs", given, tensor)
         ticket = self._ticket(
-            Call("gather", tensor.dtype, tuple(tensor.shape), None, dst, label), async_op
+            CallSignature("gather", tensor.dtype, tuple(tensor.shape), None, dst, label), async_op
         )
         pairs = [flattened(output) for output in given]
         work = self._gather(ticket, [flat for flat, _ in pairs], flattened(tensor)[0], dst)
@@ -224,7 +228,7 @@ class Group(Backend):
         self._check("scatter", given, [tensor])
         self._check_numels("scatter", "inputs", given, tensor)
         ticket = self._ticket(
-            Call("scatter", tensor.dtype, tuple(tensor.shape), None, src, label), async_op
+            CallSignature("scatter", tensor.dtype, tuple(tensor.shape), None, src, label), async_op
         )
         flat, restore = flattened(tensor)
         parts = [
@@ -259,7 +263,7 @@ class Group(Backend):
         outs = self._split_numels("output", output, output_splits)
         ins = self._split_numels("input", input, input_splits)
         ticket = self._ticket(
-            Call("all_to_all_single", input.dtype, (), None, None, label), async_op
+            CallSignature("all_to_all_single", input.dtype, (), None, None, label), async_op
         )
         flat, restore = flattened(output)
         source = apart(flattened(input)[0], [flat])
@@ -270,7 +274,7 @@ class Group(Backend):
     @draws_nothing
     def barrier(self, async_op: bool = False, *, label: str | None = None) -> Work | None:
         """Return when all ranks of the group have called it."""
-        ticket = self._ticket(Call("barrier", label=label), async_op)
+        ticket = self._ticket(CallSignature("barrier", label=label), async_op)
         return self._started(self._barrier(ticket))
 
     # Objects ---------------------------------------------------------------------------------
@@ -360,7 +364,7 @@ class Group(Backend):
         self._num_subgroups += 1
         name = f"{self.name}.{self._num_subgroups}"
         ticket = self._ticket(
-            Call("subgroup", None, tuple(members), None, None, name), async_op=False
+            CallSignature("subgroup", None, tuple(members), None, None, name), async_op=False
         )
         return self._born(self._subgroup(ticket, name, members))
 
@@ -376,7 +380,7 @@ class Group(Backend):
             SharedMemoryError: there is not enough.
         """
         numel = self._check_memory("window", numel, dtype)
-        ticket = self._ticket(Call("window", dtype, (numel,)), async_op=False)
+        ticket = self._ticket(CallSignature("window", dtype, (numel,)), async_op=False)
         return self._window(ticket, numel, dtype)
 
     @final
@@ -396,5 +400,5 @@ class Group(Backend):
                 f"the ranks of group {self.name!r} do not share memory, so a tensor cannot be the "
                 "same on all of them: use a world of threads or processes, or gather"
             )
-        ticket = self._ticket(Call("shared_tensor", dtype, (numel,)), async_op=False)
+        ticket = self._ticket(CallSignature("shared_tensor", dtype, (numel,)), async_op=False)
         return self._shared(ticket, numel, dtype)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Self, final
 
-__all__ = ["Family"]
 
-
-class Family:
+class GroupTree:
     """A group among those of its world.
 
     Attributes:

@@ -9,8 +9,6 @@ from echelon.checks import whole
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, RankError
 
-__all__ = ["Mesh", "axis_ranks", "coordinates"]
-
 
 def coordinates(rank: int, lengths: Mapping[str, int]) -> dict[str, int]:
     """The coordinate of ``rank`` on each axis; the last axis varies fastest.

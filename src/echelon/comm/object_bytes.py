@@ -26,8 +26,6 @@ from echelon.values.bounded import read_json
 from echelon.values.kinds import TORCH_DTYPES
 from echelon.values.sizes import TOO_MANY, is_size
 
-__all__ = ["checked_nbytes", "from_object", "to_object"]
-
 _LENGTH_NBYTES = 8
 _SMALL_NBYTES = 1 << 20  # so many are always there; to ask takes time
 _ALIGN = 16  # the longest element

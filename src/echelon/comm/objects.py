@@ -23,8 +23,6 @@ from echelon.errors import ArgumentError
 if TYPE_CHECKING:
     from echelon.comm.group import Group
 
-__all__ = ["broadcast_object", "gather_bytes", "gather_objects"]
-
 _BY_NAME = (
     "; or ask for pickle by name, with pickle=True in this call: it takes other classes, and runs "
     "whatever code another rank has put into what it sends"

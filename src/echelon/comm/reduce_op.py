@@ -14,8 +14,6 @@ from torch import Tensor
 
 from echelon.errors import ArgumentError
 
-__all__ = ["BLOCK_NUMEL", "OPS", "check_op", "divide_for_mean", "reduce_into"]
-
 _Combine = Callable[..., Tensor]
 
 _COMBINE: dict[str, _Combine] = {

@@ -15,8 +15,6 @@ from typing import Self, final
 
 from echelon.errors import WorldError
 
-__all__ = ["NONCE_NBYTES", "PROOF_NBYTES", "VARIABLE", "Secret", "nonce"]
-
 VARIABLE = "ECHELON_SECRET"  # in which the user gives one to all ranks of a job on several hosts
 NONCE_NBYTES = PROOF_NBYTES = 32
 _KEY_NBYTES = 32

@@ -19,8 +19,6 @@ from echelon.comm.group import Group
 from echelon.comm.threads.randomness import draws_nothing
 from echelon.errors import ArgumentError, StartMismatch
 
-__all__ = ["agree", "compare", "difference", "encode", "gather_json", "start_facts"]
-
 _ABSENT = "not there"
 
 

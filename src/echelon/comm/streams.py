@@ -3,11 +3,12 @@
 On the CPU there is one order of execution and every question about streams has an easy answer;
 on CUDA work is queued, so a clock must wait for the device and memory is the allocator's.
 
-[Note: lanes]
-A *lane* is an order of execution beside the current one. ``follow`` lets it wait for what is
-current, ``join`` the other way round; neither blocks the host, and neither does a collective that
-is waited for on the lane. Memory that was made on a lane goes back to the lane's pool when it is
-freed, so whoever used it elsewhere calls ``follow`` before that. On the CPU all of this is nothing.
+[Note: streams]
+A *stream* is an order of execution beside the current one. ``wait_for_current`` lets it wait for
+the current one, and an event's ``wait`` is the other way round; neither blocks the host, and
+neither does a collective that is waited for on the stream. Memory that was made on a stream goes
+back to the stream's pool when it is freed, so whoever used it elsewhere calls ``wait_for_current``
+before that. On the CPU all of this does nothing.
 """
 
 from __future__ import annotations
@@ -22,22 +23,6 @@ from typing import final
 
 import torch
 from torch import Tensor
-
-__all__ = [
-    "Lane",
-    "Mark",
-    "autocasts",
-    "host_memory",
-    "is_cpu",
-    "lane",
-    "local_device",
-    "memory_peak",
-    "random_state",
-    "reading_waits",
-    "seeded",
-    "set_random_state",
-    "synchronize",
-]
 
 _seeding = threading.Lock()
 
@@ -94,24 +79,24 @@ def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
-class Mark(ABC):
-    """A point in the order of execution of a lane."""
+class StreamEvent(ABC):
+    """A point in the order of execution of a stream."""
 
     @abstractmethod
-    def join(self) -> None:
+    def wait(self) -> None:
         """Let what is issued from now on come after it; the host goes on."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Block the host until everything before it is done."""
 
     @abstractmethod
-    def done(self) -> bool:
+    def query(self) -> bool:
         """Whether everything before it is done."""
 
 
-class Lane(ABC):
-    """An order of execution. See [Note: lanes].
+class Stream(ABC):
+    """An order of execution. See [Note: streams].
 
     Attributes:
         queued: collectives issued on it may be waited for at once, and the host goes on.
@@ -120,75 +105,75 @@ class Lane(ABC):
     queued: bool
 
     @abstractmethod
-    def beside(self) -> AbstractContextManager[object]:
-        """What is issued in the body runs in the order of the lane."""
+    def as_current(self) -> AbstractContextManager[object]:
+        """What is issued in the body runs in the order of the stream."""
 
     @abstractmethod
-    def follow(self) -> None:
-        """Let what is issued on the lane from now on come after what is current."""
+    def wait_for_current(self) -> None:
+        """Let what is issued on the stream from now on come after what is current."""
 
     @abstractmethod
-    def mark(self) -> Mark:
-        """The point after everything that was issued on the lane."""
+    def record_event(self) -> StreamEvent:
+        """The point after everything that was issued on the stream."""
 
 
-def lane(device: torch.device, *, own: bool) -> Lane:
+def new_stream(device: torch.device, *, own: bool) -> Stream:
     """An order of execution on ``device``.
 
     Args:
         own: beside the current one; if not, or on the CPU, it is the current one.
     """
     if device.type != "cuda":
-        return _NoLane()
-    return _CudaLane(torch.cuda.Stream(device)) if own else _CurrentLane(device)
+        return _NoStream()
+    return _CudaStream(torch.cuda.Stream(device)) if own else _CurrentStream(device)
 
 
 @final
-class _NoMark(Mark):
-    def join(self) -> None:
+class _NoEvent(StreamEvent):
+    def wait(self) -> None:
         pass  # it has happened
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass  # it has happened
 
-    def done(self) -> bool:
+    def query(self) -> bool:
         return True
 
 
 @final
-class _NoLane(Lane):
+class _NoStream(Stream):
     """On the CPU things have happened when a call returns."""
 
     queued = False
 
-    def beside(self) -> AbstractContextManager[object]:
+    def as_current(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def follow(self) -> None:
+    def wait_for_current(self) -> None:
         pass
 
-    def mark(self) -> Mark:
-        return _NoMark()
+    def record_event(self) -> StreamEvent:
+        return _NoEvent()
 
 
 @final
-class _CudaMark(Mark):
+class _CudaEvent(StreamEvent):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = stream.record_event()
         self._device = stream.device
 
-    def join(self) -> None:
+    def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self._event.synchronize()
 
-    def done(self) -> bool:
+    def query(self) -> bool:
         return bool(self._event.query())
 
 
 @final
-class _CudaLane(Lane):
+class _CudaStream(Stream):
     """A stream beside the current one."""
 
     queued = True
@@ -196,18 +181,18 @@ class _CudaLane(Lane):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 
-    def beside(self) -> AbstractContextManager[object]:
+    def as_current(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def follow(self) -> None:
+    def wait_for_current(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-    def mark(self) -> Mark:
-        return _CudaMark(self._stream)
+    def record_event(self) -> StreamEvent:
+        return _CudaEvent(self._stream)
 
 
 @final
-class _CurrentLane(Lane):
+class _CurrentStream(Stream):
     """The current stream: simulated ranks share it, and wait for each other on the host."""
 
     queued = False
@@ -215,14 +200,14 @@ class _CurrentLane(Lane):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def beside(self) -> AbstractContextManager[object]:
+    def as_current(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def follow(self) -> None:
+    def wait_for_current(self) -> None:
         pass  # it is current
 
-    def mark(self) -> Mark:
-        return _CudaMark(torch.cuda.current_stream(self._device))
+    def record_event(self) -> StreamEvent:
+        return _CudaEvent(torch.cuda.current_stream(self._device))
 
 
 def random_state(device: torch.device) -> Tensor | None:

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from echelon import events
-from echelon.diagnosis.collective_call import Ticket
+from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import RankError, UnsupportedError
 from echelon.process.forks import mark, refused
-
-__all__ = ["Window", "Work"]
 
 
 class Work(ABC):
@@ -26,7 +24,7 @@ class Work(ABC):
     Abstract: a backend writes ``_wait`` and ``done``.
     """
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, ticket: CollectiveCall) -> None:
         self.ticket = ticket
         self._finish: list[Callable[[], None]] = []
         self._mark = mark()
@@ -68,7 +66,9 @@ class Work(ABC):
         self._finish.append(step)
 
 
-def _emit(name: str, ticket: Ticket, start_s: float | None = None, seconds: float = 0.0) -> None:
+def _emit(
+    name: str, ticket: CollectiveCall, start_s: float | None = None, seconds: float = 0.0
+) -> None:
     call = ticket.call
     events.emit(
         name,
@@ -84,7 +84,7 @@ def _emit(name: str, ticket: Ticket, start_s: float | None = None, seconds: floa
     )
 
 
-def emit_issue(ticket: Ticket) -> None:
+def emit_issue(ticket: CollectiveCall) -> None:
     """Tell listeners that a call was issued."""
     _emit("collective.issue", ticket)
 

@@ -14,8 +14,6 @@ from echelon.comm.mesh import Mesh
 from echelon.diagnosis.step_count import Steps
 from echelon.process.forks import mark
 
-__all__ = ["DEFAULT_TIMEOUT_S", "World"]
-
 # How long a rank waits for another in one call before it raises. Long enough for a slow first
 # step or a garbage collection, short enough to see an error before lunch.
 DEFAULT_TIMEOUT_S = 300.0

@@ -13,28 +13,26 @@ from torch import Tensor, nn
 from echelon.checks import Reduction
 from echelon.comm.agreement import check_agreement, check_model, option_facts
 from echelon.comm.group import Group
+from echelon.ddp.bucket_info import BucketInfo, Unused
 from echelon.ddp.buffers import Buffers, broadcast_coalesced
-from echelon.ddp.facts import BucketInfo, Unused
-from echelon.ddp.held import holdings_of_replica
-from echelon.ddp.join import Rounds, Step
-from echelon.ddp.options import Init, Options, Sync
+from echelon.ddp.join import JoinStep, Rounds
+from echelon.ddp.options import DDPOptions, Init, Sync
 from echelon.ddp.reducer import Reducer
+from echelon.ddp.replicas import holdings_of_replica
 from echelon.errors import ArgumentError, RankError, StateError
 from echelon.modules.compiled import keep_plain_names, plain_name
 from echelon.modules.graph_task import in_transform
 from echelon.modules.ignored import ignored_parameters
 from echelon.modules.nested import tensors
 from echelon.modules.ownership import check_unclaimed, claim, disclaim
-from echelon.modules.parameter_guard import Census
+from echelon.modules.parameter_guard import ParameterGuard
 from echelon.modules.wrapper import Wrapper
-from echelon.state.held import Holder, Holdings
-
-__all__ = ["DDP", "BucketInfo", "Unused"]
+from echelon.state.sharded_state import HasShards, ShardedState
 
 _PREFIX = "module."
 
 
-class DDP(Wrapper, Holder):
+class DDP(Wrapper, HasShards):
     """Replicates ``module`` on the ranks of ``group``; reduces gradients while backward runs.
 
     Law: after ``loss.backward()`` every rank holds the same gradients, bit for bit: with
@@ -103,7 +101,7 @@ class DDP(Wrapper, Holder):
         ignored: Sequence[nn.Module | nn.Parameter] = (),
     ) -> None:
         super().__init__()
-        options = Options(
+        options = DDPOptions(
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=first_bucket_bytes,
             sync=sync,
@@ -126,7 +124,7 @@ class DDP(Wrapper, Holder):
         self,
         module: nn.Module,
         group: Group,
-        options: Options,
+        options: DDPOptions,
         ignored: Collection[nn.Parameter],
     ) -> None:
         """Set everything up that needs no communication."""
@@ -141,7 +139,7 @@ class DDP(Wrapper, Holder):
         self._ignored = [name for name, p in module.named_parameters() if id(p) in skip]
         named = [(name, p) for name, p in reduced if p.requires_grad]
         keep_plain_names(module)
-        self._census = Census(module, "DDP")
+        self._census = ParameterGuard(module, "DDP")
         claim([param for _, param in reduced], self, for_good=False)
         watch_buffers = options.broadcast_buffers and group.size > 1 and len(self._buffer_state) > 0
         notice = self._buffer_state.changed if watch_buffers else None
@@ -234,7 +232,10 @@ class DDP(Wrapper, Holder):
         rounds = self._reducer.rounds = Rounds(self._group)
         try:
             yield
-            actions = {Step.BACKWARD: self._reducer.shadow, Step.BUFFERS: self._copy_buffers}
+            actions = {
+                JoinStep.BACKWARD: self._reducer.shadow,
+                JoinStep.BUFFERS: self._copy_buffers,
+            }
             rounds.shadow(actions)
         finally:
             self._reducer.rounds = None
@@ -261,7 +262,7 @@ class DDP(Wrapper, Holder):
 
     def _send_buffers(self) -> None:
         if self._reducer.rounds is not None:
-            self._reducer.rounds.announce(Step.BUFFERS)
+            self._reducer.rounds.announce(JoinStep.BUFFERS)
         self._copy_buffers()
 
     def _copy_buffers(self) -> None:
@@ -297,7 +298,7 @@ class DDP(Wrapper, Holder):
             tuple(self._names[i] for i in here), tuple(self._names[i] for i in everywhere)
         )
 
-    def holdings(self) -> Holdings:
+    def holdings(self) -> ShardedState:
         """All of the plain model, of which every rank has a copy. Nothing is communicated.
 
         Raises:

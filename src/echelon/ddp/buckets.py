@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from echelon.errors import ArgumentError
 from echelon.ranges import Placement, pack
 
-__all__ = ["ALIGN_NUMEL", "BucketPlan", "Gradient", "compute_buckets", "plan_buckets"]
-
 # Gradients start at multiples of 16 elements: 64 bytes of float32, a cache line.
 ALIGN_NUMEL = 16
 

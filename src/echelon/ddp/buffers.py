@@ -19,8 +19,6 @@ from echelon.comm.group import Group
 from echelon.ddp.buckets import compute_buckets
 from echelon.ranges import pack
 
-__all__ = ["Buffers", "broadcast_coalesced"]
-
 
 @final
 class Buffers:

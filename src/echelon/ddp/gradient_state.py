@@ -16,12 +16,10 @@ from typing import final
 import torch
 from torch import nn
 
-from echelon.ddp.memory import Bucket
-from echelon.ddp.options import Options
+from echelon.ddp.bucket_memory import Bucket
+from echelon.ddp.options import DDPOptions
 from echelon.errors import StateError
 from echelon.modules.graph_task import will_accumulate
-
-__all__ = ["GradientState", "graph_is_lost"]
 
 
 @final
@@ -37,7 +35,7 @@ class GradientState:
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], options: Options, size: int
+        self, named: Sequence[tuple[str, nn.Parameter]], options: DDPOptions, size: int
     ) -> None:
         self.reduced = False
         self.factor = options.divisor(size) / size

@@ -16,10 +16,8 @@ import torch
 from echelon.comm.group import Group
 from echelon.errors import StateError
 
-__all__ = ["Rounds", "Step"]
 
-
-class Step(IntEnum):
+class JoinStep(IntEnum):
     """What a rank is about to do."""
 
     JOINED = 0
@@ -28,9 +26,9 @@ class Step(IntEnum):
 
 
 _SAID = {
-    Step.JOINED: "has no batches left",
-    Step.BACKWARD: "reduces gradients",
-    Step.BUFFERS: "runs forward and needs buffers",
+    JoinStep.JOINED: "has no batches left",
+    JoinStep.BACKWARD: "reduces gradients",
+    JoinStep.BUFFERS: "runs forward and needs buffers",
 }
 
 
@@ -51,32 +49,32 @@ class Rounds:
         """The lowest rank that still has batches: the source of what must be equal."""
         return self.active[0]
 
-    def announce(self, step: Step) -> tuple[int, ...]:
+    def announce(self, step: JoinStep) -> tuple[int, ...]:
         """Say what this rank does next; returns the ranks that have a batch.
 
         Raises:
             StateError: they do not do the same.
         """
         said = self._exchange(step)
-        self.active = tuple(rank for rank, what in enumerate(said) if what != Step.JOINED)
+        self.active = tuple(rank for rank, what in enumerate(said) if what != JoinStep.JOINED)
         return self.active
 
-    def shadow(self, actions: Mapping[Step, Callable[[], None]]) -> None:
+    def shadow(self, actions: Mapping[JoinStep, Callable[[], None]]) -> None:
         """Take part in what the others announce, until no rank has a batch."""
         while True:
-            said = self._exchange(Step.JOINED)
-            active = tuple(rank for rank, what in enumerate(said) if what != Step.JOINED)
+            said = self._exchange(JoinStep.JOINED)
+            active = tuple(rank for rank, what in enumerate(said) if what != JoinStep.JOINED)
             if not active:
                 return
             self.active = active
             actions[said[active[0]]]()
 
-    def _exchange(self, step: Step) -> list[Step]:
+    def _exchange(self, step: JoinStep) -> list[JoinStep]:
         mine = torch.tensor([step], dtype=torch.int64, device=self._group.device)
         all_steps = torch.zeros(self._group.size, dtype=torch.int64, device=self._group.device)
         self._group.all_gather_single(all_steps, mine, label="announcement of join()")
-        said = [Step(number) for number in all_steps.tolist()]
-        if len(set(said) - {Step.JOINED}) > 1:
+        said = [JoinStep(number) for number in all_steps.tolist()]
+        if len(set(said) - {JoinStep.JOINED}) > 1:
             rows = "\n".join(f"  rank {rank} {_SAID[what]}" for rank, what in enumerate(said))
             raise StateError(f"inside join() the ranks are at different points of a step:\n{rows}")
         return said

@@ -10,14 +10,12 @@ import torch
 from echelon import checks
 from echelon.checks import Reduction
 
-__all__ = ["Init", "Options", "Sync"]
-
 Sync = Literal["overlap", "manual"]
 Init = Literal["broadcast", "verify", "trust"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class DDPOptions:
     """The options of ``DDP``; the same on all ranks of its group.
 
     Attributes:

@@ -5,7 +5,7 @@ A hook on the outputs of forward sees backward begin, before any gradient is mad
 callback for its end in the same graph task; with reentrant checkpointing that is the outer one. A
 hook on each parameter counts; a bucket whose count is zero is moved into its buffer and leaves, in
 the order of the buckets. The callback sends what is left, waits for all, and finishes the
-gradients. What one backward knows is in a ``Backward``, so an aborted one leaves nothing behind.
+gradients. What one backward knows is in a ``BackwardHook``, so an aborted one leaves nothing.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ from torch import Tensor, nn
 
 from echelon import events
 from echelon.comm.group import Group
-from echelon.ddp.arrivals import Arrivals
-from echelon.ddp.backward import Backward
+from echelon.ddp.backward_hook import BackwardHook
+from echelon.ddp.bucket_memory import Bucket
 from echelon.ddp.buckets import BucketPlan, Gradient, plan_buckets
+from echelon.ddp.grad_ready_counter import GradReadyCounter
 from echelon.ddp.gradient_state import GradientState, graph_is_lost
-from echelon.ddp.join import Rounds, Step
-from echelon.ddp.memory import Bucket
-from echelon.ddp.options import Options
+from echelon.ddp.join import JoinStep, Rounds
+from echelon.ddp.options import DDPOptions
 from echelon.errors import StateError
 from echelon.modules.accumulation import add_gradient
 from echelon.modules.graph_task import Token, queue_end
 from echelon.modules.late_hooks import LateHooks
 from echelon.modules.trainable import Trainable
-
-__all__ = ["Reducer"]
 
 
 @final
@@ -50,7 +48,7 @@ class Reducer:
         self,
         named: Sequence[tuple[str, nn.Parameter]],
         group: Group,
-        options: Options,
+        options: DDPOptions,
         notice: Callable[[], bool] | None = None,
     ) -> None:
         self.buckets: tuple[Bucket, ...] = ()
@@ -65,12 +63,12 @@ class Reducer:
         self._overlap = options.sync == "overlap"
         self._syncing = True
         self._state = GradientState(self._named, options, group.size)
-        self._backward: Backward | None = None
+        self._backward: BackwardHook | None = None
         self._trainable = Trainable(self._named, group)
         self._order: list[int] | None = None  # of arrival, in the first reduction
         self._ordered = not self._overlap  # whether the plan follows the order of arrival
         self._late = LateHooks(self._named)
-        self._arrivals = Arrivals([param for _, param in self._named], self, self._late)
+        self._arrivals = GradReadyCounter([param for _, param in self._named], self, self._late)
         self._plans = self._plan(None)
 
     # Memory ----------------------------------------------------------------------------------
@@ -138,9 +136,9 @@ class Reducer:
             self._state.check_graph()
         token = queue_end(self._finish if reduces else None)
         if reduces:
-            self._start(Backward(token, synced=True), first)
+            self._start(BackwardHook(token, synced=True), first)
         else:
-            self._backward = Backward(token, synced=False)
+            self._backward = BackwardHook(token, synced=False)
             if first is not None or self._state.will_change():
                 self._make_local(first)
 
@@ -208,7 +206,7 @@ class Reducer:
         self._late.defer()
         self._make_local(None)
         token = Token()
-        self._start(Backward(lambda: token, synced=True), None)
+        self._start(BackwardHook(lambda: token, synced=True), None)
         self._finish()
 
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
@@ -225,7 +223,7 @@ class Reducer:
         self._discard_aborted()
         self._trainable.compare(at_once=True, has_batch=False)
         self._prepare()
-        current = Backward(lambda: None, synced=True, num_contributors=len(self.rounds.active))
+        current = BackwardHook(lambda: None, synced=True, num_contributors=len(self.rounds.active))
         for bucket in self.buckets:
             bucket.drop()
             bucket.wire.zero_()
@@ -236,12 +234,12 @@ class Reducer:
         self._state.reduced = False
         self._order = self._order or list(range(len(self._named)))  # a rank with batches knows it
 
-    def _start(self, new: Backward, first: int | None) -> None:
+    def _start(self, new: BackwardHook, first: int | None) -> None:
         self._discard_aborted()
         self._trainable.compare(at_once=True)
         new.num_contributors = self._group.size
         if self.rounds is not None:
-            new.num_contributors = len(self.rounds.announce(Step.BACKWARD))
+            new.num_contributors = len(self.rounds.announce(JoinStep.BACKWARD))
         with torch.no_grad():
             if self._state.reduced:
                 self._state.check_unmixed(self.buckets, first)
@@ -255,7 +253,7 @@ class Reducer:
         if events.listening():
             events.emit("ddp.backward", rank=self._world_rank, phase="begin")
 
-    def _launch(self, current: Backward, missing: Sequence[int] | None) -> None:
+    def _launch(self, current: BackwardHook, missing: Sequence[int] | None) -> None:
         """Send the next bucket.
 
         Args:
@@ -281,7 +279,7 @@ class Reducer:
         # Inside join the mean is over the ranks that have a batch, which the group does not know.
         return "mean" if self._options.reduction == "mean" and self.rounds is None else "sum"
 
-    def _launch_rest(self, current: Backward) -> None:
+    def _launch_rest(self, current: BackwardHook) -> None:
         """Send the buckets that wait for gradients which did not come."""
         for b in range(len(current.works), len(self.buckets)):
             bucket = self.buckets[b]
@@ -323,7 +321,7 @@ class Reducer:
         members = ((i, p) for b in self.buckets for i, p in zip(b.members, b.params, strict=True))
         self._late.run(param for i, param in members if i not in nowhere)
 
-    def _wait(self, current: Backward) -> tuple[list[int], list[int]]:
+    def _wait(self, current: BackwardHook) -> tuple[list[int], list[int]]:
         """Wait for every bucket and finish its gradients; who was unused here, and everywhere."""
         here: list[int] = []
         everywhere: list[int] = []
@@ -347,7 +345,7 @@ class Reducer:
         """Whether a backward is under way."""
         return self._current() is not None
 
-    def _current(self) -> Backward | None:
+    def _current(self) -> BackwardHook | None:
         """The backward under way, or None when there is none or it was aborted."""
         if self._backward is not None and self._backward.token() is None:
             return None

@@ -13,10 +13,8 @@ import torch
 
 from echelon.errors.printable import text_bytes
 
-__all__ = ["Call", "Place", "Ticket", "caller", "fingerprint"]
 
-
-class Call(NamedTuple):
+class CallSignature(NamedTuple):
     """One communication call, as far as all ranks of a group must agree on it.
 
     Attributes:
@@ -63,12 +61,12 @@ class Call(NamedTuple):
 
 
 @lru_cache(maxsize=8192)
-def fingerprint(call: Call) -> int:
+def fingerprint(call: CallSignature) -> int:
     """64 bits that differ when two calls differ; the same in every process."""
     return int.from_bytes(hashlib.blake2b(text_bytes(str(call)), digest_size=8).digest(), "little")
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """A line of user code."""
 
     file: str
@@ -80,7 +78,7 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class Ticket:
+class CollectiveCall:
     """One issued call, with all that a report of it needs.
 
     Attributes:
@@ -92,8 +90,8 @@ class Ticket:
         blocking: the caller waits at once, so the backend may run it on the caller's thread.
     """
 
-    call: Call
-    place: Place
+    call: CallSignature
+    place: CallSite
     position: int
     group: str
     rank: int
@@ -115,7 +113,7 @@ _NOT_THE_USERS = (
 )
 
 
-def caller() -> Place:
+def caller() -> CallSite:
     """The innermost line of user code that led here."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_NOT_THE_USERS):
@@ -125,4 +123,4 @@ def caller() -> Place:
                 frame = frame.f_back
             break
         frame = frame.f_back
-    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return CallSite(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

@@ -19,13 +19,11 @@ from dataclasses import replace
 from echelon.diagnosis import stacks
 from echelon.diagnosis.failure_record import FailureRecord, error_file
 from echelon.diagnosis.flight_recorder import VARIABLE
-from echelon.diagnosis.hang import Finding
+from echelon.diagnosis.hang import SilentRank
 from echelon.diagnosis.stragglers import StragglerRule, error_of, sign_of
 from echelon.diagnosis.watch import Watch
 from echelon.errors import CommTimeout, WorldError
 from echelon.process.process_status import activity
-
-__all__ = ["awaited_threads", "end_now", "start_exit_guard"]
 
 _CLOSE_S = 5.0  # what it may take to tell the others
 _FLUSH_S = 1.0  # what standard output gets to take what was printed
@@ -91,7 +89,7 @@ def _end_without_agent(agent: int, watch: Watch, close: Callable[[BaseException]
 
 def _error(watch: Watch, timeout_s: float) -> CommTimeout:
     entry = watch.entries()[watch.rank]
-    finding = Finding(
+    finding = SilentRank(
         rank=entry.rank,
         where=entry.where,
         activity=activity(entry.pid, entry.native),
@@ -110,7 +108,7 @@ def awaited_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if not thread.daemon and thread is not main]
 
 
-def _at_the_end(finding: Finding) -> Finding:
+def _at_the_end(finding: SilentRank) -> SilentRank:
     """``finding`` of a process whose script has ended, with what keeps it from its end."""
     threads = awaited_threads()
     if not threads:

@@ -31,15 +31,6 @@ from echelon.errors import (
 )
 from echelon.errors.printable import message_of
 
-__all__ = [
-    "FailureRecord",
-    "ends_process",
-    "error_file",
-    "install_failure_record",
-    "is_heard",
-    "outlive_termination",
-]
-
 STACKS_FILE = "{}-stacks.txt"  # beside the file of a record, with its name
 
 # Of these, the first one set names the file; torchrun sets the second in every rank.

@@ -27,9 +27,7 @@ from echelon.process.memfd import open_memory
 from echelon.process.process_status import ProcessStatus
 
 if TYPE_CHECKING:
-    from echelon.diagnosis.collective_call import Call, Place, Ticket
-
-__all__ = ["VARIABLE", "Entry", "Logbook", "Page", "Phase"]
+    from echelon.diagnosis.collective_call import CallSignature, CallSite, CollectiveCall
 
 VARIABLE = "ECHELON_LOGBOOK"  # in which a launcher names the one that it reads
 
@@ -71,7 +69,7 @@ class Phase(IntEnum):
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class RankStatus:
     """What a page says of its rank.
 
     Attributes:
@@ -119,11 +117,11 @@ class Entry:
 
 
 @final
-class Page:
+class RankRecord:
     """The page of one rank.
 
     Args:
-        memory: of ``Page.nbytes`` bytes, zeros at first.
+        memory: of ``RankRecord.nbytes`` bytes, zeros at first.
     """
 
     nbytes = _NBYTES
@@ -131,8 +129,8 @@ class Page:
     def __init__(self, memory: memoryview) -> None:
         self._bytes = memory
         self._longs = memory[: _NUM_FIELDS * 8].cast("Q")
-        self._slots: dict[tuple[Call, Place, str], int] = {}
-        self._keys: list[tuple[Call, Place, str]] = []  # by slot, from slot 1
+        self._slots: dict[tuple[CallSignature, CallSite, str], int] = {}
+        self._keys: list[tuple[CallSignature, CallSite, str]] = []  # by slot, from slot 1
         self._num_texts = 0
         self._lock = threading.Lock()
 
@@ -158,7 +156,7 @@ class Page:
         """Note how many optimizer steps the rank has made."""
         self._longs[_STEP] = number
 
-    def issue(self, ticket: Ticket) -> None:
+    def issue(self, ticket: CollectiveCall) -> None:
         """Note the last call."""
         key = ticket.call, ticket.place, ticket.group
         slot = self._slots.get(key) or self._write_text(key)
@@ -194,12 +192,12 @@ class Page:
         """The rank that will never come, as the launcher says."""
         return _optional(self._longs[_GONE])
 
-    def read(self) -> Entry | None:
+    def read(self) -> RankStatus | None:
         """What it says; None where no rank has begun it."""
         longs = self._longs.tolist()
         if longs[_PHASE] == Phase.ABSENT:
             return None
-        return Entry(
+        return RankStatus(
             rank=longs[_RANK],
             pid=longs[_PID],
             born=longs[_BORN],
@@ -216,7 +214,7 @@ class Page:
             gave_up=_optional(longs[_GAVE_UP] * (longs[_GAVE_UP_CALL] == longs[_CALL])),
         )
 
-    def _write_text(self, key: tuple[Call, Place, str]) -> int:
+    def _write_text(self, key: tuple[CallSignature, CallSite, str]) -> int:
         """Write the text of a new call into the next slot, the oldest one; its number, from 1."""
         call, place, group = key
         parts = (
@@ -240,7 +238,7 @@ class Page:
         return index + 1
 
     def _text(self, slot: int, position: int) -> str:
-        """As a ``Ticket`` reads."""
+        """As a ``CollectiveCall`` reads."""
         if not 0 < slot <= _NUM_SLOTS:
             return ""
         start = _HEADER_NBYTES + (slot - 1) * _SLOT_NBYTES
@@ -252,7 +250,7 @@ class Page:
 
 
 @final
-class Logbook:
+class FlightRecorder:
     """The pages of all ranks of a host, in the order of their local ranks.
 
     Attributes:
@@ -263,16 +261,17 @@ class Logbook:
     def __init__(self, descriptor: int, num_pages: int) -> None:
         self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
         self._release: Callable[[], object] = lambda: None
-        memory = memoryview(mmap.mmap(descriptor, num_pages * Page.nbytes))
+        memory = memoryview(mmap.mmap(descriptor, num_pages * RankRecord.nbytes))
         self.pages = [
-            Page(memory[i * Page.nbytes : (i + 1) * Page.nbytes]) for i in range(num_pages)
+            RankRecord(memory[i * RankRecord.nbytes : (i + 1) * RankRecord.nbytes])
+            for i in range(num_pages)
         ]
 
     @classmethod
     def create(cls, num_pages: int) -> Self:
         """A new one, for this process and those that open it."""
         descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, num_pages * Page.nbytes)  # what is not used takes no memory
+        os.ftruncate(descriptor, num_pages * RankRecord.nbytes)  # what is not used takes no memory
         book = cls(descriptor, num_pages)
         book._release = weakref.finalize(book, os.close, descriptor)
         return book
@@ -286,7 +285,7 @@ class Logbook:
         """
         descriptor = open_memory(path, _NAME)
         try:
-            return cls(descriptor, os.fstat(descriptor).st_size // Page.nbytes)
+            return cls(descriptor, os.fstat(descriptor).st_size // RankRecord.nbytes)
         finally:
             os.close(descriptor)
 
@@ -299,7 +298,7 @@ class Logbook:
         """Let nobody open it any more; its pages stay readable here."""
         self._release()
 
-    def entries(self, attempt: int = 0) -> dict[int, Entry]:
+    def entries(self, attempt: int = 0) -> dict[int, RankStatus]:
         """What ranks have written in an attempt, by rank in the job."""
         found = [entry for page in self.pages if (entry := page.read()) is not None]
         return {entry.rank: entry for entry in found if entry.attempt == attempt}

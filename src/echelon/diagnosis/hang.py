@@ -6,18 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from echelon.diagnosis.flight_recorder import Entry
+from echelon.diagnosis.flight_recorder import RankStatus
 from echelon.diagnosis.stacks import innermost, shown
 from echelon.errors import CommTimeout
-
-__all__ = ["Finding", "explained", "finding_of"]
 
 _MOST = 2  # ranks that are described in an error; all are in its note
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class SilentRank:
     """What was found out about a rank that others wait for.
 
     Attributes:
@@ -46,7 +44,7 @@ class Finding:
 
 
 def explained(
-    error: CommTimeout, findings: Sequence[Finding], stacks: Mapping[int, list[str]]
+    error: CommTimeout, findings: Sequence[SilentRank], stacks: Mapping[int, list[str]]
 ) -> CommTimeout:
     """``error`` with what was found out about the ranks that hold up the others.
 
@@ -69,14 +67,14 @@ def explained(
     return found
 
 
-def finding_of(entry: Entry, doing: str, stack: Sequence[str]) -> Finding:
+def finding_of(entry: RankStatus, doing: str, stack: Sequence[str]) -> SilentRank:
     """What a page of the logbook says of a rank that is ``doing`` something, with its stack."""
     silence = "its process did not answer"
     if entry.stacks is None:
         silence = "the script has its own use for SIGUSR2"
     elif "stopped" in doing:
         silence = "a process that is stopped cannot tell it"
-    return Finding(
+    return SilentRank(
         rank=entry.rank,
         where=entry.where,
         activity=doing,

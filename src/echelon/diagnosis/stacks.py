@@ -27,10 +27,8 @@ from functools import cache
 from pathlib import Path
 
 from echelon.diagnosis.failure_record import is_user_file
-from echelon.diagnosis.flight_recorder import Entry, Phase
+from echelon.diagnosis.flight_recorder import Phase, RankStatus
 from echelon.process.process_status import ProcessStatus
-
-__all__ = ["ask", "innermost", "is_ours", "of_crash", "of_this_process", "offer", "shown"]
 
 _NAME = "echelon stacks"
 _SIGNAL = signal.SIGUSR2
@@ -62,7 +60,7 @@ def is_ours() -> bool:
     return signal.getsignal(_SIGNAL) is signal.SIG_DFL  # Python does not see faulthandler's
 
 
-def ask(entries: Iterable[Entry], *, closed: bool = False) -> dict[int, Stack]:
+def ask(entries: Iterable[RankStatus], *, closed: bool = False) -> dict[int, Stack]:
     """The stacks of all ranks that can tell them, by rank.
 
     Args:
@@ -70,7 +68,7 @@ def ask(entries: Iterable[Entry], *, closed: bool = False) -> dict[int, Stack]:
             handler any more, and the signal would end it in its own way.
     """
     found: dict[int, Stack] = {}
-    asked: dict[int, Entry] = {}
+    asked: dict[int, RankStatus] = {}
     before: dict[int, int] = {}
     for entry in entries:
         if entry.pid == os.getpid():
@@ -130,7 +128,7 @@ def _lines(section: str) -> Stack:
     return [f"{file}:{line} in {function}" for file, line, function in reversed(lines)]
 
 
-def _send(entry: Entry) -> bool:
+def _send(entry: RankStatus) -> bool:
     """Send the signal; False for another process, and a stopped one, which would get it later."""
     status = ProcessStatus.of(entry.pid)
     if status is None or status.born != entry.born or status.stopped or status.ended:
@@ -142,7 +140,7 @@ def _send(entry: Entry) -> bool:
     return False
 
 
-def _look(entry: Entry) -> tuple[int, float]:
+def _look(entry: RankStatus) -> tuple[int, float]:
     """The length of what a process has written, and how long ago, in seconds."""
     try:
         found = os.stat(f"/proc/{entry.pid}/fd/{entry.stacks}")
@@ -151,7 +149,7 @@ def _look(entry: Entry) -> tuple[int, float]:
     return found.st_size, time.time() - found.st_mtime
 
 
-def _read(entry: Entry) -> str:
+def _read(entry: RankStatus) -> str:
     try:
         return Path(f"/proc/{entry.pid}/fd/{entry.stacks}").read_text(errors="replace")
     except OSError:

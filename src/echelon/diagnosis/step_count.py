@@ -12,8 +12,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from echelon.checks import whole
 
-__all__ = ["Steps"]
-
 _current = threading.local()  # a simulated rank is a thread, and only it knows which one it is
 
 

@@ -14,18 +14,16 @@ from enum import IntEnum
 from typing import final
 
 from echelon.diagnosis import stacks
-from echelon.diagnosis.flight_recorder import Entry, Phase
-from echelon.diagnosis.hang import Finding, explained, finding_of
+from echelon.diagnosis.flight_recorder import Phase, RankStatus
+from echelon.diagnosis.hang import SilentRank, explained, finding_of
 from echelon.errors import CommTimeout
 from echelon.process.process_status import activity
-
-__all__ = ["END", "Sign", "Stage", "StragglerRule", "error_of", "sign_of", "straggler_error"]
 
 END = "the end of the job"  # what a straggler keeps the others from
 _CLOSE_S = 10.0  # how much longer closing a world may take; it waits for others itself
 
 
-class Stage(IntEnum):
+class ExitStage(IntEnum):
     """How far a rank has come on its way out."""
 
     RUNNING = 0  # it may still communicate
@@ -36,7 +34,7 @@ class Stage(IntEnum):
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sign:
+class ExitSign:
     """What is seen of one rank.
 
     Attributes:
@@ -46,7 +44,7 @@ class Sign:
         closes: whether it closes its world now.
     """
 
-    stage: Stage
+    stage: ExitStage
     progress: Hashable = None
     waits: bool = False
     closes: bool = False
@@ -67,10 +65,10 @@ class StragglerRule:
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s, self._clock = timeout_s, clock
-        self._seen: Mapping[int, Sign] = {}
+        self._seen: Mapping[int, ExitSign] = {}
         self._since_s = clock()
 
-    def late(self, signs: Mapping[int, Sign]) -> list[int]:
+    def late(self, signs: Mapping[int, ExitSign]) -> list[int]:
         """The ranks that are late, given what is seen of all now."""
         now = self._clock()
         if signs != self._seen:
@@ -78,27 +76,29 @@ class StragglerRule:
         idle_s = now - self._since_s
         return [rank for rank in sorted(signs) if self._is_late(rank, signs, idle_s)]
 
-    def _is_late(self, rank: int, signs: Mapping[int, Sign], idle_s: float) -> bool:
+    def _is_late(self, rank: int, signs: Mapping[int, ExitSign], idle_s: float) -> bool:
         sign = signs[rank]
-        if sign.stage is Stage.ENDED or sign.waits:
+        if sign.stage is ExitStage.ENDED or sign.waits:
             return False
         furthest = max(
-            (other.stage for r, other in signs.items() if r != rank), default=Stage.RUNNING
+            (other.stage for r, other in signs.items() if r != rank), default=ExitStage.RUNNING
         )
-        has_left = furthest >= (Stage.LEAVING if sign.stage >= Stage.CLOSED else Stage.CLOSED)
+        has_left = furthest >= (
+            ExitStage.LEAVING if sign.stage >= ExitStage.CLOSED else ExitStage.CLOSED
+        )
         return has_left and idle_s >= self._timeout_s + (_CLOSE_S if sign.closes else 0.0)
 
 
-def sign_of(entry: Entry) -> Sign:
+def sign_of(entry: RankStatus) -> ExitSign:
     """What the logbook and the kernel say of a rank that is a process."""
-    stage = Stage.RUNNING
+    stage = ExitStage.RUNNING
     if entry.ended:
-        stage = Stage.ENDED
+        stage = ExitStage.ENDED
     elif entry.script_ended:
-        stage = Stage.LEAVING
+        stage = ExitStage.LEAVING
     elif entry.phase >= Phase.CLOSING:
-        stage = Stage.CLOSED
-    return Sign(
+        stage = ExitStage.CLOSED
+    return ExitSign(
         stage=stage,
         progress=(entry.phase, entry.step, entry.call, entry.awaited),
         waits=entry.awaited is not None,
@@ -106,7 +106,7 @@ def sign_of(entry: Entry) -> Sign:
     )
 
 
-def error_of(findings: Iterable[Finding], timeout_s: float) -> CommTimeout:
+def error_of(findings: Iterable[SilentRank], timeout_s: float) -> CommTimeout:
     """The error for ranks that are late, given what was found out about them."""
     found = list(findings)
     error = CommTimeout(END, [finding.rank for finding in found], timeout_s)
@@ -114,7 +114,7 @@ def error_of(findings: Iterable[Finding], timeout_s: float) -> CommTimeout:
     return explained(error, found, told)
 
 
-def straggler_error(entries: Mapping[int, Entry], late: Iterable[int]) -> CommTimeout:
+def straggler_error(entries: Mapping[int, RankStatus], late: Iterable[int]) -> CommTimeout:
     """The error for processes of this host that are late.
 
     Args:
@@ -130,15 +130,15 @@ def straggler_error(entries: Mapping[int, Entry], late: Iterable[int]) -> CommTi
     return error_of(findings, max(entry.timeout_s for entry in entries.values()))
 
 
-def _finding(entry: Entry, stack: list[str]) -> Finding:
+def _finding(entry: RankStatus, stack: list[str]) -> SilentRank:
     doing = activity(entry.pid, entry.native)
     if entry.script_ended:
         doing = f"has ended its script, but {doing}"
     return finding_of(entry, doing, stack)
 
 
-def _absent(rank: int) -> Finding:
-    return Finding(
+def _absent(rank: int) -> SilentRank:
+    return SilentRank(
         rank=rank,
         where="before echelon.init()",
         activity="has not ended",

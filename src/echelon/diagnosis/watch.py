@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self, final
 
 from echelon.diagnosis import stacks
-from echelon.diagnosis.flight_recorder import VARIABLE, Entry, Logbook, Phase
-from echelon.diagnosis.hang import Finding, explained, finding_of
+from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder, Phase, RankStatus
+from echelon.diagnosis.hang import SilentRank, explained, finding_of
 from echelon.errors import CommTimeout, RankFailed
 from echelon.process.forks import disown_in_forks
 from echelon.process.process_status import activity
 
 if TYPE_CHECKING:
-    from echelon.diagnosis.collective_call import Ticket
+    from echelon.diagnosis.collective_call import CollectiveCall
     from echelon.process.environment import JobEnvironment
-
-__all__ = ["Watch"]
-
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _LEADER_S = 5.0  # what the first rank of a host gets to make the logbook, when all have met
@@ -39,10 +36,10 @@ class Store(Protocol):
         """Whether notes are there."""
 
 
-def _opened(path: str, job: JobEnvironment) -> Logbook | None:
+def _opened(path: str, job: JobEnvironment) -> FlightRecorder | None:
     """The logbook of ``path``; None where it is out of reach, and a rank can do without."""
     try:
-        logbook = Logbook.open(path)
+        logbook = FlightRecorder.open(path)
     except OSError:  # of a process in another container
         return None
     return logbook if job.local_rank < len(logbook.pages) else None
@@ -62,7 +59,7 @@ class Watch:
         is_shared: whether the other ranks of the host have their pages in the same logbook.
     """
 
-    def __init__(self, logbook: Logbook, index: int, rank: int, attempt: int = 0) -> None:
+    def __init__(self, logbook: FlightRecorder, index: int, rank: int, attempt: int = 0) -> None:
         self.rank = rank
         self.is_shared = True
         self._attempt = attempt
@@ -75,7 +72,7 @@ class Watch:
     @classmethod
     def alone(cls, rank: int, attempt: int = 0) -> Self:
         """A watch that knows of no other rank."""
-        watch = cls(Logbook.private(), 0, rank, attempt)
+        watch = cls(FlightRecorder.private(), 0, rank, attempt)
         watch.is_shared = False
         return watch
 
@@ -93,9 +90,9 @@ class Watch:
         if self.is_shared or job.local_size == 1:
             return
         key = f"logbook/{_BOOT.read_text().strip()}"  # another one on every host
-        logbook: Logbook | None
+        logbook: FlightRecorder | None
         if job.local_rank == 0:
-            logbook = Logbook.create(job.local_size)
+            logbook = FlightRecorder.create(job.local_size)
             store.set(key, logbook.path)
         else:
             end = time.monotonic() + _LEADER_S
@@ -111,10 +108,10 @@ class Watch:
     def disown(self) -> None:
         """Write no more into the page of the rank that has forked this process."""
         self.is_shared = False
-        self._logbook = Logbook.private()
+        self._logbook = FlightRecorder.private()
         self._page = self._logbook.pages[0]
 
-    def _enter(self, logbook: Logbook, index: int) -> None:
+    def _enter(self, logbook: FlightRecorder, index: int) -> None:
         self._logbook = logbook  # owns the memory
         self._page = logbook.pages[index]
         self._thread = threading.get_ident()
@@ -146,7 +143,7 @@ class Watch:
         """Note that the script of this rank has come to its end."""
         self._page.end_script()
 
-    def issue(self, ticket: Ticket) -> None:
+    def issue(self, ticket: CollectiveCall) -> None:
         """Note the last call."""
         self._page.issue(ticket)
 
@@ -187,11 +184,11 @@ class Watch:
         if gone is not None:
             raise RankFailed(gone, "ended before it called echelon.init()", doing)
 
-    def entry(self, rank: int) -> Entry | None:
+    def entry(self, rank: int) -> RankStatus | None:
         """The page of ``rank`` (in the job); None if it is not on this host."""
         return self.entries().get(rank)
 
-    def entries(self) -> dict[int, Entry]:
+    def entries(self) -> dict[int, RankStatus]:
         """The pages of all ranks of this host that have begun theirs, by rank in the job."""
         return self._logbook.entries(self._attempt)
 
@@ -206,7 +203,7 @@ class Watch:
         found = [_finding(entries[rank], told.get(rank, [])) for rank in known]
         return explained(error, found, told) if found else error
 
-    def _root(self, rank: int, entries: Mapping[int, Entry]) -> int:
+    def _root(self, rank: int, entries: Mapping[int, RankStatus]) -> int:
         """The rank that ``rank`` waits for, through others that wait, too."""
         seen = {self.rank}
         root = rank
@@ -220,7 +217,7 @@ class Watch:
         return rank if root in seen else root  # in a circle nobody is first
 
 
-def _finding(entry: Entry, stack: Sequence[str]) -> Finding:
+def _finding(entry: RankStatus, stack: Sequence[str]) -> SilentRank:
     """What a page, the kernel and a stack say of a rank."""
     if entry.ended:
         doing = "has ended"

@@ -29,7 +29,6 @@
 
 from __future__ import annotations
 
-from echelon.errors.base import EchelonError
 from echelon.errors.calls import (
     ArgumentError,
     RankError,
@@ -37,13 +36,14 @@ from echelon.errors.calls import (
     StateError,
     UnsupportedError,
 )
-from echelon.errors.checkpoints import (
+from echelon.errors.checkpoint_errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
     CheckpointTooNew,
 )
+from echelon.errors.echelon_error import EchelonError
 from echelon.errors.training import ModelMismatch, NonFiniteError, StageError
 from echelon.errors.worlds import (
     AuthenticationError,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.errors.base import EchelonError
-
-__all__ = ["ArgumentError", "RankError", "ScheduleError", "StateError", "UnsupportedError"]
+from echelon.errors.echelon_error import EchelonError
 
 
 class ArgumentError(EchelonError, ValueError):

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import unicodedata
 
-__all__ = ["message_of", "printable", "printable_line", "text_bytes"]
-
 # Control, format (such as those that reverse a line), surrogates, line and paragraph separators.
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 

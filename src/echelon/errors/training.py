@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from echelon.errors.base import MOST_ROWS, EchelonError, by_value, rows_text
-
-__all__ = ["ModelMismatch", "NonFiniteError", "StageError"]
+from echelon.errors.echelon_error import MOST_ROWS, EchelonError, by_value, rows_text
 
 
 class ModelMismatch(EchelonError):

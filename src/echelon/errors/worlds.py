@@ -5,19 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
-from echelon.errors.base import EchelonError, ranks_text, revive, rows_text
-
-__all__ = [
-    "AuthenticationError",
-    "CollectiveMismatch",
-    "CommError",
-    "CommTimeout",
-    "DeadlockError",
-    "RankFailed",
-    "SharedMemoryError",
-    "StartMismatch",
-    "WorldError",
-]
+from echelon.errors.echelon_error import EchelonError, ranks_text, revive, rows_text
 
 
 class WorldError(EchelonError):

@@ -15,19 +15,17 @@ from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.fsdp.build import build_units
 from echelon.fsdp.grads import norm_over_shards
-from echelon.fsdp.policy import Init, Layout, MixedPrecision, Offload, Options, Strategy
+from echelon.fsdp.hybrid_groups import HybridGroups
+from echelon.fsdp.initial_values import InitialValues
+from echelon.fsdp.policy import FSDPOptions, Init, Layout, MixedPrecision, Offload, Strategy
 from echelon.fsdp.prefetch import BackwardPrefetch
-from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.released import released_parameter
 from echelon.fsdp.sharded_module import ShardedModule
-from echelon.fsdp.start import Start
 from echelon.fsdp.units import Rule, plan_units, whole
 from echelon.modules.graph_task import has_tangent, in_backward, in_transform
 from echelon.modules.ignored import ignored_parameters
 from echelon.modules.nested import cast_floats, tensors
 from echelon.modules.ownership import check_unclaimed
-
-__all__ = ["FSDP"]
 
 
 class FSDP(ShardedModule):
@@ -121,7 +119,7 @@ class FSDP(ShardedModule):
         materialize: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__()
-        options = Options(
+        options = FSDPOptions(
             strategy=strategy,
             layout=layout,
             precision=MixedPrecision() if precision is None else precision,
@@ -138,7 +136,7 @@ class FSDP(ShardedModule):
         _check_flat(options, group)
         if materialize is not None and not callable(materialize):
             raise ArgumentError(f"materialize is {materialize!r:.80}; give a function of a module")
-        ranks = Ranks.of(group, replicate)
+        ranks = HybridGroups.of(group, replicate)
         check_model(module, group.device, meta=True)
         skip = ignored_parameters(module, ignored)
         rule = whole() if units is None else units
@@ -149,7 +147,7 @@ class FSDP(ShardedModule):
         on_meta = check_agreement(module, choices, ranks, values=init == "verify", more=facts)
         if not group.shares_memory or offload is Offload.ALL:
             ranks = ranks.separated()
-        start = Start(module, ranks, init, on_meta, materialize)
+        start = InitialValues(module, ranks, init, on_meta, materialize)
         built = build_units(module, ranks, plans, options, start)
         self._attach(module, ranks, options, built)
 
@@ -285,7 +283,7 @@ def _check_transforms(inputs: Any) -> None:
         )
 
 
-def _check_flat(options: Options, group: Group) -> None:
+def _check_flat(options: FSDPOptions, group: Group) -> None:
     views = options.layout == "rows" and group.shares_memory
     if views and not options.use_orig_params and options.strategy is not Strategy.NO_SHARD:
         raise UnsupportedError(

@@ -22,16 +22,14 @@ from torch.utils.hooks import RemovableHandle
 
 from echelon.errors import StateError, UnsupportedError
 from echelon.fsdp.backward_pass import Pass, Run
-from echelon.fsdp.departures import Departures
 from echelon.fsdp.gathers import Gathers
-from echelon.fsdp.ranks import Ranks
+from echelon.fsdp.gradient_reducer import GradientReducer
+from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.storage import await_readers, prepare
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.uses import Use, Uses
 from echelon.modules.graph_task import Token, queue_end
 from echelon.modules.late_hooks import LateHooks
-
-__all__ = ["Backward"]
 
 
 @final
@@ -54,7 +52,11 @@ class Backward:
     """
 
     def __init__(
-        self, units: Sequence[Unit], gathers: Gathers, departures: Departures, ranks: Ranks
+        self,
+        units: Sequence[Unit],
+        gathers: Gathers,
+        departures: GradientReducer,
+        ranks: HybridGroups,
     ) -> None:
         self._units, self._gathers, self._departures = units, gathers, departures
         self._ranks = ranks

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from echelon.fsdp.gradients import Reduction
 from echelon.modules.graph_task import Token
 
-__all__ = ["Pass", "Run", "UnitPass"]
-
 
 @final
 class Run:

@@ -11,32 +11,30 @@ from echelon.comm.group import Group
 from echelon.comm.streams import is_cpu
 from echelon.fsdp.flat_parameters import hide
 from echelon.fsdp.gradients import GradientShard, Slots
+from echelon.fsdp.hybrid_groups import HybridGroups
+from echelon.fsdp.initial_values import InitialValues
 from echelon.fsdp.level import Level
-from echelon.fsdp.places import Places
-from echelon.fsdp.policy import Offload, Options, Strategy
-from echelon.fsdp.ranks import Ranks
-from echelon.fsdp.start import Start
+from echelon.fsdp.policy import FSDPOptions, Offload, Strategy
+from echelon.fsdp.shard_devices import ShardDevices
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.storages import copy_storage, make_storage
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.units import Member, UnitPlan
 
-__all__ = ["build_units", "copy_units"]
-
 
 def build_units(
     module: nn.Module,
-    ranks: Ranks,
+    ranks: HybridGroups,
     plans: Sequence[UnitPlan],
-    options: Options,
-    start: Start,
+    options: FSDPOptions,
+    start: InitialValues,
 ) -> tuple[list[Unit], list[Slots]]:
     """The units of ``module``, the root first, and where their gradients travel.
 
     All ranks call it. Each parameter arrives whole and becomes this rank's part before
     the next one comes, so the start takes the parts, and the memory of one unit.
     """
-    places = Places(ranks, options.offload)
+    places = ShardDevices(ranks, options.offload)
     start.begin()
     storages = [_fill(plan, _storages_of(plan, places, options), start) for plan in plans]
     start.finish()
@@ -52,7 +50,7 @@ def build_units(
 
 
 def copy_units(
-    units: Sequence[Unit], module: nn.Module, ranks: Ranks, options: Options
+    units: Sequence[Unit], module: nn.Module, ranks: HybridGroups, options: FSDPOptions
 ) -> tuple[list[Unit], list[Slots]]:
     """The same units of ``module``, a copy of theirs, in memory of their own.
 
@@ -75,7 +73,7 @@ def _units_of(
     named: Sequence[tuple[str, nn.Module]],
     storages: Sequence[Sequence[Storage]],
     group: Group,
-    options: Options,
+    options: FSDPOptions,
 ) -> tuple[list[Unit], list[Slots]]:
     """Units with what their gradients and optimizers need."""
     slots = _Lots(group, options, storages)
@@ -95,7 +93,7 @@ def _units_of(
     return units, slots.all
 
 
-def _fill(plan: UnitPlan, storages: list[Storage], start: Start) -> list[Storage]:
+def _fill(plan: UnitPlan, storages: list[Storage], start: InitialValues) -> list[Storage]:
     """The storages of a unit with their initial values, and its parameters as their parts."""
     homes = {id(param): (one, i) for one in storages for i, param in enumerate(one.params)}
     # In the order of the model: the parameters of one module come together.
@@ -106,7 +104,7 @@ def _fill(plan: UnitPlan, storages: list[Storage], start: Start) -> list[Storage
     return storages
 
 
-def _storages_of(plan: UnitPlan, places: Places, options: Options) -> list[Storage]:
+def _storages_of(plan: UnitPlan, places: ShardDevices, options: FSDPOptions) -> list[Storage]:
     """One storage for each combination of shard dtype, compute dtype and ``requires_grad``."""
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[Member]] = {}
     for member in plan.members:
@@ -130,7 +128,7 @@ def _storages_of(plan: UnitPlan, places: Places, options: Options) -> list[Stora
     ]
 
 
-def _compute_dtype(member: Member, options: Options) -> torch.dtype:
+def _compute_dtype(member: Member, options: FSDPOptions) -> torch.dtype:
     precision, dtype = options.precision, member.param.dtype
     kept = isinstance(member.owner, precision.keep)
     if precision.compute is None or kept or not dtype.is_floating_point:
@@ -138,12 +136,12 @@ def _compute_dtype(member: Member, options: Options) -> torch.dtype:
     return precision.compute
 
 
-def _shard_dtype(member: Member, options: Options) -> torch.dtype:
+def _shard_dtype(member: Member, options: FSDPOptions) -> torch.dtype:
     master, dtype = options.precision.master, member.param.dtype
     return dtype if master is None or not dtype.is_floating_point else master
 
 
-def _wire_dtype(storage: Storage, options: Options) -> torch.dtype:
+def _wire_dtype(storage: Storage, options: FSDPOptions) -> torch.dtype:
     reduce = options.precision.reduce
     return storage.dtype if reduce is None or not storage.dtype.is_floating_point else reduce
 
@@ -158,7 +156,7 @@ class _Lots:
     """
 
     def __init__(
-        self, group: Group, options: Options, storages: Sequence[Sequence[Storage]]
+        self, group: Group, options: FSDPOptions, storages: Sequence[Sequence[Storage]]
     ) -> None:
         self.all: list[Slots] = []
         self._own: dict[int, Slots] = {}

@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 from torch import nn
 
-__all__ = ["bypassed_modules"]
-
 _SETS_UP = ("__init__", "_init", "init_", "reset_", "_reset", "tie_", "_tie")
 _DESCRIBES = {
     "dtype",

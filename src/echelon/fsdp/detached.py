@@ -11,14 +11,12 @@ from torch import Tensor, nn
 from echelon.errors import StateError
 from echelon.fsdp.flat_parameters import show
 from echelon.fsdp.hooks import Hooks
-from echelon.fsdp.state import copy_parameters
+from echelon.fsdp.state_dict import copy_parameters
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.whole_only import unguard_modules
 from echelon.modules.elementwise import allow_other_steps
 from echelon.modules.ownership import disclaim
 from echelon.modules.sharded_gradients import unmarked
-
-__all__ = ["Detached", "make_whole"]
 
 
 def make_whole(module: nn.Module, hooks: Hooks, storages: Sequence[Storage]) -> None:

@@ -19,8 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from echelon.errors import StateError
 from echelon.fsdp.storage import Storage
 
-__all__ = ["flat_parameters", "hide", "show"]
-
 _hidden: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter, the name of the flat one
 _seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # how many groups were looked at
 

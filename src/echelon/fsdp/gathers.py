@@ -9,14 +9,12 @@ from typing import final
 import torch
 
 from echelon.fsdp.backward_pass import Run
+from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.lineup import Lineup
 from echelon.fsdp.order import MOST_FORWARDS, Orders
-from echelon.fsdp.policy import Options
+from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.prefetch import BackwardPrefetch
-from echelon.fsdp.ranks import Ranks
 from echelon.fsdp.unit import Unit
-
-__all__ = ["Gathers"]
 
 MOST = 2  # units ahead of need, where gathers are limited
 
@@ -37,7 +35,7 @@ class Gathers:
         orders: what all ranks expect.
     """
 
-    def __init__(self, units: Sequence[Unit], options: Options) -> None:
+    def __init__(self, units: Sequence[Unit], options: FSDPOptions) -> None:
         self._units, self._options = units, options
         self._moving = moving = [u for u, unit in enumerate(units) if u and unit.moves]
         reducing = [u for u, unit in enumerate(units) if unit.shards]
@@ -72,7 +70,7 @@ class Gathers:
 
     # Forward ---------------------------------------------------------------------------------
 
-    def begin_forward(self, ranks: Ranks) -> None:
+    def begin_forward(self, ranks: HybridGroups) -> None:
         """An outermost forward begins."""
         self._drop_early()
         self.orders.agree(ranks)
@@ -102,7 +100,7 @@ class Gathers:
 
     def begin_backward(
         self,
-        ranks: Ranks,
+        ranks: HybridGroups,
         runs: Iterable[Run],
         may_reach: Callable[[int], bool],
         make_ready: Callable[[], None],

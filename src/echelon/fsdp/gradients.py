@@ -7,8 +7,8 @@
 A slot is used by one reduction after another; who needs it next waits until the last one is over.
 
 Gradients are copied into a slot in the current order of execution, so their memory may be freed at
-once; what follows is on the lane of reductions. Where gradients are kept on the host, the reduced
-ones are copied there on that lane, and the host waits for them when it hands them over.
+once; what follows is on the stream of reductions. Where gradients are kept on the host, the reduced
+ones are copied there on that stream, and the host waits for them when it hands them over.
 
 [Note: a reduction that others are late for]
 Where gathers communicate, a rank must not wait for a reduction while others may wait for its next
@@ -33,14 +33,12 @@ import torch
 from torch import Tensor
 
 from echelon.comm.group import Group
-from echelon.comm.streams import Mark, is_cpu
+from echelon.comm.streams import StreamEvent, is_cpu
 from echelon.comm.work import Work
 from echelon.errors import CommTimeout
-from echelon.fsdp.policy import Options
+from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.storage import Storage, shaped_part
 from echelon.modules.sharded_gradients import GradientScope, mark
-
-__all__ = ["GradientShard", "Reduction", "Slots"]
 
 PATIENCE_S = 1.0  # far more than a reduction takes once all ranks have sent it
 
@@ -249,7 +247,7 @@ class Reduction:
         self,
         shard: GradientShard,
         had: list[bool] | None,
-        options: Options,
+        options: FSDPOptions,
         replicas: Group | None,
         *,
         gathers_come: bool,
@@ -261,12 +259,12 @@ class Reduction:
         self._places = shard.storage.places
         self._work: Work | None = None
         self._output: Tensor | None = None
-        self._mark: Mark | None = None  # when the result is where it is kept
+        self._mark: StreamEvent | None = None  # when the result is where it is kept
         self._is_over = False
 
     def start(self, gradients: list[Tensor | None]) -> None:
         """Send whole gradients off; empties the list when they are copied, before they travel."""
-        shard, lane = self.shard, self._places.reductions
+        shard, stream = self.shard, self._places.reductions
         self.present = [gradient is not None for gradient in gradients]
         numel = shard.storage.cut.numel
         slot = shard.slots.take(self, wait=self._may_wait)
@@ -276,9 +274,9 @@ class Reduction:
             memory = slot[:numel]
         shard.fill(memory, gradients, is_slot=slot is not None)
         gradients.clear()
-        lane.follow()
-        with lane.beside():
-            self._work = self._send(memory, async_op=not lane.queued)
+        stream.wait_for_current()
+        with stream.as_current():
+            self._work = self._send(memory, async_op=not stream.queued)
         if self._work is None:
             self._land()
 
@@ -328,10 +326,10 @@ class Reduction:
         return f"gradients of {self.shard.storage.label}"
 
     def _land(self) -> None:
-        """The reduction is over, in the order of its lane: bring the result to where it is kept."""
+        """The reduction is over, in its stream: move the result to where it is kept."""
         output = self._output
         assert output is not None
-        with self._places.reductions.beside():
+        with self._places.reductions.as_current():
             if self._replicas is not None:
                 self._replicas.all_reduce(output, self._options.op, label=self._label)
             if (divisor := self._options.divisor()) != 1:
@@ -344,17 +342,17 @@ class Reduction:
             else:
                 self.shard.take(output, add=self.had is not None)
                 self._output = None
-        self._mark = self._places.reductions.mark()
+        self._mark = self._places.reductions.record_event()
 
     def vacate(self) -> None:
         """From now on the slot may be used again; on CUDA the host goes on."""
         work, self._work = self._work, None
         if work is not None:
-            with self._places.reductions.beside():
+            with self._places.reductions.as_current():
                 work.wait()
             self._land()
         if self._mark is not None:  # it left
-            self._mark.join()
+            self._mark.wait()
 
     def finish(self) -> None:
         """Wait, and leave the result in the views."""
@@ -364,7 +362,7 @@ class Reduction:
         self.vacate()
         if self._output is not None:  # on the host, which does not add before it has come
             assert self._mark is not None
-            self._mark.settle()
+            self._mark.synchronize()
             self.shard.take(self._output, add=self.had is not None)
             self._output = None
 

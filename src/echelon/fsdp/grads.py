@@ -15,8 +15,6 @@ from echelon.comm.group import Group
 from echelon.fsdp.storage import Storage
 from echelon.modules.sharded_gradients import unmarked
 
-__all__ = ["norm_over_shards"]
-
 
 def norm_over_shards(storages: Sequence[Storage], group: Group, norm_type: float) -> Tensor:
     """The norm of all gradients as of one vector: parts of shards, and whole ones counted once.

@@ -24,20 +24,18 @@ from torch import Tensor, nn
 from echelon.errors import StateError
 from echelon.fsdp.backward import Backward
 from echelon.fsdp.backward_pass import Run
-from echelon.fsdp.departures import Departures
 from echelon.fsdp.gathers import Gathers
-from echelon.fsdp.policy import Options
-from echelon.fsdp.ranks import Ranks
+from echelon.fsdp.gradient_reducer import GradientReducer
+from echelon.fsdp.hybrid_groups import HybridGroups
+from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.storage import await_readers, prepare
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.uses import Use
 from echelon.modules.graph_task import in_backward
 from echelon.modules.nested import tensors
 
-__all__ = ["Hooks"]
 
-
-class _Entry(NamedTuple):
+class _HookEntry(NamedTuple):
     """A forward of a unit that is under way."""
 
     use: Use | None  # where a graph may come of it
@@ -53,16 +51,16 @@ class Hooks:
         ranks: that share the units.
     """
 
-    def __init__(self, units: Sequence[Unit], ranks: Ranks, options: Options) -> None:
+    def __init__(self, units: Sequence[Unit], ranks: HybridGroups, options: FSDPOptions) -> None:
         self.units, self.ranks, self._options = list(units), ranks, options
         self.depth = 0  # forwards of the wrapper that are under way
         self._run = Run()
         self._has_graph = False  # of the outermost forward
         self._gathers = Gathers(self.units, options)
-        self._departures = Departures(self.units, ranks, options, self._gathers.orders)
+        self._departures = GradientReducer(self.units, ranks, options, self._gathers.orders)
         self._backward = Backward(self.units, self._gathers, self._departures, ranks)
         self._storages = [storage for unit in units for storage in unit.storages]
-        self._entered: list[list[_Entry]] = [[] for _ in units]  # forwards under way, by unit
+        self._entered: list[list[_HookEntry]] = [[] for _ in units]  # forwards under way, by unit
         self._ids: dict[str, list[int]] = {}  # of our hooks on modules, by unit
         for u in range(1, len(units)):
             self._watch(u)
@@ -194,7 +192,7 @@ class Hooks:
         if torch.is_grad_enabled():
             use = self._backward.uses[u].add()
             use.watch(inputs, lambda use, by_base: self._backward.leave(u, use, by_base))
-        self._entered[u].append(_Entry(use, self.units[u].versions()))
+        self._entered[u].append(_HookEntry(use, self.units[u].versions()))
         if not in_backward():
             self._backward.under_way.append(u)
 

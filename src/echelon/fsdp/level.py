@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import final
 
-__all__ = ["Level"]
-
 
 @final
 class Level:

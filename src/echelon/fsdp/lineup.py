@@ -17,8 +17,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import final
 
-__all__ = ["Lineup", "backward_guess", "common_order"]
-
 
 @final
 class Lineup:

@@ -22,11 +22,9 @@ from torch import Tensor, nn
 from echelon import checks
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
-from echelon.fsdp.state import Home, homes_of
+from echelon.fsdp.state_dict import Home, homes_of
 from echelon.fsdp.storage import Storage
 from echelon.modules.compiled import plain_name
-
-__all__ = ["gather_optimizer_state", "load_optimizer_state"]
 
 Shape = tuple[int, ...]
 _Plain = int | float | bool | str | None

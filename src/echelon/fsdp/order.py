@@ -6,10 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import final
 
 from echelon.errors import StateError
+from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.lineup import Lineup, backward_guess, common_order
-from echelon.fsdp.ranks import Ranks
-
-__all__ = ["MOST_FORWARDS", "Orders"]
 
 _FORWARD, _EVALUATION, _LEFT = "forward", "evaluation", "forwards left"
 MOST_FORWARDS = 8  # before one backward, of which each is expected to need gathers of its own
@@ -82,7 +80,7 @@ class Orders:
             kind = _FORWARD if self._has_graph else _EVALUATION
             self._noted[kind] = self.forward.real, self.called
 
-    def begin_backward(self, ranks: Ranks, skips: bool) -> None:
+    def begin_backward(self, ranks: HybridGroups, skips: bool) -> None:
         """A backward begins.
 
         Each of several forwards may use other units, and so one backward may come to a unit early
@@ -140,7 +138,7 @@ class Orders:
             self._knows_reductions = True
             self._noted["reductions"] = list(completed), []
 
-    def agree(self, ranks: Ranks) -> None:
+    def agree(self, ranks: HybridGroups) -> None:
         """Before a forward: make what was noted the order of all ranks."""
         if not self._noted:
             return

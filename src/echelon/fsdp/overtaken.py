@@ -19,8 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon.fsdp.hooks import Hooks
 
-__all__ = ["let_steps_wait"]
-
 _Found = list[weakref.ref[Hooks]]
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter, its model

@@ -14,8 +14,6 @@ from echelon.checks import Reduction
 from echelon.errors import ArgumentError
 from echelon.fsdp.prefetch import BackwardPrefetch
 
-__all__ = ["Init", "Layout", "MixedPrecision", "Offload", "Options", "Strategy"]
-
 Layout = Literal["flat", "rows"]
 Init = Literal["broadcast", "verify", "trust"]
 
@@ -109,7 +107,7 @@ class MixedPrecision:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class FSDPOptions:
     """The options of ``FSDP``; the same on all ranks of its group.
 
     Attributes:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["BackwardPrefetch"]
-
 
 class BackwardPrefetch(Enum):
     """When the next unit of backward is gathered. Where ranks share memory a gather is free.

@@ -19,8 +19,6 @@ from torch import nn
 from echelon.errors import EchelonError, StateError
 from echelon.fsdp.unit import Unit
 
-__all__ = ["released_parameter"]
-
 
 class _Released(NamedTuple):
     """A parameter that is a part now."""

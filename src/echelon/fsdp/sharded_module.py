@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from echelon import checks
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError
-from echelon.fsdp import facts
+from echelon.fsdp import unit_info
 from echelon.fsdp.build import copy_units
-from echelon.fsdp.cuts import ShardInfo
 from echelon.fsdp.detached import Detached, make_whole
 from echelon.fsdp.flat_parameters import flat_parameters
 from echelon.fsdp.gradients import Slots
-from echelon.fsdp.held import holdings_of_shards
 from echelon.fsdp.hooks import Hooks
+from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.optimizer_state import gather_optimizer_state, load_optimizer_state
 from echelon.fsdp.overtaken import let_steps_wait
-from echelon.fsdp.policy import Options
-from echelon.fsdp.ranks import Ranks
-from echelon.fsdp.state import (
+from echelon.fsdp.policy import FSDPOptions
+from echelon.fsdp.shard_layout import ShardInfo
+from echelon.fsdp.shards import holdings_of_shards
+from echelon.fsdp.state_dict import (
     copy_parameters,
     copy_parts,
     load_state,
@@ -40,21 +40,19 @@ from echelon.fsdp.written import make_copies_equal, take_replaced
 from echelon.modules.compiled import keep_plain_names, plain_name
 from echelon.modules.elementwise import refuse_other_steps
 from echelon.modules.ownership import claim
-from echelon.modules.parameter_guard import Census
+from echelon.modules.parameter_guard import ParameterGuard
 from echelon.modules.wrapper import Wrapper
-from echelon.state.held import Holder, Holdings
-
-__all__ = ["ShardedModule"]
+from echelon.state.sharded_state import HasShards, ShardedState
 
 
-class ShardedModule(Wrapper, Holder):
+class ShardedModule(Wrapper, HasShards):
     """What a sharded model is when it does not train; ``FSDP`` makes it and trains it."""
 
     def _attach(
         self,
         module: nn.Module,
-        ranks: Ranks,
-        options: Options,
+        ranks: HybridGroups,
+        options: FSDPOptions,
         built: tuple[list[Unit], list[Slots]],
     ) -> None:
         self.module = module
@@ -66,7 +64,7 @@ class ShardedModule(Wrapper, Holder):
         self._units, self._slots = built
         self._hooks = Hooks(self._units, ranks, options)
         keep_plain_names(module)
-        self._census = Census(module, "FSDP", keeps_names=True)
+        self._census = ParameterGuard(module, "FSDP", keeps_names=True)
         for storage in self._storages():
             claim([*storage.params, *storage.exposed], self, for_good=True)  # it leaves parts
             if storage.sharded:
@@ -132,7 +130,7 @@ class ShardedModule(Wrapper, Holder):
                 False.
             ArgumentError: a name is that of nothing with parameters.
         """
-        units = facts.units_of(self._units, names)
+        units = unit_info.units_of(self._units, names)
         if self._hooks.busy:
             raise StateError(
                 "full_parameters() inside a forward, a backward or another full_parameters(): "
@@ -254,7 +252,7 @@ class ShardedModule(Wrapper, Holder):
         self._hooks.await_forwards()
         return load_state(self.module, self._storages(), state, strict=strict, parts=True)
 
-    def holdings(self) -> Holdings:
+    def holdings(self) -> ShardedState:
         """This rank's ranges of the plain model. Nothing is communicated.
 
         Ranks that hold the same range keep it equal; ignored parameters and buffers nobody does.
@@ -345,9 +343,9 @@ class ShardedModule(Wrapper, Holder):
         return self._group
 
     @property
-    def units(self) -> tuple[facts.UnitInfo, ...]:
+    def units(self) -> tuple[unit_info.UnitInfo, ...]:
         """The units, the root first."""
-        return facts.unit_facts(self._units)
+        return unit_info.unit_facts(self._units)
 
     def shard_info(self, name: str) -> list[ShardInfo]:
         """Which part of a parameter every rank owns, in rank order.
@@ -355,11 +353,11 @@ class ShardedModule(Wrapper, Holder):
         Raises:
             ArgumentError: no unit has a parameter of that name.
         """
-        return facts.owners_of(self._storages(), name)
+        return unit_info.owners_of(self._storages(), name)
 
     def num_parameters(self) -> int:
         """Elements of all parameters of the model, the same on every rank."""
-        return facts.count_parameters(self.module, self._storages())
+        return unit_info.count_parameters(self.module, self._storages())
 
     def local_sharding_ratio(self) -> float:
         """The fraction of the model's parameters that this rank keeps."""
@@ -367,13 +365,13 @@ class ShardedModule(Wrapper, Holder):
         total = self.num_parameters()
         return kept / total if total else 1.0
 
-    def memory_stats(self, optimizer: torch.optim.Optimizer | None = None) -> facts.MemoryStats:
+    def memory_stats(self, optimizer: torch.optim.Optimizer | None = None) -> unit_info.MemoryStats:
         """Bytes by category, live and at most, and counts.
 
         Args:
             optimizer: to weigh its state too.
         """
-        return facts.memory_of(self._units, self._slots, self._hooks, optimizer)
+        return unit_info.memory_of(self._units, self._slots, self._hooks, optimizer)
 
     def buffer_bytes(self) -> dict[str, tuple[int, int]]:
         """What is held beside the parts, by category: bytes now, and the most so far."""

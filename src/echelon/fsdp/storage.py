@@ -14,12 +14,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from echelon.fsdp.cuts import Cut, numel_of
-from echelon.fsdp.parts import Part
-from echelon.fsdp.places import Places
+from echelon.fsdp.local_shard import LocalShard
+from echelon.fsdp.shard_devices import ShardDevices
+from echelon.fsdp.shard_layout import ShardLayout, numel_of
 from echelon.fsdp.units import Member
-
-__all__ = ["Storage", "await_readers", "prepare", "shaped_part"]
 
 
 class Storage(ABC):
@@ -47,13 +45,15 @@ class Storage(ABC):
 
     sharded = True
     moves = shares_wholes = False
-    _part: Part | None = None  # none where own parts are views of a whole buffer that all share
+    _part: LocalShard | None = (
+        None  # none where own parts are views of a whole buffer that all share
+    )
 
     def __init__(
         self,
         members: Sequence[Member],
-        cut: Cut,
-        places: Places,
+        cut: ShardLayout,
+        places: ShardDevices,
         dtype: torch.dtype,
         compute: torch.dtype,
         label: str,

@@ -1,11 +1,13 @@
 """The kinds of storage, and which one a unit gets.
 
-- ``Shared``: the whole buffer is one piece of memory that all ranks see. Where the compute dtype is
-  the shards' own, the parts are views of it: an optimizer step is a gather, and nothing is copied.
-- ``Gathered``: every rank has its parts, and a buffer that collectives fill and release empties.
-- ``Replicated``: every rank has everything.
+- ``SharedStorage``: the whole buffer is one piece of memory that all ranks see. Where the compute
+  dtype is the shards' own, the parts are views of it: an optimizer step is a gather, and nothing
+  is copied.
+- ``GatheredStorage``: every rank has its parts, and a buffer that collectives fill and release
+  empties.
+- ``ReplicatedStorage``: every rank has everything.
 
-Where own parts are on the host (``Places``), they are never views of what the device has.
+Where own parts are on the host (``ShardDevices``), they are never views of what the device has.
 """
 
 from __future__ import annotations
@@ -17,18 +19,16 @@ import torch
 from torch import Tensor
 
 from echelon.comm.work import Work
-from echelon.fsdp.cuts import cut_flat, cut_rows, place_order
-from echelon.fsdp.parts import Part, make_masters, make_part
-from echelon.fsdp.places import Places
+from echelon.fsdp.local_shard import LocalShard, make_local_shard, make_masters
 from echelon.fsdp.policy import Layout, Offload
+from echelon.fsdp.shard_devices import ShardDevices
+from echelon.fsdp.shard_layout import cut_flat, cut_rows, place_order
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.units import Member
 
-__all__ = ["Gathered", "Replicated", "Shared", "copy_storage", "make_storage"]
-
 
 @final
-class Shared(Storage):
+class SharedStorage(Storage):
     """One whole buffer for all ranks of the group, who share memory."""
 
     shares_wholes = True
@@ -71,40 +71,40 @@ class Shared(Storage):
 
 
 @final
-class Gathered(Storage):
+class GatheredStorage(Storage):
     """Own parts in one buffer, and a whole buffer that exists between gather and release.
 
     [Note: one buffer, many lives]
     Autograd saves views of the whole buffer in forward and reads them in backward, so it is one
-    storage that loses and gets memory, not one tensor after another. The memory belongs to the lane
-    of gathers: a release lets that lane follow the last use before it gives the memory back.
+    storage that loses and gets memory, not one tensor after another. The memory belongs to the
+    stream of gathers: a release lets that stream follow the last use before it gives memory back.
     """
 
     moves = True
-    _part: Part
+    _part: LocalShard
 
     def _allocate(self) -> None:
         places = self.places
-        self._part = make_part(self.own_numel, self.dtype, self.compute_dtype, places)
+        self._part = make_local_shard(self.own_numel, self.dtype, self.compute_dtype, places)
         self.part = self._part.masters
         self.locals = self._cut_out(self._part.masters, offsets=self._packed_offsets())
-        places.gathers.follow()
-        with places.gathers.beside():
+        places.gathers.wait_for_current()
+        with places.gathers.as_current():
             self.full = torch.empty(self.cut.numel, dtype=self.compute_dtype, device=places.device)
         self.wholes = self.whole_views(self.full)
         self._by_rank = self.full  # where a gather puts the parts of all ranks, end to end
         self._work: Work | None = None  # a gather under way
-        self._mark = places.gathers.mark()  # the end of the last gather
+        self._mark = places.gathers.record_event()  # the end of the last gather
         self._nbytes = self.full.untyped_storage().nbytes()
         self.release()
 
     def prepare(self) -> None:
-        self.places.gathers.follow()
+        self.places.gathers.wait_for_current()
         self._part.prepare()
 
     def gather(self, ahead: bool = False) -> None:
-        lane = self.places.gathers
-        with lane.beside():
+        stream = self.places.gathers
+        with stream.as_current():
             storage = self.full.untyped_storage()
             if storage.nbytes() != self._nbytes:
                 storage.resize_(self._nbytes)
@@ -112,19 +112,19 @@ class Gathered(Storage):
             self._work = self.places.gather_group.all_gather(
                 self._by_rank.split(self.cut.splits),
                 self._part.sent(),
-                async_op=ahead and not lane.queued,
+                async_op=ahead and not stream.queued,
                 label=self.label,
             )
             if self._work is None:
                 self._put()
-        self._mark = lane.mark()
+        self._mark = stream.record_event()
 
     def arrive(self) -> None:
         work, self._work = self._work, None
         if work is not None:
             work.wait()
             self._put()
-        self._mark.join()
+        self._mark.wait()
 
     def _put(self) -> None:
         """Bring what came to its place."""
@@ -133,7 +133,7 @@ class Gathered(Storage):
         self._by_rank = self.full
 
     def release(self) -> None:
-        self.places.gathers.follow()
+        self.places.gathers.wait_for_current()
         self.full.untyped_storage().resize_(0)
 
     @property
@@ -142,11 +142,11 @@ class Gathered(Storage):
 
 
 @final
-class Replicated(Storage):
+class ReplicatedStorage(Storage):
     """Everything on every rank: small units, and ``NO_SHARD``."""
 
     sharded = False
-    _part: Part
+    _part: LocalShard
 
     def _allocate(self) -> None:
         self.own = tuple(cut_flat(self.cut.shapes, 1).pieces[0])
@@ -162,12 +162,12 @@ class Replicated(Storage):
     def prepare(self) -> None:
         if self._whole is self._part.masters:
             return
-        lane = self.places.gathers
-        lane.follow()
+        stream = self.places.gathers
+        stream.wait_for_current()
         self._part.prepare()
-        with lane.beside():
+        with stream.as_current():
             self._whole.copy_(self._part.staged, non_blocking=True)
-        lane.mark().join()
+        stream.record_event().wait()
 
     def gather(self, ahead: bool = False) -> None:
         pass  # always there
@@ -185,7 +185,7 @@ class Replicated(Storage):
 
 def make_storage(
     members: Sequence[Member],
-    places: Places,
+    places: ShardDevices,
     layout: Layout,
     dtype: torch.dtype,
     compute: torch.dtype,
@@ -202,7 +202,7 @@ def make_storage(
     cut = (cut_rows if rows else cut_flat)(shapes, places.group.size)
     # Shared memory of the device is always there, so what is to leave it cannot be in that.
     shared = places.group.shares_memory and places.offload is not Offload.ALL
-    kind = Replicated if not sharded else Shared if shared else Gathered
+    kind = ReplicatedStorage if not sharded else SharedStorage if shared else GatheredStorage
     return kind(placed, cut, places, dtype, compute, label, rows=rows and sharded)
 
 

@@ -18,8 +18,6 @@ from echelon.fsdp.gradients import GradientShard
 from echelon.fsdp.level import Level
 from echelon.fsdp.storage import Storage
 
-__all__ = ["Unit"]
-
 _version = attrgetter("_version")
 _no_modes = torch._C.DisableTorchFunction  # simulated ranks have modes, of no use to what is below
 

@@ -42,8 +42,6 @@ from echelon.fsdp.backward_pass import Pass
 from echelon.modules.graph_task import in_backward, sequence_number, will_run
 from echelon.modules.nested import tensors
 
-__all__ = ["Use", "Uses"]
-
 
 @final
 class _Input:

@@ -14,10 +14,8 @@ from typing import Any, NoReturn, final
 from torch import Tensor, nn
 
 from echelon.errors import StateError
-from echelon.fsdp.state import no_assign
+from echelon.fsdp.state_dict import no_assign
 from echelon.fsdp.storage import Storage, await_readers
-
-__all__ = ["WholeOnly", "allow_copies", "guard_modules", "unguard_modules"]
 
 
 @final

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from echelon.errors import StateError
-from echelon.fsdp.ranks import Ranks
+from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.storage import Storage, await_readers
 from echelon.fsdp.unit import Unit
-
-__all__ = ["make_copies_equal", "take_replaced"]
 
 
 def take_replaced(units: Sequence[Unit]) -> None:
@@ -36,7 +34,7 @@ def take_replaced(units: Sequence[Unit]) -> None:
                 param.data = part
 
 
-def make_copies_equal(storages: Sequence[Storage], ranks: Ranks) -> None:
+def make_copies_equal(storages: Sequence[Storage], ranks: HybridGroups) -> None:
     """Give all ranks that hold the same part that of the first of them. All ranks call it."""
     for storage in storages:
         for member, part in zip(storage.members, storage.locals, strict=True):

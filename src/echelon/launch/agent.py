@@ -30,14 +30,18 @@ from echelon.comm.torch_dist import private_store
 from echelon.comm.torch_dist.loopback import LoopbackRendezvous
 from echelon.comm.torch_dist.rendezvous import LOOPBACK
 from echelon.diagnosis.failure_record import FailureRecord
-from echelon.diagnosis.flight_recorder import VARIABLE, Logbook, Phase
-from echelon.diagnosis.stragglers import Sign, Stage, StragglerRule, sign_of, straggler_error
+from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder, Phase
+from echelon.diagnosis.stragglers import (
+    ExitSign,
+    ExitStage,
+    StragglerRule,
+    sign_of,
+    straggler_error,
+)
 from echelon.errors import WorldError
 from echelon.launch.attempt import Attempt
 from echelon.process import die_with_parent
 from echelon.process.process_status import ProcessStatus
-
-__all__ = ["LocalAgent", "main"]
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 CLOSE_S = 5.0  # what ranks get to end in good order when another one has failed
@@ -95,7 +99,7 @@ class LocalAgent(LocalElasticAgent):
         logs: DefaultLogsSpecs,
         folder: Path,
         grace: float,
-        logbook: Logbook,
+        logbook: FlightRecorder,
     ) -> None:
         super().__init__(spec, logs)
         self._logbook = logbook
@@ -190,7 +194,9 @@ class LocalAgent(LocalElasticAgent):
             limit = max(entry.timeout_s for entry in entries.values())
             self._rule = StragglerRule(limit + _SELF_S)
         signs = {
-            rank: Sign(stage=Stage.RUNNING) if code is None else Sign(stage=Stage.ENDED)
+            rank: ExitSign(stage=ExitStage.RUNNING)
+            if code is None
+            else ExitSign(stage=ExitStage.ENDED)
             for rank, code in codes.items()
         }
         signs |= {rank: sign_of(entries[rank]) for rank in entries if codes[rank] is None}
@@ -299,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options.log_dir.mkdir(parents=True, exist_ok=True)
     logs = DefaultLogsSpecs(log_dir=str(options.log_dir), redirects=files)
-    logbook = Logbook.create(options.ranks)
+    logbook = FlightRecorder.create(options.ranks)
     os.environ[VARIABLE] = logbook.path
     path, _store = private_store.create()  # which lives as long as this process
     os.environ[private_store.VARIABLE] = f"{path} {options.log_dir.name}"

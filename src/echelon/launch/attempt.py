@@ -14,9 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from echelon.diagnosis.flight_recorder import Entry
-
-__all__ = ["Attempt", "Outcome"]
+from echelon.diagnosis.flight_recorder import RankStatus
 
 _FILE = "attempts.jsonl"
 
@@ -59,7 +57,7 @@ class Attempt:
     noticed: tuple[int, ...] = ()
     stop: str | None = None
     hurried: bool = False
-    entries: Mapping[int, Entry] = field(default_factory=dict)
+    entries: Mapping[int, RankStatus] = field(default_factory=dict)
 
     @property
     def outcome(self) -> Outcome:
@@ -121,6 +119,6 @@ def _of(codes: dict[str, int], entries: dict[str, Any], **facts: Any) -> Attempt
     facts |= {name: tuple(facts[name]) for name in ("told", "killed", "raised", "noticed")}
     return Attempt(
         codes={int(rank): code for rank, code in codes.items()},
-        entries={int(rank): Entry(**entry) for rank, entry in entries.items()},
+        entries={int(rank): RankStatus(**entry) for rank, entry in entries.items()},
         **facts,
     )

@@ -10,8 +10,6 @@ from echelon.diagnosis.failure_record import FailureRecord
 from echelon.launch.attempt import Attempt, Outcome
 from echelon.launch.failure_text import Exit, cause_text
 
-__all__ = ["failure_lines", "leaving_line", "restart_lines"]
-
 
 def leaving_line(attempt: Attempt, grace: float) -> str:
     """The line for ranks that a signal ended, or that left on request.

@@ -9,16 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from echelon.diagnosis.failure_record import STACKS_FILE, FailureRecord
-from echelon.diagnosis.flight_recorder import Entry
+from echelon.diagnosis.flight_recorder import RankStatus
 from echelon.diagnosis.stacks import innermost, of_crash
-
-__all__ = [
-    "MAX_LINES",
-    "Exit",
-    "cause_text",
-    "failure_text",
-    "threads_per_rank",
-]
 
 MAX_LINES = 25
 _MESSAGE_LINES, _STUCK_LINES, _TRACE_LINES, _LOG_LINES, _OTHER_LINES = 8, 14, 8, 10, 3
@@ -54,7 +46,7 @@ def cause_text(
     logs: Mapping[int, str],
     agent_log: str,
     notes: Sequence[str],
-    entries: Mapping[int, Entry] | None = None,
+    entries: Mapping[int, RankStatus] | None = None,
 ) -> list[str]:
     """At most 25 lines, the first of which names the rank, where it was, and the cause.
 
@@ -118,7 +110,7 @@ def _hang_text(
     record: FailureRecord,
     others: Sequence[FailureRecord],
     notes: Sequence[str],
-    entries: Mapping[int, Entry],
+    entries: Mapping[int, RankStatus],
 ) -> list[str]:
     """The lines for a rank that waited in vain; they are about the one that held it up."""
     rank = record.failed_rank
@@ -145,7 +137,7 @@ class _Dead:
     rank: int
     exit: Exit
     log: str
-    entries: Mapping[int, Entry]
+    entries: Mapping[int, RankStatus]
 
 
 def _process_lines(dead: _Dead) -> list[str]:
@@ -173,7 +165,7 @@ def _process_lines(dead: _Dead) -> list[str]:
     return [*lines, *(["  the end of its standard error:", *tail] if tail else [])]
 
 
-def _where(rank: int, entries: Mapping[int, Entry]) -> str:
+def _where(rank: int, entries: Mapping[int, RankStatus]) -> str:
     """How far a rank had come; empty where none of them has called ``echelon.init()``."""
     if rank in entries:
         return entries[rank].where

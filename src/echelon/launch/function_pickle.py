@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["dumps", "dumps_job", "importing_main_if_it_can", "loads"]
-
 loads = pickle.loads
 
 

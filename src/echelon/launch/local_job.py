@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from echelon.diagnosis.failure_record import FailureRecord
-from echelon.errors.base import ranks_text
+from echelon.errors.echelon_error import ranks_text
 from echelon.errors.printable import printable
 from echelon.launch.attempt import Attempt, Outcome
 from echelon.launch.endings import failure_lines, leaving_line, restart_lines
@@ -29,8 +29,6 @@ from echelon.launch.program import Program
 from echelon.launch.run_folders import RunFolder
 from echelon.launch.screen import Screen
 from echelon.process import die_with_parent
-
-__all__ = ["GRACE_S", "Launch", "run_processes"]
 
 GRACE_S = 5.0
 POLL_S = 0.05

@@ -24,15 +24,19 @@ import torch
 from echelon.comm.shm.start import create_segments, join
 from echelon.comm.world import World
 from echelon.diagnosis.failure_record import is_heard
-from echelon.diagnosis.flight_recorder import Entry, Logbook, Phase
+from echelon.diagnosis.flight_recorder import FlightRecorder, Phase, RankStatus
 from echelon.diagnosis.step_count import Steps
-from echelon.diagnosis.stragglers import Sign, Stage, StragglerRule, sign_of, straggler_error
+from echelon.diagnosis.stragglers import (
+    ExitSign,
+    ExitStage,
+    StragglerRule,
+    sign_of,
+    straggler_error,
+)
 from echelon.diagnosis.watch import Watch
 from echelon.errors import ArgumentError, CommError, CommTimeout, RankFailed, WorldError
 from echelon.launch import function_pickle
 from echelon.process.forks import ends_forks
-
-__all__ = ["GRACE_S", "call", "run_processes"]
 
 # After one rank failed, how long the others may take to notice by themselves, in seconds.
 GRACE_S = 1.0
@@ -83,7 +87,7 @@ def run_processes(
     """
     _refuse_import()
     method = multiprocessing.get_start_method(allow_none=True)
-    logbook = Logbook.create(ranks)
+    logbook = FlightRecorder.create(ranks)
     try:
         job = function_pickle.dumps_job((fn, args, timeout, enter, method, logbook.path))
     except Exception as error:  # whatever the object at fault raises
@@ -154,7 +158,10 @@ def call(fn: Callable[..., Any], world: World, args: tuple[Any, ...]) -> Any:
 
 
 def _collect(
-    children: Sequence[BaseProcess], pipes: Sequence[Connection], logbook: Logbook, timeout: float
+    children: Sequence[BaseProcess],
+    pipes: Sequence[Connection],
+    logbook: FlightRecorder,
+    timeout: float,
 ) -> list[Any]:
     """The results, or the failure that came first; waits for the others a moment to learn more."""
     rule = StragglerRule(timeout)
@@ -195,7 +202,7 @@ def _collect(
 
 
 def _check_stragglers(
-    rule: StragglerRule, entries: Mapping[int, Entry], results: Mapping[int, Any]
+    rule: StragglerRule, entries: Mapping[int, RankStatus], results: Mapping[int, Any]
 ) -> None:
     """Raise if a rank does not follow those that have returned.
 
@@ -203,7 +210,7 @@ def _check_stragglers(
         CommTimeout: names it, and what it does.
     """
     signs = {rank: sign_of(entry) for rank, entry in entries.items()}
-    signs |= dict.fromkeys(results, Sign(stage=Stage.ENDED))
+    signs |= dict.fromkeys(results, ExitSign(stage=ExitStage.ENDED))
     if late := rule.late(signs):
         error = straggler_error(entries, late)
         for rank in late:
@@ -212,7 +219,7 @@ def _check_stragglers(
         raise error
 
 
-def _place(rank: int, entry: Entry | None) -> str:
+def _place(rank: int, entry: RankStatus | None) -> str:
     """How far a rank had come; empty where that is not known, or it has made no step."""
     if entry is None:
         return ""
@@ -255,7 +262,7 @@ class _Died(Exception):
 
 
 def _first(
-    failures: dict[int, BaseException], entries: Mapping[int, Entry]
+    failures: dict[int, BaseException], entries: Mapping[int, RankStatus]
 ) -> tuple[int, BaseException]:
     """The failure that caused the others, and its rank."""
     for rank, error in failures.items():
@@ -323,7 +330,7 @@ def _child(
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
     try:
         fn, args, timeout, enter, method, logbook = function_pickle.loads(job)
-        watch = Watch(Logbook.open(logbook), rank, rank)
+        watch = Watch(FlightRecorder.open(logbook), rank, rank)
         watch.limit(timeout)
         # Or processes that the rank starts, as a DataLoader does, would be started our way.
         multiprocessing.set_start_method(method, force=True)

@@ -14,8 +14,6 @@ from typing import Any
 
 from echelon.errors import ArgumentError
 
-__all__ = ["Program"]
-
 
 @dataclass(frozen=True)
 class Program:

@@ -17,9 +17,9 @@ from echelon.checks import positive, whole
 from echelon.comm import shm
 from echelon.comm.streams import is_cpu, local_device
 from echelon.comm.threads.exit_handlers import guarded_exit
-from echelon.comm.threads.fabric import Fabric
 from echelon.comm.threads.group import ThreadGroup
 from echelon.comm.threads.rank_globals import own_globals
+from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.world import DEFAULT_TIMEOUT_S, World
 from echelon.diagnosis.exit_guard import start_exit_guard
 from echelon.diagnosis.failure_record import (
@@ -36,8 +36,6 @@ from echelon.launch.processes import call, run_processes
 from echelon.process.background import run_beside
 from echelon.process.environment import JobEnvironment, environment, timeout_wanted
 from echelon.process.main_thread import serve, serving
-
-__all__ = ["entered", "init", "run"]
 
 # After one rank failed, how long the others may take to notice, in seconds.
 GRACE_S = 2.0
@@ -124,7 +122,7 @@ def _enter(world: World) -> None:
 def _run_threads(
     fn: Callable[..., Any], ranks: int, args: tuple[Any, ...], timeout: float, device: torch.device
 ) -> list[Any]:
-    fabric = Fabric(ranks, timeout)
+    fabric = ThreadWorld(ranks, timeout)
     results: list[Any] = [None] * ranks
     dtype = torch.get_default_dtype()
 
@@ -161,7 +159,7 @@ def _run_threads(
     return results
 
 
-def _await_threads(fabric: Fabric, threads: Sequence[threading.Thread]) -> None:
+def _await_threads(fabric: ThreadWorld, threads: Sequence[threading.Thread]) -> None:
     """Return when all ranks have ended, or one has failed.
 
     Raises:
@@ -187,7 +185,7 @@ def _join(thread: threading.Thread, seconds: float) -> None:
     serve()
 
 
-def _leave(fabric: Fabric, rank: int, error: BaseException | None) -> None:
+def _leave(fabric: ThreadWorld, rank: int, error: BaseException | None) -> None:
     """What a simulated rank does when it closes its world."""
     if error is None:
         fabric.finish(rank)
@@ -195,7 +193,7 @@ def _leave(fabric: Fabric, rank: int, error: BaseException | None) -> None:
         fabric.fail(rank, error)
 
 
-def _raise_first(fabric: Fabric, threads: Sequence[threading.Thread]) -> None:
+def _raise_first(fabric: ThreadWorld, threads: Sequence[threading.Thread]) -> None:
     """Raise the first failure, once the other ranks have ended or had their time."""
     deadline = time.monotonic() + GRACE_S
     for thread in threads:
@@ -259,7 +257,7 @@ def init(
 
 
 def _alone(timeout: float, job: JobEnvironment | None) -> World:
-    group = ThreadGroup(Fabric(1, timeout), 0, [0], device=local_device(0))
+    group = ThreadGroup(ThreadWorld(1, timeout), 0, [0], device=local_device(0))
     if job is None:
         return World(group, backend="single")
     watch = Watch.of_job(job, os.environ)

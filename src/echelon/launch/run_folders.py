@@ -15,8 +15,6 @@ import tempfile
 from pathlib import Path
 from typing import final
 
-__all__ = ["RunFolder"]
-
 _PREFIX = "echelon-run-"
 _RUNNING = "running"
 

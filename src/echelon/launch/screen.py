@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 from typing import TextIO, final
 
-__all__ = ["Prefixed", "Screen", "rank_prefix"]
-
 HOLD_S = 15.0  # how long a traceback of rank 0 is held back: it may be the end of the run
 
 

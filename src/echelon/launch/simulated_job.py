@@ -21,8 +21,6 @@ from echelon.launch.screen import rank_prefix
 if TYPE_CHECKING:
     from echelon.comm.world import World
 
-__all__ = ["run_threads"]
-
 _printing = threading.local()  # which rank runs on a thread
 GRACE_S = 2.0  # for ranks that still compute when the script has failed
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["add_gradient", "add_product", "add_rows", "product"]
-
 
 def add_gradient(param: Tensor, grad: Tensor) -> None:
     """Add ``grad`` as autograd does: the first one becomes ``.grad`` itself."""

@@ -12,14 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = [
-    "compiled_inside",
-    "keep_order_of_graphs",
-    "keep_plain_names",
-    "plain_keys",
-    "plain_name",
-]
-
 _COMPILED = "_orig_mod"  # where torch.compile puts a module into one of its own
 
 

@@ -18,8 +18,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon.errors import UnsupportedError
 
-__all__ = ["allow_other_steps", "refuse_other_steps"]
-
 # By their names, as most of them are not torch's: what each one looks at.
 _OVER_PARAMETERS = {"LBFGS": "all parameters of the model at once"}
 _OVER_TENSORS = {

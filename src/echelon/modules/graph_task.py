@@ -11,18 +11,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = [
-    "Token",
-    "has_tangent",
-    "in_backward",
-    "in_transform",
-    "queue_end",
-    "run_backward",
-    "sequence_number",
-    "will_accumulate",
-    "will_run",
-]
-
 
 @final
 class Token:

@@ -8,8 +8,6 @@ from torch import nn
 
 from echelon.errors import ArgumentError
 
-__all__ = ["ignored_parameters"]
-
 
 def ignored_parameters(
     module: nn.Module, ignored: Sequence[nn.Module | nn.Parameter]

@@ -25,8 +25,6 @@ from torch.utils.hooks import RemovableHandle
 
 from echelon.errors import StateError
 
-__all__ = ["LateHooks"]
-
 _Hook = Callable[[nn.Parameter], Any]
 
 

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["cast_floats", "tensors"]
-
 _PLAIN = (
     type(None),
     bool,

@@ -10,8 +10,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon.errors import ArgumentError
 
-__all__ = ["check_unclaimed", "claim", "disclaim", "is_claimed"]
-
 # By parameter: the name of the wrapper, and whether it is still there. No parameter is kept by it.
 _claims: WeakIdKeyDictionary = WeakIdKeyDictionary()
 

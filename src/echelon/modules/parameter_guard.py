@@ -9,11 +9,9 @@ from torch import nn
 from echelon.errors import StateError
 from echelon.modules.compiled import plain_name
 
-__all__ = ["Census"]
-
 
 @final
-class Census:
+class ParameterGuard:
     """Sees when a wrapped module has got other parameters: nobody would reduce their gradients.
 
     Looks at every forward, so it compares with a flat list and walks the module only when something

@@ -32,8 +32,6 @@ from torch._C import DisableTorchFunctionSubclass
 
 from echelon.errors import UnsupportedError
 
-__all__ = ["GradientScope", "ShardedGradient", "mark", "mark_stage_gradients", "unmarked"]
-
 _CLIP = "torch.nn.utils.clip_grad"  # where only the norm of all gradients is asked for
 _OPTIMIZERS = "torch.optim"
 _MOST_FRAMES = 8  # between that and us: modes of torch, and ours
@@ -41,7 +39,7 @@ _LABEL = "norms of gradients, which all ranks take"
 _INSTEAD = "call ec.clip_grad_norm_(model, max_norm) on all ranks; with math.inf it only measures"
 
 
-class Ranks(Protocol):
+class ReducingRanks(Protocol):
     """The ranks of a group."""
 
     @property
@@ -65,7 +63,7 @@ class GradientScope:
         is_staged: whether other ranks have gradients of parameters that this one does not know.
     """
 
-    group: Ranks | None = None
+    group: ReducingRanks | None = None
     by_rows: bool = False
     is_staged: bool = False
 

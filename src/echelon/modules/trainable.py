@@ -16,9 +16,7 @@ from typing import final
 from torch import Tensor, nn
 
 from echelon.comm import streams
-from echelon.comm.agreement import Ranks, compare
-
-__all__ = ["Trainable"]
+from echelon.comm.agreement import ObjectGatherer, compare
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -27,12 +25,12 @@ _requires_grad = attrgetter("requires_grad")
 class Trainable:
     """Whether each parameter of a model requires a gradient, as its ranks have last agreed."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], ranks: Ranks) -> None:
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], ranks: ObjectGatherer) -> None:
         self._names = [name for name, _ in named]
         self._params = [param for _, param in named]
         self._ranks = ranks
         self._agreed = self._now()
-        self._answer: tuple[Tensor, streams.Mark] | None = None
+        self._answer: tuple[Tensor, streams.StreamEvent] | None = None
 
     def _now(self) -> list[bool]:
         return list(map(_requires_grad, self._params))
@@ -45,7 +43,7 @@ class Trainable:
         """Take what a reduction has made of the ranks' ``changed``: zero if none has changed."""
         host = streams.host_memory(1, answer.dtype, answer.device)
         host.copy_(answer, non_blocking=True)
-        self._answer = host, streams.lane(answer.device, own=False).mark()
+        self._answer = host, streams.new_stream(answer.device, own=False).record_event()
 
     def compare(self, *, at_once: bool, has_batch: bool = True) -> None:
         """Compare with the other ranks, if one of them has changed. All ranks call it.
@@ -60,11 +58,11 @@ class Trainable:
         """
         if self._answer is None:
             return
-        answer, mark = self._answer
-        if not (at_once or mark.done() or self.changed()):
+        answer, event = self._answer
+        if not (at_once or event.query() or self.changed()):
             return
         self._answer = None
-        mark.settle()
+        event.synchronize()
         if not bool(answer):
             return
         frozen = [n for n, trained in zip(self._names, self._now(), strict=True) if not trained]

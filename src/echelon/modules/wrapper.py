@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from echelon.errors import StateError, UnsupportedError
 from echelon.modules.compiled import plain_name
 
-__all__ = ["Wrapper"]
-
 
 class Wrapper(nn.Module):
     """Wraps ``module`` without a prefix: names of parameters, buffers and modules stay the same.

@@ -9,15 +9,6 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-__all__ = [
-    "comm_figure",
-    "loss_figure",
-    "memory_figure",
-    "memory_over_time_figure",
-    "speed_figure",
-    "timelines_figure",
-]
-
 Line = dict[str, Any]
 
 INK = "#1f2933"

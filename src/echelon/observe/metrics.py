@@ -29,8 +29,6 @@ from typing import Any, Self
 
 from echelon.errors import ArgumentError
 
-__all__ = ["MetricsWriter", "check_run", "read_metrics"]
-
 _NUMBER = (int, float)
 _LOSS = (int, float, type(None))  # null: it was not finite
 _Fields = dict[str, type | tuple[type, ...]]

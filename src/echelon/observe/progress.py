@@ -12,8 +12,6 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bar
 
-__all__ = ["Progress", "bytes_text", "duration_text"]
-
 
 def duration_text(seconds: float) -> str:
     """``seconds`` as a person says it.

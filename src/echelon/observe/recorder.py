@@ -20,15 +20,13 @@ from echelon import events
 from echelon.checks import number, whole
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
-from echelon.observe.comm import CommMeter
-from echelon.observe.memory import MemoryMeter, hidden_bytes, tensor_bytes
+from echelon.observe.comm_meter import CommMeter
+from echelon.observe.memory_meter import MemoryMeter, hidden_bytes, tensor_bytes
 from echelon.observe.metrics import MetricsWriter
 from echelon.observe.progress import Progress
+from echelon.observe.rank_timeline import Look, RankTimeline
 from echelon.observe.report import write_report
-from echelon.observe.timeline import Look, Timeline
 from echelon.observe.trace import Trace, write_trace
-
-__all__ = ["Recorder", "RunInfo"]
 
 FORMAT_VERSION = 1
 Span = tuple[int, object, float, float]  # rank, what ran, start, end
@@ -98,7 +96,7 @@ class Recorder:
         self._writer: MetricsWriter | None = None
         self._progress: Progress | None = None
         self._steps = 0
-        self._timeline: tuple[Timeline, ExitStack] | None = None  # of the step under way
+        self._timeline: tuple[RankTimeline, ExitStack] | None = None  # of the step under way
         self._recent_s: deque[float] = deque(maxlen=_SHOWN_STEPS)
         self._start_s = self._mark_s = time.perf_counter()
 
@@ -196,7 +194,7 @@ class Recorder:
             >>> # recorder.watch(lambda: model.memory_stats(optimizer).by_category())
         """
         if self.folder is not None and self._timeline is None:
-            timeline, listening = Timeline(self._world.rank, look), ExitStack()
+            timeline, listening = RankTimeline(self._world.rank, look), ExitStack()
             listening.enter_context(events.listen(timeline))
             self._stack.callback(listening.close)
             self._timeline = timeline, listening

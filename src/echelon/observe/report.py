@@ -17,8 +17,6 @@ from echelon.errors import ArgumentError
 from echelon.observe.metrics import check_run, read_metrics
 from echelon.observe.progress import bytes_text, duration_text
 
-__all__ = ["write_report"]
-
 Line = dict[str, Any]
 
 STYLE = """
@@ -172,7 +170,7 @@ def _sections(start: Line, lines: Sequence[Line]) -> list[str]:
             f"<div><dt>{html.escape(key)}</dt><dd>{html.escape(str(value))}</dd></div>"
             for key, value in start["config"].items()
         )
-        parts.append(_section("Options", "", f"<dl>{rows}</dl>"))
+        parts.append(_section("C10dOptions", "", f"<dl>{rows}</dl>"))
     return parts
 
 

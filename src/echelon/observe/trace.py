@@ -15,8 +15,6 @@ from typing import Any
 
 from echelon.events import Event
 
-__all__ = ["Trace", "write_trace"]
-
 # Lanes of one rank, as threads of its process in the timeline.
 LANES = {"backward": 0, "communication": 1, "other": 2}
 

@@ -10,20 +10,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from echelon.pipeline.measure import Measurement, measured_costs
-from echelon.pipeline.schedule.check import check
-from echelon.pipeline.schedule.choose import Choice, choose
-from echelon.pipeline.schedule.ir import Action, Item, Kind, Pair, Schedule
-from echelon.pipeline.schedule.page import to_page
-from echelon.pipeline.schedule.passes import lower
-from echelon.pipeline.schedule.readiness import Channel
-from echelon.pipeline.schedule.render import to_svg, to_text
-from echelon.pipeline.schedule.schedules import schedule
-from echelon.pipeline.schedule.simulate import Idle, Simulation, simulate
-from echelon.pipeline.schedule.timeline import Step, Timeline
-from echelon.pipeline.split.partition import partition
+from echelon.pipeline.schedules.check import check
+from echelon.pipeline.schedules.choose import Choice, choose
+from echelon.pipeline.schedules.families import schedule
+from echelon.pipeline.schedules.ir import Action, Item, Kind, Pair, Schedule
+from echelon.pipeline.schedules.page import to_page
+from echelon.pipeline.schedules.passes import lower
+from echelon.pipeline.schedules.readiness import Channel
+from echelon.pipeline.schedules.render import to_svg, to_text
+from echelon.pipeline.schedules.simulate import Idle, Simulation, simulate
+from echelon.pipeline.schedules.timeline import Step, Timeline
+from echelon.pipeline.splitting.partition import partition
 
 if TYPE_CHECKING:
-    from echelon.pipeline.split.splitting import split
+    from echelon.pipeline.splitting.split import split
 
 __all__ = [
     "Action",
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 # Those that need torch, and where they live: in no module of the same name, which would hide them.
-_LATE = {"split": "echelon.pipeline.split.splitting"}
+_LATE = {"split": "echelon.pipeline.splitting.split"}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,9 +14,9 @@ from echelon.comm.group import Group
 from echelon.errors import ArgumentError, CommError, EchelonError, StateError
 from echelon.launch.run import entered
 from echelon.modules.sharded_gradients import mark_stage_gradients
+from echelon.pipeline.batch_splitter import BatchSplitter
 from echelon.pipeline.elsewhere import explain_forward, explain_none
 from echelon.pipeline.execute import Batch, Executor, Loss
-from echelon.pipeline.feed import Feed
 from echelon.pipeline.fit import (
     check_agreement,
     check_arguments,
@@ -29,16 +29,14 @@ from echelon.pipeline.link import Link
 from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import join_batches
 from echelon.pipeline.norm import norm_over_stages
-from echelon.pipeline.schedule.ir import Action, Item, Kind, Schedule
-from echelon.pipeline.schedule.lowering import lower_once
-from echelon.pipeline.schedule.schedules import schedule as make_schedule
+from echelon.pipeline.schedules.families import schedule as make_schedule
+from echelon.pipeline.schedules.ir import Action, Item, Kind, Schedule
+from echelon.pipeline.schedules.lowering import lower_once
 from echelon.pipeline.shardable import Gathering, ReduceEvery
+from echelon.pipeline.shared_parameters import find_ties
 from echelon.pipeline.stage import Stage
+from echelon.pipeline.stage_initialization import start
 from echelon.pipeline.staged_module import StagedModule
-from echelon.pipeline.start import start
-from echelon.pipeline.ties import find_ties
-
-__all__ = ["Pipeline"]
 
 
 @final
@@ -146,7 +144,7 @@ class Pipeline(StagedModule):
         check_agreement(lowered, group)
         self._group, self._replicate = group, replicate
         self._schedule, self._loss_fn = schedule, loss_fn
-        self._feed = Feed(group, schedule, loss_reduction)
+        self._feed = BatchSplitter(group, schedule, loss_reduction)
         self._ties = find_ties(stages, schedule.placement, group, replicate)
         num_ranks = self._gathering.num_ranks
         self._attach(own, stages, schedule.placement, group, replicate, num_ranks)

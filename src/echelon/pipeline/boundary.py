@@ -21,12 +21,10 @@ from echelon.comm.object_bytes import from_object, to_object
 from echelon.errors import ArgumentError, CommError
 from echelon.pipeline.nesting import described, rebuilt
 
-__all__ = ["Form", "TensorForm", "take_apart"]
-
 
 @final
 @dataclass(frozen=True, slots=True)
-class TensorForm:
+class TensorSpec:
     """A tensor without its values.
 
     Attributes:
@@ -51,11 +49,11 @@ class TensorForm:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Form:
+class BoundarySpec:
     """A value without its tensors; equal forms may use each other's memory.
 
     Attributes:
-        leaves: by position, a ``TensorForm`` or the plain value itself.
+        leaves: by position, a ``TensorSpec`` or the plain value itself.
         spec: how leaves are nested.
     """
 
@@ -63,17 +61,17 @@ class Form:
     spec: pytree.TreeSpec
 
     @property
-    def tensors(self) -> tuple[TensorForm, ...]:
+    def tensors(self) -> tuple[TensorSpec, ...]:
         """Those of the tensors, in order."""
-        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorForm))
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
 
     def assemble(self, tensors: Sequence[Tensor]) -> Any:
         """The value that has these tensors."""
         rest = iter(tensors)
-        leaves = [next(rest) if isinstance(leaf, TensorForm) else leaf for leaf in self.leaves]
+        leaves = [next(rest) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def same(self, other: Form) -> bool:
+    def same(self, other: BoundarySpec) -> bool:
         """Whether ``other`` need not be sent where this one is known.
 
         Plain values are compared as they are sent: 1, 1.0 and True are equal and not the same.
@@ -93,14 +91,14 @@ class Form:
         # The containers themselves, with numbers in them.
         numbers = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
         leaves = [
-            (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, TensorForm) else [leaf]
+            (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, TensorSpec) else [leaf]
             for leaf in self.leaves
         ]
         data = from_object((leaves, described(numbers)), "what goes to the next stage")
         return data.numpy().tobytes()
 
     @staticmethod
-    def from_bytes(data: bytes, rank: int) -> Form:
+    def from_bytes(data: bytes, rank: int) -> BoundarySpec:
         """What ``to_bytes`` gave on the stage before, which ``rank`` (in the job) has.
 
         Raises:
@@ -111,12 +109,12 @@ class Form:
         try:
             given, nodes = found
             leaves = tuple(
-                TensorForm(*leaf) if isinstance(leaf, tuple) else leaf[0] for leaf in given
+                TensorSpec(*leaf) if isinstance(leaf, tuple) else leaf[0] for leaf in given
             )
             numbers = rebuilt(nodes, iter(range(len(leaves))))
         except (TypeError, ValueError, KeyError, IndexError, StopIteration) as error:
             raise CommError(f"rank {rank} sent what is no form of a value: {error!r}") from error
-        return Form(leaves, pytree.tree_structure(numbers))
+        return BoundarySpec(leaves, pytree.tree_structure(numbers))
 
 
 def _alike(leaf: Any, other: Any) -> bool:
@@ -126,7 +124,7 @@ def _alike(leaf: Any, other: Any) -> bool:
     return not isinstance(leaf, float | complex) or repr(leaf) == repr(other)  # 0.0 and -0.0
 
 
-def take_apart(value: Any, where: str) -> tuple[Form, list[Tensor]]:
+def take_apart(value: Any, where: str) -> tuple[BoundarySpec, list[Tensor]]:
     """The form and the tensors of a value.
 
     Args:
@@ -142,25 +140,25 @@ def take_apart(value: Any, where: str) -> tuple[Form, list[Tensor]]:
         ((2,), 3)
     """
     if isinstance(value, Tensor):  # what most stages give, without a walk
-        return Form((_form(value, where),), _ALONE), [value]
+        return BoundarySpec((_form(value, where),), _ALONE), [value]
     leaves, spec = pytree.tree_flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     forms = tuple(
         _form(leaf, where) if isinstance(leaf, Tensor) else _plain(leaf, where) for leaf in leaves
     )
-    return Form(forms, spec), tensors
+    return BoundarySpec(forms, spec), tensors
 
 
 _ALONE = pytree.tree_flatten(0)[1]  # of a value that is no container
 
 
-def _form(tensor: Tensor, where: str) -> TensorForm:
+def _form(tensor: Tensor, where: str) -> TensorSpec:
     if tensor.layout is not torch.strided:
         raise ArgumentError(
             f"{where} gave a tensor of layout {tensor.layout}, which cannot go to another stage: "
             "give dense tensors, such as its indices and its values"
         )
-    return TensorForm(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)

@@ -20,8 +20,6 @@ from torch import Tensor
 from echelon.comm.streams import adds_in_order
 from echelon.modules.accumulation import add_product, add_rows, product
 
-__all__ = ["Deferred", "WeightGradients"]
-
 _Half = tuple[Tensor, Tensor, Tensor]  # weight, input, gradient of the output
 
 

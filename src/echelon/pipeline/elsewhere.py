@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from echelon.launch.run import entered
 
-__all__ = ["explain_forward", "explain_none"]
-
 _NO_GRADIENT = "does not require grad and does not have a grad_fn"  # torch's own words
 
 _TRAIN = (

@@ -18,13 +18,11 @@ from torch import Tensor
 
 from echelon import events
 from echelon.errors import CommError, ModelMismatch, StageError, WorldError
-from echelon.pipeline.boundary import Form, TensorForm
+from echelon.pipeline.boundary import BoundarySpec, TensorSpec
 from echelon.pipeline.link import Arrival, GradientArrival, Link, Sending
-from echelon.pipeline.receipts import Receipts
-from echelon.pipeline.schedule.ir import Action, Kind, Schedule
+from echelon.pipeline.schedules.ir import Action, Kind, Schedule
+from echelon.pipeline.send_completion import SendCompletion
 from echelon.pipeline.stage import Output, Stage
-
-__all__ = ["Batch", "Executor"]
 
 _LAST = 20  # actions that an error lists
 
@@ -84,7 +82,7 @@ class Executor:
     ) -> None:
         self._world_rank = world_rank
         self._order = schedule.orders[rank]
-        self._receipts = Receipts.of(schedule, rank)
+        self._receipts = SendCompletion.of(schedule, rank)
         self._many = 2 * schedule.num_ranks  # sends under way
         self._last = schedule.num_stages - 1
         self._stages, self._before, self._after = stages, before, after
@@ -110,11 +108,13 @@ class Executor:
         self._start_s = 0.0  # of the action under way, where somebody listens
         self._recent: deque[Action] = deque(maxlen=_LAST)
         self._sending: dict[Action, Sending] = {}  # the oldest first
-        self._values: dict[_Key, tuple[Form, list[Tensor]]] = {}  # inputs from a stage of ours
+        self._values: dict[
+            _Key, tuple[BoundarySpec, list[Tensor]]
+        ] = {}  # inputs from a stage of ours
         self._arrivals: dict[_Key, Arrival] = {}
         self._outputs: dict[_Key, Output] = {}
-        self._input_forms: dict[_Key, tuple[TensorForm, ...]] = {}  # that get a gradient
-        self._output_forms: dict[_Key, tuple[TensorForm, ...]] = {}
+        self._input_forms: dict[_Key, tuple[TensorSpec, ...]] = {}  # that get a gradient
+        self._output_forms: dict[_Key, tuple[TensorSpec, ...]] = {}
         self._grads: dict[_Key, list[Tensor | None]] = {}  # of the outputs, from a stage of ours
         self._grad_arrivals: dict[_Key, GradientArrival] = {}
         self._early: set[_Key] = set()  # gradients to be received for outputs that are not there

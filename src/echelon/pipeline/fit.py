@@ -14,17 +14,8 @@ from echelon.checks import one_of, whole
 from echelon.comm.agreement import compare
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, ModelMismatch
-from echelon.pipeline.schedule.ir import Schedule
+from echelon.pipeline.schedules.ir import Schedule
 from echelon.pipeline.shardable import ReduceEvery, Shardable, is_torchs
-
-__all__ = [
-    "check_agreement",
-    "check_arguments",
-    "check_choices",
-    "check_devices",
-    "check_options",
-    "own_stages",
-]
 
 
 def check_arguments(

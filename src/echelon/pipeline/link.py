@@ -24,11 +24,9 @@ from echelon.comm.group import Group
 from echelon.comm.object_bytes import checked_nbytes
 from echelon.comm.threads.randomness import draws_nothing
 from echelon.comm.work import Work
-from echelon.pipeline.boundary import Form, TensorForm
-from echelon.pipeline.packet import Packet, Packets
+from echelon.pipeline.boundary import BoundarySpec, TensorSpec
+from echelon.pipeline.message import MessageCodec, StageMessage
 from echelon.pipeline.stage import Output
-
-__all__ = ["Arrival", "GradientArrival", "Link", "Sending"]
 
 _PACKET, _FORM, _TENSOR, _GRADIENTS, _GRADIENT, _KINDS = range(6)
 _LENGTH = 8  # bytes of a head that is the length of a form
@@ -83,8 +81,8 @@ class Link:
     def __init__(self, group: Group, peer: int, cut: int, num_microbatches: int) -> None:
         self._group, self._peer = group, peer
         self._first = cut * num_microbatches
-        self._known: dict[tuple[bool, int], Form] = {}  # by training and microbatch
-        self._going, self._coming = Packets(group.device), Packets(group.device)
+        self._known: dict[tuple[bool, int], BoundarySpec] = {}  # by training and microbatch
+        self._going, self._coming = MessageCodec(group.device), MessageCodec(group.device)
 
     def _tag(self, microbatch: int, kind: int) -> int:
         return (self._first + microbatch) * _KINDS + kind
@@ -126,19 +124,22 @@ class Link:
         return self._under_way(works, memory, packet)
 
     def _announce(
-        self, form: Form, expected: tuple[TensorForm, ...], message: Callable[[int, Tensor], None]
+        self,
+        form: BoundarySpec,
+        expected: tuple[TensorSpec, ...],
+        message: Callable[[int, Tensor], None],
     ) -> None:
         """Fill what the receiver made ready for another form, and then send this one."""
         device = self._group.device
         data = form.to_bytes()
-        packet = Packet(_LENGTH, expected, device)
+        packet = StageMessage(_LENGTH, expected, device)
         packet.number.fill_(len(data))
         message(_PACKET, packet.bytes)
         for one in packet.large:
             message(_TENSOR, torch.zeros(one.shape, dtype=one.dtype, device=device))
         message(_FORM, torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device))
 
-    def _under_way(self, works: list[Work], memory: list[Tensor], packet: Packet) -> Sending:
+    def _under_way(self, works: list[Work], memory: list[Tensor], packet: StageMessage) -> Sending:
         def then() -> None:
             self._going.give_back(packet)
 
@@ -151,7 +152,7 @@ class Link:
 
     @draws_nothing
     def send_gradients(
-        self, microbatch: int, forms: Sequence[TensorForm], grads: Sequence[Tensor | None]
+        self, microbatch: int, forms: Sequence[TensorSpec], grads: Sequence[Tensor | None]
     ) -> Sending:
         """Send gradients of the inputs of a stage back; None where a tensor was not used."""
         if not forms:
@@ -174,13 +175,13 @@ class Link:
         return self._under_way(works, memory, packet)
 
     @draws_nothing
-    def expect_gradients(self, microbatch: int, forms: Sequence[TensorForm]) -> GradientArrival:
+    def expect_gradients(self, microbatch: int, forms: Sequence[TensorSpec]) -> GradientArrival:
         """Make ready for the gradients of a value that was sent."""
         return GradientArrival(self, microbatch, forms)
 
 
 @final
-class _Memory:
+class _ReceiveBuffers:
     """A packet and the tensors that travel beside it, being received."""
 
     def __init__(
@@ -189,7 +190,7 @@ class _Memory:
         microbatch: int,
         kinds: tuple[int, int],
         head: int,
-        forms: Sequence[TensorForm],
+        forms: Sequence[TensorSpec],
     ) -> None:
         self._packets = link._coming
         self.packet = self._packets.take(head, tuple(forms))
@@ -221,12 +222,12 @@ class Arrival:
         self._form = link._known.get(self._key)
         self._memory = self._post()
 
-    def _post(self) -> _Memory:
+    def _post(self) -> _ReceiveBuffers:
         forms = () if self._form is None else self._form.tensors
-        return _Memory(self._link, self._microbatch, (_PACKET, _TENSOR), _LENGTH, forms)
+        return _ReceiveBuffers(self._link, self._microbatch, (_PACKET, _TENSOR), _LENGTH, forms)
 
     @draws_nothing
-    def take(self) -> tuple[Form, list[Tensor]]:
+    def take(self) -> tuple[BoundarySpec, list[Tensor]]:
         """Wait for it; its tensors are leaves that need a gradient where those sent did."""
         self._memory.wait()
         length = int(self._memory.packet.number.item())
@@ -237,7 +238,7 @@ class Arrival:
             raw = torch.empty(nbytes, dtype=torch.uint8, device=group.device)
             for work in self._link._recv(self._microbatch, _FORM, raw):
                 work.wait()
-            self._form = Form.from_bytes(raw.cpu().numpy().tobytes(), sender)
+            self._form = BoundarySpec.from_bytes(raw.cpu().numpy().tobytes(), sender)
             self._link._known[self._key] = self._form
             self._memory = self._post()
             self._memory.wait()
@@ -253,11 +254,11 @@ class Arrival:
 class GradientArrival:
     """Gradients on their way back."""
 
-    def __init__(self, link: Link, microbatch: int, forms: Sequence[TensorForm]) -> None:
+    def __init__(self, link: Link, microbatch: int, forms: Sequence[TensorSpec]) -> None:
         self._memory = None
         if forms:
             kinds = _GRADIENTS, _GRADIENT
-            self._memory = _Memory(link, microbatch, kinds, len(forms), forms)
+            self._memory = _ReceiveBuffers(link, microbatch, kinds, len(forms), forms)
 
     @draws_nothing
     def take(self) -> list[Tensor | None]:

@@ -12,14 +12,20 @@ from typing import TYPE_CHECKING, NamedTuple, Self, final
 
 from echelon import events
 from echelon.errors import StateError
-from echelon.pipeline.schedule.ir import COMPUTE, FORWARD, INPUT, Action, Kind, Schedule, parse_item
-from echelon.pipeline.schedule.simulate import Simulation, simulate
-from echelon.pipeline.schedule.timeline import Step, Timeline
+from echelon.pipeline.schedules.ir import (
+    COMPUTE,
+    FORWARD,
+    INPUT,
+    Action,
+    Kind,
+    Schedule,
+    parse_item,
+)
+from echelon.pipeline.schedules.simulate import Simulation, simulate
+from echelon.pipeline.schedules.timeline import Step, Timeline
 
 if TYPE_CHECKING:
     from echelon.comm.group import Group
-
-__all__ = ["Measurement", "measured_costs"]
 
 _KEPT = 50  # steps; a block may go around a whole training
 
@@ -166,7 +172,7 @@ def measured_costs(steps: Iterable[Step], num_stages: int) -> dict[str, list[flo
     Where a stage did no whole backward, B is I + W; where it did no halves, they are half of B.
 
     Example:
-        >>> from echelon.pipeline.schedule.ir import parse_item
+        >>> from echelon.pipeline.schedules.ir import parse_item
         >>> ran = [("0F0", 0, 1), ("0F1", 1, 4), ("0F2", 4, 6), ("0B0", 6, 10)]
         >>> measured_costs([Step(0, parse_item(t), s, e) for t, s, e in ran], num_stages=1)
         {'F': [2], 'B': [4], 'I': [2.0], 'W': [2.0]}

@@ -18,8 +18,6 @@ from torch.utils import _pytree as pytree
 from echelon.errors import ArgumentError
 from echelon.ranges import shard_range
 
-__all__ = ["Microbatches", "join_batches", "split_batch"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

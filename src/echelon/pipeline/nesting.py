@@ -15,8 +15,6 @@ from torch.utils import _pytree as pytree
 
 from echelon.errors import ArgumentError
 
-__all__ = ["described", "rebuilt"]
-
 _NAMED = "namedtuple"  # its name stands for all of its classes
 _MAKERS: dict[str, Any] = {
     kind.__name__: kind for kind in (int, float, str, list, dict, set, tuple)

@@ -13,8 +13,6 @@ from echelon.checks import number
 from echelon.comm.group import Group
 from echelon.train.gradient_norm import Sharded, grad_norm
 
-__all__ = ["norm_over_stages"]
-
 
 def norm_over_stages(
     stages: Collection[nn.Module],

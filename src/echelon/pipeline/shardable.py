@@ -23,17 +23,7 @@ from torch import Tensor, nn
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
 from echelon.modules.accumulation import add_product, product
-from echelon.state.held import axes_in
-
-__all__ = [
-    "Gathering",
-    "ReduceEvery",
-    "Replicated",
-    "Shardable",
-    "Sharing",
-    "is_torchs",
-    "unwrapped",
-]
+from echelon.state.sharded_state import axes_in
 
 ReduceEvery = Literal["step", "microbatch"]
 

@@ -19,12 +19,10 @@ from echelon.errors import ArgumentError
 from echelon.modules.compiled import keep_order_of_graphs
 from echelon.modules.graph_task import run_backward
 from echelon.modules.nested import tensors as tensors_in
-from echelon.pipeline.boundary import Form, take_apart
+from echelon.pipeline.boundary import BoundarySpec, take_apart
 from echelon.pipeline.deferred import Deferred, WeightGradients
 from echelon.pipeline.shardable import ReduceEvery, Sharing
 from echelon.pipeline.weighted import take_over
-
-__all__ = ["Output", "Stage"]
 
 
 @final
@@ -37,7 +35,7 @@ class Output:
         tensors: without graph.
     """
 
-    form: Form
+    form: BoundarySpec
     tensors: list[Tensor]
 
 

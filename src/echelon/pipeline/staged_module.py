@@ -13,17 +13,15 @@ from echelon.comm.group import Group
 from echelon.errors import StateError
 from echelon.modules.compiled import keep_plain_names
 from echelon.modules.elementwise import refuse_other_steps
-from echelon.pipeline.held import HeldStages
-from echelon.pipeline.optimizer_state import StateByName
-from echelon.pipeline.start import name_in_model, names_of_state
-from echelon.pipeline.state import load_parts, parts_of, whole_state
-from echelon.pipeline.ties import shared_parameters
-from echelon.state.held import Holder, Holdings
-
-__all__ = ["StagedModule"]
+from echelon.pipeline.shared_parameters import shared_parameters
+from echelon.pipeline.stage_initialization import name_in_model, names_of_state
+from echelon.pipeline.stage_shards import StageShards
+from echelon.pipeline.state_by_name import StateByName
+from echelon.pipeline.whole_state import load_parts, parts_of, whole_state
+from echelon.state.sharded_state import HasShards, ShardedState
 
 
-class StagedModule(nn.Module, Holder):
+class StagedModule(nn.Module, HasShards):
     """Some stages of a model, under the names of the whole; ``Pipeline`` makes and trains it.
 
     Attributes:
@@ -49,7 +47,7 @@ class StagedModule(nn.Module, Holder):
         self.stages = nn.ModuleDict({str(index): stage for index, stage in own.items()})
         self._first_names = _first_names(stages)
         self._placement, self._group = placement, group
-        self._held = HeldStages(own, stages, group, replicate, num_ranks)
+        self._held = StageShards(own, stages, group, replicate, num_ranks)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -118,7 +116,7 @@ class StagedModule(nn.Module, Holder):
         """
         return load_parts(self._own, state, strict=strict)
 
-    def holdings(self) -> Holdings:
+    def holdings(self) -> ShardedState:
         """What this rank holds of the plain model, by its names. Nothing is communicated.
 
         A parameter that stages share is held once by each rank that has it, under all its names.

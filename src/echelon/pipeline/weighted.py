@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from echelon.comm.streams import autocasts
 from echelon.pipeline.deferred import WeightGradients
 
-__all__ = ["take_over"]
-
 # Below that, what a step saves by it is less than what a call of Python costs.
 _LARGE = 1 << 16  # elements
 _PLAIN = (Tensor, nn.Parameter)

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from echelon.errors import ArgumentError
 
-__all__ = ["AXES", "axes_of", "text_of"]
-
 AXES = ("pp", "dp", "shard")
 
 

@@ -28,11 +28,9 @@ from echelon.fsdp import FSDP, Strategy
 from echelon.fsdp.policy import MixedPrecision
 from echelon.fsdp.units import Rule
 from echelon.pipeline.api import Pipeline
-from echelon.pipeline.split.splitting import split
-from echelon.pipeline.ties import shared_parameters
+from echelon.pipeline.shared_parameters import shared_parameters
+from echelon.pipeline.splitting.split import split
 from echelon.plan.plans import Plan
-
-__all__ = ["parallelize"]
 
 _ACROSS = {  # the same strategy, where other groups have the same parts
     Strategy.FULL_SHARD: Strategy.HYBRID_SHARD,

@@ -10,19 +10,16 @@ from typing import Any, Self, final
 from echelon.checks import one_of, whole
 from echelon.comm.world import World
 from echelon.ddp import DDP
-from echelon.ddp.options import Options as DDPOptions
+from echelon.ddp.options import DDPOptions
 from echelon.errors import ArgumentError
 from echelon.fsdp import FSDP, Strategy
-from echelon.fsdp.policy import MixedPrecision
-from echelon.fsdp.policy import Options as FSDPOptions
+from echelon.fsdp.policy import FSDPOptions, MixedPrecision
 from echelon.pipeline.api import Pipeline
 from echelon.pipeline.fit import check_options
-from echelon.pipeline.schedule.ir import Schedule
-from echelon.pipeline.schedule.schedules import FAMILIES
-from echelon.pipeline.schedule.schedules import schedule as make_schedule
+from echelon.pipeline.schedules.families import FAMILIES
+from echelon.pipeline.schedules.families import schedule as make_schedule
+from echelon.pipeline.schedules.ir import Schedule
 from echelon.plan.axes import AXES, axes_of, text_of
-
-__all__ = ["Plan"]
 
 # Who says what a plan's ``pipeline``, ``fsdp`` and ``ddp`` do not.
 _SAID = {

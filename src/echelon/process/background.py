@@ -17,8 +17,6 @@ import time
 import weakref
 from collections.abc import Callable
 
-__all__ = ["run_beside"]
-
 # At the end of a script: for threads to end by themselves, and once they have been told to.
 PATIENCE_S, TOLD_S = 2.0, 1.0
 

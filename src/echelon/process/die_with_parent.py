@@ -11,8 +11,6 @@ import os
 import signal
 import sys
 
-__all__ = ["tether"]
-
 _PR_SET_PDEATHSIG = 1
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from echelon.errors import WorldError
 
-__all__ = ["JobEnvironment", "environment", "first_host", "timeout_wanted"]
-
 _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HOW = (
     "Start the script with torchrun, srun or echelon run, or unset these variables to run it alone."

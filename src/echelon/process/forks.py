@@ -18,8 +18,6 @@ from typing import Protocol, final
 
 from echelon.errors import StateError
 
-__all__ = ["Mark", "disown_in_forks", "ends_forks", "keep_alive", "mark", "refused"]
-
 
 class Owned(Protocol):
     """Something of a rank that a process which it forks must let go of."""
@@ -29,15 +27,15 @@ class Owned(Protocol):
 
 
 @final
-class Mark:
+class ForkMark:
     """Stands for this process; a forked one has another. Compared by identity."""
 
 
-_mark = Mark()
+_mark = ForkMark()
 _owned: weakref.WeakSet[Owned] = weakref.WeakSet()
 
 
-def mark() -> Mark:
+def mark() -> ForkMark:
     """The mark of this process."""
     return _mark
 
@@ -97,7 +95,7 @@ def _code_of(end: SystemExit) -> int:
 
 def _disown() -> None:
     global _mark
-    _mark = Mark()
+    _mark = ForkMark()
     for owned in list(_owned):
         owned.disown()
     _owned.clear()

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-__all__ = ["Listener", "announced", "listeners"]
-
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 

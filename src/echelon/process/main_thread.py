@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["in_main_thread", "serve", "serving"]
-
 
 class _Request:
     """Something that a thread asks the main one to call."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["open_memory"]
-
 
 def open_memory(path: str, name: str) -> int:
     """A descriptor of the memfd of ``path``, for reading and writing.

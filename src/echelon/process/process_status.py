@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, final
 
-__all__ = ["ProcessStatus", "activity"]
-
 _PROC = Path("/proc")
 _ENDED, _STOPPED = "has ended", "is stopped by SIGSTOP or a debugger"
 _ACTIVITIES = {

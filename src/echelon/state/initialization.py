@@ -24,12 +24,10 @@ from torch import Tensor, nn
 from echelon.comm import streams
 from echelon.errors import ArgumentError, StateError
 
-__all__ = ["Maker", "Place", "draw_seed", "own_tensors"]
-
 
 @final
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterPlace:
     """Where a tensor belongs: its name in the model, its first owner, its whole shape."""
 
     name: str
@@ -39,7 +37,7 @@ class Place:
 
 
 @final
-class Maker:
+class Initializer:
     """Lets modules initialise tensors that are on the meta device.
 
     Law: what a module makes depends on the base seed and on its name; neither on the number of
@@ -53,13 +51,13 @@ class Maker:
 
     def __init__(
         self,
-        places: Mapping[int, Place],
+        places: Mapping[int, ParameterPlace],
         device: torch.device,
         materialize: Callable[[nn.Module], None] | None,
     ) -> None:
         self._places, self._device, self._materialize = places, device, materialize
 
-    def check(self, place: Place) -> None:
+    def check(self, place: ParameterPlace) -> None:
         """Refuse a tensor that nothing makes.
 
         Raises:

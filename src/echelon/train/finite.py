@@ -21,10 +21,8 @@ from echelon.comm.start_facts import agree, gather_json
 from echelon.comm.threads.randomness import draws_nothing
 from echelon.errors import ArgumentError, NonFiniteError, StateError
 from echelon.modules.sharded_gradients import unmarked
-from echelon.state.held import Holder
+from echelon.state.sharded_state import HasShards
 from echelon.train.gradient_norm import by_kind
-
-__all__ = ["FiniteGuard", "NonFinite"]
 
 MOST_SKIPS = 10
 
@@ -257,7 +255,7 @@ def _check_arguments(model: object, group: object) -> None:
     if not isinstance(group, Group):
         raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
     for name, module in model.named_modules():
-        for over in module.shared_over() if isinstance(module, Holder) else ():
+        for over in module.shared_over() if isinstance(module, HasShards) else ():
             if missing := sorted({*over.ranks} - {*group.ranks}):
                 raise ArgumentError(
                     f"group has ranks {list(group.ranks)}, and {name or 'the model'} "

@@ -17,8 +17,6 @@ from echelon.checks import number
 from echelon.errors import ArgumentError
 from echelon.modules.sharded_gradients import unmarked
 
-__all__ = ["Sharded", "by_kind", "clip_grad_norm_", "grad_norm"]
-
 
 @runtime_checkable
 class Sharded(Protocol):

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from echelon.checks import one_of, whole
 from echelon.errors import ArgumentError
 
-__all__ = ["SampleOrder", "shuffled"]
-
 _Positions = NDArray[np.uint64]
 
 _ROUNDS = 16  # with 12, some orders of 7 samples are still rarer than others

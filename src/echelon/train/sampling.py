@@ -22,8 +22,6 @@ from echelon.comm.group import Group
 from echelon.errors import ArgumentError, RankError, StateError
 from echelon.train.sample_order import SampleOrder
 
-__all__ = ["ResumableSampler"]
-
 Batch = TypeVar("Batch")
 
 _BLOCK = 1024  # positions that are looked up together: each look-up costs half a millisecond

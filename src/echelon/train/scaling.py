@@ -17,8 +17,6 @@ from echelon.comm.group import Group
 from echelon.comm.start_facts import agree
 from echelon.errors import ArgumentError, StateError
 
-__all__ = ["GradScaler"]
-
 _LARGEST = torch.finfo(torch.float32).max  # the scale is one number of float32
 
 

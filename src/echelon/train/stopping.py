@@ -22,8 +22,6 @@ from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError
 from echelon.process.main_thread import in_main_thread
 
-__all__ = ["EXIT_RESUMABLE", "StopSignals"]
-
 EXIT_RESUMABLE: Final = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
 
 ECHO_S = 1.0  # how long after a signal another one of the same kind is taken for the same

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["advice_for"]
-
 # The first that fits counts, so subclasses come before their bases.
 _BY_TYPE: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (Enum, "its .value"),

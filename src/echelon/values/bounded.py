@@ -20,8 +20,6 @@ import numpy.typing as npt
 
 from echelon.errors import ArgumentError, CheckpointCorrupt
 
-__all__ = ["MAX_DEPTH", "Json", "brief", "read_json", "write_json"]
-
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 MAX_DEPTH = 256  # brackets inside of brackets; the parser of Python calls itself for each

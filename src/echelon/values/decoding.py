@@ -25,8 +25,6 @@ from echelon.values.kinds import (
 )
 from echelon.values.sizes import is_size
 
-__all__ = ["Decoder"]
-
 _MAX_ALIKE = 16  # keys with one hash; more make a dict slow, and somebody has looked for them
 _HEX_INT = re.compile(rf"-?0x[0-9a-f]{{1,{MAX_BITS // 4}}}")
 _HEX_BYTES = re.compile(r"(?:[0-9a-f]{2})*")

@@ -9,8 +9,6 @@ import torch
 
 from echelon.errors import ArgumentError
 
-__all__ = ["DTYPES", "dtype_name"]
-
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
         "F64": torch.float64,

@@ -22,8 +22,6 @@ from echelon.values.bounded import Json
 from echelon.values.dtypes import dtype_name
 from echelon.values.kinds import ARRAYS, MAX_BITS, MAX_DEPTH, SCALAR_NAMES, SCALARS, is_simple
 
-__all__ = ["SAVED", "SENT", "Encoder", "Purpose"]
-
 _MAX_PATH = 512  # characters; the names of tensors have a limit, too
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")  # keys that are part of a path as they are
 

@@ -8,17 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = [
-    "ARRAYS",
-    "ARRAY_DTYPES",
-    "MAX_BITS",
-    "MAX_DEPTH",
-    "SCALARS",
-    "SCALAR_NAMES",
-    "TORCH_DTYPES",
-    "is_simple",
-]
-
 MAX_DEPTH = 64  # containers inside of containers
 MAX_BITS = 4096  # of an int
 

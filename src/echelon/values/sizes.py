@@ -9,8 +9,6 @@ from typing import cast
 from echelon.values.bounded import brief
 from echelon.values.dtypes import DTYPES
 
-__all__ = ["TOO_MANY", "is_size", "nbytes_of", "tensor_problem"]
-
 TOO_MANY = 2**60  # of elements or bytes: the sum of two still fits into 64 bits
 _MAX_DIMS = 64  # as in PyTorch and NumPy
 

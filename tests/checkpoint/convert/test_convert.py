@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import echelon as ec
 from echelon.c10d.dcp import write_dcp
-from echelon.checkpoint.convert.convert import Form, Options, convert
+from echelon.checkpoint.convert.convert import ConvertOptions, Form, convert
 from echelon.cli import app
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointMismatch
@@ -57,7 +57,7 @@ def test_one_safetensors_file_has_the_names_and_bits_of_the_plain_model(
 ) -> None:
     folder, state = saved
     target = tmp_path / "model.safetensors"
-    assert convert(folder, target, Options()) == (
+    assert convert(folder, target, ConvertOptions()) == (
         [target],
         ("epoch", "history", "optimizer", "rng"),
     )
@@ -72,14 +72,14 @@ def test_shards_have_the_index_of_hugging_face_and_come_back(
 ) -> None:
     folder, state = saved
     shards = tmp_path / "shards"
-    done = convert(folder, shards, Options(shard_nbytes=300, weights_only=True))
+    done = convert(folder, shards, ConvertOptions(shard_nbytes=300, weights_only=True))
     assert len(done.written) > 3
     assert done.left_out == ()
     index = json.loads((shards / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == state["model"].keys()
     total = sum(one.nbytes for one in state["model"].values())
     assert index["metadata"] == {"total_size": total}
-    convert(shards, tmp_path / "back", Options())
+    convert(shards, tmp_path / "back", ConvertOptions())
     check_equal(load(tmp_path / "back", optimizer=False)["model"], state["model"])
 
 
@@ -89,7 +89,7 @@ def test_transformers_reads_what_was_converted(tmp_path: Path) -> None:
     model = transformers.GPT2LMHeadModel(config)
     ec.save(tmp_path / "run", step=0, model=model)
     config.save_pretrained(tmp_path / "hub")
-    convert(tmp_path / "run", tmp_path / "hub" / "model.safetensors", Options())
+    convert(tmp_path / "run", tmp_path / "hub" / "model.safetensors", ConvertOptions())
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hub")
     check_equal(again.state_dict(), model.state_dict())
 
@@ -100,8 +100,8 @@ def test_model_optimizer_and_values_go_there_and_back(
 ) -> None:
     folder, state = saved
     there = tmp_path / "there"
-    convert(folder, there, Options(to=form))
-    convert(there, tmp_path / "back", Options(to=Form.ECHELON, step=9, trust_pickle=True))
+    convert(folder, there, ConvertOptions(to=form))
+    convert(there, tmp_path / "back", ConvertOptions(to=Form.ECHELON, step=9, trust_pickle=True))
     assert ec.steps(tmp_path / "back") == [9]
     found = load(tmp_path / "back")
     values = found.pop("values")
@@ -131,10 +131,10 @@ def test_a_schedulers_state_comes_along_and_what_does_not_is_told(
     scheduler.step()
     states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     ec.save(tmp_path / "run", step=40, **states, other=nn.Linear(1, 1))
-    done = convert(tmp_path / "run", tmp_path / "there", Options(to=form, section="model"))
+    done = convert(tmp_path / "run", tmp_path / "there", ConvertOptions(to=form, section="model"))
     assert done.left_out == ("other", "rng", "model/_extra_state")
     if form is not Form.ECHELON:
-        options = Options(to=Form.ECHELON, step=40, trust_pickle=True)
+        options = ConvertOptions(to=Form.ECHELON, step=40, trust_pickle=True)
         assert convert(tmp_path / "there", tmp_path / "back", options).left_out == ()
         (tmp_path / "back").rename(tmp_path / "there-again")
     folder = tmp_path / ("there" if form is Form.ECHELON else "there-again")
@@ -163,7 +163,7 @@ def test_a_dcp_of_pytorchs_own_is_taken(tmp_path: Path) -> None:
     optimizer.step()
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     write_dcp(states, tmp_path / "dcp")
-    convert(tmp_path / "dcp", tmp_path / "run", Options(trust_pickle=True))
+    convert(tmp_path / "dcp", tmp_path / "run", ConvertOptions(trust_pickle=True))
     other = make_model(torch.float32, seed=1)
     theirs = torch.optim.AdamW(other.parameters())
     ec.load(tmp_path / "run", model=other, optimizer=theirs)
@@ -173,9 +173,9 @@ def test_a_dcp_of_pytorchs_own_is_taken(tmp_path: Path) -> None:
 
 def test_a_dcp_is_read_only_if_its_pickle_is_trusted(tmp_path: Path) -> None:
     ec.save(tmp_path / "run", step=0, model=nn.Linear(2, 2))
-    convert(tmp_path / "run", tmp_path / "dcp", Options(to=Form.DCP))
+    convert(tmp_path / "run", tmp_path / "dcp", ConvertOptions(to=Form.DCP))
     with pytest.raises(ArgumentError, match="--trust-pickle"):
-        convert(tmp_path / "dcp", tmp_path / "back", Options())
+        convert(tmp_path / "dcp", tmp_path / "back", ConvertOptions())
     assert not (tmp_path / "back").exists()
 
 
@@ -188,7 +188,7 @@ def test_a_file_of_torch_save_that_would_run_code_is_refused(tmp_path: Path) -> 
 
     torch.save({"model": Bomb()}, tmp_path / "state.pt")
     with pytest.raises(CheckpointCorrupt, match="which only unpickling could make"):
-        convert(tmp_path / "state.pt", tmp_path / "run", Options())
+        convert(tmp_path / "state.pt", tmp_path / "run", ConvertOptions())
     assert not canary.exists()
 
 
@@ -200,8 +200,8 @@ def test_an_optimizer_with_numbers_for_names_is_refused_and_its_weights_are_take
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, tmp_path / "state.pt")
     with pytest.raises(ArgumentError, match="not their names"):
-        convert(tmp_path / "state.pt", tmp_path / "run", Options())
-    convert(tmp_path / "state.pt", tmp_path / "run", Options(weights_only=True))
+        convert(tmp_path / "state.pt", tmp_path / "run", ConvertOptions())
+    convert(tmp_path / "state.pt", tmp_path / "run", ConvertOptions(weights_only=True))
     other = nn.Linear(2, 2)
     ec.load(tmp_path / "run", model=other)
     check_equal(other.state_dict(), model.state_dict())
@@ -218,7 +218,7 @@ def test_a_damaged_step_is_not_converted(saved: tuple[Path, State], tmp_path: Pa
         (run / file.name).write_bytes(data)
     for target in ("a.safetensors", "a.pt"):
         with pytest.raises(CheckpointCorrupt, match=r"rank-00001\.safetensors"):
-            convert(run, tmp_path / target, Options())
+            convert(run, tmp_path / target, ConvertOptions())
         assert not (tmp_path / target).exists()
 
 
@@ -226,7 +226,7 @@ def test_nothing_that_is_there_is_written_over(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
     ec.save(tmp_path / "run", step=0, model=nn.Linear(2, 2))
     with pytest.raises(ArgumentError, match="is there already"):
-        convert(tmp_path / "run", tmp_path / "a.safetensors", Options())
+        convert(tmp_path / "run", tmp_path / "a.safetensors", ConvertOptions())
 
 
 # The command line ------------------------------------------------------------------------------

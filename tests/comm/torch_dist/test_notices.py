@@ -3,16 +3,18 @@
 import torch
 
 from echelon.comm.torch_dist.notices import Notice, conclude
-from echelon.diagnosis.collective_call import Call, Place, Ticket
+from echelon.diagnosis.collective_call import CallSignature, CallSite, CollectiveCall
 from echelon.errors import CollectiveMismatch, CommTimeout, RankFailed
 
 
-def ticket(rank: int, call: Call, position: int = 4) -> Ticket:
-    return Ticket(call, Place("train.py", 10 + rank, "main"), position, "world", rank, True)
+def ticket(rank: int, call: CallSignature, position: int = 4) -> CollectiveCall:
+    return CollectiveCall(
+        call, CallSite("train.py", 10 + rank, "main"), position, "world", rank, True
+    )
 
 
-REDUCE = Call("all_reduce", torch.float32, (10,), "sum")
-GATHER = Call("all_gather_single", torch.float32, (10,))
+REDUCE = CallSignature("all_reduce", torch.float32, (10,), "sum")
+GATHER = CallSignature("all_gather_single", torch.float32, (10,))
 
 
 def test_a_notice_survives_the_store() -> None:

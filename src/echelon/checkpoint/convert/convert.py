@@ -15,7 +15,7 @@ from torch import Tensor
 
 from echelon.c10d.dcp import is_dcp, read_dcp, write_dcp
 from echelon.checkpoint import files
-from echelon.checkpoint.convert.native import (
+from echelon.checkpoint.convert.echelon_files import (
     SavedTensors,
     model_in,
     names_that_fit,
@@ -31,12 +31,9 @@ from echelon.checkpoint.convert.torch_files import (
     write_torch,
 )
 from echelon.checkpoint.convert.tree import PlainState
-from echelon.checkpoint.format import step_name, step_of
-from echelon.checkpoint.step import Step
+from echelon.checkpoint.names import step_name, step_of
+from echelon.checkpoint.step import SavedStep
 from echelon.errors import ArgumentError, CheckpointError, CheckpointNotFound
-
-__all__ = ["Converted", "Form", "Options", "convert", "form_of", "step_at"]
-
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
@@ -52,7 +49,7 @@ class Form(Enum):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ConvertOptions:
     """How to convert.
 
     Attributes:
@@ -127,7 +124,7 @@ def step_at(path: Path, step: int | None = None) -> Path:
     return path / step_name(chosen)
 
 
-def convert(source: Path, target: Path, options: Options) -> Converted:
+def convert(source: Path, target: Path, options: ConvertOptions) -> Converted:
     """Write what lies at ``source`` to ``target`` in another form.
 
     Every tensor that was written is read again and compared with what it was made of.
@@ -156,7 +153,7 @@ def convert(source: Path, target: Path, options: Options) -> Converted:
     if made is Form.ECHELON:
         number = state.step if options.step is None else options.step
         written = [write_step(state, target, number)]
-        with Step(written[0]) as step:
+        with SavedStep(written[0]) as step:
             _compare(state.model, SavedTensors(step, "model"), target)
         nameless = sorted(state.values.keys() - names_that_fit(state.values))
         return Converted(written, (*state.left_out, *nameless))
@@ -177,7 +174,7 @@ def _as_dcp_keeps(found: Mapping[str, Any]) -> dict[str, Any]:
     return {key: one for key, one in kept.items() if not (isinstance(one, dict) and not one)}
 
 
-def _form_to_make(target: Path, options: Options) -> Form:
+def _form_to_make(target: Path, options: ConvertOptions) -> Form:
     if options.to is not None:
         return options.to
     if target.suffix == ".safetensors" or options.shard_nbytes is not None:
@@ -194,14 +191,14 @@ def _form_to_make(target: Path, options: Options) -> Form:
 
 
 @contextmanager
-def _verified(source: Path, options: Options) -> Iterator[Step]:
+def _verified(source: Path, options: ConvertOptions) -> Iterator[SavedStep]:
     """A step every byte of which was compared."""
-    with Step(step_at(source, options.step)) as step:
+    with SavedStep(step_at(source, options.step)) as step:
         step.verify(0, 1)
         yield step
 
 
-def _read(source: Path, options: Options) -> PlainState:
+def _read(source: Path, options: ConvertOptions) -> PlainState:
     """What lies at ``source``, in memory."""
     form = form_of(source)
     if form is Form.ECHELON:

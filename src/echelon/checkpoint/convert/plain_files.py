@@ -12,16 +12,14 @@ from typing import cast, final
 from safetensors import safe_open
 from torch import Tensor
 
-from echelon.checkpoint.convert.native import SavedTensors
+from echelon.checkpoint.convert.echelon_files import SavedTensors
 from echelon.checkpoint.files import NewFile, SavedBytes, sync_folder
-from echelon.checkpoint.format import DTYPES, dtype_name
 from echelon.checkpoint.header import header, header_nbytes, read_header
 from echelon.checkpoint.tensors import bytes_of
 from echelon.comm.allocation import available_nbytes
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointError
 from echelon.values.bounded import brief, read_json
-
-__all__ = ["PlainFiles", "check_memory", "write_plain"]
+from echelon.values.dtypes import DTYPES, dtype_name
 
 INDEX = "model.safetensors.index.json"
 _MOST_INDEX_NBYTES = 100 << 20

@@ -21,8 +21,6 @@ from echelon.checkpoint.convert.tree import PlainState
 from echelon.checkpoint.files import sync_folder
 from echelon.errors import ArgumentError, CheckpointCorrupt
 
-__all__ = ["from_nested", "read_torch", "to_nested", "write_torch"]
-
 _SMALL_NBYTES = 1 << 20  # of a tensor that lies on itself, as after expand
 _MODEL, _OPTIMIZERS = ("model", "state_dict", "model_state_dict"), ("optimizer", "optim")
 

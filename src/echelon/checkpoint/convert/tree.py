@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 
 from echelon.errors import ArgumentError
 
-__all__ = ["PlainState", "named_optimizer", "tree_of"]
-
 _MAX_DEPTH = 100  # modules inside of modules; torch's own functions call themselves for each
 
 

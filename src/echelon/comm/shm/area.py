@@ -23,14 +23,12 @@ from typing import final
 import torch
 from torch import Tensor
 
-from echelon.comm.shm.board import Board
 from echelon.comm.shm.futex import fence
+from echelon.comm.shm.rank_table import RankTable
 from echelon.comm.shm.segment import Segment
-from echelon.diagnosis.collective_call import Ticket, fingerprint
+from echelon.diagnosis.collective_call import CollectiveCall, fingerprint
 from echelon.errors import CollectiveMismatch, CommTimeout
 from echelon.errors.printable import text_bytes
-
-__all__ = ["RING_CONTROL_NBYTES", "SLOT_NBYTES", "Area", "ring_nbytes"]
 
 SLOT_NBYTES = 1 << 16
 
@@ -65,7 +63,7 @@ class Area:
     """
 
     def __init__(
-        self, segment: Segment, board: Board, rank: int, ranks: Sequence[int], name: str
+        self, segment: Segment, board: RankTable, rank: int, ranks: Sequence[int], name: str
     ) -> None:
         self.segment, self.board, self.rank, self.ranks, self.name = (
             segment,
@@ -113,7 +111,7 @@ class Area:
                 ]
         return parts
 
-    def next_round(self, ticket: Ticket, timeout: float) -> None:
+    def next_round(self, ticket: CollectiveCall, timeout: float) -> None:
         """Post the next round and wait until all ranks have posted it."""
         words = self._words
         target = self.round = (self.round + 1) & 0xFFFFFFFF
@@ -134,7 +132,7 @@ class Area:
             if (self._words[peer * _WORDS + _ROUND] - self.round) & 0xFFFFFFFF >= _HALF
         ]
 
-    def _await_peer(self, at: int, target: int, ticket: Ticket, timeout: float) -> None:
+    def _await_peer(self, at: int, target: int, ticket: CollectiveCall, timeout: float) -> None:
         words = self._words
 
         def ready() -> bool:
@@ -146,7 +144,7 @@ class Area:
         except CommTimeout as error:
             raise self.board.watch.explained(error) from None
 
-    def agree(self, ticket: Ticket, timeout: float, key: int = 0, address: int = 0) -> None:
+    def agree(self, ticket: CollectiveCall, timeout: float, key: int = 0, address: int = 0) -> None:
         """First round of every call: check that all ranks make the same one.
 
         Args:
@@ -165,29 +163,29 @@ class Area:
             if longs[peer * _LONGS + at] != mine:
                 self._mismatch(ticket, timeout)
 
-    def keys(self, ticket: Ticket) -> list[int]:
+    def keys(self, ticket: CollectiveCall) -> list[int]:
         """The keys of all ranks for the call that they have just agreed on."""
         at = self._note(ticket) + 1
         return [self._longs[rank * _LONGS + at] for rank in range(self.size)]
 
-    def addresses(self, ticket: Ticket) -> list[int]:
+    def addresses(self, ticket: CollectiveCall) -> list[int]:
         """The addresses of all ranks for the call that they have just agreed on."""
         at = self._note(ticket) + 2
         return [self._longs[rank * _LONGS + at] for rank in range(self.size)]
 
     @staticmethod
-    def _note(ticket: Ticket) -> int:
+    def _note(ticket: CollectiveCall) -> int:
         return _NOTES + (ticket.position % _NUM_NOTES) * _NOTE_LONGS
 
     def pid(self, rank: int) -> int:
         """The process of ``rank``."""
         return self.board.pid(self.ranks[rank])
 
-    def _mismatch(self, ticket: Ticket, timeout: float) -> None:
+    def _mismatch(self, ticket: CollectiveCall, timeout: float) -> None:
         calls = self.exchange_texts(ticket, f"{ticket.call} at {ticket.place}", timeout)
         raise CollectiveMismatch(self.name, ticket.position, calls)
 
-    def exchange_texts(self, ticket: Ticket, text: str, timeout: float) -> dict[int, str]:
+    def exchange_texts(self, ticket: CollectiveCall, text: str, timeout: float) -> dict[int, str]:
         """What every rank says, by rank; for errors that all ranks raise."""
         mine = text_bytes(text)[: _PAGE - _TEXT_START]
         start = self.rank * _PAGE + _TEXT_START

@@ -6,8 +6,6 @@ import torch
 
 from echelon.ranges import even_chunks
 
-__all__ = ["line_chunks"]
-
 _LINE_NBYTES = 64
 
 

@@ -21,10 +21,8 @@ from echelon.comm.shm.direct import Direct, open_direct
 from echelon.comm.shm.exchange import Exchange
 from echelon.comm.shm.staged import Staged
 from echelon.comm.shm.staging import Staging
-from echelon.diagnosis.collective_call import Ticket
+from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CollectiveMismatch
-
-__all__ = ["Collectives"]
 
 
 @final
@@ -77,7 +75,7 @@ class Collectives:
 
     # Rounds ----------------------------------------------------------------------------------
 
-    def _agree(self, ticket: Ticket, tensor: Tensor | None = None) -> list[Tensor] | None:
+    def _agree(self, ticket: CollectiveCall, tensor: Tensor | None = None) -> list[Tensor] | None:
         """First round: the call is the same on all ranks; post where ``tensor`` lies.
 
         Returns:
@@ -90,10 +88,10 @@ class Collectives:
         area.agree(ticket, self.timeout, self._key(tensor), tensor.data_ptr())
         return self._in_place(tensor, area.keys(ticket))
 
-    def _round(self, ticket: Ticket) -> None:
+    def _round(self, ticket: CollectiveCall) -> None:
         self.area.next_round(ticket, self.timeout)
 
-    def _ways(self, ticket: Ticket) -> Direct | Staged:
+    def _ways(self, ticket: CollectiveCall) -> Direct | Staged:
         """How large data travels here. Found out once, together with the other ranks."""
         if self._large is None:
             self._large = open_direct(self.area, ticket, self.timeout) or Staged(
@@ -103,7 +101,7 @@ class Collectives:
 
     # Reductions ------------------------------------------------------------------------------
 
-    def all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> None:
+    def all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> None:
         area, numel = self.area, tensor.numel()
         if tensor.nbytes <= SLOT_NBYTES:
             parts = area.parts(tensor.dtype, numel)
@@ -123,7 +121,7 @@ class Collectives:
         self._round(ticket)
 
     def reduce_scatter(
-        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> None:
         area, numel = self.area, output.numel()
         start = sum(splits[: area.rank])
@@ -148,13 +146,13 @@ class Collectives:
         if in_the_way:
             output.copy_(target)
 
-    def reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> None:
+    def reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> None:
         self._agree(ticket, tensor)
         self._ways(ticket).reduce(ticket, tensor, dst, op)
 
     # Data movement ---------------------------------------------------------------------------
 
-    def all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> None:
+    def all_gather(self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> None:
         area, dtype = self.area, input.dtype
         longest = max(output.numel() for output in outputs)
         if longest * dtype.itemsize <= SLOT_NBYTES:
@@ -174,7 +172,7 @@ class Collectives:
                 output.copy_(region)
         self._round(ticket)
 
-    def broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> None:
+    def broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> None:
         area = self.area
         if tensor.nbytes <= SLOT_NBYTES:
             parts = area.parts(tensor.dtype, tensor.numel())
@@ -192,23 +190,27 @@ class Collectives:
             tensor.copy_(regions[src])
         self._round(ticket)
 
-    def gather(self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> None:
+    def gather(
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+    ) -> None:
         self._agree(ticket, tensor)
         self._ways(ticket).gather(ticket, outputs, tensor, dst)
 
-    def scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> None:
+    def scatter(
+        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
+    ) -> None:
         self._agree(ticket)
         self._ways(ticket).scatter(ticket, tensor, inputs, src)
 
     def all_to_all(
-        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> None:
         exchange = self._agree_on_exchange(ticket, outputs, inputs)
         if exchange.longest:
             self._ways(ticket).all_to_all(ticket, outputs, inputs, exchange)
 
     def _agree_on_exchange(
-        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Exchange:
         """Check that ranks send what their peers expect; where the parts of all ranks lie."""
         area, n = self.area, self.area.size
@@ -225,7 +227,7 @@ class Collectives:
         longest = max(length for row in table for length in row[:n])
         return Exchange(longest, [row[2 * n :] for row in table])
 
-    def barrier(self, ticket: Ticket) -> None:
+    def barrier(self, ticket: CollectiveCall) -> None:
         self._agree(ticket)
 
 

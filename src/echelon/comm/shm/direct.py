@@ -17,17 +17,15 @@ from echelon.comm.shm.area import Area
 from echelon.comm.shm.chunks import line_chunks
 from echelon.comm.shm.exchange import Exchange
 from echelon.comm.shm.peer_memory import PeerMemory, admit_readers
-from echelon.diagnosis.collective_call import Ticket
+from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CommError
-
-__all__ = ["Direct", "open_direct"]
 
 # What is read of all peers for one step of a reduction: it stays in a core's L2 until it is added.
 _SCRATCH_NBYTES = 1 << 19
 _MAX_BLOCK_NBYTES = 1 << 18
 
 
-def open_direct(area: Area, ticket: Ticket, timeout: float) -> Direct | None:
+def open_direct(area: Area, ticket: CollectiveCall, timeout: float) -> Direct | None:
     """The direct way, if every rank can read every other's memory. Takes two rounds."""
     admit_readers()
     pids = [-1 if rank == area.rank else area.pid(rank) for rank in range(area.size)]
@@ -63,7 +61,7 @@ class Direct:
 
     # Reductions ------------------------------------------------------------------------------
 
-    def all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> None:
+    def all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> None:
         """Each rank reduces one chunk in place and then reads the others'."""
         addresses = self._area.addresses(ticket)
         chunks = line_chunks(tensor.numel(), tensor.dtype, self._area.size)
@@ -77,7 +75,7 @@ class Direct:
         self._round(ticket)
 
     def reduce_scatter(
-        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> None:
         """``output`` must not lie on a part of ``input`` that another rank reads."""
         start = sum(splits[: self._area.rank])
@@ -85,14 +83,14 @@ class Direct:
         self._reduce(ticket, output, own, self._area.addresses(ticket), start, op)
         self._round(ticket)
 
-    def reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> None:
+    def reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> None:
         if self._area.rank == dst:
             self._reduce(ticket, tensor, tensor, self._area.addresses(ticket), 0, op)
         self._round(ticket)
 
     def _reduce(
         self,
-        ticket: Ticket,
+        ticket: CollectiveCall,
         output: Tensor,
         own: Tensor,
         addresses: Sequence[int],
@@ -114,7 +112,7 @@ class Direct:
 
     # Data movement ---------------------------------------------------------------------------
 
-    def all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> None:
+    def all_gather(self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> None:
         addresses = self._area.addresses(ticket)
         own = outputs[self._area.rank]
         if own.data_ptr() != input.data_ptr():
@@ -123,18 +121,22 @@ class Direct:
             self._fetch(ticket, peer, addresses[peer], 0, outputs[peer])
         self._round(ticket)
 
-    def broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> None:
+    def broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> None:
         if self._area.rank != src:
             self._fetch(ticket, src, self._area.addresses(ticket)[src], 0, tensor)
         self._round(ticket)
 
-    def gather(self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> None:
+    def gather(
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+    ) -> None:
         if self._area.rank == dst:
             self.all_gather(ticket, outputs, tensor)
         else:
             self._round(ticket)
 
-    def scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> None:
+    def scatter(
+        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
+    ) -> None:
         """Takes one round more: every input of ``src`` has an address of its own."""
         table = self._area.parts(torch.int64, self._area.size)[src]
         if self._area.rank == src:
@@ -148,7 +150,7 @@ class Direct:
 
     def all_to_all(
         self,
-        ticket: Ticket,
+        ticket: CollectiveCall,
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
         exchange: Exchange,
@@ -161,10 +163,12 @@ class Direct:
 
     # Below -----------------------------------------------------------------------------------
 
-    def _round(self, ticket: Ticket) -> None:
+    def _round(self, ticket: CollectiveCall) -> None:
         self._area.next_round(ticket, self._timeout)
 
-    def _fetch(self, ticket: Ticket, peer: int, address: int, start: int, output: Tensor) -> None:
+    def _fetch(
+        self, ticket: CollectiveCall, peer: int, address: int, start: int, output: Tensor
+    ) -> None:
         """Read elements of ``peer`` from ``start`` on, of the tensor that is at ``address``."""
         if self._memory.read(peer, address + start * output.dtype.itemsize, output):
             return

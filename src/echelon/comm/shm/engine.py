@@ -10,17 +10,17 @@ from typing import final
 import torch
 
 from echelon.comm.work import Work
-from echelon.diagnosis.collective_call import Ticket
+from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CommError, CommTimeout, StateError
-
-__all__ = ["Engine"]
 
 
 @final
 class _EngineWork(Work):
     """A collective that is queued, running or done."""
 
-    def __init__(self, ticket: Ticket, action: Callable[[], None] | None, engine: Engine) -> None:
+    def __init__(
+        self, ticket: CollectiveCall, action: Callable[[], None] | None, engine: Engine
+    ) -> None:
         super().__init__(ticket)
         self.action = action
         self.error: BaseException | None = None
@@ -75,7 +75,7 @@ class Engine:
         self._broken: CommError | None = None
         self.is_told = False  # whether the owner has seen why it is broken
 
-    def run(self, ticket: Ticket, action: Callable[[], None]) -> Work:
+    def run(self, ticket: CollectiveCall, action: Callable[[], None]) -> Work:
         """Run ``action`` now if the caller blocks and nothing is outstanding; else in its turn.
 
         Raises:

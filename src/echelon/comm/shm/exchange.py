@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-__all__ = ["Exchange"]
-
 
 @final
 @dataclass(frozen=True)

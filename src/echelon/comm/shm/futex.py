@@ -10,8 +10,6 @@ from typing import final
 
 from echelon.errors import WorldError
 
-__all__ = ["Bell", "fence"]
-
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _WAIT, _WAKE = 0, 1  # without FUTEX_PRIVATE_FLAG: the word is shared by processes
 _EVERYONE = 0x7FFFFFFF

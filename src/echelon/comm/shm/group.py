@@ -15,11 +15,9 @@ from echelon.comm.shm.engine import Engine
 from echelon.comm.shm.mailbox import Mailbox
 from echelon.comm.shm.sharing import share_segments
 from echelon.comm.work import Window, Work
-from echelon.diagnosis.collective_call import Ticket
+from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CommTimeout, RankFailed
 from echelon.errors.printable import message_of
-
-__all__ = ["ShmGroup"]
 
 
 @final
@@ -79,59 +77,65 @@ class ShmGroup(Group):
         else:  # the board says already why this rank left
             self._mailbox.abandon()
 
-    def _run(self, ticket: Ticket, action: Callable[[], None]) -> Work:
+    def _run(self, ticket: CollectiveCall, action: Callable[[], None]) -> Work:
         return self._engine.run(ticket, action)
 
-    def _all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> Work:
+    def _all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> Work:
         return self._run(ticket, lambda: self._collectives.all_reduce(ticket, tensor, op))
 
     def _reduce_scatter(
-        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> Work:
         return self._run(
             ticket, lambda: self._collectives.reduce_scatter(ticket, output, input, splits, op)
         )
 
-    def _all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> Work:
+    def _all_gather(self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
         return self._run(ticket, lambda: self._collectives.all_gather(ticket, outputs, input))
 
-    def _broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> Work:
+    def _broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> Work:
         return self._run(ticket, lambda: self._collectives.broadcast(ticket, tensor, src))
 
-    def _reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> Work:
+    def _reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
         return self._run(ticket, lambda: self._collectives.reduce(ticket, tensor, dst, op))
 
-    def _gather(self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> Work:
+    def _gather(
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+    ) -> Work:
         return self._run(ticket, lambda: self._collectives.gather(ticket, outputs, tensor, dst))
 
-    def _scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> Work:
+    def _scatter(
+        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
+    ) -> Work:
         return self._run(ticket, lambda: self._collectives.scatter(ticket, tensor, inputs, src))
 
     def _all_to_all(
-        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Work:
         return self._run(ticket, lambda: self._collectives.all_to_all(ticket, outputs, inputs))
 
-    def _barrier(self, ticket: Ticket) -> Work:
+    def _barrier(self, ticket: CollectiveCall) -> Work:
         return self._run(ticket, lambda: self._collectives.barrier(ticket))
 
-    def _send(self, ticket: Ticket, tensor: Tensor, dst: int, tag: int) -> Work:
+    def _send(self, ticket: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
         return self._mailbox.send(ticket, tensor, dst, tag)
 
-    def _recv(self, ticket: Ticket, tensor: Tensor, src: int, tag: int) -> Work:
+    def _recv(self, ticket: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
         return self._mailbox.recv(ticket, tensor, src, tag)
 
     def probe(self, tag: int = 0) -> int | None:
         """A rank that has sent a message with ``tag`` which nobody has asked for yet, or None."""
         return self._mailbox.probe(tag)
 
-    def _subgroup(self, ticket: Ticket, name: str, members: Sequence[int]) -> Group | None:
+    def _subgroup(self, ticket: CollectiveCall, name: str, members: Sequence[int]) -> Group | None:
         found: list[ShmGroup] = []
         self._run(ticket, lambda: found.extend(self._make_subgroup(ticket, name, members))).wait()
         self._subgroups.extend(found)
         return found[0] if found else None
 
-    def _make_subgroup(self, ticket: Ticket, name: str, members: Sequence[int]) -> list[ShmGroup]:
+    def _make_subgroup(
+        self, ticket: CollectiveCall, name: str, members: Sequence[int]
+    ) -> list[ShmGroup]:
         """Zero or one group. The first member makes the segment; all take part in the rounds."""
         area = self._area
         self._collectives.barrier(ticket)
@@ -146,12 +150,12 @@ class ShmGroup(Group):
         own = Area(shared, area.board, members.index(self.rank), ranks, name)
         return [ShmGroup(own, self.timeout)]
 
-    def _window(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Window:
+    def _window(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
         made: list[Window] = []
         self._run(ticket, lambda: made.append(self._make_window(ticket, numel, dtype))).wait()
         return made[0]
 
-    def _make_window(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Window:
+    def _make_window(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
         self._collectives.barrier(ticket)
         nbytes = numel * dtype.itemsize
         what = f"a window of {numel} elements on each of {self.size} ranks"
@@ -169,12 +173,12 @@ class ShmGroup(Group):
             regions[self.rank], regions, True, lambda: self._collectives.drop_window(regions)
         )
 
-    def _shared(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Tensor:
+    def _shared(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
         made: list[Tensor] = []
         self._run(ticket, lambda: made.append(self._make_shared(ticket, numel, dtype))).wait()
         return made[0]
 
-    def _make_shared(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Tensor:
+    def _make_shared(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
         """Rank 0 makes the segment; all take part in the rounds."""
         self._collectives.barrier(ticket)
         nbytes = numel * dtype.itemsize

@@ -26,12 +26,10 @@ from torch import Tensor
 
 from echelon.comm.shm.area import Area
 from echelon.comm.shm.futex import fence
-from echelon.comm.shm.ring import HEADER_NBYTES, Message, Ring
+from echelon.comm.shm.ring import HEADER_NBYTES, Ring, RingMessage
 from echelon.comm.work import Work
-from echelon.diagnosis.collective_call import Ticket
+from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CollectiveMismatch, CommTimeout, StateError
-
-__all__ = ["Mailbox"]
 
 # The helper looks around this often uncalled; nothing depends on it.
 _LOOK_S = 1.0
@@ -39,7 +37,7 @@ _LOOK_S = 1.0
 
 @final
 class _MailWork(Work):
-    def __init__(self, ticket: Ticket, mailbox: Mailbox, item: Message) -> None:
+    def __init__(self, ticket: CollectiveCall, mailbox: Mailbox, item: RingMessage) -> None:
         super().__init__(ticket)
         self._mailbox = mailbox
         self._item = item
@@ -61,28 +59,30 @@ class Mailbox:
         self._area = area
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._outgoing: dict[int, deque[Message]] = {peer: deque() for peer in area.peers}
-        self._asked: dict[int, list[Message]] = {peer: [] for peer in area.peers}  # posted receives
-        self._early: dict[int, list[Message]] = {peer: [] for peer in area.peers}
-        self._arriving: dict[int, Message] = {}
+        self._outgoing: dict[int, deque[RingMessage]] = {peer: deque() for peer in area.peers}
+        self._asked: dict[int, list[RingMessage]] = {
+            peer: [] for peer in area.peers
+        }  # posted receives
+        self._early: dict[int, list[RingMessage]] = {peer: [] for peer in area.peers}
+        self._arriving: dict[int, RingMessage] = {}
         self._rings_out = {peer: Ring(area, area.rank, peer) for peer in area.peers}
         self._rings_in = {peer: Ring(area, peer, area.rank) for peer in area.peers}
         self._thread: threading.Thread | None = None
         self._closing = False
 
-    def send(self, ticket: Ticket, tensor: Tensor, dst: int, tag: int) -> Work:
+    def send(self, ticket: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
         """Start to send; complete when the last byte is in the ring."""
         self._check_open(ticket)
-        item = Message.of(ticket, dst, tag, tensor)
+        item = RingMessage.of(ticket, dst, tag, tensor)
         with self._lock:
             self._outgoing[dst].append(item)
             self._feed(dst)
         return self._started(item)
 
-    def recv(self, ticket: Ticket, tensor: Tensor, src: int, tag: int) -> Work:
+    def recv(self, ticket: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
         """Start to receive the next message from ``src`` with this tag."""
         self._check_open(ticket)
-        item = Message.of(ticket, src, tag, tensor)
+        item = RingMessage.of(ticket, src, tag, tensor)
         with self._lock:
             early = next((e for e in self._early[src] if e.tag == tag), None)
             if early is None:
@@ -102,7 +102,7 @@ class Mailbox:
                     return peer
         return None
 
-    def wait(self, item: Message, timeout: float | None) -> None:
+    def wait(self, item: RingMessage, timeout: float | None) -> None:
         """Move messages until ``item`` is complete."""
         area = self._area
 
@@ -154,11 +154,11 @@ class Mailbox:
             self._area.board.call_helpers(self._area.ranks[self._area.rank])
             self._thread.join()
 
-    def _check_open(self, ticket: Ticket) -> None:
+    def _check_open(self, ticket: CollectiveCall) -> None:
         if self._closing:
             raise StateError(f"{ticket} cannot run, because this rank has closed the world")
 
-    def _started(self, item: Message) -> Work:
+    def _started(self, item: RingMessage) -> Work:
         assert item.ticket is not None
         if not (item.complete or item.ticket.blocking or self._thread):
             name = f"messages of {self._area.name}"
@@ -243,7 +243,7 @@ class Mailbox:
             item.complete = True
             del self._arriving[peer]
 
-    def _open(self, peer: int, ring: Ring) -> Message:
+    def _open(self, peer: int, ring: Ring) -> RingMessage:
         """Read a header and find or make the place for its bytes."""
         tag, nbytes, dtype, position = ring.read_header()
         asked = next((item for item in self._asked[peer] if item.tag == tag), None)
@@ -253,12 +253,12 @@ class Mailbox:
                 return asked
             asked.error = self._differs(asked, peer, position, dtype, nbytes)
             asked.complete = True
-        early = Message.unasked(peer, tag, dtype, nbytes)
+        early = RingMessage.unasked(peer, tag, dtype, nbytes)
         if asked is None:
             self._early[peer].append(early)
         return early
 
-    def _match(self, early: Message, item: Message) -> None:
+    def _match(self, early: RingMessage, item: RingMessage) -> None:
         """Give a receive the message that came before it was asked for."""
         self._early[early.peer].remove(early)
         if early.nbytes != item.nbytes or early.dtype != item.dtype:
@@ -272,7 +272,7 @@ class Mailbox:
             self._arriving[early.peer] = item
 
     def _differs(
-        self, item: Message, peer: int, position: int, dtype: torch.dtype, nbytes: int
+        self, item: RingMessage, peer: int, position: int, dtype: torch.dtype, nbytes: int
     ) -> CollectiveMismatch:
         assert item.ticket is not None
         name = str(dtype).removeprefix("torch.")

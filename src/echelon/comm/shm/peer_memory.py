@@ -14,8 +14,6 @@ from typing import final
 
 from torch import Tensor
 
-__all__ = ["PeerMemory", "admit_readers"]
-
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
 _MAGIC = 0x6563_6865_6C6F_6E21
 

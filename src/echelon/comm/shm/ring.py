@@ -12,10 +12,8 @@ from torch import Tensor
 
 from echelon.comm.shm.area import RING_CONTROL_NBYTES, Area, ring_nbytes
 from echelon.comm.shm.futex import fence
-from echelon.diagnosis.collective_call import Ticket
+from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CollectiveMismatch
-
-__all__ = ["HEADER_NBYTES", "Message", "Ring"]
 
 # tag, bytes of payload, code of the dtype, position among the sender's messages
 _HEADER = struct.Struct("<qQII")
@@ -31,10 +29,10 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 @final
 @dataclass(slots=True, eq=False)
-class Message:
+class RingMessage:
     """One message on its way out or in."""
 
-    ticket: Ticket | None  # None: arrived before it was asked for
+    ticket: CollectiveCall | None  # None: arrived before it was asked for
     peer: int
     tag: int
     memory: Tensor  # 1D
@@ -47,18 +45,18 @@ class Message:
     error: CollectiveMismatch | None = None
 
     @classmethod
-    def of(cls, ticket: Ticket | None, peer: int, tag: int, memory: Tensor) -> Message:
+    def of(cls, ticket: CollectiveCall | None, peer: int, tag: int, memory: Tensor) -> RingMessage:
         """One whose bytes are in ``memory``, or will be."""
         dtype, nbytes = memory.dtype, memory.numel() * memory.element_size()
         return cls(ticket, peer, tag, memory, dtype, nbytes, memory.data_ptr())
 
     @classmethod
-    def unasked(cls, peer: int, tag: int, dtype: torch.dtype, nbytes: int) -> Message:
+    def unasked(cls, peer: int, tag: int, dtype: torch.dtype, nbytes: int) -> RingMessage:
         """One that came before its receiver wanted it."""
         memory = torch.empty(nbytes, dtype=torch.uint8)
         return cls(None, peer, tag, memory, dtype, nbytes, memory.data_ptr())
 
-    def take_over(self, early: Message) -> None:
+    def take_over(self, early: RingMessage) -> None:
         """Have what ``early``, of the same length, has got so far."""
         _move(self.address, early.address, early.num_moved)
         self.num_moved = early.num_moved
@@ -108,7 +106,7 @@ class Ring:
         """Bytes that may be read."""
         return (self.head - self.tail) & 0xFFFFFFFF
 
-    def write_header(self, item: Message) -> None:
+    def write_header(self, item: RingMessage) -> None:
         """Fill the next bytes, and count them as written."""
         assert item.ticket is not None
         fields = item.tag, item.nbytes, _CODES[item.dtype], item.ticket.position
@@ -121,7 +119,7 @@ class Ring:
         self.advance_tail(HEADER_NBYTES)
         return tag, nbytes, _DTYPES[code], position
 
-    def write(self, item: Message, room: int) -> int:
+    def write(self, item: RingMessage, room: int) -> int:
         """Move as many bytes of ``item`` as there is room for in one stretch; how many."""
         at, left = self.head % self.capacity, item.num_left
         count = min(left, room, self.capacity - at, _PIECE)
@@ -131,7 +129,7 @@ class Ring:
             self.advance_head(count if count < left else _padded(count))
         return count
 
-    def read(self, item: Message, filled: int) -> int:
+    def read(self, item: RingMessage, filled: int) -> int:
         """Move as many bytes to ``item`` as there are in one stretch; how many."""
         at, left = self.tail % self.capacity, item.num_left
         count = min(left, filled, self.capacity - at, _PIECE)

@@ -23,8 +23,6 @@ from echelon.errors import SharedMemoryError, WorldError
 from echelon.errors.printable import printable
 from echelon.process.memfd import open_memory
 
-__all__ = ["Segment"]
-
 _PAGE = mmap.PAGESIZE
 _NAME = "echelon"
 _TOKEN = re.compile(r"[0-9]{1,10}:[0-9]{1,10}:[0-9]{1,18}")

@@ -6,17 +6,21 @@ import torch
 
 from echelon.comm.shm.area import Area
 from echelon.comm.shm.segment import Segment
-from echelon.diagnosis.collective_call import Ticket
+from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import SharedMemoryError
-
-__all__ = ["share_segments"]
 
 _NOTE_NBYTES = 64
 _REFUSED = "!"  # before what was needed and what there was
 
 
 def share_segments(
-    area: Area, ticket: Ticket, nbytes: int, *, what: str, timeout: float, reserve: bool = True
+    area: Area,
+    ticket: CollectiveCall,
+    nbytes: int,
+    *,
+    what: str,
+    timeout: float,
+    reserve: bool = True,
 ) -> dict[int, Segment]:
     """Make a segment on each rank that wants one and map all of them: by rank. Takes two rounds.
 

@@ -15,9 +15,7 @@ from echelon.comm.shm.area import Area
 from echelon.comm.shm.chunks import line_chunks
 from echelon.comm.shm.exchange import Exchange
 from echelon.comm.shm.staging import HALF_NBYTES, Staging
-from echelon.diagnosis.collective_call import Ticket
-
-__all__ = ["Staged"]
+from echelon.diagnosis.collective_call import CollectiveCall
 
 
 @final
@@ -35,11 +33,11 @@ class Staged:
 
     # Reductions ------------------------------------------------------------------------------
 
-    def all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> None:
+    def all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> None:
         for first in range(0, tensor.numel(), piece := HALF_NBYTES // tensor.dtype.itemsize):
             self._all_reduce_piece(ticket, tensor[first : first + piece], op)
 
-    def _all_reduce_piece(self, ticket: Ticket, tensor: Tensor, op: str) -> None:
+    def _all_reduce_piece(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> None:
         """Each rank reduces one chunk; round one carries the inputs, round two the results."""
         area, numel, dtype = self._area, tensor.numel(), tensor.dtype
         chunks = line_chunks(numel, dtype, area.size)
@@ -60,7 +58,7 @@ class Staged:
             tensor[start:stop].copy_(results[peer][start:stop])
 
     def reduce_scatter(
-        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> None:
         rank = self._area.rank
         lanes = input.split(list(splits))
@@ -71,7 +69,7 @@ class Staged:
                 parts[rank] = own
                 reduce_into([output[start : start + own.numel()]], parts, op)
 
-    def reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> None:
+    def reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> None:
         area = self._area
         piece = HALF_NBYTES // tensor.dtype.itemsize
         for start in range(0, tensor.numel(), piece):
@@ -84,7 +82,7 @@ class Staged:
 
     # Data movement ---------------------------------------------------------------------------
 
-    def all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> None:
+    def all_gather(self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> None:
         area, dtype = self._area, input.dtype
         piece = HALF_NBYTES // dtype.itemsize
         own = outputs[area.rank]
@@ -99,7 +97,7 @@ class Staged:
         if own.data_ptr() != input.data_ptr():
             own.copy_(input)
 
-    def broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> None:
+    def broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> None:
         area = self._area
         piece = HALF_NBYTES // tensor.dtype.itemsize
         for start in range(0, tensor.numel(), piece):
@@ -111,7 +109,9 @@ class Staged:
             if area.rank != src:
                 part.copy_(box)
 
-    def gather(self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> None:
+    def gather(
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+    ) -> None:
         area = self._area
         piece = HALF_NBYTES // tensor.dtype.itemsize
         for start in range(0, tensor.numel(), piece):
@@ -122,7 +122,9 @@ class Staged:
             for output, box in zip(outputs, parts, strict=False):  # no outputs but on dst
                 output[start : start + piece].copy_(box)
 
-    def scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> None:
+    def scatter(
+        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
+    ) -> None:
         area = self._area
         piece = HALF_NBYTES // (tensor.dtype.itemsize * area.size)
         for start in range(0, tensor.numel(), piece):
@@ -136,7 +138,7 @@ class Staged:
 
     def all_to_all(
         self,
-        ticket: Ticket,
+        ticket: CollectiveCall,
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
         exchange: Exchange,
@@ -151,7 +153,7 @@ class Staged:
     # Below -----------------------------------------------------------------------------------
 
     def _traded(
-        self, ticket: Ticket, lanes: Sequence[Tensor], longest: int
+        self, ticket: CollectiveCall, lanes: Sequence[Tensor], longest: int
     ) -> Iterator[tuple[int, list[Tensor]]]:
         """Send ``lanes[r]`` to rank ``r``, piece by piece.
 
@@ -172,5 +174,5 @@ class Staged:
             self._round(ticket)
             yield start, [box[area.rank] for box in boxes]
 
-    def _round(self, ticket: Ticket) -> None:
+    def _round(self, ticket: CollectiveCall) -> None:
         self._area.next_round(ticket, self._timeout)

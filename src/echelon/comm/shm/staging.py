@@ -9,9 +9,7 @@ from torch import Tensor
 
 from echelon.comm.shm.area import Area
 from echelon.comm.shm.sharing import share_segments
-from echelon.diagnosis.collective_call import Ticket
-
-__all__ = ["HALF_NBYTES", "Staging"]
+from echelon.diagnosis.collective_call import CollectiveCall
 
 # A piece this large amortises a round (some 20 µs), and still lies in the last-level cache when it
 # is read.
@@ -22,7 +20,7 @@ HALF_NBYTES = 1 << 22
 class Staging:
     """Two halves of ``HALF_NBYTES`` on each rank, used in turn like the slots of ``Area``."""
 
-    def __init__(self, area: Area, ticket: Ticket, timeout: float) -> None:
+    def __init__(self, area: Area, ticket: CollectiveCall, timeout: float) -> None:
         self._area = area
         segments = share_segments(
             area, ticket, 2 * HALF_NBYTES, what="staging for large collectives", timeout=timeout

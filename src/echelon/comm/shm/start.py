@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Protocol
 
 from echelon.comm.shm.area import Area
-from echelon.comm.shm.board import Board
 from echelon.comm.shm.group import ShmGroup
+from echelon.comm.shm.rank_table import RankTable
 from echelon.comm.shm.segment import Segment
 from echelon.comm.start_facts import compare, encode, start_facts
 from echelon.diagnosis.watch import Watch
 from echelon.errors import StartMismatch
-
-__all__ = ["Store", "connect", "create_segments", "join"]
 
 
 class Store(Protocol):
@@ -27,7 +25,7 @@ class Store(Protocol):
 
 def create_segments(size: int) -> tuple[Segment, Segment]:
     """The board of a job and the area of its world group, to be joined by ``size`` ranks."""
-    board = Segment.create(Board.nbytes(size), what="the board of the ranks", reserve=True)
+    board = Segment.create(RankTable.nbytes(size), what="the board of the ranks", reserve=True)
     area = Segment.create(Area.nbytes(size), what="group 'world'", reserve=False)
     return board, area
 
@@ -96,7 +94,7 @@ def _enter(
     name: str,
     watch: Watch | None,
 ) -> ShmGroup:
-    board = Board(segments[0], rank, size, Watch.alone(rank) if watch is None else watch)
+    board = RankTable(segments[0], rank, size, Watch.alone(rank) if watch is None else watch)
     board.join(encode(start_facts(timeout=timeout)), timeout)
     try:
         compare(board.notes())

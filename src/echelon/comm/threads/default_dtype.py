@@ -26,8 +26,6 @@ import torch
 
 from echelon.errors import StateError
 
-__all__ = ["RankDtype", "own_default_dtype"]
-
 # How long another rank may take in one call of torch while this one waits for it, in seconds.
 PATIENCE_S = 120.0
 _LOOK_S = 0.0002

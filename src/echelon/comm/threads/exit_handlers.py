@@ -20,10 +20,8 @@ from typing import final
 
 from echelon.diagnosis import stacks
 from echelon.diagnosis.exit_guard import awaited_threads, end_now
-from echelon.diagnosis.hang import Finding
+from echelon.diagnosis.hang import SilentRank
 from echelon.process.process_status import activity
-
-__all__ = ["guard_exit", "guarded_exit"]
 
 _PAUSE_S = 0.2
 _GRACE_S = 5.0  # beyond the timeout of the ranks
@@ -68,7 +66,7 @@ class _Guard:
         ident = threads[0].ident if threads else threading.main_thread().ident
         what = f"the thread {threads[0].name!r}" if threads else "an exit handler"
         native = threads[0].native_id if threads else threading.main_thread().native_id
-        finding = Finding(
+        finding = SilentRank(
             rank=0,
             where="",
             activity=activity(os.getpid(), native or 0),

@@ -15,17 +15,20 @@ from torch import Tensor
 from echelon.comm.allocation import require, zeros
 from echelon.comm.group import Group
 from echelon.comm.reduce_op import reduce_into
-from echelon.comm.threads.fabric import Fabric, Meeting, Pending, Transfer
+from echelon.comm.threads.thread_world import (
+    Pending,
+    PendingCollective,
+    PendingMessage,
+    ThreadWorld,
+)
 from echelon.comm.work import Window, Work
-from echelon.diagnosis.collective_call import Place, Ticket
+from echelon.diagnosis.collective_call import CallSite, CollectiveCall
 from echelon.errors import CollectiveMismatch
-
-__all__ = ["ThreadGroup"]
 
 
 @final
 class _ThreadWork(Work):
-    def __init__(self, ticket: Ticket, fabric: Fabric, pending: Pending) -> None:
+    def __init__(self, ticket: CollectiveCall, fabric: ThreadWorld, pending: Pending) -> None:
         super().__init__(ticket)
         self._fabric = fabric
         self._pending = pending
@@ -43,7 +46,7 @@ class ThreadGroup(Group):
 
     def __init__(
         self,
-        fabric: Fabric,
+        fabric: ThreadWorld,
         rank: int,
         ranks: Sequence[int],
         *,
@@ -61,7 +64,9 @@ class ThreadGroup(Group):
         )
         self._fabric = fabric
 
-    def _meet(self, ticket: Ticket, item: Any, act: Callable[[list[Any]], None]) -> _ThreadWork:
+    def _meet(
+        self, ticket: CollectiveCall, item: Any, act: Callable[[list[Any]], None]
+    ) -> _ThreadWork:
         """Bring ``item``; the last rank that comes runs ``act`` on all items in rank order."""
         fabric = self._fabric
         with fabric.lock:
@@ -69,7 +74,7 @@ class ThreadGroup(Group):
             key = (self.name, ticket.position)
             meeting = fabric.meetings.get(key)
             if meeting is None:
-                meeting = fabric.meetings[key] = Meeting(self.ranks)
+                meeting = fabric.meetings[key] = PendingCollective(self.ranks)
             meeting.tickets[self.rank] = ticket
             meeting.brought[self.rank] = item
             meeting.absent.discard(ticket.rank)
@@ -86,17 +91,17 @@ class ThreadGroup(Group):
         meeting.brought.clear()
         return _ThreadWork(ticket, fabric, meeting)
 
-    def _agree(self, meeting: Meeting) -> None:
+    def _agree(self, meeting: PendingCollective) -> None:
         tickets = meeting.tickets
         if any(ticket.call != tickets[0].call for ticket in tickets.values()):
             calls = {rank: f"{ticket.call} at {ticket.place}" for rank, ticket in tickets.items()}
             raise CollectiveMismatch(self.name, tickets[0].position, calls)
 
-    def _all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> Work:
+    def _all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> Work:
         return self._meet(ticket, tensor, lambda tensors: reduce_into(tensors, tensors, op))
 
     def _reduce_scatter(
-        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> Work:
         def act(items: list[tuple[Tensor, Tensor]]) -> None:
             by_rank = [item[1].split(list(splits)) for item in items]
@@ -106,7 +111,7 @@ class ThreadGroup(Group):
 
         return self._meet(ticket, (output, input), _unaliased(act))
 
-    def _all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> Work:
+    def _all_gather(self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
         def act(items: list[tuple[Sequence[Tensor], Tensor]]) -> None:
             for outs, _ in items:
                 for out, (_, part) in zip(outs, items, strict=True):
@@ -114,7 +119,7 @@ class ThreadGroup(Group):
 
         return self._meet(ticket, (outputs, input), act)
 
-    def _broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> Work:
+    def _broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> Work:
         def act(tensors: list[Tensor]) -> None:
             for rank, target in enumerate(tensors):
                 if rank != src:
@@ -122,7 +127,7 @@ class ThreadGroup(Group):
 
         return self._meet(ticket, tensor, act)
 
-    def _reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> Work:
+    def _reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
         def act(tensors: list[Tensor]) -> None:
             total = torch.empty_like(tensors[dst])
             reduce_into([total], tensors, op)
@@ -130,14 +135,18 @@ class ThreadGroup(Group):
 
         return self._meet(ticket, tensor, act)
 
-    def _gather(self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> Work:
+    def _gather(
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+    ) -> Work:
         def act(items: list[tuple[Sequence[Tensor], Tensor]]) -> None:
             for out, (_, part) in zip(items[dst][0], items, strict=True):
                 out.copy_(part)
 
         return self._meet(ticket, (outputs, tensor), act)
 
-    def _scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> Work:
+    def _scatter(
+        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
+    ) -> Work:
         def act(items: list[tuple[Tensor, Sequence[Tensor]]]) -> None:
             for (target, _), part in zip(items, items[src][1], strict=True):
                 target.copy_(part)
@@ -145,9 +154,9 @@ class ThreadGroup(Group):
         return self._meet(ticket, (tensor, inputs), act)
 
     def _all_to_all(
-        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Work:
-        def act(items: list[tuple[Sequence[Tensor], Sequence[Tensor], Place]]) -> None:
+        def act(items: list[tuple[Sequence[Tensor], Sequence[Tensor], CallSite]]) -> None:
             sent = [[part.numel() for part in item[1]] for item in items]
             expected = [[part.numel() for part in item[0]] for item in items]
             if any(
@@ -164,22 +173,22 @@ class ThreadGroup(Group):
 
         return self._meet(ticket, (outputs, inputs, ticket.place), act)
 
-    def _barrier(self, ticket: Ticket) -> Work:
+    def _barrier(self, ticket: CollectiveCall) -> Work:
         return self._meet(ticket, None, lambda items: None)
 
-    def _send(self, ticket: Ticket, tensor: Tensor, dst: int, tag: int) -> Work:
+    def _send(self, ticket: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
         return self._mail(ticket, tensor, self.rank, dst, tag)
 
-    def _recv(self, ticket: Ticket, tensor: Tensor, src: int, tag: int) -> Work:
+    def _recv(self, ticket: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
         return self._mail(ticket, tensor, src, self.rank, tag)
 
-    def _mail(self, ticket: Ticket, tensor: Tensor, src: int, dst: int, tag: int) -> Work:
+    def _mail(self, ticket: CollectiveCall, tensor: Tensor, src: int, dst: int, tag: int) -> Work:
         fabric, op = self._fabric, ticket.call.op
         with fabric.lock:
             fabric.admit(ticket)
             queue = fabric.mail.setdefault((self.name, src, dst, tag), deque())
             if not queue or op in queue[0].sides:  # the other side has not come yet
-                transfer = Transfer((self.ranks[src], self.ranks[dst]))
+                transfer = PendingMessage((self.ranks[src], self.ranks[dst]))
                 queue.append(transfer)
             else:
                 transfer = queue.popleft()
@@ -190,7 +199,7 @@ class ThreadGroup(Group):
             fabric.complete(transfer)
         return _ThreadWork(ticket, fabric, transfer)
 
-    def _deliver(self, transfer: Transfer) -> None:
+    def _deliver(self, transfer: PendingMessage) -> None:
         (_, _, source), (_, _, target) = transfer.sides["send"], transfer.sides["recv"]
         if source.dtype != target.dtype or source.numel() != target.numel():
             texts = {
@@ -202,7 +211,7 @@ class ThreadGroup(Group):
             with torch.inference_mode():
                 target.copy_(source)
 
-    def _subgroup(self, ticket: Ticket, name: str, members: Sequence[int]) -> Group | None:
+    def _subgroup(self, ticket: CollectiveCall, name: str, members: Sequence[int]) -> Group | None:
         self._barrier(ticket).wait()
         if self.rank not in members:
             return None
@@ -214,7 +223,7 @@ class ThreadGroup(Group):
             device=self.device,
         )
 
-    def _window(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Window:
+    def _window(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
         regions: list[Tensor] = []
         local = zeros(numel, dtype, self.device, what=f"a window of {numel} elements on a rank")
 
@@ -225,7 +234,7 @@ class ThreadGroup(Group):
         self._meet(ticket, (regions, local), act).wait()
         return Window(local, tuple(regions), shared=True)
 
-    def _shared(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Tensor:
+    def _shared(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
         seen: list[Tensor] = []
         what = f"a shared tensor of {numel} elements"
         require(numel * dtype.itemsize, self.device, what=what)

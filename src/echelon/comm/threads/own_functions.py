@@ -19,8 +19,6 @@ from functools import wraps
 from types import FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["own_functions"]
-
 # Those that import functions of torch.nn.init by name, or have some of their own, are in it, too.
 _LAYERS = "activation adaptive batchnorm conv linear loss normalization rnn sparse transformer"
 _MODULES = ("torch.nn.init", *(f"torch.nn.modules.{name}" for name in _LAYERS.split(" ")))

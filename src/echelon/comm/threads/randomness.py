@@ -27,8 +27,6 @@ from torch.overrides import TorchFunctionMode
 
 from echelon.comm.threads.default_dtype import RankDtype
 
-__all__ = ["draws_nothing", "random_stream"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -16,8 +16,6 @@ from echelon.comm.threads.own_functions import own_functions
 from echelon.comm.threads.randomness import random_stream
 from echelon.comm.threads.transformers_contexts import own_contexts
 
-__all__ = ["own_globals"]
-
 
 @contextmanager
 def own_globals(dtype: torch.dtype) -> Iterator[None]:

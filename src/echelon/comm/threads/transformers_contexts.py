@@ -25,8 +25,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["own_contexts"]
-
 _MODULE = "transformers.initialization"
 _current = threading.local()
 _lock = threading.RLock()

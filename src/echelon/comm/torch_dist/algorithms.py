@@ -19,8 +19,6 @@ from echelon.comm.torch_dist.peers import PHASE, Peers, Posted, sized_tag
 from echelon.errors import ArgumentError
 from echelon.ranges import even_chunks
 
-__all__ = ["Algorithms"]
-
 # One message of a reduction. Smaller: more messages; larger: less overlap, and no cache holds it.
 PIECE_NBYTES = 4 << 20
 # Pieces that may be under way to a rank at any time: enough to hide that it is not always there.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-__all__ = ["available_backends"]
-
 
 def available_backends() -> list[str]:
     """The backends that ``init`` can be given, besides our own.

@@ -20,10 +20,8 @@ from echelon.comm.torch_dist.notices import Notice
 from echelon.comm.torch_dist.peers import Mailroom, PeerLost, Peers, Posted, collective_tag
 from echelon.comm.torch_dist.signature_check import Agreement
 from echelon.comm.work import Window, Work
-from echelon.diagnosis.collective_call import Ticket
+from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CommError, CommTimeout
-
-__all__ = ["Connect", "Lengths", "PeerGroup", "TorchGroup"]
 
 # Elements sent to and expected from each rank, where ranks may differ in them.
 Lengths = tuple[list[int], list[int]]
@@ -77,12 +75,12 @@ class TorchGroup(Group):
         self._job.close(error)
 
     @abstractmethod
-    def _synchronize(self, ticket: Ticket) -> None:
+    def _synchronize(self, ticket: CollectiveCall) -> None:
         """Return when all ranks have issued this call."""
 
     @final
     def _trouble(
-        self, ticket: Ticket, lost: PeerLost, start_s: float, lengths: Lengths | None = None
+        self, ticket: CollectiveCall, lost: PeerLost, start_s: float, lengths: Lengths | None = None
     ) -> CommError:
         """What to raise for peers that did not answer in the call of ``ticket``."""
         sends, expects = lengths or ((), ())
@@ -97,7 +95,9 @@ class TorchGroup(Group):
         return self._job.diagnose(mine, self.ranks)
 
     @final
-    def _subgroup(self, ticket: Ticket, name: str, members: Sequence[int]) -> TorchGroup | None:
+    def _subgroup(
+        self, ticket: CollectiveCall, name: str, members: Sequence[int]
+    ) -> TorchGroup | None:
         self._job.check()
         if self._agreement is not None:
             self._synchronize(ticket)
@@ -115,7 +115,7 @@ class TorchGroup(Group):
             raise self._trouble(ticket, PeerLost(others, late), start_s) from error
 
     @final
-    def _window(self, ticket: Ticket, numel: int, dtype: torch.dtype) -> Window:
+    def _window(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
         self._job.check()
         if self._agreement is not None:
             self._synchronize(ticket)
@@ -127,7 +127,7 @@ class TorchGroup(Group):
 class MessageWork(Work):
     """A message under way. The engine can only be waited for, and only once."""
 
-    def __init__(self, ticket: Ticket, wait: Callable[[], None], peer: int) -> None:
+    def __init__(self, ticket: CollectiveCall, wait: Callable[[], None], peer: int) -> None:
         super().__init__(ticket)
         self._await: Callable[[], None] | None = wait
         self._peer = peer
@@ -205,11 +205,11 @@ class PeerGroup(TorchGroup):
 
     # Collectives -----------------------------------------------------------------------------
 
-    def _all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> Work:
+    def _all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> Work:
         return self._issue(ticket, lambda tag: self._algorithms.all_reduce(tag, tensor, op))
 
     def _reduce_scatter(
-        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> Work:
         if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
             input = input.clone()  # others may not have it yet when the output is written
@@ -218,34 +218,38 @@ class PeerGroup(TorchGroup):
             ticket, lambda tag: self._algorithms.reduce_scatter(tag, output, inputs, op)
         )
 
-    def _all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> Work:
+    def _all_gather(self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
         return self._issue(ticket, lambda tag: self._algorithms.all_gather(tag, outputs, input))
 
-    def _broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> Work:
+    def _broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> Work:
         return self._issue(ticket, lambda tag: self._algorithms.broadcast(tag, tensor, src))
 
-    def _reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> Work:
+    def _reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
         return self._issue(ticket, lambda tag: self._algorithms.reduce(tag, tensor, dst, op))
 
-    def _gather(self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> Work:
+    def _gather(
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+    ) -> Work:
         return self._issue(ticket, lambda tag: self._algorithms.gather(tag, outputs, tensor, dst))
 
-    def _scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> Work:
+    def _scatter(
+        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
+    ) -> Work:
         return self._issue(ticket, lambda tag: self._algorithms.scatter(tag, tensor, inputs, src))
 
     def _all_to_all(
-        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Work:
         lengths = [part.numel() for part in inputs], [part.numel() for part in outputs]
         return self._issue(
             ticket, lambda tag: self._algorithms.exchange(tag, outputs, inputs), lengths
         )
 
-    def _barrier(self, ticket: Ticket) -> Work:
+    def _barrier(self, ticket: CollectiveCall) -> Work:
         return self._issue(ticket, self._algorithms.barrier)
 
     def _issue(
-        self, ticket: Ticket, run: Callable[[int], None], lengths: Lengths | None = None
+        self, ticket: CollectiveCall, run: Callable[[int], None], lengths: Lengths | None = None
     ) -> Work:
         self._job.check()
         return self._lane.issue(
@@ -253,7 +257,7 @@ class PeerGroup(TorchGroup):
         )
 
     def _carry_out(
-        self, ticket: Ticket, run: Callable[[int], None], lengths: Lengths | None
+        self, ticket: CollectiveCall, run: Callable[[int], None], lengths: Lengths | None
     ) -> None:
         """Run one collective; on the lane's worker or on the caller's thread."""
         self._job.check()
@@ -268,20 +272,20 @@ class PeerGroup(TorchGroup):
     def _awaited(self) -> tuple[int, ...]:
         return tuple(self.ranks[rank] for rank in self._peers.awaited)
 
-    def _synchronize(self, ticket: Ticket) -> None:
+    def _synchronize(self, ticket: CollectiveCall) -> None:
         self._issue(ticket, lambda tag: None).wait()
 
     # Point to point --------------------------------------------------------------------------
 
-    def _send(self, ticket: Ticket, tensor: Tensor, dst: int, tag: int) -> Work:
+    def _send(self, ticket: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
         return self._message(ticket, self._peers.send, tensor, dst, tag)
 
-    def _recv(self, ticket: Ticket, tensor: Tensor, src: int, tag: int) -> Work:
+    def _recv(self, ticket: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
         return self._message(ticket, self._peers.recv, tensor, src, tag)
 
     def _message(
         self,
-        ticket: Ticket,
+        ticket: CollectiveCall,
         post: Callable[[Tensor, int, int], Posted],
         tensor: Tensor,
         peer: int,

@@ -19,8 +19,6 @@ from echelon.errors import CommError, CommTimeout, RankFailed
 from echelon.errors.printable import message_of
 from echelon.process.forks import disown_in_forks, keep_alive
 
-__all__ = ["Job"]
-
 _T = TypeVar("_T")
 
 # How long a rank in trouble waits for the notices of others before it says what it knows itself.

@@ -10,10 +10,8 @@ from typing import final
 import torch
 
 from echelon.comm.work import Work
-from echelon.diagnosis.collective_call import Ticket
+from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CommTimeout, StateError
-
-__all__ = ["Lane", "LaneWork"]
 
 
 @final
@@ -21,7 +19,10 @@ class LaneWork(Work):
     """A collective that runs, or waits for its turn, on a lane."""
 
     def __init__(
-        self, ticket: Ticket, run: Callable[[], None], awaited: Callable[[], tuple[int, ...]]
+        self,
+        ticket: CollectiveCall,
+        run: Callable[[], None],
+        awaited: Callable[[], tuple[int, ...]],
     ) -> None:
         super().__init__(ticket)
         if torch.is_inference_mode_enabled():  # or the worker could not write the caller's tensors

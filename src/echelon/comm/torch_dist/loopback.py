@@ -21,8 +21,6 @@ from torch.distributed.elastic.rendezvous import (
 
 from echelon.comm.torch_dist.rendezvous import LOOPBACK, serve_store
 
-__all__ = ["LoopbackRendezvous"]
-
 
 @final
 class LoopbackRendezvous(RendezvousHandler):

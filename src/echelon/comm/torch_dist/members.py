@@ -13,8 +13,6 @@ from torch._C import _distributed_c10d as c10d
 
 from echelon.comm.torch_dist.peers import PeerLost
 
-__all__ = ["await_members"]
-
 _LONGEST_PAUSE_S = 0.1
 
 

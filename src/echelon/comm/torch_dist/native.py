@@ -26,10 +26,8 @@ from echelon.comm.torch_dist.job import Job
 from echelon.comm.torch_dist.peers import Engine, EngineWork, PeerLost, Peers
 from echelon.comm.torch_dist.signature_check import Agreement
 from echelon.comm.work import Work
-from echelon.diagnosis.collective_call import Ticket
+from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CommError, CommTimeout, StateError
-
-__all__ = ["NativeGroup"]
 
 _OPS = {
     "sum": c10d.ReduceOp.SUM,
@@ -53,7 +51,7 @@ class NativeWork(Work):
 
     def __init__(
         self,
-        ticket: Ticket,
+        ticket: CollectiveCall,
         works: Sequence[EngineWork],
         translate: Callable[[RuntimeError], CommError],
         others: tuple[int, ...],
@@ -122,7 +120,7 @@ class NativeGroup(TorchGroup):
 
     # Reductions ------------------------------------------------------------------------------
 
-    def _all_reduce(self, ticket: Ticket, tensor: Tensor, op: str) -> Work:
+    def _all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> Work:
         view = _reducible(tensor, op)
         if view is None:
             return self._gather_and_reduce(ticket, tensor, op, [tensor])
@@ -133,7 +131,7 @@ class NativeGroup(TorchGroup):
         return work
 
     def _reduce_scatter(
-        self, ticket: Ticket, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> Work:
         out_view, in_view = _reducible(output, op), _reducible(input, op)
         if out_view is None or in_view is None or len(set(splits)) > 1:
@@ -151,7 +149,7 @@ class NativeGroup(TorchGroup):
         work.then(lambda: divide_for_mean(output, op, self.size))
         return work
 
-    def _reduce(self, ticket: Ticket, tensor: Tensor, dst: int, op: str) -> Work:
+    def _reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
         view = _reducible(tensor, op)
         if view is None:
             return self._gather_and_reduce(ticket, tensor, op, [tensor] if self.rank == dst else [])
@@ -166,7 +164,7 @@ class NativeGroup(TorchGroup):
         return work
 
     def _gather_and_reduce(
-        self, ticket: Ticket, tensor: Tensor, op: str, outputs: list[Tensor]
+        self, ticket: CollectiveCall, tensor: Tensor, op: str, outputs: list[Tensor]
     ) -> Work:
         everyone = tensor.new_empty(self.size * tensor.numel())
         work = self._gather_flat(ticket, everyone, tensor)
@@ -177,7 +175,7 @@ class NativeGroup(TorchGroup):
 
     # Movement --------------------------------------------------------------------------------
 
-    def _all_gather(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> Work:
+    def _all_gather(self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
         if len({output.numel() for output in outputs}) > 1:
             return self._gather_uneven(ticket, outputs, input)
         flat = _joined(outputs)
@@ -188,14 +186,16 @@ class NativeGroup(TorchGroup):
         work.then(lambda: _copy_all(outputs, _rows(everyone, self.size)))
         return work
 
-    def _gather_flat(self, ticket: Ticket, output: Tensor, input: Tensor) -> Work:
+    def _gather_flat(self, ticket: CollectiveCall, output: Tensor, input: Tensor) -> Work:
         options = c10d.AllgatherOptions()
         return self._start(
             ticket,
             lambda engine: [engine._allgather_base(_bytes(output), _bytes(input), options)],
         )
 
-    def _gather_uneven(self, ticket: Ticket, outputs: Sequence[Tensor], input: Tensor) -> Work:
+    def _gather_uneven(
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor
+    ) -> Work:
         if outputs[self.rank].data_ptr() != input.data_ptr():
             outputs[self.rank].copy_(input)
 
@@ -208,27 +208,33 @@ class NativeGroup(TorchGroup):
 
         return self._start(ticket, start)
 
-    def _broadcast(self, ticket: Ticket, tensor: Tensor, src: int) -> Work:
+    def _broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> Work:
         return self._start(
             ticket, lambda engine: [engine.broadcast([_bytes(tensor)], _rooted(src))]
         )
 
-    def _gather(self, ticket: Ticket, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> Work:
+    def _gather(
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+    ) -> Work:
         empty = tensor[:0]
         ins = [tensor if rank == dst else empty for rank in range(self.size)]
         return self._move(ticket, outputs if self.rank == dst else [empty] * self.size, ins)
 
-    def _scatter(self, ticket: Ticket, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> Work:
+    def _scatter(
+        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
+    ) -> Work:
         empty = tensor[:0]
         outs = [tensor if rank == src else empty for rank in range(self.size)]
         return self._move(ticket, outs, inputs if self.rank == src else [empty] * self.size)
 
     def _all_to_all(
-        self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Work:
         return self._move(ticket, outputs, inputs)
 
-    def _move(self, ticket: Ticket, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+    def _move(
+        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Work:
         """Send ``inputs[r]`` to rank ``r`` and receive ``outputs[r]`` from it."""
         ins, outs = [part.numel() for part in inputs], [part.numel() for part in outputs]
         source = _joined(inputs)
@@ -242,7 +248,7 @@ class NativeGroup(TorchGroup):
         return work
 
     def _exchange(
-        self, ticket: Ticket, output: Tensor, input: Tensor, outs: list[int], ins: list[int]
+        self, ticket: CollectiveCall, output: Tensor, input: Tensor, outs: list[int], ins: list[int]
     ) -> Work:
         options = c10d.AllToAllOptions()
         width = input.itemsize
@@ -260,7 +266,7 @@ class NativeGroup(TorchGroup):
             (ins, outs) if ticket.call.op == "all_to_all_single" else None,
         )
 
-    def _barrier(self, ticket: Ticket) -> Work:
+    def _barrier(self, ticket: CollectiveCall) -> Work:
         token = torch.zeros(1, dtype=torch.int32, device=self.device)
         work = self._start(
             ticket, lambda engine: [engine.allreduce([token], c10d.AllreduceOptions())]
@@ -268,17 +274,17 @@ class NativeGroup(TorchGroup):
         work.then(lambda: synchronize(self.device))
         return work
 
-    def _send(self, ticket: Ticket, tensor: Tensor, dst: int, tag: int) -> Work:
+    def _send(self, ticket: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
         return self._call(ticket, lambda engine: [engine.send([_bytes(tensor)], dst, tag)])
 
-    def _recv(self, ticket: Ticket, tensor: Tensor, src: int, tag: int) -> Work:
+    def _recv(self, ticket: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
         return self._call(ticket, lambda engine: [engine.recv([_bytes(tensor)], src, tag)])
 
     # Parts of the above ----------------------------------------------------------------------
 
     def _start(
         self,
-        ticket: Ticket,
+        ticket: CollectiveCall,
         start: Callable[[Engine], list[EngineWork]],
         lengths: Lengths | None = None,
     ) -> Work:
@@ -286,7 +292,7 @@ class NativeGroup(TorchGroup):
         self._synchronize(ticket, lengths)
         return self._call(ticket, start)
 
-    def _call(self, ticket: Ticket, start: Callable[[Engine], list[EngineWork]]) -> Work:
+    def _call(self, ticket: CollectiveCall, start: Callable[[Engine], list[EngineWork]]) -> Work:
         self._job.check()
         start_s = time.monotonic()
 
@@ -303,7 +309,7 @@ class NativeGroup(TorchGroup):
             raise translate(error) from error
         return NativeWork(ticket, works, translate, self._others)
 
-    def _synchronize(self, ticket: Ticket, lengths: Lengths | None = None) -> None:
+    def _synchronize(self, ticket: CollectiveCall, lengths: Lengths | None = None) -> None:
         self._job.check()
         if self._agreement is None:
             return

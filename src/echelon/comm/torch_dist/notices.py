@@ -12,11 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
-from echelon.diagnosis.collective_call import Ticket
+from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CollectiveMismatch, CommError, CommTimeout, RankFailed
 from echelon.errors.printable import printable
-
-__all__ = ["Notice", "Reason", "conclude", "disagree"]
 
 
 class Reason(Enum):
@@ -67,7 +65,7 @@ class Notice:
     @classmethod
     def of(
         cls,
-        ticket: Ticket,
+        ticket: CollectiveCall,
         *,
         late: bool,
         missing: Sequence[int],

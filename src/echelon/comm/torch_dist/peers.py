@@ -24,22 +24,9 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from echelon.diagnosis.collective_call import Call, fingerprint
+from echelon.diagnosis.collective_call import CallSignature, fingerprint
 from echelon.errors import ArgumentError, StateError
 from echelon.process.forks import disown_in_forks, keep_alive
-
-__all__ = [
-    "MAX_TAG",
-    "PHASE",
-    "Engine",
-    "EngineWork",
-    "Mailroom",
-    "PeerLost",
-    "Peers",
-    "Posted",
-    "collective_tag",
-    "sized_tag",
-]
 
 MAX_TAG = 1 << 16
 _COLLECTIVE = 1 << 30
@@ -84,7 +71,7 @@ class PeerLost(Exception):
         self.missing, self.late = missing, late
 
 
-def collective_tag(call: Call, position: int) -> int:
+def collective_tag(call: CallSignature, position: int) -> int:
     """The tag of a collective, see [Note: tags]."""
     return _COLLECTIVE | (position & 0xFFF) << 17 | fingerprint(call) & 0x1FFFF
 
@@ -107,7 +94,7 @@ class Mailroom:
             raise ArgumentError(f"{op}: tag {tag} must be in 0 ... {MAX_TAG - 1} on this group")
         number = self._numbers[op, peer, tag]
         self._numbers[op, peer, tag] = number + 1
-        kind = fingerprint(Call("message", tensor.dtype, (tensor.numel(),)))
+        kind = fingerprint(CallSignature("message", tensor.dtype, (tensor.numel(),)))
         return _MESSAGE | tag << 13 | (number & 0xF) << 9 | kind & 0x1FF
 
 

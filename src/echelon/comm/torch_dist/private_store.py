@@ -14,8 +14,6 @@ from torch._C import _distributed_c10d as c10d
 from echelon.errors import WorldError
 from echelon.process.memfd import open_memory
 
-__all__ = ["VARIABLE", "create", "open_existing"]
-
 VARIABLE = "ECHELON_STORE"  # of ``echelon run``: the path of its store, and the id of the job
 _NAME = "echelon store"
 

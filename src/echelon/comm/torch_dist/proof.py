@@ -26,11 +26,12 @@ from torch._C import _distributed_c10d as c10d
 
 from echelon.comm.secret import NONCE_NBYTES, PROOF_NBYTES, Secret, nonce
 from echelon.comm.torch_dist.peers import PeerLost, Peers, collective_tag
-from echelon.diagnosis.collective_call import Call
+from echelon.diagnosis.collective_call import CallSignature
 
-__all__ = ["conclude", "strangers"]
-
-_NONCES, _PROOFS = collective_tag(Call("nonces"), 0), collective_tag(Call("proofs"), 0)
+_NONCES, _PROOFS = (
+    collective_tag(CallSignature("nonces"), 0),
+    collective_tag(CallSignature("proofs"), 0),
+)
 _SLICE_S = 0.1
 
 

@@ -27,16 +27,6 @@ from echelon.errors.printable import printable
 from echelon.process.environment import JobEnvironment, environment
 from echelon.process.listeners import announced
 
-__all__ = [
-    "LOOPBACK",
-    "Rendezvous",
-    "check_start",
-    "meet",
-    "open_store",
-    "serve_store",
-    "store_beside",
-]
-
 LOOPBACK = "127.0.0.1"
 _START = "the start of the world"
 _GRACE_S = 2.0  # beyond its own limit, for a store that keeps to it

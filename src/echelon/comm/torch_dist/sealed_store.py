@@ -15,8 +15,6 @@ from torch._C import _distributed_c10d as c10d
 from echelon.comm.secret import PROOF_NBYTES, Secret
 from echelon.errors import AuthenticationError
 
-__all__ = ["SealedStore"]
-
 
 @final
 class SealedStore(c10d.Store):

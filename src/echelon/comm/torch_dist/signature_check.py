@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from echelon.comm.torch_dist.peers import Peers, collective_tag
-from echelon.diagnosis.collective_call import Call, Ticket, fingerprint
+from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, fingerprint
 from echelon.errors import CollectiveMismatch
 from echelon.errors.printable import printable, text_bytes
 
-__all__ = ["Agreement"]
-
 _TEXT_NBYTES = 1024
 # The calls may differ, so the tags of the check depend on the position alone.
-_CALL, _TEXT = Call("check of the call"), Call("text of the call")
+_CALL, _TEXT = CallSignature("check of the call"), CallSignature("text of the call")
 
 
 @final
@@ -26,7 +24,9 @@ class Agreement:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
-    def check(self, ticket: Ticket, lengths: tuple[list[int], list[int]] | None = None) -> None:
+    def check(
+        self, ticket: CollectiveCall, lengths: tuple[list[int], list[int]] | None = None
+    ) -> None:
         """Return when all ranks have issued the call of ``ticket``.
 
         Args:
@@ -67,7 +67,7 @@ class Agreement:
         return rows
 
 
-def _describe(ticket: Ticket, sends: list[int], expects: list[int]) -> Tensor:
+def _describe(ticket: CollectiveCall, sends: list[int], expects: list[int]) -> Tensor:
     """The call and its place as a tensor of fixed length."""
     lengths = f", sends {sends}, expects {expects} elements" if sends else ""
     text = text_bytes(f"{ticket.call}{lengths} at {ticket.place}")

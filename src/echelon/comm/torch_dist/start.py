@@ -36,8 +36,6 @@ from echelon.errors import ArgumentError, AuthenticationError, EchelonError, Wor
 from echelon.process.environment import JobEnvironment
 from echelon.process.listeners import announced
 
-__all__ = ["check_wanted", "connect", "from_process_group"]
-
 _TRIALS = 3  # to find connections that no stranger has
 _PROOF_S = 10.0  # what a peer gets to prove itself in the first; a busy host is slow
 

@@ -1,0 +1,198 @@
+"""How communication under way looks to c10d: works, their futures, and receives from any rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.c10d.translate import UNSET, seconds_of
+from echelon.comm.shm import ShmGroup
+from echelon.comm.work import Work
+from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, caller
+from echelon.errors import CommTimeout
+from echelon.process.background import run_beside
+
+# How often a receive from any rank looks for a message: often at first, later to spare the core.
+_LOOK_S = (0.00005, 0.001)
+
+
+@final
+class C10dWork(dist.Work):
+    """Operations of a group under way, as one work of c10d.
+
+    Thread-safe, because a future is fulfilled on another thread than the user's.
+
+    Args:
+        parts: the operations.
+        result: the tensors that they write.
+        finish: last step, on the thread that waits.
+        timeout: seconds; None means the timeout of the group.
+        kept: works that stay alive. C++ code may hold a work as a C++ object only, whose
+            methods end with its Python object; so a work stays here until it is complete.
+        source: rank in the group from which a receive gets its message.
+    """
+
+    def __init__(
+        self,
+        parts: Iterable[Work],
+        result: Sequence[Tensor],
+        finish: Callable[[], None] | None = None,
+        timeout: float | None = None,
+        *,
+        kept: set[C10dWork],
+        source: Callable[[], int] = lambda: -1,
+    ) -> None:
+        super().__init__()
+        self._parts = list(parts)
+        self._result = list(result)
+        self._finish = finish
+        self._timeout = timeout
+        self._kept = kept
+        self._source = source
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self._complete = False
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+        kept.add(self)
+
+    def wait(self, timeout: timedelta = UNSET) -> bool:
+        """Return when the result is there.
+
+        Raises:
+            CommError: the ranks disagree, one failed, or time is up.
+        """
+        seconds = seconds_of(timeout)
+        self._wait(self._timeout if seconds is None else seconds)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the result is there, or will never be; then ``wait`` is not needed."""
+        if not self._has_ended() and all(part.done() for part in list(self._parts)):
+            self.exception()  # to the end, at once
+        return self._has_ended()
+
+    def is_success(self) -> bool:
+        """Whether the result is there."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """Why there is no result, once the operation has ended; waits for that."""
+        try:
+            self.wait()
+        except Exception as error:
+            return error
+        return None
+
+    def result(self) -> list[Tensor]:
+        """The tensors that the operation writes."""
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future with the tensors that the operation writes; it needs nobody's ``wait``."""
+        if self._future is None:
+            ended: torch.futures.Future[None] = torch.futures.Future()
+            # C++ code sees an error of a future only when it was raised in a callback.
+            self._future = ended.then(lambda _: self._outcome())
+            if self.is_completed():
+                ended.set_result(None)
+            else:
+                # A rank that fails does not wait for what its futures wait for.
+                run_beside("echelon future", self._fulfil, ended)
+        return self._future
+
+    def source_rank(self) -> int:
+        """Rank in the group from which a receive got its message; -1 for other operations."""
+        return self._source()
+
+    _source_rank = source_rank
+
+    def _fulfil(self, ended: torch.futures.Future[None]) -> None:
+        self.exception()
+        ended.set_result(None)
+
+    def _outcome(self) -> list[Tensor]:
+        self.wait()
+        return self._result
+
+    def _has_ended(self) -> bool:
+        return self._complete or self._error is not None
+
+    def _wait(self, seconds: float | None) -> None:
+        if self._complete:
+            return
+        if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
+            assert seconds is not None  # the thread of the future waits, and longer than we may
+            raise CommTimeout(str(self._parts[0].ticket), (), seconds)
+        try:
+            self._end(seconds)
+        except CommTimeout:
+            raise  # not the end: c10d may wait again
+        except Exception as error:
+            self._error = error
+            self._kept.discard(self)
+            raise
+        finally:
+            self._lock.release()
+
+    def _end(self, seconds: float | None) -> None:
+        if self._error is not None:
+            raise self._error
+        while self._parts:
+            self._parts[0].wait(seconds)
+            del self._parts[0]
+        if not self._complete:
+            if self._finish is not None:
+                self._finish()
+            self._complete = True
+            self._kept.discard(self)
+
+
+@final
+class ReceiveFromAny(Work):
+    """A receive of the next message with a tag, whichever rank sends it.
+
+    Attributes:
+        source: rank in the group that sent it; -1 until it is known.
+    """
+
+    def __init__(self, group: ShmGroup, tensor: Tensor, tag: int) -> None:
+        call = CallSignature(
+            "recv", tensor.dtype, (tensor.numel(),), None, None, f"tag {tag} from any rank"
+        )
+        super().__init__(
+            CollectiveCall(call, caller(), 0, group.name, group.ranks[group.rank], False)
+        )
+        self.source = -1
+        self._group, self._tensor, self._tag = group, tensor, tag
+        self._receive: Work | None = None
+
+    def done(self) -> bool:
+        """Whether the message is there."""
+        receive = self._found()
+        return receive is not None and receive.done()
+
+    def _found(self) -> Work | None:
+        if self._receive is None:
+            source = self._group.probe(self._tag)
+            if source is not None:
+                self.source = source
+                self._receive = self._group.irecv(self._tensor, source, self._tag)
+        return self._receive
+
+    def _wait(self, timeout: float | None) -> None:
+        seconds = self._group.timeout if timeout is None else timeout
+        start_s = time.monotonic()
+        while (receive := self._found()) is None:
+            waited_s = time.monotonic() - start_s
+            if waited_s > seconds:
+                others = [rank for i, rank in enumerate(self._group.ranks) if i != self._group.rank]
+                raise CommTimeout(str(self.ticket), others, seconds)
+            time.sleep(min(max(waited_s / 10, _LOOK_S[0]), _LOOK_S[1]))
+        receive.wait(timeout)

@@ -1,0 +1,162 @@
+"""Steps of our own, read and written without the code of their model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from echelon.checkpoint import api
+from echelon.checkpoint.convert.tree import PlainState, named_optimizer, tree_of
+from echelon.checkpoint.optimizers import number_of
+from echelon.checkpoint.step import SavedStep
+from echelon.errors import ArgumentError
+from echelon.values.dtypes import DTYPES
+
+_TAKEN = {"model", "optimizer", "directory", "step", "keep", "rng", "group", "own"}  # by save
+
+
+@final
+class SavedTensors(Mapping[str, Tensor]):
+    """The tensors of one model of a step, by plain names; each is read when it is asked for."""
+
+    def __init__(self, step: SavedStep, section: str) -> None:
+        self._step, self._section = step, section
+        start = f"{section}/"
+        self._saved = {
+            alias.removeprefix(start): saved
+            for saved in step.manifest.tensors.values()
+            for alias in (saved.name, *saved.ties)
+            if saved.name.startswith(start)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        saved = self._saved[name]
+        values = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+        self._step.read(saved, 0, values)
+        return values
+
+    def facts(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Names, dtypes and shapes, without reading."""
+        for name, saved in self._saved.items():
+            yield name, DTYPES[saved.dtype], saved.shape
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._saved)
+
+    def __len__(self) -> int:
+        return len(self._saved)
+
+
+def model_in(step: SavedStep, section: str | None) -> str:
+    """The name under which the model was saved.
+
+    Raises:
+        ArgumentError: there is none, or there are several and none was chosen.
+    """
+    models = [name for name, one in step.sections.items() if one["kind"] == "module"]
+    if section is None and len(models) == 1:
+        return models[0]
+    if section not in models:
+        raise ArgumentError(f"{step.folder} holds the models {models}: choose one with --section")
+    return section
+
+
+def read_step(step: SavedStep, section: str | None = None) -> PlainState:
+    """All of a step in memory: one model, the optimizer over it, and values."""
+    model = model_in(step, section)
+    states = {name: _State() for name, one in step.sections.items() if one["kind"] == "object"}
+    tensors = {
+        name: torch.empty(shape, dtype=dtype)
+        for name, dtype, shape in SavedTensors(step, model).facts()
+    }
+    optimizers = {name: one for name, one in step.sections.items() if _is_over(one, f"{model}/")}
+    named: dict[str, Any] = {}
+    tree, made = tree_of(tensors), None
+    for name, one in optimizers.items():
+        groups = [_group(name, group, f"{model}/") for group in one["groups"]]
+        tree = tree_of(tensors, [param for group in groups for param in group["params"]])
+        made = named[name] = named_optimizer(tree, groups)
+    loaded = api.load(step.folder, rng=False, **{model: tree, **named, **states})
+    values = {**loaded.values, **{name: one.found for name, one in states.items()}}
+    taken = {*[*named][-1:], *values}
+    return PlainState(
+        model=tree.state_dict(),
+        optimizer=None if made is None else _state_by_name(made, tree),
+        values=values,
+        step=step.manifest.step,
+        left_out=(
+            *others_in(step, model, taken),
+            *(f"{name} of ranks other than the first" for name in loaded.apart if name in values),
+        ),
+    )
+
+
+def others_in(step: SavedStep, model: str, taken: Collection[str] = ()) -> tuple[str, ...]:
+    """The names of what a step has beside the tensors of a model and what was ``taken``."""
+    return (*sorted(step.sections.keys() - {model, *taken}), *step.sections[model]["extras"])
+
+
+@final
+class _State:
+    """Stands for an object whose class is not known here: it takes any state."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.found = state
+
+
+def names_that_fit(values: Mapping[str, Any]) -> set[str]:
+    """Of the names of values, those under which they can be saved."""
+    return {name for name in values if name.isidentifier()} - _TAKEN
+
+
+def write_step(state: PlainState, root: Path, step: int) -> Path:
+    """Save a state as one step."""
+    groups = [] if state.optimizer is None else list(state.optimizer["param_groups"])
+    params = {param for group in groups for param in group["params"]}
+    if missing := sorted(params - state.model.keys()):
+        raise ArgumentError(f"the optimizer has parameters that the model lacks: {missing[:5]}")
+    tree = tree_of(state.model, params)
+    optimizer = None
+    if state.optimizer is not None:
+        optimizer = named_optimizer(tree, groups)
+        by_name = dict(tree.named_parameters())
+        for name, own in state.optimizer["state"].items():
+            optimizer.state[by_name[name]] = dict(own)
+    values = {name: state.values[name] for name in names_that_fit(state.values)}
+    return api.save(root, step=step, model=tree, optimizer=optimizer, rng=False, **values)
+
+
+def _is_over(section: Mapping[str, Any], start: str) -> bool:
+    """Whether a section is an optimizer over the model whose names begin so."""
+    if section["kind"] != "optimizer":
+        return False
+    params = [param for group in section["groups"] for param in group["params"]]
+    return bool(params) and all(param.startswith(start) for param in params)
+
+
+def _group(name: str, group: Mapping[str, Any], start: str) -> dict[str, Any]:
+    cpu = torch.device("cpu")
+    options = {key: number_of(one, name, cpu) for key, one in group["options"].items()}
+    return {**options, "params": [param.removeprefix(start) for param in group["params"]]}
+
+
+def _state_by_name(optimizer: Optimizer, tree: torch.nn.Module) -> dict[str, Any]:
+    names = {param: name for name, param in tree.named_parameters()}
+    return {
+        "state": {names[param]: dict(own) for param, own in optimizer.state.items()},  # type: ignore[index]
+        "param_groups": [
+            {**group, "params": [names[param] for param in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+    }

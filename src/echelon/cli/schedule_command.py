@@ -1,0 +1,170 @@
+"""``echelon schedule``: the table of schedules for a size, or one of them drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from echelon.errors import ArgumentError
+from echelon.pipeline.schedules.choose import Choice, ChoiceRow, choose
+from echelon.pipeline.schedules.families import FAMILIES, schedule
+from echelon.pipeline.schedules.page import to_page
+from echelon.pipeline.schedules.render import to_svg, to_text
+from echelon.pipeline.schedules.simulate import Simulation, simulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRequest:
+    """What was asked for on the command line, as it was written.
+
+    Attributes:
+        name: of a schedule; None for the table of all.
+        ranks: how many.
+        microbatches: how many.
+        chunks: one number, or several with commas.
+        costs: pairs such as ``F=1``, with commas.
+        hop: time of a message.
+        memory_cap: most microbatches alive on a rank.
+        options: of the schedule, each as ``k=2``.
+        files: where to write what, by format.
+    """
+
+    name: str | None
+    ranks: int
+    microbatches: int
+    chunks: str | None
+    costs: str
+    hop: float
+    memory_cap: float | None
+    options: tuple[str, ...]
+    files: Mapping[str, Path | None]
+
+
+def show(request: ScheduleRequest) -> int:
+    """Print the table or the drawing, and write the files; 1 if nothing can be recommended."""
+    costs = {name: float(_number(text, "--costs")) for name, text in _pairs(request.costs)}
+    costs["hop"] = request.hop
+    if request.name is not None:
+        simulation = _named(request, costs)
+    else:
+        if request.options:
+            raise ArgumentError("--option belongs to one schedule; give its NAME too")
+        chunks = [_whole(text, "--chunks") for text in (request.chunks or "1,2,4").split(",")]
+        choice = choose(
+            request.ranks,
+            request.microbatches,
+            chunks=chunks,
+            costs=costs,
+            memory_cap=request.memory_cap,
+        )
+        _print_table(request, choice)
+        if choice.recommended is None:
+            return 1
+        simulation = choice.recommended.simulation
+    for form, path in request.files.items():
+        if path is not None:
+            try:
+                path.write_text(_file(form, simulation))
+            except OSError as error:
+                raise ArgumentError(
+                    f"--{form} is {path}, which cannot be written: {error.strerror}; give a file "
+                    "in a folder that is there"
+                ) from error
+            typer.echo(f"{simulation.schedule.name} is in {path}")
+    return 0
+
+
+def _named(request: ScheduleRequest, costs: dict[str, float]) -> Simulation:
+    """Simulate the schedule of a name, and draw it."""
+    assert request.name is not None  # the caller has looked
+    family = FAMILIES.get(request.name)
+    usual = (family.chunks or 2) if family is not None else 1
+    chunks = usual if request.chunks is None else _whole(request.chunks, "--chunks")
+    options: dict[str, int | bool] = {}
+    for name, text in (pair for option in request.options for pair in _pairs(option)):
+        number = _whole(text, "--option")
+        options[name] = bool(number) if name == "fused" else number
+    found = schedule(
+        request.name, request.ranks * chunks, request.microbatches, request.ranks, **options
+    )
+    by_stage = {name: cost / (1 if name == "hop" else chunks) for name, cost in costs.items()}
+    simulation = simulate(found, by_stage)
+    if request.memory_cap is not None and max(simulation.peak) > request.memory_cap:
+        raise ArgumentError(
+            f"{request.name} keeps {max(simulation.peak):g} microbatches alive on a rank, more "
+            f"than --memory-cap {request.memory_cap:g}"
+        )
+    try:
+        typer.echo(to_text(simulation.timeline))
+    except ArgumentError:  # too wide for a terminal: the lists without their times still fit
+        typer.echo(str(found))
+    peaks = ", ".join(f"{peak:g}" for peak in simulation.peak)
+    typer.echo(
+        f"time {simulation.makespan:.4g}, bubble {simulation.span_bubble:.2%} "
+        f"(own {simulation.own_bubble:.2%}), peak by rank: {peaks}"
+    )
+    return simulation
+
+
+def _print_table(request: ScheduleRequest, choice: Choice) -> None:
+    title = f"{request.ranks} ranks, {request.microbatches} microbatches"
+    table = Table(title=title, title_justify="left", pad_edge=False)
+    table.add_column("")
+    table.add_column("schedule", no_wrap=True)
+    for column in ("time", "bubble", "own bubble", "peak", "messages"):
+        table.add_column(column, justify="right")
+    for row in choice.rows:
+        table.add_row(*_cells(row, choice), style=None if row.fits else "dim")
+    console = Console()
+    console.print(table)
+    console.print(choice.reason, markup=False, highlight=False)
+
+
+def _cells(row: ChoiceRow, choice: Choice) -> list[str]:
+    found = row.simulation
+    mark = "→" if row is choice.recommended else "" if row.fits else "over the cap"
+    return [
+        mark,
+        str(row),
+        f"{found.makespan:.4g}",
+        f"{found.span_bubble:.2%}",
+        f"{found.own_bubble:.2%}",
+        f"{row.peak:g}",
+        str(row.messages),
+    ]
+
+
+def _file(form: str, simulation: Simulation) -> str:
+    if form == "csv":
+        return simulation.schedule.to_csv()
+    if form == "svg":
+        return to_svg({"simulated": simulation.timeline})
+    return to_page(simulation)
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    pairs = []
+    for pair in text.split(","):
+        name, equals, value = pair.strip().partition("=")
+        if not (name and equals and value):
+            raise ArgumentError(f"{text!r} is not written as NAME=NUMBER with commas between")
+        pairs.append((name, value))
+    return pairs
+
+
+def _number(text: str, where: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentError(f"{where} has {text!r}; give a number") from None
+
+
+def _whole(text: str, where: str) -> int:
+    if not text.strip().isdecimal():
+        raise ArgumentError(f"{where} has {text!r}; give a whole number")
+    return int(text)

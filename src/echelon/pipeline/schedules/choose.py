@@ -1,0 +1,202 @@
+"""Which schedule for a size: all of them side by side, and one of them marked with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from echelon.errors import ArgumentError
+from echelon.pipeline.schedules.costs import read_costs
+from echelon.pipeline.schedules.families import FAMILIES, schedule
+from echelon.pipeline.schedules.simulate import Simulation, simulate
+
+_WIDTHS = (11, 9, 9, 8, 10)  # of the columns behind the name
+ALIKE = 0.01  # schedules whose times differ by less are equally fast: costs are not known better
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceRow:
+    """One schedule of a size.
+
+    Attributes:
+        name: its name.
+        chunks: stages per rank.
+        options: its options.
+        simulation: what it would do; the unit of time is that of the costs.
+        messages: most transfers of one rank, sent and received.
+        fits: whether its peak is within the cap.
+    """
+
+    name: str
+    chunks: int
+    options: Mapping[str, int | bool] = field(default_factory=dict)
+    simulation: Simulation
+    messages: int
+    fits: bool
+
+    @property
+    def peak(self) -> float:
+        """Most activations alive on any rank, in activations of one rank's share."""
+        return max(self.simulation.peak)
+
+    def __str__(self) -> str:
+        options = {"v": self.chunks} if FAMILIES[self.name].chunks is None else {}
+        given = ", ".join(f"{key}={value}" for key, value in {**options, **self.options}.items())
+        return f"{self.name}({given})" if given else self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The schedules of a size.
+
+    Attributes:
+        rows: from the fastest to the slowest.
+        recommended: one of them; None if none is within the cap.
+        reason: why, in a sentence.
+    """
+
+    rows: tuple[ChoiceRow, ...]
+    recommended: ChoiceRow | None
+    reason: str
+
+    def __str__(self) -> str:
+        head = (
+            f"  {'schedule':<28} {'time':>10} {'bubble':>8} {'own':>8} {'peak':>7} {'messages':>9}"
+        )
+        lines = [head]
+        for row in self.rows:
+            mark = "*" if row is self.recommended else " " if row.fits else "x"
+            found = row.simulation
+            lines.append(
+                f"{mark} {row!s:<28} {found.makespan:>10.4g} {found.span_bubble:>8.2%} "
+                f"{found.own_bubble:>8.2%} {row.peak:>7.4g} {row.messages:>9}"
+            )
+        return "\n".join([*lines, self.reason])
+
+
+def choose(
+    ranks: int,
+    microbatches: int,
+    *,
+    chunks: Iterable[int] = (1, 2, 4),
+    costs: Mapping[str, float] | None = None,
+    memory_cap: float | None = None,
+) -> Choice:
+    """Simulate every schedule that a size can have, and recommend one.
+
+    Recommended is the fastest whose memory is within the cap; of those as fast within 1 %, the one
+    with the least memory, then with the fewest messages. Time is over all ranks, so a schedule that
+    gains only where each rank steps its optimizer alone does not win by that.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        chunks: how many stages a rank may hold; the model must be cut into so many times ``ranks``.
+        costs: as ``simulate``, but numbers for a rank's whole share of the model, of which a stage
+            has its part. ``dualpipe-v`` is fused only where ``F&B`` is given.
+        memory_cap: most activations alive on a rank, in those of one microbatch over the rank's
+            whole share (1F1B keeps as many as there are ranks); None for no cap.
+
+    Raises:
+        ArgumentError: a number or list is none.
+
+    Example:
+        >>> choice = choose(4, 8, chunks=[1, 2], costs={"F": 1, "B": 2}, memory_cap=4)
+        >>> str(choice.recommended)
+        'zb(v=2, k=1)'
+        >>> choice.reason.split(":")[0]
+        'zb(v=2, k=1) is recommended'
+    """
+    given = list(chunks) if isinstance(chunks, Iterable) else [chunks]
+    if not given or not all(isinstance(v, int) and v > 0 for v in given):
+        raise ArgumentError(f"chunks is {chunks!r:.80}; give numbers of stages per rank, each >= 1")
+    if memory_cap is not None and not (isinstance(memory_cap, int | float) and memory_cap >= 0):
+        raise ArgumentError(f"memory_cap is {memory_cap!r:.80}; give a number >= 0, or None")
+    rows = []
+    for name, v, options in _candidates(
+        sorted(set(given)), ranks, microbatches, fused=costs is not None and "F&B" in costs
+    ):
+        found = schedule(name, ranks * v, microbatches, ranks, **options)
+        simulation = simulate(found, _share(costs, v))
+        peak = max(simulation.peak)
+        rows.append(
+            ChoiceRow(
+                name=name,
+                chunks=v,
+                options=options,
+                simulation=simulation,
+                messages=_messages(simulation),
+                fits=memory_cap is None or peak <= memory_cap,
+            )
+        )
+    rows.sort(key=lambda row: (row.simulation.makespan, row.peak, row.messages))
+    recommended, reason = _recommend(rows, memory_cap)
+    return Choice(rows=tuple(rows), recommended=recommended, reason=reason)
+
+
+def _candidates(
+    chunks: list[int], ranks: int, microbatches: int, *, fused: bool
+) -> Iterator[tuple[str, int, dict[str, int | bool]]]:
+    """Every training schedule once: zb of one chunk goes by its own names."""
+    for name, family in FAMILIES.items():
+        for v in chunks:
+            if name == "forward-only" or (family.chunks is not None and family.chunks != v):
+                continue
+            if family.chunks is None and v == 1:
+                continue
+            if name == "dualpipe-v" and microbatches < 2 * ranks:
+                continue
+            if name == "interleaved":
+                yield from ((name, v, {"factor": factor}) for factor in (1, 2))
+            elif name == "zb":
+                yield from ((name, v, {"k": k}) for k in (1, 2))
+            else:
+                yield name, v, {}
+                if name == "dualpipe-v" and fused:
+                    yield name, v, {"fused": True}
+
+
+def _share(costs: Mapping[str, float] | None, v: int) -> dict[str, float]:
+    """The costs of one of the v stages of a rank; a message takes as long as before."""
+    given = {"F": 1.0} if costs is None else dict(costs)
+    for name, number in given.items():
+        if not isinstance(number, int | float):
+            raise ArgumentError(
+                f"costs[{name!r}] is {number!r:.80}; choose compares cuts into different numbers "
+                "of stages, so give one number for a rank's share"
+            )
+    whole = read_costs(given, 1)
+    parts = {"F": whole.forward, "B": whole.backward, "I": whole.inputs, "W": whole.weights}
+    parts |= {} if whole.pair is None else {"F&B": whole.pair}
+    return {name: by_stage[0] / v for name, by_stage in parts.items()} | {"hop": whole.hop}
+
+
+def _messages(simulation: Simulation) -> int:
+    """Most transfers that one rank has an end of."""
+    found, counts = simulation.schedule, [0] * simulation.schedule.num_ranks
+    for one, other in zip(found.placement, found.placement[1:], strict=False):
+        if one != other:
+            for rank in (one, other):
+                counts[rank] += found.num_microbatches * (2 if found.has_backward else 1)
+    return max(counts)
+
+
+def _recommend(rows: list[ChoiceRow], cap: float | None) -> tuple[ChoiceRow | None, str]:
+    """The row to take, and the sentence that says why."""
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        least = min(rows, key=lambda row: row.peak)
+        return None, (
+            f"none is within the memory cap of {cap:g}: the least is {least}, which keeps "
+            f"{least.peak:g}. Use smaller microbatches, activation checkpointing or more ranks"
+        )
+    fastest = fitting[0].simulation.makespan
+    alike = [row for row in fitting if row.simulation.makespan <= fastest * (1 + ALIKE)]
+    best = min(alike, key=lambda row: (row.peak, row.messages, row.simulation.makespan))
+    within = "" if cap is None else f" within the memory cap of {cap:g}"
+    reason = f"{best} is recommended: the fastest{within}"
+    if len(alike) > 1:
+        reason = f"{best} is recommended: of the {len(alike)} fastest{within}, alike to 1 %, "
+        reason += "it has the least memory and, among those, the fewest messages"
+    found = best.simulation
+    return best, f"{reason} (time {found.makespan:.4g}, bubble {found.span_bubble:.2%})."

@@ -1,0 +1,121 @@
+"""What the computations of a pipeline cost: numbers in any one unit of time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from echelon.errors import ArgumentError
+from echelon.pipeline.schedules.ir import BACKWARD, FORWARD, INPUT, Item, Kind, Pair
+
+_NAMES = ("F", "B", "I", "W", "F&B", "hop")
+Given = Mapping[str, float | Sequence[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What one microbatch costs in each stage.
+
+    Attributes:
+        forward: of F, by stage.
+        backward: of B.
+        inputs: of I.
+        weights: of W.
+        pair: of a fused pair, by the stage of its forward; None where it is the sum of its parts.
+        hop: from the end of a computation to the arrival of its result on another rank.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    inputs: tuple[float, ...]
+    weights: tuple[float, ...]
+    pair: tuple[float, ...] | None
+    hop: float
+
+    def of(self, item: Item) -> float:
+        """How long a computation takes; 0 for what is no computation."""
+        if isinstance(item, Pair):
+            if self.pair is not None:
+                return self.pair[item.forward.stage]
+            return self.of(item.forward) + self.of(item.backward)
+        kind, _, stage = item
+        if kind is FORWARD:
+            return self.forward[stage]
+        if kind is BACKWARD:
+            return self.backward[stage]
+        if kind is INPUT:
+            return self.inputs[stage]
+        return self.weights[stage] if kind is Kind.W else 0.0
+
+
+def read_costs(costs: Given | None, num_stages: int) -> Costs:
+    """The costs that a user gave, completed.
+
+    Args:
+        costs: of one stage and one microbatch, a number for all stages or a list by stage, under
+            ``F``, ``B``, ``I``, ``W`` and, for fused pairs, ``F&B``; a number under ``hop``.
+            F is 1 if it is left out. B and I + W are the same time: what is left out of the three
+            follows from the others; I and W are half of B if only B is given, and 1 if none is.
+        num_stages: length of the lists.
+
+    Raises:
+        ArgumentError: no mapping, another name, a list of another length, or no number >= 0.
+
+    Example:
+        >>> costs = read_costs({"F": [1, 2], "B": 3, "hop": 0.1}, num_stages=2)
+        >>> costs.forward, costs.inputs, costs.weights
+        ((1.0, 2.0), (1.5, 1.5), (1.5, 1.5))
+    """
+    costs = {} if costs is None else costs
+    if not isinstance(costs, Mapping):
+        raise ArgumentError(
+            f"costs is {costs!r:.80}; give numbers by name, as in {{'F': 1, 'B': 2}}"
+        )
+    unknown = sorted(set(costs) - set(_NAMES))
+    if unknown:
+        raise ArgumentError(f"costs has {unknown[0]!r}; its names are {', '.join(_NAMES)}")
+    lists = {
+        name: _by_stage(name, value, num_stages) for name, value in costs.items() if name != "hop"
+    }
+    ones = (1.0,) * num_stages
+    b, i, w = lists.get("B"), lists.get("I"), lists.get("W")
+    if b is None:
+        i, w = i or ones, w or ones
+        b = _add(i, w)
+    elif i is None and w is None:
+        i = w = tuple(x / 2 for x in b)
+    elif i is None or w is None:
+        known = i or w or ones
+        rest = tuple(x - y for x, y in zip(b, known, strict=True))
+        if min(rest, default=0.0) < 0:
+            raise ArgumentError(f"costs has a part of the backward that is more than B: {costs!r}")
+        i, w = i or rest, w or rest
+    hop = costs.get("hop", 0.0)
+    if not isinstance(hop, int | float) or not 0 <= hop < math.inf:
+        raise ArgumentError(f"costs['hop'] is {hop!r:.80}; give one number >= 0 for all messages")
+    return Costs(
+        forward=lists.get("F", ones),
+        backward=b,
+        inputs=i,
+        weights=w,
+        pair=lists.get("F&B"),
+        hop=float(hop),
+    )
+
+
+def _by_stage(name: str, value: object, num_stages: int) -> tuple[float, ...]:
+    given = [value] * num_stages if isinstance(value, int | float) else value
+    if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != num_stages:
+        raise ArgumentError(
+            f"costs[{name!r}] is {value!r:.80}; give a number, or one for each of the "
+            f"{num_stages} stages"
+        )
+    for number in given:
+        if not isinstance(number, int | float) or not 0 <= number < math.inf:
+            raise ArgumentError(f"costs[{name!r}] has {number!r:.80}; a cost is a number >= 0")
+    return tuple(float(number) for number in given)
+
+
+def _add(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
+    return tuple(x + y for x, y in zip(a, b, strict=True))

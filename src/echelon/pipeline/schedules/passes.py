@@ -1,0 +1,304 @@
+"""From computations to all that a rank does: transfers, gathers, reductions.
+
+Each pass takes a schedule and returns another one; the computations keep their order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from echelon.errors import ArgumentError, ScheduleError
+from echelon.pipeline.schedules.check import check
+from echelon.pipeline.schedules.costs import Given
+from echelon.pipeline.schedules.ir import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    WHOLE_STAGE,
+    Action,
+    Item,
+    Kind,
+    Schedule,
+)
+from echelon.pipeline.schedules.readiness import Channel, walk
+from echelon.pipeline.schedules.simulate import simulate
+
+AHEAD = 4  # computations between the post of a receive and its consumer, at most
+
+
+def lower(
+    schedule: Schedule,
+    costs: Given | None = None,
+    *,
+    gather: Sequence[int] | None = None,
+    window_nbytes: int | None = None,
+    reduce: bool = True,
+) -> Schedule:
+    """All passes, then all rules.
+
+    Args:
+        schedule: computations only.
+        costs: as ``simulate``; they decide the order of transfers.
+        gather: bytes of the parameters of each stage, where stages are sharded.
+        window_nbytes: how many of them may be gathered on a rank at once; all of its stages if
+            None.
+        reduce: whether gradients are reduced over replicas of the stages.
+
+    Raises:
+        ScheduleError: the schedule breaks a rule, or is lowered already.
+
+    Example:
+        >>> from echelon.pipeline.schedules.looped import one_f_one_b
+        >>> print(lower(one_f_one_b(2, 1)))
+        rank 0 | 0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD
+        rank 1 | 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD
+    """
+    check(schedule)
+    lowered = add_transfers(schedule, costs)
+    if reduce and schedule.has_backward:
+        lowered = add_reductions(lowered)
+    if gather is not None:
+        lowered = add_gathers(lowered, gather, window_nbytes)
+    check(lowered)
+    return lowered
+
+
+# --- transfers -----------------------------------------------------------------------------------
+
+
+def add_transfers(schedule: Schedule, costs: Given | None = None) -> Schedule:
+    """Sends and receives, in the better of two orders.
+
+    *By sender*: computations are taken in the order in which they end in the simulation; the send
+    goes to the list of its rank and the receive to that of the other at the same moment. Every list
+    is then a projection of one order of everything, so the first thing in that order which has not
+    happened can always happen, on any engine.
+
+    *By arrival*: transfers of two ranks are ordered by when they arrive in the simulation, and a
+    receive is posted at most four computations before its consumer, so that fewer buffers wait.
+    This may stall or be slow, so it is used where it passes the rules and takes no longer with the
+    transfers of two ranks in one queue.
+
+    Raises:
+        ScheduleError: transfers are there already, or a computation is missing.
+    """
+    if schedule.is_lowered:
+        raise ScheduleError("it has transfers already; give the computations only")
+    order = _by_end(schedule, costs)
+    routes = _routes(schedule, order)
+    by_sender = _by_sender(schedule, order, routes)
+    by_arrival = _by_arrival(schedule, routes)
+    try:
+        check(by_arrival)
+    except ScheduleError:  # an order that can stall is not offered
+        return by_sender
+    first, second = (
+        simulate(lowered, costs, channel=Channel.PAIR).makespan
+        for lowered in (by_arrival, by_sender)
+    )
+    return by_arrival if first <= second * (1 + 1e-9) else by_sender
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Route:
+    """One value that goes to another rank.
+
+    Attributes:
+        send: the action on the rank that has it.
+        receive: the action on the rank that needs it.
+        src: the first rank, and the position of the computation that gives it.
+        dst: the second, and the position of the computation that needs it.
+    """
+
+    send: Action
+    receive: Action
+    src: tuple[int, int]
+    dst: tuple[int, int]
+
+
+def _by_end(schedule: Schedule, costs: Given | None) -> list[tuple[int, int]]:
+    """Rank and position of every item, by its end in the simulation, after all it waits for."""
+    ends: list[list[float]] = [[] for _ in schedule.orders]
+    for step in simulate(schedule, costs).timeline.steps:
+        ends[step.rank].append(step.end)
+    left = [iter(own) for own in ends]
+    now = [0.0] * schedule.num_ranks
+    found = []
+    # Computations may cost nothing; the walk orders what ends at the same time.
+    for n, (rank, position, item, _) in enumerate(walk(schedule)):
+        now[rank] = next(left[rank]) if item.kind not in WHOLE_STAGE else now[rank]
+        found.append((now[rank], n, rank, position))
+    return [(rank, position) for _, _, rank, position in sorted(found)]
+
+
+def _routes(schedule: Schedule, order: list[tuple[int, int]]) -> list[_Route]:
+    """What goes from rank to rank, in the order in which it is sent."""
+    consumers: dict[Action, tuple[int, int]] = {}  # by the receive that stands before it
+    for rank, position in order:
+        for kind, i, stage in schedule.orders[rank][position].parts:
+            if kind is FORWARD or kind in (BACKWARD, INPUT):
+                receive = Kind.RECV_F if kind is FORWARD else Kind.RECV_B
+                consumers[Action(receive, i, stage)] = rank, position
+    routes = []
+    for rank, position in order:
+        for kind, i, stage in schedule.orders[rank][position].parts:
+            if kind is FORWARD:
+                send, received = Kind.SEND_F, Action(Kind.RECV_F, i, stage + 1)
+            elif kind in (BACKWARD, INPUT):
+                send, received = Kind.SEND_B, Action(Kind.RECV_B, i, stage - 1)
+            else:
+                continue
+            dst = consumers.get(received)
+            if dst is not None and dst[0] != rank:
+                sent = Action(send, i, stage)
+                routes.append(_Route(send=sent, receive=received, src=(rank, position), dst=dst))
+    return routes
+
+
+def _by_sender(schedule: Schedule, order: list[tuple[int, int]], routes: list[_Route]) -> Schedule:
+    """Both ends of a transfer at the moment at which its value is there."""
+    given: dict[tuple[int, int], list[_Route]] = {}
+    for route in routes:
+        given.setdefault(route.src, []).append(route)
+    lists: list[list[Item]] = [[] for _ in schedule.orders]
+    for rank, position in order:
+        lists[rank].append(schedule.orders[rank][position])
+        for route in given.get((rank, position), ()):
+            lists[rank].append(route.send)
+            lists[route.dst[0]].append(route.receive)
+    return replace(schedule, orders=tuple(map(tuple, lists)))
+
+
+def _by_arrival(schedule: Schedule, routes: list[_Route]) -> Schedule:
+    """Transfers of two ranks by arrival; a send at once, a receive shortly before its consumer."""
+    channels: dict[tuple[int, int], list[tuple[int, Action]]] = {}  # by rank and peer
+    slots: dict[Action, int] = {}  # before which position of its list it stands
+    receives = set()
+    for n, route in enumerate(routes):
+        (src, given), (dst, needed) = route.src, route.dst
+        slots[route.send] = given + 1
+        slots[route.receive] = max(0, needed - AHEAD)
+        receives.add(route.receive)
+        channels.setdefault((src, dst), []).append((n, route.send))
+        channels.setdefault((dst, src), []).append((n, route.receive))
+    lists: list[list[tuple[int, int, Action]]] = [[] for _ in schedule.orders]
+    for (rank, _), ends in channels.items():
+        # A receive goes before what follows it in the channel, then all after what precedes them.
+        latest = len(schedule.orders[rank])
+        for _, action in reversed(ends):
+            if action in receives:
+                slots[action] = min(slots[action], latest)
+            latest = slots[action]
+        earliest = 0
+        for n, action in ends:
+            earliest = max(earliest, slots[action])
+            lists[rank].append((earliest, n, action))
+    orders = []
+    for order, posted in zip(schedule.orders, lists, strict=True):
+        waiting = deque(sorted(posted))
+        merged: list[Item] = []
+        for position in range(len(order) + 1):
+            while waiting and waiting[0][0] <= position:
+                merged.append(waiting.popleft()[2])
+            merged.extend(order[position : position + 1])
+        orders.append(tuple(merged))
+    return replace(schedule, orders=tuple(orders))
+
+
+# --- gradients and parameters of whole stages ----------------------------------------------------
+
+
+def add_reductions(schedule: Schedule) -> Schedule:
+    """A reduction after the last backward of each stage.
+
+    Example:
+        >>> print(add_reductions(Schedule.from_csv("0F0,0I0,0W0")))
+        rank 0 | 0F0 0I0 0W0 0REDUCE_GRAD
+    """
+    orders = []
+    for order in schedule.orders:
+        last = {
+            part.stage: position
+            for position, item in enumerate(order)
+            for part in item.parts
+            if part.kind in (BACKWARD, WEIGHT)
+        }
+        grown: list[Item] = []
+        waiting: list[int] = []  # stages whose gradients are complete
+        for position, item in enumerate(order):
+            # What a backward sends goes first: others wait for it, and for a reduction nobody.
+            if item.kind not in (Kind.SEND_F, Kind.SEND_B):
+                grown.extend(Action(Kind.REDUCE, None, stage) for stage in waiting)
+                waiting = []
+            grown.append(item)
+            waiting += [part.stage for part in item.parts if last.get(part.stage) == position]
+        grown.extend(Action(Kind.REDUCE, None, stage) for stage in waiting)
+        orders.append(tuple(grown))
+    return replace(schedule, orders=tuple(orders))
+
+
+def add_gathers(
+    schedule: Schedule, stage_nbytes: Sequence[int], window_nbytes: int | None = None
+) -> Schedule:
+    """Gathers before computations and releases behind them, in a window of bytes.
+
+    Before each computation the stages that the rank uses next, in the order of their use, are
+    gathered as far as they fit into the window, and the others are released.
+
+    Args:
+        schedule: any.
+        stage_nbytes: bytes of the full parameters of each stage.
+        window_nbytes: most bytes gathered at once on a rank; None for no bound. The stages of the
+            computation that runs are gathered whatever they need.
+
+    Example:
+        >>> one = Schedule.from_csv("0F0,1F0,1B0,0B0")
+        >>> print(add_gathers(one, [8, 8], window_nbytes=8))
+        rank 0 | 0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1B0 1RESHARD 0UNSHARD 0B0 0RESHARD
+        >>> print(add_gathers(one, [8, 8]))
+        rank 0 | 0UNSHARD 1UNSHARD 0F0 1F0 1B0 1RESHARD 0B0 0RESHARD
+    """
+    if len(stage_nbytes) != schedule.num_stages or any(size < 0 for size in stage_nbytes):
+        raise ArgumentError(
+            f"the bytes of stages are {list(stage_nbytes)!r:.80}; give one number >= 0 for each of "
+            f"the {schedule.num_stages} stages"
+        )
+    room = sum(stage_nbytes) if window_nbytes is None else window_nbytes
+    return replace(
+        schedule,
+        orders=tuple(tuple(_gathering(order, stage_nbytes, room)) for order in schedule.orders),
+    )
+
+
+def _gathering(order: Sequence[Item], sizes: Sequence[int], room: int) -> Iterator[Item]:
+    full: list[int] = []
+    for item, upcoming in zip(order, _next_uses(order), strict=True):
+        now = [part.stage for part in item.parts if part.kind in COMPUTE]
+        if now:
+            wanted, used = list[int](), 0
+            for stage in upcoming:
+                used += sizes[stage]
+                if used > room and stage not in now:
+                    break
+                wanted.append(stage)
+            yield from (Action(Kind.RESHARD, None, s) for s in full if s not in wanted)
+            yield from (Action(Kind.UNSHARD, None, s) for s in wanted if s not in full)
+            full = wanted
+        yield item
+    yield from (Action(Kind.RESHARD, None, stage) for stage in full)
+
+
+def _next_uses(order: Sequence[Item]) -> list[tuple[int, ...]]:
+    """At each position, the stages that compute there or later, in the order of their next use."""
+    uses: list[tuple[int, ...]] = []
+    upcoming: tuple[int, ...] = ()
+    for item in reversed(order):
+        now = tuple(dict.fromkeys(part.stage for part in item.parts if part.kind in COMPUTE))
+        if now:
+            upcoming = now + tuple(stage for stage in upcoming if stage not in now)
+        uses.append(upcoming)
+    return uses[::-1]

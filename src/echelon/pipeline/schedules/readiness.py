@@ -1,0 +1,343 @@
+"""When an action can run: the only place that knows. Checking and simulating both walk here.
+
+A computation runs when those before it in the list of its rank are done and what it needs is there:
+
+======================  ========================================================================
+``F`` of stage j        the output of stage j-1 for the same microbatch
+``B``, ``I`` of j       the output of stage j, and the gradient of stage j+1 (its ``B`` or ``I``)
+``W`` of j              the gradient of stage j (its ``I``)
+a pair                  what both of its actions need
+======================  ========================================================================
+
+Without transfers in the lists, values arrive by themselves. With them, a value from another rank is
+there when its transfer is done. Transfers between two ranks are made in the order in which each end
+asks for them. A receive is posted and the rank goes on; a send holds the rank until the other end
+takes it. No engine asks for more, so what runs here runs on each of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from enum import Enum
+from typing import NamedTuple
+
+from echelon.errors import ScheduleError
+from echelon.pipeline.schedules.ir import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Action,
+    Item,
+    Kind,
+    Schedule,
+)
+
+_SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+_ENDS = frozenset({Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B})
+
+
+class Channel(Enum):
+    """Which transfers wait for one another."""
+
+    IDEAL = "none: each transfer has a channel of its own"
+    PAIR = "those between the same two ranks, in both directions"
+    RANK = "all that a rank sends and receives"
+
+
+class Values:
+    """What computations give to each other, as numbers that can index a list.
+
+    A value is the output of a stage for a microbatch or the gradient of its inputs.
+
+    Attributes:
+        count: how many there are.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._num_stages, self._num_microbatches = (
+            schedule.num_stages,
+            schedule.num_microbatches,
+        )
+        self._gradients = schedule.num_stages * schedule.num_microbatches
+        self.count = 2 * self._gradients
+
+    def output(self, stage: int, microbatch: int) -> int:
+        """The output of a stage."""
+        return stage * self._num_microbatches + microbatch
+
+    def gradient(self, stage: int, microbatch: int) -> int:
+        """The gradient of the inputs of a stage."""
+        return self._gradients + stage * self._num_microbatches + microbatch
+
+    def stage(self, value: int) -> int:
+        """Whose value it is."""
+        return value % self._gradients // self._num_microbatches
+
+    def text(self, value: int) -> str:
+        """How the action that gives it is written, a backward as ``B``."""
+        kind = "F" if value < self._gradients else "B"
+        return f"{self.stage(value)}{kind}{value % self._num_microbatches}"
+
+    def needed(self, part: Action) -> tuple[int, ...]:
+        """What a computation needs, its own values last; nothing for other actions."""
+        kind, i, stage = part
+        if i is None:
+            return ()
+        own = stage * self._num_microbatches + i
+        if kind is FORWARD:
+            return (own - self._num_microbatches,) if stage else ()
+        if kind is WEIGHT:
+            return (self._gradients + own,)
+        if kind is BACKWARD or kind is INPUT:
+            if stage + 1 < self._num_stages:
+                return (self._gradients + own + self._num_microbatches, own)
+            return (own,)
+        return ()
+
+    def given(self, part: Action) -> int | None:
+        """What a computation gives; a whole backward gives what its first half gives."""
+        kind, i, stage = part
+        if i is None:
+            return None
+        if kind is FORWARD:
+            return stage * self._num_microbatches + i
+        if kind is BACKWARD or kind is INPUT:
+            return self._gradients + stage * self._num_microbatches + i
+        return None
+
+
+class Transfer(NamedTuple):
+    """One value on its way from one rank to another.
+
+    Attributes:
+        value: what is sent, a number of ``Values``.
+        src: the rank that sends.
+        dst: the rank that receives.
+    """
+
+    value: int
+    src: int
+    dst: int
+
+    def pair(self) -> tuple[int, int]:
+        """The two ranks, in ascending order."""
+        return min(self.src, self.dst), max(self.src, self.dst)
+
+
+# One step of a walk: the rank, the position in its list, the item there, and None where it runs.
+# With a receive comes the transfer that is posted, with a send the transfer that is made.
+# A plain tuple, because a walk makes hundreds of thousands of them.
+Moment = tuple[int, int, Item, Transfer | None]
+
+
+def transfer_of(
+    action: Action, schedule: Schedule, values: Values, *, index: int | None = None
+) -> Transfer:
+    """The transfer of which a send or a receive is one end.
+
+    Args:
+        action: the send or the receive.
+        schedule: where it stands.
+        values: the values of that schedule.
+        index: its position in the list of its rank, for the error.
+
+    Raises:
+        ScheduleError: there is no stage at the other end.
+    """
+    kind, i, stage = action
+    forward = kind in (Kind.SEND_F, Kind.RECV_F)
+    step = 1 if forward else -1
+    source = stage if kind in _SENDS else stage - step
+    target = source + step
+    if not (0 <= source < schedule.num_stages and 0 <= target < schedule.num_stages):
+        raise ScheduleError(
+            f"stage {stage} has no neighbour to exchange this with",
+            rank=schedule.placement[stage],
+            index=index,
+            action=action,
+        )
+    value = values.output(source, i or 0) if forward else values.gradient(source, i or 0)
+    return Transfer(value, schedule.placement[source], schedule.placement[target])
+
+
+def walk(schedule: Schedule, channel: Channel = Channel.PAIR) -> Iterator[Moment]:
+    """Every item of ``schedule``, each after all that it waits for.
+
+    Raises:
+        ScheduleError: no rank can go on; the sentence draws the circle of who waits for whom.
+    """
+    return _Walk(schedule, channel).run()
+
+
+_Numbers = dict[Kind, list[tuple[int, ...]]]  # by kind and stage
+
+
+class _Walk:
+    """Ranks that go on until they need something, and are woken when it is there."""
+
+    def __init__(self, schedule: Schedule, channel: Channel) -> None:
+        self._schedule, self._channel, self._lowered = schedule, channel, schedule.is_lowered
+        self._values = Values(schedule)
+        self._heads = [0] * schedule.num_ranks
+        # What is there: a value that is computed at its number, one that has arrived where another
+        # rank needs it at ``count`` more. Ranks sleep until one of these numbers is there.
+        self._there = bytearray(2 * self._values.count)
+        self._sleepers: dict[int, list[int]] = {}
+        self._needs, self._gives = self._by_stage(schedule)
+        self._awake = deque(range(schedule.num_ranks))
+        self._queues: dict[tuple[int, object], deque[Transfer]] = {}  # what each end asked for
+        self._sends: dict[Transfer, tuple[int, Action]] = {}  # where its send stands
+
+    def _by_stage(self, schedule: Schedule) -> tuple[_Numbers, _Numbers]:
+        """What computations of microbatch 0 need and give, by kind and stage.
+
+        Numbers of another microbatch are as much larger: a walk looks these up and adds.
+        """
+        values, placement = self._values, schedule.placement
+        needs, gives = _Numbers(), _Numbers()
+        for kind in Kind:
+            needs[kind], gives[kind] = [], []
+            for stage, rank in enumerate(placement):
+                first = Action(kind, 0, stage)
+                needed, given = values.needed(first), values.given(first)
+                is_far = [
+                    schedule.is_lowered and placement[values.stage(v)] != rank for v in needed
+                ]
+                needs[kind].append(
+                    tuple(v + values.count * far for v, far in zip(needed, is_far, strict=True))
+                )
+                gives[kind].append(() if given is None else (given,))
+        return needs, gives
+
+    def run(self) -> Iterator[Moment]:
+        """All moments, until every list is at its end."""
+        orders, heads, lowered = self._schedule.orders, self._heads, self._lowered
+        # Hundreds of thousands of computations pass here: one loop, and no calls in it.
+        there, sleepers, awake = self._there, self._sleepers, self._awake
+        needs, gives = self._needs, self._gives
+        while awake:
+            rank = awake.popleft()
+            order = orders[rank]
+            for index in range(heads[rank], len(order)):
+                item = order[index]
+                parts = (item,) if isinstance(item, Action) else item.parts
+                missing = None
+                is_end = lowered and item.kind in _ENDS
+                if is_end:
+                    yield from self._exchange(rank, index, parts[0])
+                    missing = self._untaken(parts[0])
+                for kind, i, stage in parts:
+                    for first in needs[kind][stage]:
+                        if not there[first + (i or 0)] and missing is None:
+                            missing = first + (i or 0)
+                if missing is not None:
+                    sleepers.setdefault(missing, []).append(rank)
+                    heads[rank] = index
+                    break
+                if is_end:
+                    continue
+                yield rank, index, item, None
+                for kind, i, stage in parts:
+                    for first in gives[kind][stage]:
+                        number = first + (i or 0)
+                        there[number] = 1
+                        if number in sleepers:
+                            awake.extend(sleepers.pop(number))
+            else:
+                heads[rank] = len(order)
+        if any(head < len(order) for head, order in zip(heads, orders, strict=True)):
+            raise ScheduleError(self._circle())
+
+    def _untaken(self, action: Action) -> int | None:
+        """The number of what a send waits for: its value, then the other end."""
+        if action.kind not in _SENDS:
+            return None
+        value = transfer_of(action, self._schedule, self._values).value
+        numbers = value, self._values.count + value
+        return next((number for number in numbers if not self._there[number]), None)
+
+    def _exchange(self, rank: int, index: int, action: Action) -> Iterator[Moment]:
+        """Post one end of a transfer, once, and make all transfers that became possible."""
+        transfer = transfer_of(action, self._schedule, self._values)
+        if action.kind in _SENDS:
+            if transfer in self._sends or not self._there[transfer.value]:
+                return
+            self._sends[transfer] = index, action
+        else:
+            yield rank, index, action, transfer
+        self._queue(rank, transfer).append(transfer)
+        fronts = [transfer]
+        while fronts:
+            front = fronts.pop()
+            ends = [self._queue(end, front) for end in (front.src, front.dst)]
+            if not all(queue and queue[0] == front for queue in ends):
+                continue
+            for queue in ends:
+                queue.popleft()
+                fronts.extend(list(queue)[:1])
+            position, send = self._sends[front]
+            yield front.src, position, send, front
+            number = self._values.count + front.value
+            self._there[number] = 1
+            self._awake.extend(self._sleepers.pop(number, ()))
+
+    def _queue(self, rank: int, transfer: Transfer) -> deque[Transfer]:
+        """What ``rank`` asked for on the channel of ``transfer``."""
+        name: object = {
+            Channel.IDEAL: transfer,
+            Channel.PAIR: transfer.pair(),
+            Channel.RANK: None,
+        }[self._channel]
+        return self._queues.setdefault((rank, name), deque())
+
+    def _circle(self) -> str:
+        """Who waits for whom, from rank to rank until one comes twice."""
+        orders, path = self._schedule.orders, list[int]()
+        rank: int | None = next(r for r, o in enumerate(orders) if self._heads[r] < len(o))
+        rows: list[str] = []
+        while rank is not None and rank not in path:
+            path.append(rank)
+            text, rank = self._wait(rank)
+            rows.append(text)
+        first = path.index(rank) if rank is not None else 0
+        return "no rank can go on:\n" + "\n".join(f"  {row}" for row in rows[first:])
+
+    def _wait(self, rank: int) -> tuple[str, int | None]:
+        """What a rank waits for, and the rank that would have to give it."""
+        index = self._heads[rank]
+        item, values = self._schedule.orders[rank][index], self._values
+        missing = next(number for number, ranks in self._sleepers.items() if rank in ranks)
+        start = f"rank {rank}, index {index}: {item} waits for "
+        value = missing % values.count
+        owner = self._schedule.placement[values.stage(value)]
+        if missing < values.count or not self._there[value]:
+            there = self._position(owner, value)
+            if there is None:
+                return f"{start}{values.text(value)}, which is in no list", None
+            if self._heads[owner] >= len(self._schedule.orders[owner]):
+                return f"{start}{values.text(value)}, which rank {owner} does not send", None
+            return f"{start}{values.text(value)} of rank {owner}, index {there}", owner
+        peers = [r for r in range(self._schedule.num_ranks) if self._holds(r, value)]
+        peer = next((r for r in peers if r != rank), None)
+        what = f"the transfer of {values.text(value)}"
+        if peer is None:
+            return f"{start}{what}, which no other rank posts", None
+        return f"{start}{what} with rank {peer}", peer
+
+    def _holds(self, rank: int, value: int) -> bool:
+        """Whether an end of the transfer of ``value`` is in the list of ``rank``."""
+        return any(
+            isinstance(item, Action)
+            and item.kind in _ENDS
+            and transfer_of(item, self._schedule, self._values).value == value
+            for item in self._schedule.orders[rank]
+        )
+
+    def _position(self, rank: int, value: int) -> int | None:
+        """Where in the list of ``rank`` a value is computed."""
+        for index, item in enumerate(self._schedule.orders[rank]):
+            if any(self._values.given(part) == value for part in item.parts):
+                return index
+        return None

@@ -1,0 +1,271 @@
+"""How long a schedule takes and what it keeps, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from echelon.errors import ArgumentError
+from echelon.pipeline.schedules.check import placed_and_complete
+from echelon.pipeline.schedules.costs import Costs, Given, read_costs
+from echelon.pipeline.schedules.ir import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT,
+    Item,
+    Kind,
+    Schedule,
+    check_type,
+)
+from echelon.pipeline.schedules.readiness import Channel, Transfer, Values, walk
+from echelon.pipeline.schedules.timeline import Step, Timeline
+
+
+@dataclass(kw_only=True)
+class Idle:
+    """Why a rank had nothing to run, in the unit of the costs.
+
+    Attributes:
+        warm_up: before its first computation.
+        steady: between two of its computations.
+        drain: after its last.
+        messages: how much of ``warm_up`` and ``steady`` a value was on its way.
+        waiting_on: ``steady`` by the rank that gave what it waited for.
+    """
+
+    warm_up: float = 0.0
+    steady: float = 0.0
+    drain: float = 0.0
+    messages: float = 0.0
+    waiting_on: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.warm_up + self.steady + self.drain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What a schedule would do.
+
+    Attributes:
+        schedule: what was simulated.
+        timeline: when each computation runs.
+        busy: time in computations, by rank.
+        idle: the rest of the makespan by cause, by rank.
+        peak: most activations alive at once, by rank, in activations of one microbatch over the
+            rank's whole share.
+        peak_nbytes: the same in bytes, by rank; None unless bytes were given.
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    busy: tuple[float, ...]
+    idle: tuple[Idle, ...]
+    peak: tuple[float, ...]
+    peak_nbytes: tuple[int, ...] | None
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end, over all ranks."""
+        return self.timeline.makespan
+
+    @property
+    def span_bubble(self) -> float:
+        """Idle time over time, from the first start to the last end of all ranks.
+
+        What a step costs where the optimizer waits for all ranks, as it does to clip gradients by
+        their norm.
+        """
+        if not self.makespan:
+            return 0.0
+        return 1 - sum(self.busy) / (self.schedule.num_ranks * self.makespan)
+
+    @property
+    def own_bubble(self) -> float:
+        """The same, with the longest time from a rank's own first start to its own last end.
+
+        What a step costs where each rank steps its optimizer alone.
+        """
+        own = max((self.makespan - i.warm_up - i.drain for i in self.idle), default=0.0)
+        return 1 - sum(self.busy) / (self.schedule.num_ranks * own) if own else 0.0
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Given | None = None,
+    *,
+    stage_nbytes: Sequence[int] | int | None = None,
+    channel: Channel = Channel.IDEAL,
+) -> Simulation:
+    """Run ``schedule`` in thought: each rank in its order, each value after a hop.
+
+    Args:
+        schedule: computations only, or lowered.
+        costs: of one microbatch in one stage: ``F``, ``B``, ``I``, ``W``, ``F&B``, each a number or
+            a list by stage, and ``hop``. A stage is 1/v of a rank's share where a rank holds v.
+        stage_nbytes: activations of one microbatch, for each stage or by stage.
+        channel: which transfers wait for one another; other than ideal needs a lowered schedule.
+
+    Returns:
+        times in the unit of the costs.
+
+    Raises:
+        ArgumentError: costs that are none, or a channel without transfers.
+        ScheduleError: the schedule lacks an action or stalls.
+
+    Example:
+        >>> from echelon.pipeline.schedules.looped import one_f_one_b
+        >>> simulation = simulate(one_f_one_b(4, 8), costs={"F": 1, "B": 2})
+        >>> simulation.makespan, simulation.peak
+        (33.0, (4.0, 3.0, 2.0, 1.0))
+        >>> round(simulation.span_bubble, 3)  # (p-1)/(m+p-1)
+        0.273
+    """
+    check_type(schedule)
+    crosses = any(one != other for one, other in pairwise(schedule.placement))
+    if channel is not Channel.IDEAL and crosses and not schedule.is_lowered:
+        raise ArgumentError(
+            f"{channel.name} orders transfers and this schedule has none; lower it first "
+            "(echelon.pipeline.lower)"
+        )
+    placed_and_complete(schedule)
+    clock = _Clock(schedule, read_costs(costs, schedule.num_stages), channel)
+    nbytes = _stage_nbytes(stage_nbytes, schedule.num_stages)
+    return Simulation(
+        schedule=schedule,
+        timeline=clock.timeline(),
+        busy=tuple(clock.busy),
+        idle=tuple(clock.idle),
+        peak=tuple(
+            _most_alive(schedule, rank, [1] * schedule.num_stages)
+            / max(1, len(schedule.stages_of(rank)))
+            for rank in range(schedule.num_ranks)
+        ),
+        peak_nbytes=None
+        if nbytes is None
+        else tuple(_most_alive(schedule, rank, nbytes) for rank in range(schedule.num_ranks)),
+    )
+
+
+class _Clock:
+    """The time of each rank while a walk goes through the schedule."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, channel: Channel) -> None:
+        self._schedule, self._costs, self._channel = schedule, costs, channel
+        self._values = Values(schedule)
+        size = schedule.num_ranks
+        self._now: list[float | None] = [None] * size  # end of the last computation
+        self._given = [0.0] * self._values.count  # when a value was computed
+        self._arrival = [0.0] * self._values.count  # when it was on its other rank
+        self._posted: dict[Transfer, float] = {}
+        self._free: dict[object, float] = {}  # when a channel has ended its last transfer
+        self.busy = [0.0] * size
+        self.idle = [Idle() for _ in range(size)]
+
+    def timeline(self) -> Timeline:
+        """Walk, and time every computation."""
+        steps = []
+        for rank, _, item, transfer in walk(self._schedule, self._channel):
+            if transfer is None:
+                if item.kind not in _PASSIVE:
+                    steps.append(self._compute(rank, item))
+            elif item.kind in (Kind.RECV_F, Kind.RECV_B):
+                self._posted[transfer] = self._now[rank] or 0.0
+            else:
+                self._transfer(transfer)
+        timeline = Timeline.of(self._schedule.num_ranks, steps)
+        start = min((step.start for step in steps), default=0.0)
+        end = max((step.end for step in steps), default=0.0)
+        for now, idle in zip(self._now, self.idle, strict=True):
+            idle.warm_up -= 0.0 if now is None else start
+            idle.drain = end - (start if now is None else now)
+        return timeline
+
+    def _compute(self, rank: int, item: Item) -> Step:
+        before = self._now[rank]
+        ready, source, given = 0.0, rank, 0.0
+        for part in item.parts:
+            for value in self._values.needed(part):
+                owner = self._schedule.placement[self._values.stage(value)]
+                arrival = self._given[value] if owner == rank else self._arrive(value)
+                if arrival > ready:
+                    ready, source, given = arrival, owner, self._given[value]
+        start = max(ready, before or 0.0)
+        self._account(rank, before, start, source, given)
+        seconds = self._costs.of(item)
+        self._now[rank] = end = start + seconds
+        self.busy[rank] += seconds
+        for part in item.parts:
+            value_given = self._values.given(part)
+            if value_given is not None:
+                self._given[value_given] = end
+        return Step(rank, item, start, end)
+
+    def _account(
+        self, rank: int, before: float | None, start: float, source: int, given: float
+    ) -> None:
+        """Write down why the rank was idle until ``start``."""
+        idle, since = self.idle[rank], before or 0.0
+        if start <= since:
+            return
+        idle.messages += start - max(since, given)
+        if before is None:
+            idle.warm_up += start
+        else:
+            idle.steady += start - since
+            idle.waiting_on[source] = idle.waiting_on.get(source, 0.0) + start - since
+
+    def _arrive(self, value: int) -> float:
+        """When a value of another rank is there."""
+        if self._schedule.is_lowered:
+            return self._arrival[value]
+        return self._given[value] + self._costs.hop
+
+    def _transfer(self, transfer: Transfer) -> None:
+        """Both ends have posted, and all transfers before it on its channels are done."""
+        channels: list[object] = []
+        if self._channel is Channel.PAIR:
+            channels = [transfer.pair()]
+        elif self._channel is Channel.RANK:
+            channels = [transfer.src, transfer.dst]
+        begin = max(
+            self._given[transfer.value],
+            self._posted.pop(transfer),
+            *(self._free.get(channel, 0.0) for channel in channels),
+        )
+        end = begin + self._costs.hop
+        self._free.update(dict.fromkeys(channels, end))
+        self._arrival[transfer.value] = end
+
+
+_PASSIVE = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE)
+
+
+def _most_alive(schedule: Schedule, rank: int, sizes: Sequence[int]) -> int:
+    """Most activations alive on a rank, each counted by the size of its stage."""
+    if not schedule.has_backward:  # nothing is kept for a backward that does not come
+        return 0
+    alive = most = 0
+    for item in schedule.orders[rank]:
+        for part in item.parts:
+            if part.kind is FORWARD:
+                alive += sizes[part.stage]
+                most = max(most, alive)
+            elif part.kind in (BACKWARD, WEIGHT):
+                alive -= sizes[part.stage]
+    return most
+
+
+def _stage_nbytes(given: Sequence[int] | int | None, num_stages: int) -> Sequence[int] | None:
+    if given is None:
+        return None
+    sizes = [given] * num_stages if isinstance(given, int) else list(given)
+    if len(sizes) != num_stages or any(size < 0 for size in sizes):
+        raise ArgumentError(
+            f"stage_nbytes is {given!r:.80}; give a number >= 0, or one for each of the "
+            f"{num_stages} stages"
+        )
+    return sizes

@@ -1,0 +1,198 @@
+"""Parameters that stages share, such as an embedding and the output layer.
+
+[Note: a shared parameter is reduced once]
+::
+
+                   stage 0        stage 1
+    replica 0   │  w.grad  ─sum─  w.grad  │ 1      1: over the owners, ranks of one pipeline
+    replica 1   │  w.grad  ─sum─  w.grad  │ 1      2: over the replicas of each owner
+                      └ mean ┘ 2
+
+Wrappers of stages would each reduce it, cut it in their own way, or fight for its ``.grad`` where
+two of them are on one rank. So they are told to ignore it: it is whole on every owner, backwards
+add to its ``.grad`` there as in the plain model, and it is reduced here at the end of a step.
+Wrappers that replicate it, on different ranks, may also reduce it themselves; then only 1 is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import nn
+
+from echelon.comm.group import Group
+from echelon.errors import ArgumentError, UnsupportedError
+from echelon.modules.ownership import is_claimed
+from echelon.pipeline.shardable import Replicated, Shardable
+
+
+@final
+class SharedParameter:
+    """One parameter that several stages have, seen from one of their ranks.
+
+    Law: after ``reduce``, ``.grad`` is that of the plain model on every owner, with the same bits.
+
+    Args:
+        param: this rank's own.
+        owners: the ranks of this pipeline that have it; None if it is this one alone.
+        replicas: the ranks of other pipelines that have the same stages; None where there are
+            none, or where a wrapper reduces over them.
+
+    Attributes:
+        counts: whether this rank is the one that counts it in a norm.
+    """
+
+    def __init__(self, param: nn.Parameter, owners: Group | None, replicas: Group | None) -> None:
+        self.param, self._owners, self._replicas = param, owners, replicas
+        self.counts = owners is None or owners.rank == 0
+        self._groups = [group for group in (replicas, owners) if group is not None]
+        self._before: torch.Tensor | None = None  # what was reduced already
+        self._is_open = False
+        with torch.no_grad():
+            for group in self._groups:
+                group.broadcast(param.data, 0, label="a parameter that stages share")
+
+    def begin(self) -> None:
+        """A step begins: gradients that were reduced already are not added up again."""
+        if self._is_open:
+            return
+        # Memory of its own: ``.grad`` of a replicated parameter is where the next one travels.
+        before = self.param.grad
+        self._before = None if before is None else before.clone()
+        # All owners have the same; it stays in one ``.grad``, and not aside, so that it goes
+        # where the user empties or scales that one before the gradients are complete.
+        if not self.counts:
+            self.param.grad = None
+        self._is_open = True
+
+    def reduce(self) -> None:
+        """Reduce what all owners have in ``.grad`` since ``begin``. All of them call it."""
+        self._before, self._is_open = None, False
+        grad = self.param.grad
+        is_used = torch.tensor([grad is not None], dtype=torch.uint8, device=self.param.device)
+        for group in self._groups:
+            group.all_reduce(is_used, "max", label="whether a shared parameter was used")
+        if bool(is_used):
+            total = torch.zeros_like(self.param) if grad is None else grad
+            if self._owners is not None:
+                self._owners.all_reduce(total, "sum", label="gradient of a shared parameter")
+            if self._replicas is not None:
+                self._replicas.all_reduce(total, "mean", label="gradient of a shared parameter")
+            self.param.grad = total
+
+    def forget(self) -> None:
+        """A step failed: leave what there was before."""
+        if self._is_open:
+            self.param.grad, self._before, self._is_open = self._before, None, False
+
+
+def shared_parameters(
+    stages: Sequence[nn.Module | None],
+) -> dict[nn.Parameter, dict[int, str]]:
+    """The parameters that several stages have, and what each of these stages calls it.
+
+    Example:
+        >>> shared = nn.Linear(1, 1, bias=False)
+        >>> [*shared_parameters([shared, nn.Tanh(), nn.Sequential(shared)]).values()]
+        [{0: 'weight', 2: '0.weight'}]
+    """
+    places: dict[nn.Parameter, dict[int, str]] = {}
+    for index, stage in enumerate(stages):
+        for name, param in () if stage is None else _parameters(stage):
+            places.setdefault(param, {}).setdefault(index, name)
+    return {param: own for param, own in places.items() if len(own) > 1}
+
+
+def find_ties(
+    stages: Sequence[nn.Module | None],
+    placement: Sequence[int],
+    group: Group,
+    replicate: Group | None,
+) -> list[SharedParameter]:
+    """The shared parameters of this rank. All ranks of ``group`` call it.
+
+    Args:
+        replicate: of ``Pipeline``.
+
+    Raises:
+        ArgumentError: a rank was not given the stages of others, and cannot know what they share;
+            or nobody would reduce a shared parameter over replicas.
+        UnsupportedError: a wrapper reduces such a parameter, and cannot.
+    """
+    own = {index: stages[index] for index, rank in enumerate(placement) if rank == group.rank}
+    found: list[tuple[nn.Parameter, list[int]]] = []
+    problems: list[tuple[type[Exception], str]] = []
+    for param, names in shared_parameters(stages).items():
+        found.append((param, sorted({placement[index] for index in names})))
+        problems += _problems(param, names, own, is_reduced=replicate is not None)
+    several = [ranks for _, ranks in found if len(ranks) > 1]
+    told = group.all_gather_object(
+        (several, [(error.__name__, text) for error, text in problems[:1]])
+    )
+    if any(theirs != told[0][0] for theirs, _ in told):
+        raise ArgumentError(
+            "the ranks see different parameters that stages share, on ranks "
+            f"{ {rank: theirs for rank, (theirs, _) in enumerate(told)} }: give every rank the "
+            "whole list of stages, without None"
+        )
+    for rank, (_, wrong) in enumerate(told):
+        for name, text in wrong:
+            error = UnsupportedError if name == UnsupportedError.__name__ else ArgumentError
+            raise error(f"on rank {rank} of the pipeline, {text}")
+    ties = []
+    for param, ranks in found:
+        owners = group.subgroup(ranks) if len(ranks) > 1 else None
+        replicas = None if is_claimed(param) else replicate
+        if group.rank in ranks and (owners is not None or replicas is not None):
+            ties.append(SharedParameter(param, owners, replicas))
+    return ties
+
+
+def _problems(
+    param: nn.Parameter,
+    names: Mapping[int, str],
+    own: Mapping[int, nn.Module | None],
+    *,
+    is_reduced: bool,
+) -> Iterator[tuple[type[Exception], str]]:
+    """Why the wrappers of this rank's stages do not go with a parameter that is shared."""
+    who = " and ".join(f"stage {index} ({name!r})" for index, name in names.items())
+    wrappers = [own[index] for index in names if isinstance(own.get(index), Replicated)]
+    do = (
+        "leave it out of all of them with ignored=[parameter] and give ec.Pipeline replicate=, the "
+        "ranks that have the same stages; ec.parallelize does both"
+    )
+    if is_claimed(param):
+        if any(isinstance(one, Shardable) for one in wrappers):
+            yield (
+                UnsupportedError,
+                f"{who} share a parameter that is sharded, so that ranks have different parts of "
+                f"one parameter: {do}",
+            )
+        elif len(own.keys() & names.keys()) > 1:
+            yield (
+                UnsupportedError,
+                f"{who} share a parameter on one rank, and the wrapper of one of them reduces it "
+                f"before the other is through: {do}",
+            )
+    elif not is_reduced and any(map(_claims_others, wrappers)):
+        yield (
+            ArgumentError,
+            f"{who} share a parameter that their wrappers ignore, so that nobody reduces its "
+            "gradient over replicas: give ec.Pipeline replicate=, the ranks that have the same "
+            "stages",
+        )
+
+
+def _claims_others(wrapper: nn.Module | None) -> bool:
+    return wrapper is not None and any(map(is_claimed, wrapper.parameters()))
+
+
+def _parameters(stage: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those of the model, also where a wrapper shows others to optimizers."""
+    for path, module in stage.named_modules():
+        for local, param in module._parameters.items():
+            if param is not None:
+                yield f"{path}.{local}".lstrip("."), param

@@ -1,0 +1,215 @@
+"""Causal language models of ``transformers``, which can begin at a hidden state.
+
+Every stage runs the model's own ``forward``, so that masks and rotary tables are made where they
+are used and only the hidden state goes from stage to stage. A stage that is not the first gives it
+as ``inputs_embeds``; one that is not the last has no norm and no head, so the "logits" are the
+hidden state. ``transformers`` is not imported here: a model that is one of its classes brings it.
+
+Around such a model may be what ``peft`` puts there with its adapters, whose forward is that of the
+model inside: then the model inside is cut, and the names are those of the one around it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import ArgumentError
+from echelon.pipeline.splitting.absent import absent_copy
+from echelon.pipeline.splitting.graft import carve, hollow, pass_on
+from echelon.pipeline.splitting.parts import Row, Submodule, register
+from echelon.pipeline.splitting.recall import Recall
+
+
+@final
+class _Nothing(nn.Module):
+    """Stands for an embedding of positions that is in the hidden state already."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return torch.zeros((), device=positions.device)
+
+
+@final
+@dataclass(frozen=True)
+class _Family:
+    """How the models of one class are built.
+
+    Attributes:
+        trunk: the name of the blocks.
+        prefix: what is only before them.
+        suffix: what is only after them.
+        everywhere: what every stage needs; it has no parameters.
+        inert: what does nothing in a stage that begins at a hidden state.
+    """
+
+    trunk: str
+    prefix: tuple[str, ...]
+    suffix: tuple[str, ...]
+    everywhere: tuple[str, ...]
+    inert: Mapping[str, Callable[[], nn.Module]]
+
+
+_LLAMA = _Family(
+    trunk="model.layers",
+    prefix=("model.embed_tokens",),
+    suffix=("model.norm", "lm_head"),
+    everywhere=("model.rotary_emb",),
+    inert={},
+)
+_GPT2 = _Family(
+    trunk="transformer.h",
+    prefix=("transformer.wte", "transformer.wpe", "transformer.drop"),
+    suffix=("transformer.ln_f", "lm_head"),
+    everywhere=(),
+    inert={"transformer.wpe": _Nothing, "transformer.drop": nn.Identity},
+)
+# By class, not by shape: a model that scales its embeddings looks the same from outside.
+_FAMILIES = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "MixtralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
+    "Qwen3ForCausalLM": _LLAMA,
+    "GPT2LMHeadModel": _GPT2,
+}
+_KWARGS = {"attention_mask", "position_ids"}
+
+
+def find_known(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The model of a class that this file can cut which ``model`` runs, and its name in it."""
+    path = _adapted(model)
+    inner = model.get_submodule(path)
+    cls = type(inner)
+    known = cls.__module__.startswith("transformers.") and cls.__name__ in _FAMILIES
+    return (path, inner) if known else None
+
+
+def _adapted(model: nn.Module) -> str:
+    """The name of the model that ``peft`` has given adapters and runs as it is; itself if none."""
+    cls: Any = type(model)
+    if cls.__module__ == "peft.peft_model" and cls.__name__ in (
+        "PeftModel",
+        "PeftModelForCausalLM",
+    ):
+        tuner, path = model.get_submodule("base_model"), "base_model.model"
+        cls = type(tuner)
+    else:
+        tuner, path = model, "model"
+    # Others add to the loss (AdaLoRA), mix adapters (X-LoRA), or give the model a prompt.
+    bases = [base for base in cls.__mro__ if base.__module__ == "peft.tuners.tuners_utils"]
+    if not any(base.__name__ == "BaseTuner" and base.forward is cls.forward for base in bases):
+        return ""
+    configs = getattr(tuner, "peft_config", {}).values()
+    if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
+        return ""  # such an adapter looks for tokens, which only the first stage has
+    return path if all(name.startswith(f"{path}.") for name in _names_of_tensors(model)) else ""
+
+
+def _names_of_tensors(model: nn.Module) -> Iterator[str]:
+    yield from (name for name, _ in model.named_parameters(remove_duplicate=False))
+    yield from (name for name, _ in model.named_buffers(remove_duplicate=False))
+
+
+@final
+class CausalRow(Row):
+    """The blocks of a causal language model; the first has the embedding, the last the head.
+
+    Args:
+        model: which is cut.
+        path: its name in the model that was given; empty if it is that one.
+    """
+
+    def __init__(self, model: nn.Module, path: str = "") -> None:
+        self._path = f"{path}." if path else ""
+        self._model, self._family = model, _FAMILIES[type(model).__name__]
+        if getattr(model.config, "output_router_logits", False):
+            raise ArgumentError(
+                f"this {type(model).__name__} gives the logits of its routers, of which a stage "
+                "knows those of its own blocks only: set config.output_router_logits = False"
+            )
+        self._blocks = list(model.get_submodule(self._family.trunk).children())
+
+    @property
+    def num_atoms(self) -> int:
+        """One for each block."""
+        return len(self._blocks)
+
+    def part(self, start: int, stop: int) -> Submodule:
+        """A stage that runs the whole forward around its blocks."""
+        family = self._family
+        is_first, is_last = start == 0, stop == self.num_atoms
+        prefix, suffix = family.prefix if is_first else (), family.suffix if is_last else ()
+
+        recall = Recall()
+
+        def stand_in(module: nn.Module, name: str) -> nn.Module:
+            if name in family.inert:
+                return family.inert[name]()
+            # Without norm and head, what the model calls logits is the hidden state.
+            return (
+                nn.Identity()
+                if name in family.suffix
+                else absent_copy(module, self._path + name, recall)
+            )
+
+        blocks = [
+            block if start <= i < stop else hollow(block, pass_on)
+            for i, block in enumerate(self._blocks)
+        ]
+        names = {*prefix, *suffix, *family.everywhere}
+        shell, own, bare = carve(self._model, family.trunk, blocks, names, stand_in, recall)
+        own |= {f"{family.trunk}.{i}": self._blocks[i] for i in range(start, stop)}
+        part = Submodule(_Between(shell, is_first, is_last))
+        register(part, self._named(own), self._named(bare))
+        return part
+
+    def _named(self, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        return {(self._path + name).removesuffix("."): module for name, module in modules.items()}
+
+
+@final
+class _Between(nn.Module):
+    """The model's forward from a hidden state to a hidden state."""
+
+    def __init__(self, shell: nn.Module, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.shell, self._is_first, self._is_last = shell, is_first, is_last
+        self._signature = inspect.signature(shell.forward)
+        self.training = shell.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_first:
+            call = dict(self._signature.bind_partial(*args).arguments) | kwargs
+            tokens = {key: call.pop(key) for key in ("input_ids", "inputs_embeds") if key in call}
+            given = tuple(sorted(key for key, value in call.items() if value is not None))
+        else:
+            (came,) = args
+            call, tokens, given = kwargs, {"inputs_embeds": came["hidden"]}, came["given"]
+        self._check(call, given)
+        first: Tensor = next(iter(tokens.values()), torch.empty(0))
+        if first.is_meta:
+            # A dry run. transformers looks into positions to find packed sequences, which have no
+            # values here, unless the mask is complete already.
+            size, length = first.shape[:2]
+            call["attention_mask"] = first.new_ones((size, 1, length, length), dtype=torch.bool)
+        output = self.shell(**tokens, **call, use_cache=False)
+        return output if self._is_last else {"hidden": output.logits, "given": given}
+
+    def _check(self, call: Mapping[str, Any], given: tuple[str, ...]) -> None:
+        found = tuple(sorted(key for key, value in call.items() if value is not None))
+        if not set(found) <= _KWARGS:
+            raise ArgumentError(
+                f"a stage of {type(self.shell).__name__} was given {sorted({*found} - _KWARGS)}; "
+                f"it takes {sorted(_KWARGS)} (labels are the target of step(), and the loss is "
+                "Pipeline's loss_fn; a cache of keys and values is not kept by stages)"
+            )
+        if found != given:
+            raise ArgumentError(
+                f"this stage was given {list(found)} and the first one {list(given)}: give all "
+                "ranks the same keyword arguments, since every stage makes its own mask"
+            )

@@ -1,0 +1,178 @@
+"""Where to cut a row of blocks into stages: the exact optimum, from numbers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from echelon.errors import ArgumentError
+
+# First and second criterion, compared in this order. NEVER is worse than all that is allowed.
+Pair = tuple[float, float]
+NEVER = (math.inf, math.inf)
+# What stage j costs if it is made of the blocks start..stop-1.
+Cost = Callable[[int, int, int], Pair]
+
+
+def partition(
+    costs: Sequence[float],
+    stages: int,
+    *,
+    nbytes: Sequence[float] | None = None,
+    activations: Sequence[float] | None = None,
+    alive: Sequence[float] | None = None,
+    cap: float | None = None,
+    cuts: Sequence[float] | None = None,
+) -> tuple[range, ...]:
+    """Cut blocks into consecutive stages so that the slowest stage is as fast as possible.
+
+    Law: no cut has a smaller largest cost. Of the cuts that reach it, one is taken whose largest
+    memory is smallest, of these one where the least crosses between stages, and of these the most
+    even one.
+
+    Args:
+        costs: time of each block, in any unit.
+        stages: how many; each gets at least one block.
+        nbytes: what each block keeps all the time (parameters, gradients, optimizer state).
+        activations: bytes that each block keeps for one microbatch.
+        alive: how many microbatches each stage keeps at once, from a simulation's peak; 1 if None.
+        cap: most bytes of a stage: its blocks' ``nbytes`` and ``alive`` times their activations.
+        cuts: bytes that cross behind each block if a stage ends there.
+
+    Returns:
+        the blocks of each stage.
+
+    Raises:
+        ArgumentError: more stages than blocks, a list of another length, a negative number, or no
+            cut within the cap; the sentence then has the least cap that works.
+
+    Example:
+        >>> [list(blocks) for blocks in partition([1, 1, 1, 1, 4], 3)]
+        [[0, 1], [2, 3], [4]]
+        >>> partition([2, 2, 2], 2, nbytes=[9, 1, 1])  # as slow as 2 + 1 and less memory
+        (range(0, 1), range(1, 3))
+
+    Source: the linear partition problem; Skiena, "The Algorithm Design Manual", 3rd edition, 2020,
+    section 10.7.
+    """
+    n = len(costs)
+    if not 1 <= stages <= n:
+        raise ArgumentError(
+            f"{n} blocks cannot be cut into {stages} stages: use at least 1 and at most {n} stages"
+        )
+    measures = _Measures(
+        costs=costs,
+        nbytes=nbytes if nbytes is not None else [0] * n,
+        activations=activations if activations is not None else [0] * n,
+        alive=alive if alive is not None else [1] * stages,
+        cuts=cuts if cuts is not None else [0] * n,
+        stages=stages,
+    )
+    return _decide(measures, n, stages, math.inf if cap is None else cap)
+
+
+def _decide(measures: _Measures, n: int, stages: int, cap: float) -> tuple[range, ...]:
+    """One criterion after the other, each with those before it as limits.
+
+    Deciding them together would not be exact: a prefix with a better second criterion may have been
+    thrown away for a first one that a later stage exceeds anyway.
+    """
+    time, memory = measures.time, measures.memory
+    fastest, _ = _best(n, stages, _within(time, [(memory, cap)]), max)
+    if fastest == NEVER:
+        (least, _), _ = _best(n, stages, memory, max)
+        raise ArgumentError(
+            f"no cut of {n} blocks into {stages} stages keeps every stage within {cap:g} bytes; "
+            f"the least cap that works is {least:g}: raise it, or use more stages"
+        )
+    smallest, _ = _best(n, stages, _within(memory, [(memory, cap), (time, fastest[0])]), max)
+    limits = [(time, fastest[0]), (memory, smallest[0])]
+    _, starts = _best(n, stages, _within(measures.crossing, limits), _add)
+    return tuple(range(*pair) for pair in zip(starts, [*starts[1:], n], strict=True))
+
+
+class _Measures:
+    """What a stage made of the blocks start..stop-1 takes, keeps and sends."""
+
+    def __init__(
+        self,
+        *,
+        costs: Sequence[float],
+        nbytes: Sequence[float],
+        activations: Sequence[float],
+        alive: Sequence[float],
+        cuts: Sequence[float],
+        stages: int,
+    ) -> None:
+        n = len(costs)
+        by_block = {"costs": costs, "nbytes": nbytes, "activations": activations, "cuts": cuts}
+        for name, numbers in by_block.items():
+            _numbers(name, numbers, n)
+        _numbers("alive", alive, stages)
+        self._times, self._kept, self._held = map(_sums, (costs, nbytes, activations))
+        self._alive, self._cuts = alive, cuts
+
+    def time(self, j: int, start: int, stop: int) -> Pair:
+        """How long it takes."""
+        return self._times[stop] - self._times[start], 0.0
+
+    def memory(self, j: int, start: int, stop: int) -> Pair:
+        """What it keeps as stage j."""
+        held = self._alive[j] * (self._held[stop] - self._held[start])
+        return self._kept[stop] - self._kept[start] + held, 0.0
+
+    def crossing(self, j: int, start: int, stop: int) -> Pair:
+        """What it sends to the next stage; then its time squared, whose sum is least when even."""
+        sent = self._cuts[stop - 1] if stop < len(self._cuts) else 0.0
+        return sent, (self._times[stop] - self._times[start]) ** 2
+
+
+def _within(cost: Cost, limits: Sequence[tuple[Cost, float]]) -> Cost:
+    """``cost`` where no limit is exceeded."""
+
+    def limited(j: int, start: int, stop: int) -> Pair:
+        allowed = all(other(j, start, stop)[0] <= limit for other, limit in limits)
+        return cost(j, start, stop) if allowed else NEVER
+
+    return limited
+
+
+def _add(a: Pair, b: Pair) -> Pair:
+    return a[0] + b[0], a[1] + b[1]
+
+
+def _best(
+    n: int, stages: int, cost: Cost, join: Callable[[Pair, Pair], Pair]
+) -> tuple[Pair, list[int]]:
+    """The least joined cost over all cuts of n blocks, and where its stages start."""
+    best = [cost(0, 0, stop) if stop else NEVER for stop in range(n + 1)]
+    origins: list[list[int]] = [[0] * (n + 1)]
+    for j in range(1, stages):
+        row, origin = [NEVER] * (n + 1), [0] * (n + 1)
+        for stop in range(j + 1, n + 1):
+            for start in range(stop - 1, j - 1, -1):
+                if best[start] == NEVER:
+                    continue
+                joined = join(best[start], cost(j, start, stop))
+                if joined < row[stop]:
+                    row[stop], origin[stop] = joined, start
+        best = row
+        origins.append(origin)
+    starts, stop = list[int](), n
+    for origin in reversed(origins):
+        stop = origin[stop]
+        starts.append(stop)
+    return best[n], starts[::-1]
+
+
+def _sums(numbers: Sequence[float]) -> list[float]:
+    return list(accumulate(numbers, initial=0))
+
+
+def _numbers(name: str, numbers: Sequence[float], length: int) -> None:
+    if len(numbers) != length:
+        raise ArgumentError(f"{name} has {len(numbers)} numbers; give {length}")
+    for number in numbers:
+        if not isinstance(number, int | float) or not 0 <= number < math.inf:
+            raise ArgumentError(f"{name} has {number!r:.80}; give numbers >= 0")
