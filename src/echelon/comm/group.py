@@ -60,10 +60,8 @@ class Group(Backend):
             CollectiveMismatch: ranks differ in operation, dtype, shape, label or order.
         """
         reduce_op.check_op(op, self._check("all_reduce", written=[tensor]))
-        ticket = self._ticket(
-            CallSignature("all_reduce", tensor.dtype, tuple(tensor.shape), op, None, label),
-            async_op,
-        )
+        call = CallSignature("all_reduce", tensor.dtype, tuple(tensor.shape), op, None, label)
+        ticket = self._ticket(call, async_op)
         flat, restore = flattened(tensor)
         return self._started(self._all_reduce(ticket, flat, op), restore)
 
@@ -161,10 +159,8 @@ class Group(Backend):
         """Copy the ``tensor`` of rank ``src`` to all ranks."""
         self._check_rank("src", src)
         self._check("broadcast", *([tensor], ()) if src == self.rank else ((), [tensor]))
-        ticket = self._ticket(
-            CallSignature("broadcast", tensor.dtype, tuple(tensor.shape), None, src, label),
-            async_op,
-        )
+        call = CallSignature("broadcast", tensor.dtype, tuple(tensor.shape), None, src, label)
+        ticket = self._ticket(call, async_op)
         flat, restore = flattened(tensor)
         return self._started(self._broadcast(ticket, flat, src), restore)
 
@@ -350,8 +346,7 @@ class Group(Backend):
     def subgroup(self, ranks: Sequence[int]) -> Group | None:
         """A group of some of these ranks, as numbered here; None where this rank is not in it.
 
-        All ranks of this group call it, with the same ``ranks``; they are sorted and repeats
-        dropped.
+        All ranks of this group call it, with the same ``ranks``; order and repeats do not count.
         """
         if isinstance(ranks, str) or not isinstance(ranks, Iterable):
             raise ArgumentError(f"ranks is {ranks!r:.80}; give a list of ranks of this group")
@@ -363,9 +358,8 @@ class Group(Backend):
         members = sorted(set(given))
         self._num_subgroups += 1
         name = f"{self.name}.{self._num_subgroups}"
-        ticket = self._ticket(
-            CallSignature("subgroup", None, tuple(members), None, None, name), async_op=False
-        )
+        call = CallSignature("subgroup", None, tuple(members), label=name)
+        ticket = self._ticket(call, async_op=False)
         return self._born(self._subgroup(ticket, name, members))
 
     @final
