@@ -84,7 +84,7 @@ class Sleeps(nn.Module):
 @contextmanager
 def _sleeping_weights(unit_s: float) -> Iterator[None]:
     """Layers that can defer take ``unit_s`` for the gradient of their weight: in a W or in a B."""
-    made, added = deferred.product, deferred.add_product
+    made, added = deferred.weight_gradient, deferred.add_weight_gradient
 
     def slowly_made(x: Tensor, grad: Tensor) -> Tensor:
         time.sleep(unit_s)
@@ -95,8 +95,8 @@ def _sleeping_weights(unit_s: float) -> Iterator[None]:
         added(weight, x, grad)
 
     with (
-        patch.multiple(deferred, product=slowly_made, add_product=slowly_added),
-        patch.object(shardable, "add_product", slowly_added),
+        patch.multiple(deferred, weight_gradient=slowly_made, add_weight_gradient=slowly_added),
+        patch.object(shardable, "add_weight_gradient", slowly_added),
     ):
         yield
 

@@ -20,12 +20,16 @@ from echelon.ddp.options import DDPOptions, Init, Sync
 from echelon.ddp.reducer import Reducer
 from echelon.ddp.replicas import holdings_of_replica
 from echelon.errors import ArgumentError, RankError, StateError
+from echelon.modules.autograd import in_transform
 from echelon.modules.compiled import keep_plain_names, plain_name
-from echelon.modules.graph_task import in_transform
-from echelon.modules.ignored import ignored_parameters
 from echelon.modules.nested import tensors
-from echelon.modules.ownership import check_unclaimed, claim, disclaim
-from echelon.modules.parameter_guard import ParameterGuard
+from echelon.modules.parameters import (
+    ParameterGuard,
+    check_unclaimed,
+    claim,
+    disclaim,
+    ignored_parameters,
+)
 from echelon.modules.wrapper import Wrapper
 from echelon.state.sharded_state import HasShards, ShardedState
 

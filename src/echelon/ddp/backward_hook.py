@@ -9,7 +9,7 @@ from typing import final
 from torch import Tensor
 
 from echelon.comm.work import Work
-from echelon.modules.graph_task import Token
+from echelon.modules.autograd import Token
 
 
 @final

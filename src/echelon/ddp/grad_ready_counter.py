@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from echelon.ddp.buckets import BucketPlan
-from echelon.modules.late_hooks import LateHooks
+from echelon.modules.deferred_hooks import DeferredHooks
 
 # A gradient of 1 MiB or more is moved in its own hook: it is still in the cache, and its memory is
 # free for the next one. Smaller ones are moved together, which costs less Python.
@@ -45,7 +45,9 @@ class GradReadyCounter:
         order: the parameters in the order of arrival; recorded if asked for.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], receiver: Receiver, late: LateHooks) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], receiver: Receiver, late: DeferredHooks
+    ) -> None:
         self.order: list[int] = []
         self.seen = bytearray(b"\1" * len(params))
         self.remaining: list[int] = []

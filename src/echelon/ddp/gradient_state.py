@@ -19,7 +19,7 @@ from torch import nn
 from echelon.ddp.bucket_memory import Bucket
 from echelon.ddp.options import DDPOptions
 from echelon.errors import StateError
-from echelon.modules.graph_task import will_accumulate
+from echelon.modules.autograd import will_accumulate
 
 
 @final

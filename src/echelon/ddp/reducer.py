@@ -27,10 +27,9 @@ from echelon.ddp.gradient_state import GradientState, graph_is_lost
 from echelon.ddp.join import JoinStep, Rounds
 from echelon.ddp.options import DDPOptions
 from echelon.errors import StateError
-from echelon.modules.accumulation import add_gradient
-from echelon.modules.graph_task import Token, queue_end
-from echelon.modules.late_hooks import LateHooks
-from echelon.modules.trainable import Trainable
+from echelon.modules.autograd import Token, add_gradient, queue_end
+from echelon.modules.deferred_hooks import DeferredHooks
+from echelon.modules.parameters import TrainableParameters
 
 
 @final
@@ -64,10 +63,10 @@ class Reducer:
         self._syncing = True
         self._state = GradientState(self._named, options, group.size)
         self._backward: BackwardHook | None = None
-        self._trainable = Trainable(self._named, group)
+        self._trainable = TrainableParameters(self._named, group)
         self._order: list[int] | None = None  # of arrival, in the first reduction
         self._ordered = not self._overlap  # whether the plan follows the order of arrival
-        self._late = LateHooks(self._named)
+        self._late = DeferredHooks(self._named)
         self._arrivals = GradReadyCounter([param for _, param in self._named], self, self._late)
         self._plans = self._plan(None)
 
@@ -335,7 +334,7 @@ class Reducer:
         notices = self.buckets[-1].notices
         if self._notice is not None and bool(notices[0] != 0):
             self.noticed = True
-        self._trainable.hear(notices[1:])
+        self._trainable.take_answer(notices[1:])
         return sorted(here), sorted(everywhere)
 
     # State -----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import Tensor, nn
 
 from echelon.comm.group import Group
-from echelon.modules.ownership import is_claimed
+from echelon.modules.parameters import is_claimed
 from echelon.state.sharded_state import Replication, ShardedState, named_extras, named_state, whole
 
 

@@ -22,10 +22,9 @@ from echelon.fsdp.prefetch import BackwardPrefetch
 from echelon.fsdp.released import released_parameter
 from echelon.fsdp.sharded_module import ShardedModule
 from echelon.fsdp.units import Rule, plan_units, whole
-from echelon.modules.graph_task import has_tangent, in_backward, in_transform
-from echelon.modules.ignored import ignored_parameters
+from echelon.modules.autograd import has_tangent, in_backward, in_transform
 from echelon.modules.nested import cast_floats, tensors
-from echelon.modules.ownership import check_unclaimed
+from echelon.modules.parameters import check_unclaimed, ignored_parameters
 
 
 class FSDP(ShardedModule):

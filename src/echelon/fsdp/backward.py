@@ -28,8 +28,8 @@ from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.storage import await_readers, prepare
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.uses import Use, Uses
-from echelon.modules.graph_task import Token, queue_end
-from echelon.modules.late_hooks import LateHooks
+from echelon.modules.autograd import Token, queue_end
+from echelon.modules.deferred_hooks import DeferredHooks
 
 
 @final
@@ -70,7 +70,7 @@ class Backward:
         self._handles: list[RemovableHandle] = []
         shards = [shard.storage for unit in units for shard in unit.shards]
         flat = [one.exposed[0] for one in shards if one.is_flat]
-        self._late = LateHooks(((m.name, m.param) for one in shards for m in one.members), flat)
+        self._late = DeferredHooks(((m.name, m.param) for one in shards for m in one.members), flat)
         self._is_flat = bool(flat)
         self.hands_over = False
         for u, unit in enumerate(units):

@@ -15,7 +15,7 @@ from echelon.fsdp.state_dict import copy_parameters
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.whole_only import unguard_modules
 from echelon.modules.elementwise import allow_other_steps
-from echelon.modules.ownership import disclaim
+from echelon.modules.parameters import disclaim
 from echelon.modules.sharded_gradients import unmarked
 
 

@@ -15,8 +15,8 @@ from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.order import Orders
 from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.unit import Unit
-from echelon.modules.accumulation import add_gradient
-from echelon.modules.trainable import Trainable
+from echelon.modules.autograd import add_gradient
+from echelon.modules.parameters import TrainableParameters
 
 
 @final
@@ -39,7 +39,7 @@ class GradientReducer:
         }
         members = [m for unit in units for shard in unit.shards for m in shard.storage.members]
         named = [(m.name, m.param) for m in members]
-        self._trainable = Trainable(named, ranks)
+        self._trainable = TrainableParameters(named, ranks)
         self._kept_nbytes = 0
         self.num_reductions = self.peak_nbytes = 0
 
@@ -194,7 +194,7 @@ class GradientReducer:
             ModelMismatch: on every rank; names the parameter and who has frozen it.
         """
         self._trainable.compare(at_once=True)
-        self._trainable.hear(changed)
+        self._trainable.take_answer(changed)
         if not streams.reading_waits(changed.device):
             self._trainable.compare(at_once=True)
 

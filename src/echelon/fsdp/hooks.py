@@ -31,7 +31,7 @@ from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.storage import await_readers, prepare
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.uses import Use
-from echelon.modules.graph_task import in_backward
+from echelon.modules.autograd import in_backward
 from echelon.modules.nested import tensors
 
 

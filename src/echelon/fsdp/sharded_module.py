@@ -39,8 +39,7 @@ from echelon.fsdp.whole_only import allow_copies, guard_modules
 from echelon.fsdp.written import make_copies_equal, take_replaced
 from echelon.modules.compiled import keep_plain_names, plain_name
 from echelon.modules.elementwise import refuse_other_steps
-from echelon.modules.ownership import claim
-from echelon.modules.parameter_guard import ParameterGuard
+from echelon.modules.parameters import ParameterGuard, claim
 from echelon.modules.wrapper import Wrapper
 from echelon.state.sharded_state import HasShards, ShardedState
 

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from echelon.fsdp.backward_pass import Pass
-from echelon.modules.graph_task import in_backward, sequence_number, will_run
+from echelon.modules.autograd import in_backward, sequence_number, will_run
 from echelon.modules.nested import tensors
 
 

@@ -1,1 +1,11 @@
-"""Hooks on ``nn.Module`` and autograd that every wrapper needs."""
+"""What every wrapper of a module needs: names, parameters, hooks and gradients of ``nn.Module``.
+
+``compiled``           the plain model's names, also of modules that ``torch.compile`` has wrapped
+``wrapper``            the module around a module, which looks like the plain one
+``parameters``         which ones are left out, which wrapper reduces them, what may change
+``nested``             the tensors inside of what a module takes and returns
+``autograd``           what the engine does now, and adding to ``.grad``
+``deferred_hooks``     hooks of users on gradients, called when these are reduced
+``sharded_gradients``  gradients of which a rank has a shard, and their norms
+``elementwise``        optimizers that need more than what one rank has
+"""

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
-from echelon.modules.graph_task import has_tangent, in_transform
+from echelon.modules.autograd import has_tangent, in_transform
 from echelon.pipeline.execute import Batch, Loss
 from echelon.pipeline.microbatch import split_batch
 from echelon.pipeline.schedules.ir import Schedule

@@ -18,7 +18,11 @@ import torch
 from torch import Tensor
 
 from echelon.comm.streams import adds_in_order
-from echelon.modules.accumulation import add_product, add_rows, product
+from echelon.modules.autograd import (
+    add_row_gradients,
+    add_weight_gradient,
+    weight_gradient,
+)
 
 _Half = tuple[Tensor, Tensor, Tensor]  # weight, input, gradient of the output
 
@@ -87,15 +91,15 @@ class WeightGradients:
             self._later.add(weight, x, grad)
             return None
         if self._may_add(weight):
-            add_product(weight, x, grad)
+            add_weight_gradient(weight, x, grad)
             return None
-        return product(x, grad)
+        return weight_gradient(x, grad)
 
     def embedding(self, weight: Tensor, index: Tensor, grad: Tensor) -> bool:
         """Whether the gradient of looked-up rows of ``weight`` has been added."""
         if not (adds_in_order(weight.device) and self._may_add(weight)):
             return False
-        add_rows(weight, index, grad)
+        add_row_gradients(weight, index, grad)
         return True
 
     def _may_add(self, weight: Tensor) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
-from echelon.modules.accumulation import add_product, product
+from echelon.modules.autograd import add_weight_gradient, weight_gradient
 from echelon.state.sharded_state import axes_in
 
 ReduceEvery = Literal["step", "microbatch"]
@@ -111,10 +111,10 @@ class Sharing:
     def add_product(self, weight: Tensor, x: Tensor, grad: Tensor) -> None:
         """Add the gradient of a linear layer's weight, in the second half of a backward."""
         if self._replica is None:
-            add_product(weight, x, grad)
+            add_weight_gradient(weight, x, grad)
         else:
             assert isinstance(weight, nn.Parameter)
-            self._replica.accumulate_gradient(weight, product(x, grad))
+            self._replica.accumulate_gradient(weight, weight_gradient(x, grad))
 
     def end_microbatch(self) -> None:
         """All gradients of a microbatch are there, and no backward has reduced them."""

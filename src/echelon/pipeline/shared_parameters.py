@@ -24,7 +24,7 @@ from torch import nn
 
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, UnsupportedError
-from echelon.modules.ownership import is_claimed
+from echelon.modules.parameters import is_claimed
 from echelon.pipeline.shardable import Replicated, Shardable
 
 

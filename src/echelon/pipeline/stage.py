@@ -16,8 +16,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from echelon.errors import ArgumentError
+from echelon.modules.autograd import run_backward
 from echelon.modules.compiled import keep_order_of_graphs
-from echelon.modules.graph_task import run_backward
 from echelon.modules.nested import tensors as tensors_in
 from echelon.pipeline.boundary import BoundarySpec, take_apart
 from echelon.pipeline.deferred import Deferred, WeightGradients

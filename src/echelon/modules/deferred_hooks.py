@@ -34,7 +34,7 @@ class _Waiting:
 
     __slots__ = ("hook", "owner")
 
-    def __init__(self, hook: _Hook, owner: LateHooks) -> None:
+    def __init__(self, hook: _Hook, owner: DeferredHooks) -> None:
         self.hook, self.owner = hook, weakref.ref(owner)
 
     def __call__(self, param: nn.Parameter) -> None:
@@ -43,7 +43,7 @@ class _Waiting:
 
 
 @final
-class LateHooks:
+class DeferredHooks:
     """The hooks of users on the gradients of some parameters, which wait for reduced ones.
 
     Args:

@@ -1,7 +1,9 @@
-"""A wrapped model that gets other parameters is refused at its next forward."""
+"""Who reduces a parameter, and what a wrapped model may change: one owner, the same parameters."""
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -9,11 +11,18 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon.modules.parameter_guard import ParameterGuard
+from echelon.modules.parameters import ParameterGuard
 
 WRAPPERS: dict[str, Callable[[nn.Module, ec.Group], nn.Module]] = {
     "DDP": ec.DDP,
     "FSDP": lambda module, group: ec.FSDP(module, group, units=ec.units.by_type(nn.Linear)),
+}
+
+
+OWNERS = {
+    "DDP": ec.DDP,
+    "manual DDP": lambda module, group: ec.DDP(module, group, sync="manual"),
+    "FSDP": ec.FSDP,
 }
 
 
@@ -88,3 +97,50 @@ def test_what_needs_no_reduction_may_change() -> None:
     net[0].constant.requires_grad_(True)
     with pytest.raises(ec.StateError, match=r"'0.constant' was added"):
         census.check()
+
+
+# Who reduces a parameter -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outer", OWNERS)
+@pytest.mark.parametrize("inner", OWNERS)
+def test_neither_a_part_nor_the_whole_is_wrapped_again(outer: str, inner: str) -> None:
+    def main(world: ec.World) -> None:
+        for first, second in (
+            (lambda net: net, lambda net: net),
+            (lambda net: net, lambda net: net[0]),
+            (lambda net: net[0], lambda net: net),
+        ):
+            net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            kept = OWNERS[inner](first(net), world.group)
+            name = inner.split()[-1]
+            with pytest.raises(ec.ArgumentError, match=f"weight' belongs to {name} already"):
+                OWNERS[outer](second(net), world.group)
+            with pytest.raises(ec.ArgumentError, match=f"belongs to {name} already"):
+                OWNERS[outer](kept, world.group)
+
+    ec.run(main, 2)
+
+
+def test_what_a_ddp_has_left_can_be_wrapped_again() -> None:
+    def main(world: ec.World) -> None:
+        net = nn.Linear(2, 2)
+        ec.DDP(net, world.group).unwrap()
+        wrapped = ec.DDP(net, world.group)
+        del wrapped
+        gc.collect()
+        ec.FSDP(net, world.group)
+
+    ec.run(main, 1)
+
+
+def test_copies_and_ignored_parameters_belong_to_nobody_else() -> None:
+    def main(world: ec.World) -> None:
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        wrapped = ec.FSDP(net, world.group, ignored=[net[1]])
+        ec.DDP(net[1], world.group)
+        clone = copy.deepcopy(wrapped)
+        with pytest.raises(ec.ArgumentError, match="belongs to FSDP already"):
+            ec.DDP(clone.module, world.group)
+
+    ec.run(main, 2)

@@ -1,0 +1,269 @@
+"""The parameters of a wrapped module: which are left out, who reduces them, and what may change.
+
+``ignored_parameters`` says which ones a wrapper leaves alone; ``claim`` notes who reduces the rest;
+``ParameterGuard`` sees when the module has got others; ``TrainableParameters`` sees when ranks have
+frozen different ones.
+
+[Note: when freezing is compared]
+A rank cannot know by itself whether the others froze or thawed what it did, and an exchange that
+only some ranks issue is a hang. So each rank adds "mine changed" to something that all of them
+reduce anyway: DDP to the last bucket, FSDP to the list of parameters that got a gradient. All ranks
+read the same answer, and compare names if it is not zero.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import final
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from echelon.comm import streams
+from echelon.comm.agreement import ObjectGatherer, compare
+from echelon.errors import ArgumentError, StateError
+from echelon.modules.compiled import plain_name
+
+_requires_grad = attrgetter("requires_grad")
+
+# Which parameters are left out -----------------------------------------------------------------
+
+
+def ignored_parameters(
+    module: nn.Module, ignored: Sequence[nn.Module | nn.Parameter]
+) -> list[nn.Parameter]:
+    """The parameters that stay unsharded and local.
+
+    Raises:
+        ArgumentError: something is not in the model, a parameter is shared by an ignored module
+            and one that is not, or no parameter that requires a gradient is left.
+    """
+    if not isinstance(ignored, Iterable):
+        raise ArgumentError(f"ignored is {ignored!r:.80}; give a list of modules and parameters")
+    ignored = list(ignored)  # it is read twice
+    params = dict.fromkeys(module.parameters())
+    modules = set(module.modules())
+    skip: dict[nn.Parameter, None] = {}
+    inside: set[nn.Module] = set()
+    for item in ignored:
+        if isinstance(item, nn.Parameter) and item in params:
+            skip[item] = None
+        elif isinstance(item, nn.Module) and item in modules:
+            inside.update(item.modules())
+            skip.update(dict.fromkeys(item.parameters()))
+        else:
+            raise ArgumentError(f"ignored has {item!r:.80}, which is not in the model")
+    for name, submodule in module.named_modules():
+        if submodule in inside:
+            continue
+        for local, param in submodule._parameters.items():
+            if param in skip and not any(param is item for item in ignored):
+                raise ArgumentError(
+                    f"parameter {local!r} of module {name!r} is shared with an ignored module: "
+                    "ignore both, or neither"
+                )
+    if skip and not any(param.requires_grad for param in params if param not in skip):
+        raise ArgumentError(
+            f"ignored has every parameter of {type(module).__name__} that requires a gradient, so "
+            "nothing is left to share: use the module itself"
+        )
+    return list(skip)
+
+
+# Which wrapper reduces a parameter: a second one would reduce its gradient again ---------------
+
+# By parameter: the name of the wrapper, and whether it is still alive. The keys are weak.
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def claim(params: Iterable[nn.Parameter], owner: nn.Module, *, for_good: bool) -> None:
+    """Note that ``owner`` reduces ``params``.
+
+    Args:
+        for_good: also when ``owner`` is dropped, because they are not what they were.
+    """
+    reference = weakref.ref(owner)
+    is_alive: Callable[[], bool] = (lambda: True) if for_good else lambda: reference() is not None
+    for param in params:
+        _owners[param] = type(owner).__name__, is_alive
+
+
+def disclaim(params: Iterable[nn.Parameter]) -> None:
+    """Note that no wrapper reduces ``params``."""
+    for param in params:
+        _owners.pop(param, None)
+
+
+def _owner_of(param: nn.Parameter) -> str | None:
+    """The name of the wrapper that reduces ``param``; None without one."""
+    name, is_alive = _owners.get(param, ("", lambda: False))
+    return name if is_alive() else None
+
+
+def is_claimed(param: nn.Parameter) -> bool:
+    """Whether a wrapper reduces the gradient of ``param``."""
+    return _owner_of(param) is not None
+
+
+def check_unclaimed(module: nn.Module) -> None:
+    """Refuse a module of which a wrapper reduces a parameter already, by an ArgumentError."""
+    for name, param in module.named_parameters():
+        owner = _owner_of(param)
+        if owner is not None:
+            raise ArgumentError(
+                f"parameter {name!r} belongs to {owner} already: wrap the plain module once (a DDP "
+                "is taken off by unwrap(); what FSDP gathers together is said with units=...)"
+            )
+
+
+# What may change after wrapping ----------------------------------------------------------------
+
+
+@final
+class ParameterGuard:
+    """Sees when a wrapped module has got other parameters, whose gradients nobody would reduce.
+
+    It looks at every forward, so it compares with a flat list and walks the module only when
+    something has changed.
+
+    Args:
+        module: what is wrapped, with the parameters that the wrapper knows.
+        owner: name of the wrapper, for messages.
+        keeps_names: refuse a parameter under another name, as of a module that was pruned or
+            parametrized: what goes with it was made from a shard.
+    """
+
+    def __init__(self, module: nn.Module, owner: str, *, keeps_names: bool = False) -> None:
+        self._module, self._owner = module, owner
+        self._names = {param: plain_name(name) for name, param in module.named_parameters()}
+        self._keeps_names = keeps_names
+        self._known = {param: (param.dtype, param.requires_grad) for param in module.parameters()}
+        self._remember()
+
+    def _remember(self) -> None:
+        tables = [
+            table
+            for module in self._module.modules()
+            for table in (module._parameters, module._modules)
+        ]
+        self._lengths = [(table, len(table)) for table in tables]
+        self._entries = [(table, name, table[name]) for table in tables for name in table]
+        self._traits = [(p, p.dtype, p.requires_grad) for p in self._module.parameters()]
+
+    def check(self) -> None:
+        """Refuse a module with a parameter that was added, replaced, converted or unfrozen.
+
+        Raises:
+            StateError: names the parameter and what happened to it.
+        """
+        if self._is_unchanged():
+            return
+        for name, param in self._module.named_parameters():
+            self._check_parameter(name, param)
+        self._remember()  # what has changed needs no reduction
+
+    def _is_unchanged(self) -> bool:
+        for table, name, item in self._entries:
+            if table.get(name) is not item:
+                return False
+        for table, length in self._lengths:
+            if len(table) != length:
+                return False
+        for param, dtype, requires_grad in self._traits:
+            if param.dtype is not dtype or param.requires_grad is not requires_grad:
+                return False
+        return True
+
+    def _check_parameter(self, name: str, param: nn.Parameter) -> None:
+        dtype, was_trainable = self._known.get(param, (param.dtype, None))
+        before = self._names.get(param)
+        if self._keeps_names and before not in (None, plain_name(name)):
+            raise StateError(
+                f"parameter {before!r} became {name!r} after {self._owner} wrapped the model, as "
+                "prune, spectral_norm and parametrizations do, and what they made was made from "
+                "this rank's part: change the model first and wrap it then"
+            )
+        what, do = None, "change the model first and wrap it then"
+        if was_trainable is None and param.requires_grad and not isinstance(param, nn.Parameter):
+            what = "was exchanged for another tensor, as torch.func.functional_call does,"
+            do = (
+                "give functional_call the module inside of a DDP (model.module), whose gradients "
+                "are then of this rank alone, or the model before it is sharded"
+            )
+        elif was_trainable is None and param.requires_grad:
+            what = "was added or replaced"
+        elif param.dtype is not dtype:
+            what = f"was converted from {dtype} to {param.dtype}"
+        elif was_trainable is False and param.requires_grad:
+            what = "was frozen, and unfrozen"
+            do = (
+                "wrap the model while everything that is ever trained requires a gradient, and "
+                "freeze it then; that, and to thaw it again, is allowed between any two steps"
+            )
+        if what is not None:
+            raise StateError(
+                f"parameter {name!r} {what} after {self._owner} wrapped the model, so its gradient "
+                f"would not be reduced: {do}"
+            )
+
+
+@final
+class TrainableParameters:
+    """Whether each parameter of a model requires a gradient, as its ranks have last agreed."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], ranks: ObjectGatherer) -> None:
+        self._names = [name for name, _ in named]
+        self._params = [param for _, param in named]
+        self._ranks = ranks
+        self._agreed = self._now()
+        self._answer: tuple[Tensor, streams.StreamEvent] | None = None
+
+    def _now(self) -> list[bool]:
+        return list(map(_requires_grad, self._params))
+
+    def changed(self) -> bool:
+        """Whether this rank has frozen or thawed something since the ranks agreed."""
+        return self._now() != self._agreed
+
+    def take_answer(self, answer: Tensor) -> None:
+        """Take what a reduction has made of the ranks' ``changed``: zero if none has changed."""
+        host = streams.host_memory(1, answer.dtype, answer.device)
+        host.copy_(answer, non_blocking=True)
+        self._answer = host, streams.new_stream(answer.device, own=False).record_event()
+
+    def compare(self, *, at_once: bool, has_batch: bool = True) -> None:
+        """Compare with the other ranks, if one of them has changed. All ranks call it.
+
+        Args:
+            at_once: else only if the answer need not be waited for or this rank has changed; the
+                next call does it then.
+            has_batch: whether this rank still trains; if not, it takes the others' opinion.
+
+        Raises:
+            ModelMismatch: on every rank; names the parameter and who has frozen it.
+        """
+        if self._answer is None:
+            return
+        answer, event = self._answer
+        if not (at_once or event.query() or self.changed()):
+            return
+        self._answer = None
+        event.synchronize()
+        if not bool(answer):
+            return
+        frozen = [n for n, trained in zip(self._names, self._now(), strict=True) if not trained]
+        by_rank = self._ranks.all_gather_object(frozen if has_batch else None)
+        usual = next(names for names in by_rank if names is not None)
+        frozen_names = set(usual)
+        self._agreed = [name not in frozen_names for name in self._names]
+        compare(
+            "whether they train parameter",
+            [self._facts(usual if names is None else names) for names in by_rank],
+            "Freeze and thaw the same parameters on every rank.",
+        )
+
+    def _facts(self, frozen: Sequence[str]) -> dict[str, str]:
+        names = set(frozen)
+        return {name: "frozen" if name in names else "trained" for name in self._names}
