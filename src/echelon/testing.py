@@ -100,68 +100,70 @@ class _NoWork(Work):
         return None
 
 
-def _raise(ticket: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
-    raise InjectedFault(f"this rank was told to fail at {ticket}")
+def _raise(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
+    raise InjectedFault(f"this rank was told to fail at {call}")
 
 
-def _leave(ticket: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
+def _leave(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
     raise _Left
 
 
-def _signal(number: signal.Signals, ticket: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
+def _signal(number: signal.Signals, call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
     os.kill(os.getpid(), number)
-    return issue(ticket)
+    return issue(call)
 
 
-def _exit(ticket: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
+def _exit(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
     os._exit(0)
 
 
-def _wait_first(seconds: float, ticket: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
+def _wait_first(seconds: float, call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
     sleep(seconds)
-    return issue(ticket)
+    return issue(call)
 
 
-def _skip(ticket: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
-    return _NoWork(ticket)
+def _skip(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
+    return _NoWork(call)
 
 
-def _repeat(ticket: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
-    issue(ticket).wait()
-    return issue(ticket)
+def _repeat(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
+    issue(call).wait()
+    return issue(call)
 
 
 def _claim(
     alter: Callable[[CallSignature], CallSignature],
-    ticket: CollectiveCall,
+    call: CollectiveCall,
     issue: Issue,
     sleep: Sleep,
 ) -> Work:
-    return issue(replace(ticket, call=alter(ticket.call)))
+    return issue(replace(call, signature=alter(call.signature)))
 
 
-def _other_op(call: CallSignature) -> CallSignature:
-    return call._replace(op="broadcast" if call.op != "broadcast" else "all_reduce")
+def _other_op(signature: CallSignature) -> CallSignature:
+    return signature._replace(op="broadcast" if signature.op != "broadcast" else "all_reduce")
 
 
-def _other_dtype(call: CallSignature) -> CallSignature:
-    return call._replace(dtype=torch.int32 if call.dtype != torch.int32 else torch.float32)
+def _other_dtype(signature: CallSignature) -> CallSignature:
+    return signature._replace(
+        dtype=torch.int32 if signature.dtype != torch.int32 else torch.float32
+    )
 
 
-def _other_shape(call: CallSignature) -> CallSignature:
-    return call._replace(shape=(*call.shape, 2))
+def _other_shape(signature: CallSignature) -> CallSignature:
+    return signature._replace(shape=(*signature.shape, 2))
 
 
-def _other_reduction(call: CallSignature) -> CallSignature:
-    return call._replace(reduce="max" if call.reduce != "max" else "min")
+def _other_reduction(signature: CallSignature) -> CallSignature:
+    return signature._replace(reduce="max" if signature.reduce != "max" else "min")
 
 
-def _other_root(call: CallSignature) -> CallSignature:
-    return call._replace(root=1 if call.root != 1 else 0)
+def _other_root(signature: CallSignature) -> CallSignature:
+    return signature._replace(root=1 if signature.root != 1 else 0)
 
 
-def _other_label(call: CallSignature) -> CallSignature:
-    return call._replace(label=f"not {call.label}")
+def _other_label(signature: CallSignature) -> CallSignature:
+    return signature._replace(label=f"not {signature.label}")
 
 
 def _liar(name: str, alter: Callable[[CallSignature], CallSignature]) -> Fault:
@@ -267,76 +269,76 @@ class FaultyGroup(Group):
         self._num_calls = 0
         self._num_struck = 0
 
-    def _do(self, ticket: CollectiveCall, issue: Issue) -> Work:
+    def _do(self, call: CollectiveCall, issue: Issue) -> Work:
         """Issue the call, or let the fault do what it does."""
         number, self._num_calls = self._num_calls, self._num_calls + 1
         fault = self._fault
         falls = number >= self._at and (fault.again or not self._num_struck)
-        if not falls or (ticket.call.op in _MESSAGES and not fault.at_messages):
-            return issue(self._renumbered(ticket))
+        if not falls or (call.signature.op in _MESSAGES and not fault.at_messages):
+            return issue(self._renumbered(call))
         self._num_struck += 1
-        return fault.strike(ticket, lambda struck: issue(self._renumbered(struck)), self._sleep)
+        return fault.strike(call, lambda struck: issue(self._renumbered(struck)), self._sleep)
 
-    def _renumbered(self, ticket: CollectiveCall) -> CollectiveCall:
-        """The ticket with the number that ``inner`` would give it; calls may have been skipped."""
+    def _renumbered(self, call: CollectiveCall) -> CollectiveCall:
+        """The call with the number that ``inner`` would give it; calls may have been skipped."""
         inner = self._inner
-        if ticket.call.op in _MESSAGES:
+        if call.signature.op in _MESSAGES:
             position, inner._p2p_position = inner._p2p_position, inner._p2p_position + 1
         else:
             position, inner._position = inner._position, inner._position + 1
-        return replace(ticket, position=position)
+        return replace(call, position=position)
 
-    def _all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> Work:
-        return self._do(ticket, lambda t: self._inner._all_reduce(t, tensor, op))
+    def _all_reduce(self, call: CollectiveCall, tensor: Tensor, op: str) -> Work:
+        return self._do(call, lambda t: self._inner._all_reduce(t, tensor, op))
 
     def _reduce_scatter(
-        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, call: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> Work:
-        return self._do(ticket, lambda t: self._inner._reduce_scatter(t, output, input, splits, op))
+        return self._do(call, lambda t: self._inner._reduce_scatter(t, output, input, splits, op))
 
-    def _all_gather(self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
-        return self._do(ticket, lambda t: self._inner._all_gather(t, outputs, input))
+    def _all_gather(self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
+        return self._do(call, lambda t: self._inner._all_gather(t, outputs, input))
 
-    def _broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> Work:
-        return self._do(ticket, lambda t: self._inner._broadcast(t, tensor, src))
+    def _broadcast(self, call: CollectiveCall, tensor: Tensor, src: int) -> Work:
+        return self._do(call, lambda t: self._inner._broadcast(t, tensor, src))
 
-    def _reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
-        return self._do(ticket, lambda t: self._inner._reduce(t, tensor, dst, op))
+    def _reduce(self, call: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
+        return self._do(call, lambda t: self._inner._reduce(t, tensor, dst, op))
 
     def _gather(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+        self, call: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
     ) -> Work:
-        return self._do(ticket, lambda t: self._inner._gather(t, outputs, tensor, dst))
+        return self._do(call, lambda t: self._inner._gather(t, outputs, tensor, dst))
 
     def _scatter(
-        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
+        self, call: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
     ) -> Work:
-        return self._do(ticket, lambda t: self._inner._scatter(t, tensor, inputs, src))
+        return self._do(call, lambda t: self._inner._scatter(t, tensor, inputs, src))
 
     def _all_to_all(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Work:
-        return self._do(ticket, lambda t: self._inner._all_to_all(t, outputs, inputs))
+        return self._do(call, lambda t: self._inner._all_to_all(t, outputs, inputs))
 
-    def _barrier(self, ticket: CollectiveCall) -> Work:
-        return self._do(ticket, self._inner._barrier)
+    def _barrier(self, call: CollectiveCall) -> Work:
+        return self._do(call, self._inner._barrier)
 
-    def _send(self, ticket: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
-        return self._do(ticket, lambda t: self._inner._send(t, tensor, dst, tag))
+    def _send(self, call: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
+        return self._do(call, lambda t: self._inner._send(t, tensor, dst, tag))
 
-    def _recv(self, ticket: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
-        return self._do(ticket, lambda t: self._inner._recv(t, tensor, src, tag))
+    def _recv(self, call: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
+        return self._do(call, lambda t: self._inner._recv(t, tensor, src, tag))
 
-    def _subgroup(self, ticket: CollectiveCall, name: str, members: Sequence[int]) -> Group | None:
+    def _subgroup(self, call: CollectiveCall, name: str, members: Sequence[int]) -> Group | None:
         self._inner._num_subgroups = self._num_subgroups
-        made = self._inner._subgroup(self._renumbered(ticket), name, members)
+        made = self._inner._subgroup(self._renumbered(call), name, members)
         return None if made is None else FaultyGroup(made, self._fault, self._at, self._sleep)
 
-    def _window(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
-        return self._inner._window(self._renumbered(ticket), numel, dtype)
+    def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
+        return self._inner._window(self._renumbered(call), numel, dtype)
 
-    def _shared(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._inner._shared(self._renumbered(ticket), numel, dtype)
+    def _shared(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._inner._shared(self._renumbered(call), numel, dtype)
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class C10dWork(dist.Work):
             return
         if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
             assert seconds is not None  # the thread of the future waits, and longer than we may
-            raise CommTimeout(str(self._parts[0].ticket), (), seconds)
+            raise CommTimeout(str(self._parts[0].call), (), seconds)
         try:
             self._end(seconds)
         except CommTimeout:
@@ -193,6 +193,6 @@ class ReceiveFromAny(Work):
             waited_s = time.monotonic() - start_s
             if waited_s > seconds:
                 others = [rank for i, rank in enumerate(self._group.ranks) if i != self._group.rank]
-                raise CommTimeout(str(self.ticket), others, seconds)
+                raise CommTimeout(str(self.call), others, seconds)
             time.sleep(min(max(waited_s / 10, _LOOK_S[0]), _LOOK_S[1]))
         receive.wait(timeout)

@@ -28,7 +28,7 @@ class Backend(GroupTree, ABC):
     """The part of a ``Group`` that differs between worlds.
 
     Tensors that reach the abstract methods are 1D, contiguous and on ``device``. Each method starts
-    the operation and returns at once; if ``ticket.blocking``, the caller waits next and the backend
+    the operation and returns at once; if ``call.blocking``, the caller waits next and the backend
     may use its thread.
     """
 
@@ -63,8 +63,8 @@ class Backend(GroupTree, ABC):
         for item in self._kept_in_forks():
             keep_alive(item)
 
-        def refuse(ticket: CollectiveCall) -> None:
-            raise refused(f"{ticket.call} of group {ticket.group!r} at {ticket.place}", ticket.rank)
+        def refuse(call: CollectiveCall) -> None:
+            raise refused(f"{call.signature} of group {call.group!r} at {call.place}", call.rank)
 
         self._note = refuse
 
@@ -79,75 +79,75 @@ class Backend(GroupTree, ABC):
     # What a backend writes -------------------------------------------------------------------
 
     @abstractmethod
-    def _all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> Work: ...
+    def _all_reduce(self, call: CollectiveCall, tensor: Tensor, op: str) -> Work: ...
 
     @abstractmethod
     def _reduce_scatter(
-        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, call: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> Work: ...
 
     @abstractmethod
     def _all_gather(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor
+        self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor
     ) -> Work: ...
 
     @abstractmethod
-    def _broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> Work: ...
+    def _broadcast(self, call: CollectiveCall, tensor: Tensor, src: int) -> Work: ...
 
     @abstractmethod
-    def _reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work: ...
+    def _reduce(self, call: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work: ...
 
     @abstractmethod
     def _gather(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+        self, call: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
     ) -> Work: ...
 
     @abstractmethod
     def _scatter(
-        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
+        self, call: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
     ) -> Work: ...
 
     @abstractmethod
     def _all_to_all(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Work: ...
 
     @abstractmethod
-    def _barrier(self, ticket: CollectiveCall) -> Work: ...
+    def _barrier(self, call: CollectiveCall) -> Work: ...
 
     @abstractmethod
-    def _send(self, ticket: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work: ...
+    def _send(self, call: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work: ...
 
     @abstractmethod
-    def _recv(self, ticket: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work: ...
+    def _recv(self, call: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work: ...
 
     @abstractmethod
     def _subgroup(
-        self, ticket: CollectiveCall, name: str, members: Sequence[int]
+        self, call: CollectiveCall, name: str, members: Sequence[int]
     ) -> Group | None: ...
 
     @abstractmethod
-    def _window(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Window: ...
+    def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window: ...
 
-    def _shared(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
+    def _shared(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
         """Only where the group ``shares_memory``."""
         raise NotImplementedError
 
     # Checks ----------------------------------------------------------------------------------
 
-    def _ticket(self, call: CallSignature, async_op: bool) -> CollectiveCall:
-        if call.label is not None and not isinstance(call.label, str):
-            raise ArgumentError(f"label is {call.label!r:.80}; give a str, or None")
-        ticket = CollectiveCall(
-            call, caller(), self._position, self.name, self.ranks[self.rank], not async_op
+    def _number(self, signature: CallSignature, async_op: bool) -> CollectiveCall:
+        if signature.label is not None and not isinstance(signature.label, str):
+            raise ArgumentError(f"label is {signature.label!r:.80}; give a str, or None")
+        call = CollectiveCall(
+            signature, caller(), self._position, self.name, self.ranks[self.rank], not async_op
         )
         self._position += 1
-        self._note(ticket)
+        self._note(call)
         if events.listening():
-            emit_issue(ticket)
-        return ticket
+            emit_issue(call)
+        return call
 
-    def _p2p_ticket(
+    def _number_message(
         self, op: str, tensor: Tensor, peer: int, tag: int, *, blocking: bool
     ) -> CollectiveCall:
         self._check(op, *([tensor], ()) if op == "send" else ((), [tensor]))
@@ -156,21 +156,21 @@ class Backend(GroupTree, ABC):
             raise ArgumentError(f"rank {peer} cannot {op} to itself: copy the tensor instead")
         if not isinstance(tag, int) or not 0 <= tag < 2**31:
             raise ArgumentError(f"{op} got tag {tag!r:.80}: use an integer with 0 <= tag < 2**31")
-        call = _message(op, tensor.dtype, tensor.numel(), peer, tag)
-        ticket = CollectiveCall(
-            call, caller(), self._p2p_position, self.name, self.ranks[self.rank], blocking
+        signature = _message(op, tensor.dtype, tensor.numel(), peer, tag)
+        call = CollectiveCall(
+            signature, caller(), self._p2p_position, self.name, self.ranks[self.rank], blocking
         )
         self._p2p_position += 1
-        self._note(ticket)
+        self._note(call)
         if events.listening():
-            emit_issue(ticket)
-        return ticket
+            emit_issue(call)
+        return call
 
     def _started(self, work: Work, *restores: Callable[[], None] | None) -> Work | None:
         for restore in restores:
             if restore is not None:
                 work.then(restore)
-        if work.ticket.blocking:
+        if work.call.blocking:
             work.wait()
             return None
         return work

@@ -60,10 +60,10 @@ class Group(Backend):
             CollectiveMismatch: ranks differ in operation, dtype, shape, label or order.
         """
         reduce_op.check_op(op, self._check("all_reduce", written=[tensor]))
-        call = CallSignature("all_reduce", tensor.dtype, tuple(tensor.shape), op, None, label)
-        ticket = self._ticket(call, async_op)
+        signature = CallSignature("all_reduce", tensor.dtype, tuple(tensor.shape), op, None, label)
+        call = self._number(signature, async_op)
         flat, restore = flattened(tensor)
-        return self._started(self._all_reduce(ticket, flat, op), restore)
+        return self._started(self._all_reduce(call, flat, op), restore)
 
     @final
     @draws_nothing
@@ -92,14 +92,14 @@ class Group(Backend):
             lengths = self._check_splits("input", input, splits)
             self._check_numel("output", output, lengths[self.rank], f"splits[{self.rank}]")
         parts = () if splits is None else tuple(lengths)
-        ticket = self._ticket(
+        call = self._number(
             CallSignature(
                 "reduce_scatter_single", input.dtype, tuple(input.shape), op, None, label, parts
             ),
             async_op,
         )
         flat, restore = flattened(output)
-        work = self._reduce_scatter(ticket, flat, flattened(input)[0], lengths, op)
+        work = self._reduce_scatter(call, flat, flattened(input)[0], lengths, op)
         return self._started(work, restore)
 
     @final
@@ -115,14 +115,14 @@ class Group(Backend):
         """
         self._check("all_gather_single", [input], [output])
         self._check_numel("output", output, self.size * input.numel(), "size * input.numel()")
-        ticket = self._ticket(
+        call = self._number(
             CallSignature("all_gather_single", input.dtype, tuple(input.shape), None, None, label),
             async_op,
         )
         flat, restore = flattened(output)
         parts = flat.view(self.size, -1).unbind(0) if flat.numel() else [flat] * self.size
         source = apart(flattened(input)[0], parts, self.rank)
-        return self._started(self._all_gather(ticket, parts, source), restore)
+        return self._started(self._all_gather(call, parts, source), restore)
 
     @final
     @draws_nothing
@@ -143,13 +143,13 @@ class Group(Backend):
             "input", input, outputs[self.rank].numel(), f"outputs[{self.rank}].numel()"
         )
         lengths = tuple(output.numel() for output in outputs)
-        ticket = self._ticket(
+        call = self._number(
             CallSignature("all_gather", input.dtype, (sum(lengths),), None, None, label, lengths),
             async_op,
         )
         flats, restores = zip(*map(flattened, outputs), strict=True)
         source = apart(flattened(input)[0], flats, self.rank)
-        return self._started(self._all_gather(ticket, flats, source), *restores)
+        return self._started(self._all_gather(call, flats, source), *restores)
 
     @final
     @draws_nothing
@@ -159,10 +159,10 @@ class Group(Backend):
         """Copy the ``tensor`` of rank ``src`` to all ranks."""
         self._check_rank("src", src)
         self._check("broadcast", *([tensor], ()) if src == self.rank else ((), [tensor]))
-        call = CallSignature("broadcast", tensor.dtype, tuple(tensor.shape), None, src, label)
-        ticket = self._ticket(call, async_op)
+        signature = CallSignature("broadcast", tensor.dtype, tuple(tensor.shape), None, src, label)
+        call = self._number(signature, async_op)
         flat, restore = flattened(tensor)
-        return self._started(self._broadcast(ticket, flat, src), restore)
+        return self._started(self._broadcast(call, flat, src), restore)
 
     @final
     @draws_nothing
@@ -178,11 +178,11 @@ class Group(Backend):
         """Replace ``tensor`` of rank ``dst`` by the reduction over ranks; others keep theirs."""
         self._check_rank("dst", dst)
         reduce_op.check_op(op, self._check("reduce", written=[tensor]))
-        ticket = self._ticket(
+        call = self._number(
             CallSignature("reduce", tensor.dtype, tuple(tensor.shape), op, dst, label), async_op
         )
         flat, restore = flattened(tensor)
-        return self._started(self._reduce(ticket, flat, dst, op), restore)
+        return self._started(self._reduce(call, flat, dst, op), restore)
 
     @final
     @draws_nothing
@@ -200,11 +200,11 @@ class Group(Backend):
         given = self._check_list("gather", "outputs", outputs, root=dst)
         self._check("gather", [tensor], given)
         self._check_numels("gather", "outputs", given, tensor)
-        ticket = self._ticket(
+        call = self._number(
             CallSignature("gather", tensor.dtype, tuple(tensor.shape), None, dst, label), async_op
         )
         pairs = [flattened(output) for output in given]
-        work = self._gather(ticket, [flat for flat, _ in pairs], flattened(tensor)[0], dst)
+        work = self._gather(call, [flat for flat, _ in pairs], flattened(tensor)[0], dst)
         return self._started(work, *(restore for _, restore in pairs))
 
     @final
@@ -223,7 +223,7 @@ class Group(Backend):
         given = self._check_list("scatter", "inputs", inputs, root=src)
         self._check("scatter", given, [tensor])
         self._check_numels("scatter", "inputs", given, tensor)
-        ticket = self._ticket(
+        call = self._number(
             CallSignature("scatter", tensor.dtype, tuple(tensor.shape), None, src, label), async_op
         )
         flat, restore = flattened(tensor)
@@ -231,7 +231,7 @@ class Group(Backend):
             flattened(item)[0] if rank == src else apart(flattened(item)[0], [flat])
             for rank, item in enumerate(given)
         ]
-        work = self._scatter(ticket, flat, parts, src)
+        work = self._scatter(call, flat, parts, src)
         return self._started(work, restore)
 
     @final
@@ -258,20 +258,20 @@ class Group(Backend):
         self._check("all_to_all_single", [input], [output])
         outs = self._split_numels("output", output, output_splits)
         ins = self._split_numels("input", input, input_splits)
-        ticket = self._ticket(
+        call = self._number(
             CallSignature("all_to_all_single", input.dtype, (), None, None, label), async_op
         )
         flat, restore = flattened(output)
         source = apart(flattened(input)[0], [flat])
-        work = self._all_to_all(ticket, flat.split(outs), source.split(ins))
+        work = self._all_to_all(call, flat.split(outs), source.split(ins))
         return self._started(work, restore)
 
     @final
     @draws_nothing
     def barrier(self, async_op: bool = False, *, label: str | None = None) -> Work | None:
         """Return when all ranks of the group have called it."""
-        ticket = self._ticket(CallSignature("barrier", label=label), async_op)
-        return self._started(self._barrier(ticket))
+        call = self._number(CallSignature("barrier", label=label), async_op)
+        return self._started(self._barrier(call))
 
     # Objects ---------------------------------------------------------------------------------
 
@@ -301,16 +301,16 @@ class Group(Backend):
     @draws_nothing
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """Send ``tensor`` to rank ``dst``; it must not change before the work is waited for."""
-        ticket = self._p2p_ticket("send", tensor, dst, tag, blocking=False)
-        return self._send(ticket, flattened(tensor)[0], dst, tag)
+        call = self._number_message("send", tensor, dst, tag, blocking=False)
+        return self._send(call, flattened(tensor)[0], dst, tag)
 
     @final
     @draws_nothing
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         """Receive into ``tensor`` what rank ``src`` sends with this ``tag``, first sent first."""
-        ticket = self._p2p_ticket("recv", tensor, src, tag, blocking=False)
+        call = self._number_message("recv", tensor, src, tag, blocking=False)
         flat, restore = flattened(tensor)
-        work = self._recv(ticket, flat, src, tag)
+        work = self._recv(call, flat, src, tag)
         if restore is not None:
             work.then(restore)
         return work
@@ -323,8 +323,8 @@ class Group(Backend):
         A program must not count on buffering: simulated ranks return only when the receiver has
         come.
         """
-        ticket = self._p2p_ticket("send", tensor, dst, tag, blocking=True)
-        self._send(ticket, flattened(tensor)[0], dst, tag).wait()
+        call = self._number_message("send", tensor, dst, tag, blocking=True)
+        self._send(call, flattened(tensor)[0], dst, tag).wait()
 
     @final
     @draws_nothing
@@ -334,9 +334,9 @@ class Group(Backend):
         Raises:
             CollectiveMismatch: the peer sent another dtype or number of elements.
         """
-        ticket = self._p2p_ticket("recv", tensor, src, tag, blocking=True)
+        call = self._number_message("recv", tensor, src, tag, blocking=True)
         flat, restore = flattened(tensor)
-        self._recv(ticket, flat, src, tag).wait()
+        self._recv(call, flat, src, tag).wait()
         if restore is not None:
             restore()
 
@@ -358,9 +358,9 @@ class Group(Backend):
         members = sorted(set(given))
         self._num_subgroups += 1
         name = f"{self.name}.{self._num_subgroups}"
-        call = CallSignature("subgroup", None, tuple(members), label=name)
-        ticket = self._ticket(call, async_op=False)
-        return self._born(self._subgroup(ticket, name, members))
+        signature = CallSignature("subgroup", None, tuple(members), label=name)
+        call = self._number(signature, async_op=False)
+        return self._born(self._subgroup(call, name, members))
 
     @final
     def window(self, numel: int, dtype: torch.dtype = torch.float32) -> Window:
@@ -374,8 +374,8 @@ class Group(Backend):
             SharedMemoryError: there is not enough.
         """
         numel = self._check_memory("window", numel, dtype)
-        ticket = self._ticket(CallSignature("window", dtype, (numel,)), async_op=False)
-        return self._window(ticket, numel, dtype)
+        call = self._number(CallSignature("window", dtype, (numel,)), async_op=False)
+        return self._window(call, numel, dtype)
 
     @final
     def shared_tensor(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -394,5 +394,5 @@ class Group(Backend):
                 f"the ranks of group {self.name!r} do not share memory, so a tensor cannot be the "
                 "same on all of them: use a world of threads or processes, or gather"
             )
-        ticket = self._ticket(CallSignature("shared_tensor", dtype, (numel,)), async_op=False)
-        return self._shared(ticket, numel, dtype)
+        call = self._number(CallSignature("shared_tensor", dtype, (numel,)), async_op=False)
+        return self._shared(call, numel, dtype)

@@ -24,8 +24,8 @@ class Work(ABC):
     Abstract: a backend writes ``_wait`` and ``done``.
     """
 
-    def __init__(self, ticket: CollectiveCall) -> None:
-        self.ticket = ticket
+    def __init__(self, call: CollectiveCall) -> None:
+        self.call = call
         self._finish: list[Callable[[], None]] = []
         self._mark = mark()
 
@@ -42,7 +42,7 @@ class Work(ABC):
             StateError: this process was forked after the work was issued.
         """
         if self._mark is not mark():
-            raise refused(f"the wait for {self.ticket}", self.ticket.rank)
+            raise refused(f"the wait for {self.call}", self.call.rank)
         start_s = time.perf_counter()
         self._wait(timeout)
         finish, self._finish = self._finish, []
@@ -50,7 +50,7 @@ class Work(ABC):
             step()
         if events.listening():
             seconds = time.perf_counter() - start_s
-            _emit("collective.wait", self.ticket, start_s, seconds)
+            _emit("collective.wait", self.call, start_s, seconds)
 
     @abstractmethod
     def done(self) -> bool:
@@ -67,26 +67,26 @@ class Work(ABC):
 
 
 def _emit(
-    name: str, ticket: CollectiveCall, start_s: float | None = None, seconds: float = 0.0
+    name: str, call: CollectiveCall, start_s: float | None = None, seconds: float = 0.0
 ) -> None:
-    call = ticket.call
+    signature = call.signature
     events.emit(
         name,
         start_s,
         seconds,
-        rank=ticket.rank,
-        group=ticket.group,
-        op=call.op,
-        position=ticket.position,
-        nbytes=call.nbytes,
-        label=call.label,
-        root=call.root,
+        rank=call.rank,
+        group=call.group,
+        op=signature.op,
+        position=call.position,
+        nbytes=signature.nbytes,
+        label=signature.label,
+        root=signature.root,
     )
 
 
-def emit_issue(ticket: CollectiveCall) -> None:
+def emit_issue(call: CollectiveCall) -> None:
     """Tell listeners that a call was issued."""
-    _emit("collective.issue", ticket)
+    _emit("collective.issue", call)
 
 
 @final

@@ -82,7 +82,7 @@ class CollectiveCall:
     """One issued call, with all that a report of it needs.
 
     Attributes:
-        call: what the ranks must agree on.
+        signature: what the ranks must agree on.
         place: the line of user code.
         position: its number among the calls of this kind in the group, from 0.
         group: name of the group.
@@ -90,7 +90,7 @@ class CollectiveCall:
         blocking: the caller waits at once, so the backend may run it on the caller's thread.
     """
 
-    call: CallSignature
+    signature: CallSignature
     place: CallSite
     position: int
     group: str
@@ -98,7 +98,7 @@ class CollectiveCall:
     blocking: bool
 
     def __str__(self) -> str:
-        return f"{self.call} (#{self.position} of group {self.group!r}) at {self.place}"
+        return f"{self.signature} (#{self.position} of group {self.group!r}) at {self.place}"
 
 
 # Frames of this library, of torch (autograd calls our hooks) and of Python's own modules (as where

@@ -158,7 +158,7 @@ class RankRecord:
 
     def issue(self, ticket: CollectiveCall) -> None:
         """Note the last call."""
-        key = ticket.call, ticket.place, ticket.group
+        key = ticket.signature, ticket.place, ticket.group
         slot = self._slots.get(key) or self._write_text(key)
         self._longs[_CALL] = slot << 32 | ticket.position & 0xFFFFFFFF
 

@@ -111,7 +111,7 @@ class Area:
                 ]
         return parts
 
-    def next_round(self, ticket: CollectiveCall, timeout: float) -> None:
+    def next_round(self, call: CollectiveCall, timeout: float) -> None:
         """Post the next round and wait until all ranks have posted it."""
         words = self._words
         target = self.round = (self.round + 1) & 0xFFFFFFFF
@@ -121,7 +121,7 @@ class Area:
         for peer in self.peers:
             at = peer * _WORDS + _ROUND
             if (words[at] - target) & 0xFFFFFFFF >= _HALF:
-                self._await_peer(at, target, ticket, timeout)
+                self._await_peer(at, target, call, timeout)
         fence()
 
     def absent(self) -> list[int]:
@@ -132,7 +132,7 @@ class Area:
             if (self._words[peer * _WORDS + _ROUND] - self.round) & 0xFFFFFFFF >= _HALF
         ]
 
-    def _await_peer(self, at: int, target: int, ticket: CollectiveCall, timeout: float) -> None:
+    def _await_peer(self, at: int, target: int, call: CollectiveCall, timeout: float) -> None:
         words = self._words
 
         def ready() -> bool:
@@ -140,11 +140,11 @@ class Area:
 
         try:
             # A background thread must not hold the interpreter while the owner computes.
-            self.board.wait(ready, lambda: str(ticket), self.absent, timeout, spin=ticket.blocking)
+            self.board.wait(ready, lambda: str(call), self.absent, timeout, spin=call.blocking)
         except CommTimeout as error:
             raise self.board.watch.explained(error) from None
 
-    def agree(self, ticket: CollectiveCall, timeout: float, key: int = 0, address: int = 0) -> None:
+    def agree(self, call: CollectiveCall, timeout: float, key: int = 0, address: int = 0) -> None:
         """First round of every call: check that all ranks make the same one.
 
         Args:
@@ -154,44 +154,44 @@ class Area:
         Raises:
             CollectiveMismatch: the calls differ; raised on every rank, with the call of each.
         """
-        longs, at = self._longs, self._note(ticket)
-        mine = fingerprint(ticket.call)
+        longs, at = self._longs, self._note(call)
+        mine = fingerprint(call.signature)
         own = self.rank * _LONGS + at
         longs[own], longs[own + 1], longs[own + 2] = mine, key, address
-        self.next_round(ticket, timeout)
+        self.next_round(call, timeout)
         for peer in self.peers:
             if longs[peer * _LONGS + at] != mine:
-                self._mismatch(ticket, timeout)
+                self._mismatch(call, timeout)
 
-    def keys(self, ticket: CollectiveCall) -> list[int]:
+    def keys(self, call: CollectiveCall) -> list[int]:
         """The keys of all ranks for the call that they have just agreed on."""
-        at = self._note(ticket) + 1
+        at = self._note(call) + 1
         return [self._longs[rank * _LONGS + at] for rank in range(self.size)]
 
-    def addresses(self, ticket: CollectiveCall) -> list[int]:
+    def addresses(self, call: CollectiveCall) -> list[int]:
         """The addresses of all ranks for the call that they have just agreed on."""
-        at = self._note(ticket) + 2
+        at = self._note(call) + 2
         return [self._longs[rank * _LONGS + at] for rank in range(self.size)]
 
     @staticmethod
-    def _note(ticket: CollectiveCall) -> int:
-        return _NOTES + (ticket.position % _NUM_NOTES) * _NOTE_LONGS
+    def _note(call: CollectiveCall) -> int:
+        return _NOTES + (call.position % _NUM_NOTES) * _NOTE_LONGS
 
     def pid(self, rank: int) -> int:
         """The process of ``rank``."""
         return self.board.pid(self.ranks[rank])
 
-    def _mismatch(self, ticket: CollectiveCall, timeout: float) -> None:
-        calls = self.exchange_texts(ticket, f"{ticket.call} at {ticket.place}", timeout)
-        raise CollectiveMismatch(self.name, ticket.position, calls)
+    def _mismatch(self, call: CollectiveCall, timeout: float) -> None:
+        calls = self.exchange_texts(call, f"{call.signature} at {call.place}", timeout)
+        raise CollectiveMismatch(self.name, call.position, calls)
 
-    def exchange_texts(self, ticket: CollectiveCall, text: str, timeout: float) -> dict[int, str]:
+    def exchange_texts(self, call: CollectiveCall, text: str, timeout: float) -> dict[int, str]:
         """What every rank says, by rank; for errors that all ranks raise."""
         mine = text_bytes(text)[: _PAGE - _TEXT_START]
         start = self.rank * _PAGE + _TEXT_START
         self._bytes[start : start + len(mine)] = mine
         self._words[self.rank * _WORDS + _TEXT_LENGTH] = len(mine)
-        self.next_round(ticket, timeout)
+        self.next_round(call, timeout)
         calls = {}
         for rank in range(self.size):
             start = rank * _PAGE + _TEXT_START

@@ -75,7 +75,7 @@ class Collectives:
 
     # Rounds ----------------------------------------------------------------------------------
 
-    def _agree(self, ticket: CollectiveCall, tensor: Tensor | None = None) -> list[Tensor] | None:
+    def _agree(self, call: CollectiveCall, tensor: Tensor | None = None) -> list[Tensor] | None:
         """First round: the call is the same on all ranks; post where ``tensor`` lies.
 
         Returns:
@@ -83,152 +83,152 @@ class Collectives:
         """
         area = self.area
         if tensor is None:
-            area.agree(ticket, self.timeout)
+            area.agree(call, self.timeout)
             return None
-        area.agree(ticket, self.timeout, self._key(tensor), tensor.data_ptr())
-        return self._in_place(tensor, area.keys(ticket))
+        area.agree(call, self.timeout, self._key(tensor), tensor.data_ptr())
+        return self._in_place(tensor, area.keys(call))
 
-    def _round(self, ticket: CollectiveCall) -> None:
-        self.area.next_round(ticket, self.timeout)
+    def _round(self, call: CollectiveCall) -> None:
+        self.area.next_round(call, self.timeout)
 
-    def _ways(self, ticket: CollectiveCall) -> Direct | Staged:
+    def _ways(self, call: CollectiveCall) -> Direct | Staged:
         """How large data travels here. Found out once, together with the other ranks."""
         if self._large is None:
-            self._large = open_direct(self.area, ticket, self.timeout) or Staged(
-                self.area, Staging(self.area, ticket, self.timeout), self.timeout
+            self._large = open_direct(self.area, call, self.timeout) or Staged(
+                self.area, Staging(self.area, call, self.timeout), self.timeout
             )
         return self._large
 
     # Reductions ------------------------------------------------------------------------------
 
-    def all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> None:
+    def all_reduce(self, call: CollectiveCall, tensor: Tensor, op: str) -> None:
         area, numel = self.area, tensor.numel()
         if tensor.nbytes <= SLOT_NBYTES:
             parts = area.parts(tensor.dtype, numel)
             parts[area.rank].copy_(tensor)
-            self._agree(ticket)
+            self._agree(call)
             if numel:
                 reduce_into([tensor], parts, op)
             return
-        regions = self._agree(ticket, tensor)
+        regions = self._agree(call, tensor)
         if regions is None:
-            self._ways(ticket).all_reduce(ticket, tensor, op)
+            self._ways(call).all_reduce(call, tensor, op)
             return
         start, stop = line_chunks(numel, tensor.dtype, area.size)[area.rank]
         if stop > start:
             views = [region[start:stop] for region in regions]
             reduce_into(views, views, op)
-        self._round(ticket)
+        self._round(call)
 
     def reduce_scatter(
-        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, call: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> None:
         area, numel = self.area, output.numel()
         start = sum(splits[: area.rank])
         if input.nbytes <= SLOT_NBYTES:
             parts = area.parts(output.dtype, input.numel())
             parts[area.rank].copy_(input)
-            self._agree(ticket)
+            self._agree(call)
             if numel:
                 reduce_into([output], [p.narrow(0, start, numel) for p in parts], op)
             return
-        regions = self._agree(ticket, input)
+        regions = self._agree(call, input)
         # Where the output lies on a part of another rank, that rank may not have read it yet.
         own = input.narrow(0, start, numel)
         in_the_way = _share_memory(output, input) and not _same_place(output, own)
         target = torch.empty_like(output) if in_the_way else output
         if regions is None:
-            self._ways(ticket).reduce_scatter(ticket, target, input, splits, op)
+            self._ways(call).reduce_scatter(call, target, input, splits, op)
         else:
             if numel:
                 reduce_into([target], [p.narrow(0, start, numel) for p in regions], op)
-            self._round(ticket)  # all have read; the input may change
+            self._round(call)  # all have read; the input may change
         if in_the_way:
             output.copy_(target)
 
-    def reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> None:
-        self._agree(ticket, tensor)
-        self._ways(ticket).reduce(ticket, tensor, dst, op)
+    def reduce(self, call: CollectiveCall, tensor: Tensor, dst: int, op: str) -> None:
+        self._agree(call, tensor)
+        self._ways(call).reduce(call, tensor, dst, op)
 
     # Data movement ---------------------------------------------------------------------------
 
-    def all_gather(self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> None:
+    def all_gather(self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> None:
         area, dtype = self.area, input.dtype
         longest = max(output.numel() for output in outputs)
         if longest * dtype.itemsize <= SLOT_NBYTES:
             parts = area.parts(dtype, longest)
             parts[area.rank][: input.numel()].copy_(input)
-            self._agree(ticket)
+            self._agree(call)
             for output, part in zip(outputs, parts, strict=True):
                 output.copy_(part[: output.numel()])
             return
-        regions = self._agree(ticket, input)
+        regions = self._agree(call, input)
         even = all(output.numel() == longest for output in outputs)
         if regions is None or not even:
-            self._ways(ticket).all_gather(ticket, outputs, input)
+            self._ways(call).all_gather(call, outputs, input)
             return
         for output, region in zip(outputs, regions, strict=True):
             if output.data_ptr() != region.data_ptr():
                 output.copy_(region)
-        self._round(ticket)
+        self._round(call)
 
-    def broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> None:
+    def broadcast(self, call: CollectiveCall, tensor: Tensor, src: int) -> None:
         area = self.area
         if tensor.nbytes <= SLOT_NBYTES:
             parts = area.parts(tensor.dtype, tensor.numel())
             if area.rank == src:
                 parts[src].copy_(tensor)
-            self._agree(ticket)
+            self._agree(call)
             if area.rank != src:
                 tensor.copy_(parts[src])
             return
-        regions = self._agree(ticket, tensor)
+        regions = self._agree(call, tensor)
         if regions is None:
-            self._ways(ticket).broadcast(ticket, tensor, src)
+            self._ways(call).broadcast(call, tensor, src)
             return
         if area.rank != src:
             tensor.copy_(regions[src])
-        self._round(ticket)
+        self._round(call)
 
     def gather(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+        self, call: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
     ) -> None:
-        self._agree(ticket, tensor)
-        self._ways(ticket).gather(ticket, outputs, tensor, dst)
+        self._agree(call, tensor)
+        self._ways(call).gather(call, outputs, tensor, dst)
 
     def scatter(
-        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
+        self, call: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
     ) -> None:
-        self._agree(ticket)
-        self._ways(ticket).scatter(ticket, tensor, inputs, src)
+        self._agree(call)
+        self._ways(call).scatter(call, tensor, inputs, src)
 
     def all_to_all(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> None:
-        exchange = self._agree_on_exchange(ticket, outputs, inputs)
+        exchange = self._agree_on_exchange(call, outputs, inputs)
         if exchange.longest:
-            self._ways(ticket).all_to_all(ticket, outputs, inputs, exchange)
+            self._ways(call).all_to_all(call, outputs, inputs, exchange)
 
     def _agree_on_exchange(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Exchange:
         """Check that ranks send what their peers expect; where the parts of all ranks lie."""
         area, n = self.area, self.area.size
         tables = area.parts(torch.int64, 3 * n)
         lengths = [part.numel() for part in (*inputs, *outputs)]
         tables[area.rank].numpy()[:] = [*lengths, *(part.data_ptr() for part in inputs)]
-        self._agree(ticket)
+        self._agree(call)
         table = [part.tolist() for part in tables]
         if any(table[s][r] != table[r][n + s] for s in range(n) for r in range(n)):
             own = table[area.rank]
-            text = f"sends {own[:n]}, expects {own[n : 2 * n]} elements at {ticket.place}"
-            calls = area.exchange_texts(ticket, text, self.timeout)
-            raise CollectiveMismatch.of_parts(area.name, ticket.position, calls)
+            text = f"sends {own[:n]}, expects {own[n : 2 * n]} elements at {call.place}"
+            calls = area.exchange_texts(call, text, self.timeout)
+            raise CollectiveMismatch.of_parts(area.name, call.position, calls)
         longest = max(length for row in table for length in row[:n])
         return Exchange(longest, [row[2 * n :] for row in table])
 
-    def barrier(self, ticket: CollectiveCall) -> None:
-        self._agree(ticket)
+    def barrier(self, call: CollectiveCall) -> None:
+        self._agree(call)
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:

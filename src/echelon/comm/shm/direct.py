@@ -25,18 +25,18 @@ _SCRATCH_NBYTES = 1 << 19
 _MAX_BLOCK_NBYTES = 1 << 18
 
 
-def open_direct(area: Area, ticket: CollectiveCall, timeout: float) -> Direct | None:
+def open_direct(area: Area, call: CollectiveCall, timeout: float) -> Direct | None:
     """The direct way, if every rank can read every other's memory. Takes two rounds."""
     admit_readers()
     pids = [-1 if rank == area.rank else area.pid(rank) for rank in range(area.size)]
     memory = PeerMemory(pids)
     slots = area.parts(torch.int64, 1)
     slots[area.rank].fill_(memory.probe_address)
-    area.next_round(ticket, timeout)
+    area.next_round(call, timeout)
     can_read = memory.can_read([int(slot) for slot in slots])
     verdicts = area.parts(torch.int64, 1)
     verdicts[area.rank].fill_(can_read)
-    area.next_round(ticket, timeout)
+    area.next_round(call, timeout)
     return Direct(area, memory, timeout) if all(int(verdict) for verdict in verdicts) else None
 
 
@@ -61,36 +61,36 @@ class Direct:
 
     # Reductions ------------------------------------------------------------------------------
 
-    def all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> None:
+    def all_reduce(self, call: CollectiveCall, tensor: Tensor, op: str) -> None:
         """Each rank reduces one chunk in place and then reads the others'."""
-        addresses = self._area.addresses(ticket)
+        addresses = self._area.addresses(call)
         chunks = line_chunks(tensor.numel(), tensor.dtype, self._area.size)
         start, stop = chunks[self._area.rank]
         own = tensor[start:stop]
-        self._reduce(ticket, own, own, addresses, start, op)
-        self._round(ticket)
+        self._reduce(call, own, own, addresses, start, op)
+        self._round(call)
         for peer in self._area.peers:
             start, stop = chunks[peer]
-            self._fetch(ticket, peer, addresses[peer], start, tensor[start:stop])
-        self._round(ticket)
+            self._fetch(call, peer, addresses[peer], start, tensor[start:stop])
+        self._round(call)
 
     def reduce_scatter(
-        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, call: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> None:
         """``output`` must not lie on a part of ``input`` that another rank reads."""
         start = sum(splits[: self._area.rank])
         own = input.narrow(0, start, output.numel())
-        self._reduce(ticket, output, own, self._area.addresses(ticket), start, op)
-        self._round(ticket)
+        self._reduce(call, output, own, self._area.addresses(call), start, op)
+        self._round(call)
 
-    def reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> None:
+    def reduce(self, call: CollectiveCall, tensor: Tensor, dst: int, op: str) -> None:
         if self._area.rank == dst:
-            self._reduce(ticket, tensor, tensor, self._area.addresses(ticket), 0, op)
-        self._round(ticket)
+            self._reduce(call, tensor, tensor, self._area.addresses(call), 0, op)
+        self._round(call)
 
     def _reduce(
         self,
-        ticket: CollectiveCall,
+        call: CollectiveCall,
         output: Tensor,
         own: Tensor,
         addresses: Sequence[int],
@@ -107,50 +107,50 @@ class Direct:
             parts = [mine] * area.size
             for peer in area.peers:
                 parts[peer] = scratch[peer][:length]
-                self._fetch(ticket, peer, addresses[peer], offset + start, parts[peer])
+                self._fetch(call, peer, addresses[peer], offset + start, parts[peer])
             reduce_into([output[start : start + length]], parts, op)
 
     # Data movement ---------------------------------------------------------------------------
 
-    def all_gather(self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> None:
-        addresses = self._area.addresses(ticket)
+    def all_gather(self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> None:
+        addresses = self._area.addresses(call)
         own = outputs[self._area.rank]
         if own.data_ptr() != input.data_ptr():
             own.copy_(input)
         for peer in self._area.peers:
-            self._fetch(ticket, peer, addresses[peer], 0, outputs[peer])
-        self._round(ticket)
+            self._fetch(call, peer, addresses[peer], 0, outputs[peer])
+        self._round(call)
 
-    def broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> None:
+    def broadcast(self, call: CollectiveCall, tensor: Tensor, src: int) -> None:
         if self._area.rank != src:
-            self._fetch(ticket, src, self._area.addresses(ticket)[src], 0, tensor)
-        self._round(ticket)
+            self._fetch(call, src, self._area.addresses(call)[src], 0, tensor)
+        self._round(call)
 
     def gather(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+        self, call: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
     ) -> None:
         if self._area.rank == dst:
-            self.all_gather(ticket, outputs, tensor)
+            self.all_gather(call, outputs, tensor)
         else:
-            self._round(ticket)
+            self._round(call)
 
     def scatter(
-        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
+        self, call: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
     ) -> None:
         """Takes one round more: every input of ``src`` has an address of its own."""
         table = self._area.parts(torch.int64, self._area.size)[src]
         if self._area.rank == src:
             table.copy_(torch.tensor([input.data_ptr() for input in inputs]))
-        self._round(ticket)
+        self._round(call)
         if self._area.rank == src:
             tensor.copy_(inputs[src])
         else:
-            self._fetch(ticket, src, int(table[self._area.rank]), 0, tensor)
-        self._round(ticket)
+            self._fetch(call, src, int(table[self._area.rank]), 0, tensor)
+        self._round(call)
 
     def all_to_all(
         self,
-        ticket: CollectiveCall,
+        call: CollectiveCall,
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
         exchange: Exchange,
@@ -158,23 +158,23 @@ class Direct:
         rank = self._area.rank
         outputs[rank].copy_(inputs[rank])
         for peer in self._area.peers:
-            self._fetch(ticket, peer, exchange.addresses[peer][rank], 0, outputs[peer])
-        self._round(ticket)
+            self._fetch(call, peer, exchange.addresses[peer][rank], 0, outputs[peer])
+        self._round(call)
 
     # Below -----------------------------------------------------------------------------------
 
-    def _round(self, ticket: CollectiveCall) -> None:
-        self._area.next_round(ticket, self._timeout)
+    def _round(self, call: CollectiveCall) -> None:
+        self._area.next_round(call, self._timeout)
 
     def _fetch(
-        self, ticket: CollectiveCall, peer: int, address: int, start: int, output: Tensor
+        self, call: CollectiveCall, peer: int, address: int, start: int, output: Tensor
     ) -> None:
         """Read elements of ``peer`` from ``start`` on, of the tensor that is at ``address``."""
         if self._memory.read(peer, address + start * output.dtype.itemsize, output):
             return
-        self._round(ticket)  # raises what the board knows of a rank that died or left
+        self._round(call)  # raises what the board knows of a rank that died or left
         raise CommError(
             f"rank {self._area.ranks[self._area.rank]} could not read {output.nbytes} bytes of "
-            f"rank {self._area.ranks[peer]} during {ticket}: that memory was freed or moved "
+            f"rank {self._area.ranks[peer]} during {call}: that memory was freed or moved "
             "before the call had ended"
         )

@@ -19,9 +19,9 @@ class _EngineWork(Work):
     """A collective that is queued, running or done."""
 
     def __init__(
-        self, ticket: CollectiveCall, action: Callable[[], None] | None, engine: Engine
+        self, call: CollectiveCall, action: Callable[[], None] | None, engine: Engine
     ) -> None:
-        super().__init__(ticket)
+        super().__init__(call)
         self.action = action
         self.error: BaseException | None = None
         self._complete = threading.Event() if action is not None else None
@@ -44,7 +44,7 @@ class _EngineWork(Work):
         engine = self._engine
         seconds = engine.timeout if timeout is None else timeout
         if self._complete is not None and not self._complete.wait(seconds):
-            raise CommTimeout(str(self.ticket), engine.absent(), seconds)
+            raise CommTimeout(str(self.call), engine.absent(), seconds)
         if self.error is not None:
             engine.is_told = True
             raise self.error
@@ -75,7 +75,7 @@ class Engine:
         self._broken: CommError | None = None
         self.is_told = False  # whether the owner has seen why it is broken
 
-    def run(self, ticket: CollectiveCall, action: Callable[[], None]) -> Work:
+    def run(self, call: CollectiveCall, action: Callable[[], None]) -> Work:
         """Run ``action`` now if the caller blocks and nothing is outstanding; else in its turn.
 
         Raises:
@@ -88,21 +88,21 @@ class Engine:
             raise self._broken
         if self._broken is not None:
             raise StateError(
-                f"{ticket} cannot run, because an earlier call of this group failed "
+                f"{call} cannot run, because an earlier call of this group failed "
                 f"({type(self._broken).__name__}: {self._broken}): start a new world"
             )
         if self._closing:
-            raise StateError(f"{ticket} cannot run, because this rank has closed the world")
-        if ticket.blocking and not self._num_open:
+            raise StateError(f"{call} cannot run, because this rank has closed the world")
+        if call.blocking and not self._num_open:
             try:
                 self._act(action)
             except CommError:
                 self.is_told = True
                 raise
-            return _EngineWork(ticket, None, self)
+            return _EngineWork(call, None, self)
         if torch.is_inference_mode_enabled():  # or the thread could not write the owner's tensors
             action = torch.inference_mode()(action)
-        work = _EngineWork(ticket, lambda: self._act(action), self)
+        work = _EngineWork(call, lambda: self._act(action), self)
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)

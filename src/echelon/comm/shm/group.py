@@ -77,71 +77,71 @@ class ShmGroup(Group):
         else:  # the board says already why this rank left
             self._mailbox.abandon()
 
-    def _run(self, ticket: CollectiveCall, action: Callable[[], None]) -> Work:
-        return self._engine.run(ticket, action)
+    def _run(self, call: CollectiveCall, action: Callable[[], None]) -> Work:
+        return self._engine.run(call, action)
 
-    def _all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> Work:
-        return self._run(ticket, lambda: self._collectives.all_reduce(ticket, tensor, op))
+    def _all_reduce(self, call: CollectiveCall, tensor: Tensor, op: str) -> Work:
+        return self._run(call, lambda: self._collectives.all_reduce(call, tensor, op))
 
     def _reduce_scatter(
-        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, call: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> Work:
         return self._run(
-            ticket, lambda: self._collectives.reduce_scatter(ticket, output, input, splits, op)
+            call, lambda: self._collectives.reduce_scatter(call, output, input, splits, op)
         )
 
-    def _all_gather(self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
-        return self._run(ticket, lambda: self._collectives.all_gather(ticket, outputs, input))
+    def _all_gather(self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
+        return self._run(call, lambda: self._collectives.all_gather(call, outputs, input))
 
-    def _broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> Work:
-        return self._run(ticket, lambda: self._collectives.broadcast(ticket, tensor, src))
+    def _broadcast(self, call: CollectiveCall, tensor: Tensor, src: int) -> Work:
+        return self._run(call, lambda: self._collectives.broadcast(call, tensor, src))
 
-    def _reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
-        return self._run(ticket, lambda: self._collectives.reduce(ticket, tensor, dst, op))
+    def _reduce(self, call: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
+        return self._run(call, lambda: self._collectives.reduce(call, tensor, dst, op))
 
     def _gather(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+        self, call: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
     ) -> Work:
-        return self._run(ticket, lambda: self._collectives.gather(ticket, outputs, tensor, dst))
+        return self._run(call, lambda: self._collectives.gather(call, outputs, tensor, dst))
 
     def _scatter(
-        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
+        self, call: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
     ) -> Work:
-        return self._run(ticket, lambda: self._collectives.scatter(ticket, tensor, inputs, src))
+        return self._run(call, lambda: self._collectives.scatter(call, tensor, inputs, src))
 
     def _all_to_all(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Work:
-        return self._run(ticket, lambda: self._collectives.all_to_all(ticket, outputs, inputs))
+        return self._run(call, lambda: self._collectives.all_to_all(call, outputs, inputs))
 
-    def _barrier(self, ticket: CollectiveCall) -> Work:
-        return self._run(ticket, lambda: self._collectives.barrier(ticket))
+    def _barrier(self, call: CollectiveCall) -> Work:
+        return self._run(call, lambda: self._collectives.barrier(call))
 
-    def _send(self, ticket: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
-        return self._mailbox.send(ticket, tensor, dst, tag)
+    def _send(self, call: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
+        return self._mailbox.send(call, tensor, dst, tag)
 
-    def _recv(self, ticket: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
-        return self._mailbox.recv(ticket, tensor, src, tag)
+    def _recv(self, call: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
+        return self._mailbox.recv(call, tensor, src, tag)
 
     def probe(self, tag: int = 0) -> int | None:
         """A rank that has sent a message with ``tag`` which nobody has asked for yet, or None."""
         return self._mailbox.probe(tag)
 
-    def _subgroup(self, ticket: CollectiveCall, name: str, members: Sequence[int]) -> Group | None:
+    def _subgroup(self, call: CollectiveCall, name: str, members: Sequence[int]) -> Group | None:
         found: list[ShmGroup] = []
-        self._run(ticket, lambda: found.extend(self._make_subgroup(ticket, name, members))).wait()
+        self._run(call, lambda: found.extend(self._make_subgroup(call, name, members))).wait()
         self._subgroups.extend(found)
         return found[0] if found else None
 
     def _make_subgroup(
-        self, ticket: CollectiveCall, name: str, members: Sequence[int]
+        self, call: CollectiveCall, name: str, members: Sequence[int]
     ) -> list[ShmGroup]:
         """Zero or one group. The first member makes the segment; all take part in the rounds."""
         area = self._area
-        self._collectives.barrier(ticket)
+        self._collectives.barrier(call)
         nbytes = Area.nbytes(len(members)) if self.rank == members[0] else 0
         segments = share_segments(
-            area, ticket, nbytes, what=f"group {name!r}", timeout=self.timeout, reserve=False
+            area, call, nbytes, what=f"group {name!r}", timeout=self.timeout, reserve=False
         )
         if self.rank not in members:
             return []
@@ -150,18 +150,16 @@ class ShmGroup(Group):
         own = Area(shared, area.board, members.index(self.rank), ranks, name)
         return [ShmGroup(own, self.timeout)]
 
-    def _window(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
+    def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
         made: list[Window] = []
-        self._run(ticket, lambda: made.append(self._make_window(ticket, numel, dtype))).wait()
+        self._run(call, lambda: made.append(self._make_window(call, numel, dtype))).wait()
         return made[0]
 
-    def _make_window(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
-        self._collectives.barrier(ticket)
+    def _make_window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
+        self._collectives.barrier(call)
         nbytes = numel * dtype.itemsize
         what = f"a window of {numel} elements on each of {self.size} ranks"
-        segments = share_segments(
-            self._area, ticket, max(1, nbytes), what=what, timeout=self.timeout
-        )
+        segments = share_segments(self._area, call, max(1, nbytes), what=what, timeout=self.timeout)
         with torch.inference_mode(False):  # a window outlives the caller's mode
             regions = tuple(
                 segments[rank].tensor(0, nbytes).view(dtype) for rank in range(self.size)
@@ -173,17 +171,17 @@ class ShmGroup(Group):
             regions[self.rank], regions, True, lambda: self._collectives.drop_window(regions)
         )
 
-    def _shared(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
+    def _shared(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
         made: list[Tensor] = []
-        self._run(ticket, lambda: made.append(self._make_shared(ticket, numel, dtype))).wait()
+        self._run(call, lambda: made.append(self._make_shared(call, numel, dtype))).wait()
         return made[0]
 
-    def _make_shared(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
+    def _make_shared(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
         """Rank 0 makes the segment; all take part in the rounds."""
-        self._collectives.barrier(ticket)
+        self._collectives.barrier(call)
         nbytes = numel * dtype.itemsize
         what = f"memory of {numel} elements that {self.size} ranks share"
         own = max(1, nbytes) if self.rank == 0 else 0
-        segments = share_segments(self._area, ticket, own, what=what, timeout=self.timeout)
+        segments = share_segments(self._area, call, own, what=what, timeout=self.timeout)
         with torch.inference_mode(False):  # it outlives the caller's mode
             return segments[0].tensor(0, nbytes).view(dtype)

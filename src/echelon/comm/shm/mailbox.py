@@ -37,8 +37,8 @@ _LOOK_S = 1.0
 
 @final
 class _MailWork(Work):
-    def __init__(self, ticket: CollectiveCall, mailbox: Mailbox, item: RingMessage) -> None:
-        super().__init__(ticket)
+    def __init__(self, call: CollectiveCall, mailbox: Mailbox, item: RingMessage) -> None:
+        super().__init__(call)
         self._mailbox = mailbox
         self._item = item
 
@@ -70,19 +70,19 @@ class Mailbox:
         self._thread: threading.Thread | None = None
         self._closing = False
 
-    def send(self, ticket: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
+    def send(self, call: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
         """Start to send; complete when the last byte is in the ring."""
-        self._check_open(ticket)
-        item = RingMessage.of(ticket, dst, tag, tensor)
+        self._check_open(call)
+        item = RingMessage.of(call, dst, tag, tensor)
         with self._lock:
             self._outgoing[dst].append(item)
             self._feed(dst)
         return self._started(item)
 
-    def recv(self, ticket: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
+    def recv(self, call: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
         """Start to receive the next message from ``src`` with this tag."""
-        self._check_open(ticket)
-        item = RingMessage.of(ticket, src, tag, tensor)
+        self._check_open(call)
+        item = RingMessage.of(call, src, tag, tensor)
         with self._lock:
             early = next((e for e in self._early[src] if e.tag == tag), None)
             if early is None:
@@ -116,7 +116,7 @@ class Mailbox:
         if not item.complete:
             seconds = self._timeout if timeout is None else timeout
             try:
-                area.board.wait(ready, lambda: str(item.ticket), missing, seconds)
+                area.board.wait(ready, lambda: str(item.call), missing, seconds)
             except CommTimeout as error:
                 # Who has a timeout of his own may wait again.
                 raise area.board.watch.explained(error) if timeout is None else error from None
@@ -154,17 +154,17 @@ class Mailbox:
             self._area.board.call_helpers(self._area.ranks[self._area.rank])
             self._thread.join()
 
-    def _check_open(self, ticket: CollectiveCall) -> None:
+    def _check_open(self, call: CollectiveCall) -> None:
         if self._closing:
-            raise StateError(f"{ticket} cannot run, because this rank has closed the world")
+            raise StateError(f"{call} cannot run, because this rank has closed the world")
 
     def _started(self, item: RingMessage) -> Work:
-        assert item.ticket is not None
-        if not (item.complete or item.ticket.blocking or self._thread):
+        assert item.call is not None
+        if not (item.complete or item.call.blocking or self._thread):
             name = f"messages of {self._area.name}"
             self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
             self._thread.start()
-        return _MailWork(item.ticket, self, item)
+        return _MailWork(item.call, self, item)
 
     def _loop(self) -> None:
         """Keep long messages moving while the owner computes."""
@@ -274,9 +274,9 @@ class Mailbox:
     def _differs(
         self, item: RingMessage, peer: int, position: int, dtype: torch.dtype, nbytes: int
     ) -> CollectiveMismatch:
-        assert item.ticket is not None
+        assert item.call is not None
         name = str(dtype).removeprefix("torch.")
         number = f" (#{position})" if position >= 0 else ""
         sent = f"send {name}[{nbytes // dtype.itemsize}] with tag {item.tag}{number}"
-        calls = {self._area.rank: f"{item.ticket.call} at {item.ticket.place}", peer: sent}
+        calls = {self._area.rank: f"{item.call.signature} at {item.call.place}", peer: sent}
         return CollectiveMismatch.of_message(self._area.name, calls)

@@ -32,7 +32,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 class RingMessage:
     """One message on its way out or in."""
 
-    ticket: CollectiveCall | None  # None: arrived before it was asked for
+    call: CollectiveCall | None  # None: arrived before it was asked for
     peer: int
     tag: int
     memory: Tensor  # 1D
@@ -45,10 +45,10 @@ class RingMessage:
     error: CollectiveMismatch | None = None
 
     @classmethod
-    def of(cls, ticket: CollectiveCall | None, peer: int, tag: int, memory: Tensor) -> RingMessage:
+    def of(cls, call: CollectiveCall | None, peer: int, tag: int, memory: Tensor) -> RingMessage:
         """One whose bytes are in ``memory``, or will be."""
         dtype, nbytes = memory.dtype, memory.numel() * memory.element_size()
-        return cls(ticket, peer, tag, memory, dtype, nbytes, memory.data_ptr())
+        return cls(call, peer, tag, memory, dtype, nbytes, memory.data_ptr())
 
     @classmethod
     def unasked(cls, peer: int, tag: int, dtype: torch.dtype, nbytes: int) -> RingMessage:
@@ -108,8 +108,8 @@ class Ring:
 
     def write_header(self, item: RingMessage) -> None:
         """Fill the next bytes, and count them as written."""
-        assert item.ticket is not None
-        fields = item.tag, item.nbytes, _CODES[item.dtype], item.ticket.position
+        assert item.call is not None
+        fields = item.tag, item.nbytes, _CODES[item.dtype], item.call.position
         _HEADER.pack_into(self._bytes, self.head % self.capacity, *fields)
         self.advance_head(HEADER_NBYTES)
 

@@ -15,7 +15,7 @@ _REFUSED = "!"  # before what was needed and what there was
 
 def share_segments(
     area: Area,
-    ticket: CollectiveCall,
+    call: CollectiveCall,
     nbytes: int,
     *,
     what: str,
@@ -43,7 +43,7 @@ def share_segments(
     slots[area.rank].copy_(
         torch.frombuffer(bytearray(note.encode().ljust(_NOTE_NBYTES)), dtype=torch.uint8)
     )
-    area.next_round(ticket, timeout)
+    area.next_round(call, timeout)
     notes = [bytes(slot.numpy()).decode().strip() for slot in slots]
     refused = {rank: text for rank, text in enumerate(notes) if text.startswith(_REFUSED)}
     segments = {
@@ -51,7 +51,7 @@ def share_segments(
         for rank, token in enumerate(notes)
         if token and not refused
     }
-    area.next_round(ticket, timeout)  # all have opened it
+    area.next_round(call, timeout)  # all have opened it
     if mine is not None:
         mine.unpublish()
     for rank, text in refused.items():

@@ -33,11 +33,11 @@ class Staged:
 
     # Reductions ------------------------------------------------------------------------------
 
-    def all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> None:
+    def all_reduce(self, call: CollectiveCall, tensor: Tensor, op: str) -> None:
         for first in range(0, tensor.numel(), piece := HALF_NBYTES // tensor.dtype.itemsize):
-            self._all_reduce_piece(ticket, tensor[first : first + piece], op)
+            self._all_reduce_piece(call, tensor[first : first + piece], op)
 
-    def _all_reduce_piece(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> None:
+    def _all_reduce_piece(self, call: CollectiveCall, tensor: Tensor, op: str) -> None:
         """Each rank reduces one chunk; round one carries the inputs, round two the results."""
         area, numel, dtype = self._area, tensor.numel(), tensor.dtype
         chunks = line_chunks(numel, dtype, area.size)
@@ -46,43 +46,43 @@ class Staged:
         mine = inputs[area.rank]
         mine[:start].copy_(tensor[:start])
         mine[stop:].copy_(tensor[stop:])
-        self._round(ticket)
+        self._round(call)
         results = self._staging.parts(dtype, numel)
         if stop > start:
             own = tensor[start:stop]
             parts = [own if r == area.rank else inputs[r][start:stop] for r in range(area.size)]
             reduce_into([own, results[area.rank][start:stop]], parts, op)
-        self._round(ticket)
+        self._round(call)
         for peer in area.peers:
             start, stop = chunks[peer]
             tensor[start:stop].copy_(results[peer][start:stop])
 
     def reduce_scatter(
-        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, call: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> None:
         rank = self._area.rank
         lanes = input.split(list(splits))
-        for start, boxes in self._traded(ticket, lanes, max(splits)):
+        for start, boxes in self._traded(call, lanes, max(splits)):
             own = lanes[rank][start : start + boxes[rank].numel()]
             if own.numel():
                 parts = [box[: own.numel()] for box in boxes]
                 parts[rank] = own
                 reduce_into([output[start : start + own.numel()]], parts, op)
 
-    def reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> None:
+    def reduce(self, call: CollectiveCall, tensor: Tensor, dst: int, op: str) -> None:
         area = self._area
         piece = HALF_NBYTES // tensor.dtype.itemsize
         for start in range(0, tensor.numel(), piece):
             part = tensor[start : start + piece]
             parts = self._staging.parts(tensor.dtype, part.numel())
             parts[area.rank].copy_(part)
-            self._round(ticket)
+            self._round(call)
             if area.rank == dst:
                 reduce_into([part], parts, op)
 
     # Data movement ---------------------------------------------------------------------------
 
-    def all_gather(self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> None:
+    def all_gather(self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> None:
         area, dtype = self._area, input.dtype
         piece = HALF_NBYTES // dtype.itemsize
         own = outputs[area.rank]
@@ -90,14 +90,14 @@ class Staged:
             parts = self._staging.parts(dtype, piece)
             mine = input[start : start + piece]
             parts[area.rank][: mine.numel()].copy_(mine)
-            self._round(ticket)
+            self._round(call)
             for peer in area.peers:
                 target = outputs[peer][start : start + piece]
                 target.copy_(parts[peer][: target.numel()])
         if own.data_ptr() != input.data_ptr():
             own.copy_(input)
 
-    def broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> None:
+    def broadcast(self, call: CollectiveCall, tensor: Tensor, src: int) -> None:
         area = self._area
         piece = HALF_NBYTES // tensor.dtype.itemsize
         for start in range(0, tensor.numel(), piece):
@@ -105,12 +105,12 @@ class Staged:
             box = self._staging.parts(tensor.dtype, part.numel())[src]
             if area.rank == src:
                 box.copy_(part)
-            self._round(ticket)
+            self._round(call)
             if area.rank != src:
                 part.copy_(box)
 
     def gather(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+        self, call: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
     ) -> None:
         area = self._area
         piece = HALF_NBYTES // tensor.dtype.itemsize
@@ -118,12 +118,12 @@ class Staged:
             part = tensor[start : start + piece]
             parts = self._staging.parts(tensor.dtype, part.numel())
             parts[area.rank].copy_(part)
-            self._round(ticket)
+            self._round(call)
             for output, box in zip(outputs, parts, strict=False):  # no outputs but on dst
                 output[start : start + piece].copy_(box)
 
     def scatter(
-        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
+        self, call: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
     ) -> None:
         area = self._area
         piece = HALF_NBYTES // (tensor.dtype.itemsize * area.size)
@@ -133,18 +133,18 @@ class Staged:
             lanes = box.view(area.size, part.numel())
             for lane, input in zip(lanes, inputs, strict=False):  # no inputs but on src
                 lane.copy_(input[start : start + piece])
-            self._round(ticket)
+            self._round(call)
             part.copy_(lanes[area.rank])
 
     def all_to_all(
         self,
-        ticket: CollectiveCall,
+        call: CollectiveCall,
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
         exchange: Exchange,
     ) -> None:
         area = self._area
-        for start, boxes in self._traded(ticket, inputs, exchange.longest):
+        for start, boxes in self._traded(call, inputs, exchange.longest):
             for peer in area.peers:
                 part = outputs[peer][start : start + boxes[peer].numel()]
                 part.copy_(boxes[peer][: part.numel()])
@@ -153,7 +153,7 @@ class Staged:
     # Below -----------------------------------------------------------------------------------
 
     def _traded(
-        self, ticket: CollectiveCall, lanes: Sequence[Tensor], longest: int
+        self, call: CollectiveCall, lanes: Sequence[Tensor], longest: int
     ) -> Iterator[tuple[int, list[Tensor]]]:
         """Send ``lanes[r]`` to rank ``r``, piece by piece.
 
@@ -171,8 +171,8 @@ class Staged:
             for peer in area.peers:
                 part = lanes[peer][start : start + length]
                 boxes[area.rank][peer, : part.numel()].copy_(part)
-            self._round(ticket)
+            self._round(call)
             yield start, [box[area.rank] for box in boxes]
 
-    def _round(self, ticket: CollectiveCall) -> None:
-        self._area.next_round(ticket, self._timeout)
+    def _round(self, call: CollectiveCall) -> None:
+        self._area.next_round(call, self._timeout)

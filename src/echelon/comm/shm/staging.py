@@ -20,10 +20,10 @@ HALF_NBYTES = 1 << 22
 class Staging:
     """Two halves of ``HALF_NBYTES`` on each rank, used in turn like the slots of ``Area``."""
 
-    def __init__(self, area: Area, ticket: CollectiveCall, timeout: float) -> None:
+    def __init__(self, area: Area, call: CollectiveCall, timeout: float) -> None:
         self._area = area
         segments = share_segments(
-            area, ticket, 2 * HALF_NBYTES, what="staging for large collectives", timeout=timeout
+            area, call, 2 * HALF_NBYTES, what="staging for large collectives", timeout=timeout
         )
         self._halves = [
             [segments[rank].tensor(half * HALF_NBYTES, HALF_NBYTES) for half in (0, 1)]

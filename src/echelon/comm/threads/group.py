@@ -28,8 +28,8 @@ from echelon.errors import CollectiveMismatch
 
 @final
 class _ThreadWork(Work):
-    def __init__(self, ticket: CollectiveCall, fabric: ThreadWorld, pending: Pending) -> None:
-        super().__init__(ticket)
+    def __init__(self, call: CollectiveCall, fabric: ThreadWorld, pending: Pending) -> None:
+        super().__init__(call)
         self._fabric = fabric
         self._pending = pending
 
@@ -37,7 +37,7 @@ class _ThreadWork(Work):
         return self._pending.complete or self._fabric.failure is not None
 
     def _wait(self, timeout: float | None) -> None:
-        self._fabric.wait(self._pending, self.ticket, timeout)
+        self._fabric.wait(self._pending, self.call, timeout)
 
 
 @final
@@ -65,21 +65,21 @@ class ThreadGroup(Group):
         self._fabric = fabric
 
     def _meet(
-        self, ticket: CollectiveCall, item: Any, act: Callable[[list[Any]], None]
+        self, call: CollectiveCall, item: Any, act: Callable[[list[Any]], None]
     ) -> _ThreadWork:
         """Bring ``item``; the last rank that comes runs ``act`` on all items in rank order."""
         fabric = self._fabric
         with fabric.lock:
-            fabric.admit(ticket)
-            key = (self.name, ticket.position)
+            fabric.admit(call)
+            key = (self.name, call.position)
             meeting = fabric.meetings.get(key)
             if meeting is None:
                 meeting = fabric.meetings[key] = PendingCollective(self.ranks)
-            meeting.tickets[self.rank] = ticket
+            meeting.calls[self.rank] = call
             meeting.brought[self.rank] = item
-            meeting.absent.discard(ticket.rank)
+            meeting.absent.discard(call.rank)
             if meeting.absent:
-                return _ThreadWork(ticket, fabric, meeting)
+                return _ThreadWork(call, fabric, meeting)
             del fabric.meetings[key]
         try:
             self._agree(meeting)
@@ -89,19 +89,19 @@ class ThreadGroup(Group):
             meeting.error = error
         fabric.complete(meeting)
         meeting.brought.clear()
-        return _ThreadWork(ticket, fabric, meeting)
+        return _ThreadWork(call, fabric, meeting)
 
     def _agree(self, meeting: PendingCollective) -> None:
-        tickets = meeting.tickets
-        if any(ticket.call != tickets[0].call for ticket in tickets.values()):
-            calls = {rank: f"{ticket.call} at {ticket.place}" for rank, ticket in tickets.items()}
-            raise CollectiveMismatch(self.name, tickets[0].position, calls)
+        calls = meeting.calls
+        if any(call.signature != calls[0].signature for call in calls.values()):
+            texts = {rank: f"{call.signature} at {call.place}" for rank, call in calls.items()}
+            raise CollectiveMismatch(self.name, calls[0].position, texts)
 
-    def _all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> Work:
-        return self._meet(ticket, tensor, lambda tensors: reduce_into(tensors, tensors, op))
+    def _all_reduce(self, call: CollectiveCall, tensor: Tensor, op: str) -> Work:
+        return self._meet(call, tensor, lambda tensors: reduce_into(tensors, tensors, op))
 
     def _reduce_scatter(
-        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, call: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> Work:
         def act(items: list[tuple[Tensor, Tensor]]) -> None:
             by_rank = [item[1].split(list(splits)) for item in items]
@@ -109,52 +109,52 @@ class ThreadGroup(Group):
                 if splits[rank]:
                     reduce_into([items[rank][0]], [parts[rank] for parts in by_rank], op)
 
-        return self._meet(ticket, (output, input), _unaliased(act))
+        return self._meet(call, (output, input), _unaliased(act))
 
-    def _all_gather(self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
+    def _all_gather(self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
         def act(items: list[tuple[Sequence[Tensor], Tensor]]) -> None:
             for outs, _ in items:
                 for out, (_, part) in zip(outs, items, strict=True):
                     out.copy_(part)
 
-        return self._meet(ticket, (outputs, input), act)
+        return self._meet(call, (outputs, input), act)
 
-    def _broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> Work:
+    def _broadcast(self, call: CollectiveCall, tensor: Tensor, src: int) -> Work:
         def act(tensors: list[Tensor]) -> None:
             for rank, target in enumerate(tensors):
                 if rank != src:
                     target.copy_(tensors[src])
 
-        return self._meet(ticket, tensor, act)
+        return self._meet(call, tensor, act)
 
-    def _reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
+    def _reduce(self, call: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
         def act(tensors: list[Tensor]) -> None:
             total = torch.empty_like(tensors[dst])
             reduce_into([total], tensors, op)
             tensors[dst].copy_(total)
 
-        return self._meet(ticket, tensor, act)
+        return self._meet(call, tensor, act)
 
     def _gather(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+        self, call: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
     ) -> Work:
         def act(items: list[tuple[Sequence[Tensor], Tensor]]) -> None:
             for out, (_, part) in zip(items[dst][0], items, strict=True):
                 out.copy_(part)
 
-        return self._meet(ticket, (outputs, tensor), act)
+        return self._meet(call, (outputs, tensor), act)
 
     def _scatter(
-        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
+        self, call: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
     ) -> Work:
         def act(items: list[tuple[Tensor, Sequence[Tensor]]]) -> None:
             for (target, _), part in zip(items, items[src][1], strict=True):
                 target.copy_(part)
 
-        return self._meet(ticket, (tensor, inputs), act)
+        return self._meet(call, (tensor, inputs), act)
 
     def _all_to_all(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Work:
         def act(items: list[tuple[Sequence[Tensor], Sequence[Tensor], CallSite]]) -> None:
             sent = [[part.numel() for part in item[1]] for item in items]
@@ -166,53 +166,53 @@ class ThreadGroup(Group):
                     rank: f"sends {sent[rank]}, expects {expected[rank]} elements at {place}"
                     for rank, (_, _, place) in enumerate(items)
                 }
-                raise CollectiveMismatch.of_parts(self.name, ticket.position, texts)
+                raise CollectiveMismatch.of_parts(self.name, call.position, texts)
             for rank, (outs, _, _) in enumerate(items):
                 for out, (_, parts, _) in zip(outs, items, strict=True):
                     out.copy_(parts[rank])
 
-        return self._meet(ticket, (outputs, inputs, ticket.place), act)
+        return self._meet(call, (outputs, inputs, call.place), act)
 
-    def _barrier(self, ticket: CollectiveCall) -> Work:
-        return self._meet(ticket, None, lambda items: None)
+    def _barrier(self, call: CollectiveCall) -> Work:
+        return self._meet(call, None, lambda items: None)
 
-    def _send(self, ticket: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
-        return self._mail(ticket, tensor, self.rank, dst, tag)
+    def _send(self, call: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
+        return self._mail(call, tensor, self.rank, dst, tag)
 
-    def _recv(self, ticket: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
-        return self._mail(ticket, tensor, src, self.rank, tag)
+    def _recv(self, call: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
+        return self._mail(call, tensor, src, self.rank, tag)
 
-    def _mail(self, ticket: CollectiveCall, tensor: Tensor, src: int, dst: int, tag: int) -> Work:
-        fabric, op = self._fabric, ticket.call.op
+    def _mail(self, call: CollectiveCall, tensor: Tensor, src: int, dst: int, tag: int) -> Work:
+        fabric, op = self._fabric, call.signature.op
         with fabric.lock:
-            fabric.admit(ticket)
+            fabric.admit(call)
             queue = fabric.mail.setdefault((self.name, src, dst, tag), deque())
             if not queue or op in queue[0].sides:  # the other side has not come yet
                 transfer = PendingMessage((self.ranks[src], self.ranks[dst]))
                 queue.append(transfer)
             else:
                 transfer = queue.popleft()
-            transfer.sides[op] = (self.rank, ticket, tensor)
-            transfer.absent.discard(ticket.rank)
+            transfer.sides[op] = (self.rank, call, tensor)
+            transfer.absent.discard(call.rank)
         if not transfer.absent:
             self._deliver(transfer)
             fabric.complete(transfer)
-        return _ThreadWork(ticket, fabric, transfer)
+        return _ThreadWork(call, fabric, transfer)
 
     def _deliver(self, transfer: PendingMessage) -> None:
         (_, _, source), (_, _, target) = transfer.sides["send"], transfer.sides["recv"]
         if source.dtype != target.dtype or source.numel() != target.numel():
             texts = {
-                rank: f"{ticket.call} at {ticket.place}"
-                for rank, ticket, _ in transfer.sides.values()
+                rank: f"{call.signature} at {call.place}"
+                for rank, call, _ in transfer.sides.values()
             }
             transfer.error = CollectiveMismatch.of_message(self.name, texts)
         else:
             with torch.inference_mode():
                 target.copy_(source)
 
-    def _subgroup(self, ticket: CollectiveCall, name: str, members: Sequence[int]) -> Group | None:
-        self._barrier(ticket).wait()
+    def _subgroup(self, call: CollectiveCall, name: str, members: Sequence[int]) -> Group | None:
+        self._barrier(call).wait()
         if self.rank not in members:
             return None
         return ThreadGroup(
@@ -223,7 +223,7 @@ class ThreadGroup(Group):
             device=self.device,
         )
 
-    def _window(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
+    def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
         regions: list[Tensor] = []
         local = zeros(numel, dtype, self.device, what=f"a window of {numel} elements on a rank")
 
@@ -231,10 +231,10 @@ class ThreadGroup(Group):
             for seen, _ in items:
                 seen.extend(region for _, region in items)
 
-        self._meet(ticket, (regions, local), act).wait()
+        self._meet(call, (regions, local), act).wait()
         return Window(local, tuple(regions), shared=True)
 
-    def _shared(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
+    def _shared(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
         seen: list[Tensor] = []
         what = f"a shared tensor of {numel} elements"
         require(numel * dtype.itemsize, self.device, what=what)
@@ -244,7 +244,7 @@ class ThreadGroup(Group):
             for item in items:
                 item.append(one)
 
-        self._meet(ticket, seen, act).wait()
+        self._meet(call, seen, act).wait()
         return seen[0].view(numel)  # a tensor of this rank's own on the same memory
 
 

@@ -44,7 +44,7 @@ class PendingCollective(Pending):
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(ranks)
-        self.tickets: dict[int, CollectiveCall] = {}
+        self.calls: dict[int, CollectiveCall] = {}
         self.brought: dict[int, Any] = {}
 
 
@@ -55,7 +55,7 @@ class PendingMessage(Pending):
         super().__init__(expected)
         self.sides: dict[
             str, tuple[int, CollectiveCall, Tensor]
-        ] = {}  # by op: rank in group, ticket, tensor
+        ] = {}  # by op: rank in group, call, tensor
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class _Wait:
     """One thread of a rank that waits."""
 
     pending: Pending
-    ticket: CollectiveCall
+    call: CollectiveCall
     has_own_timeout: bool
 
 
@@ -76,13 +76,13 @@ class _Sighting:
         thread: Python's number of its thread; 0 before it runs.
         native: the kernel's number of that thread.
         step: optimizer steps that it has made.
-        ticket: its last call.
+        call: its last call.
     """
 
     thread: int = 0
     native: int = 0
     step: int = 0
-    ticket: CollectiveCall | None = None
+    call: CollectiveCall | None = None
 
     def note_step(self, number: int) -> None:
         """Note how many optimizer steps it has made."""
@@ -98,7 +98,7 @@ class _Sighting:
             rank=rank,
             where=f"at step {self.step}",
             activity=activity(os.getpid(), self.native),
-            call="" if self.ticket is None else str(self.ticket),
+            call="" if self.call is None else str(self.call),
             stack=self.stack(),
             silence="its thread has ended",
         )
@@ -132,11 +132,11 @@ class ThreadWorld:
         sighting = self.sightings[rank]
         sighting.thread, sighting.native = threading.get_ident(), threading.get_native_id()
 
-    def note(self, ticket: CollectiveCall) -> None:
+    def note(self, call: CollectiveCall) -> None:
         """Note the last call of a rank."""
-        self.sightings[ticket.rank].ticket = ticket
+        self.sightings[call.rank].call = call
         if self._gave_up:
-            self._gave_up.pop(ticket.rank, None)
+            self._gave_up.pop(call.rank, None)
 
     def finish(self, rank: int) -> None:
         """Note that a rank has returned, or closed its world; it never answers again."""
@@ -150,10 +150,10 @@ class ThreadWorld:
         with self.lock:
             seen, waits = self.sightings[rank], bool(self._waits[rank])
             stage = ExitStage.CLOSED if rank in self._finished else ExitStage.RUNNING
-            ticket = None if seen.ticket is None else (seen.ticket.group, seen.ticket.position)
+            call = None if seen.call is None else (seen.call.group, seen.call.position)
             return ExitSign(
                 stage=stage if runs else ExitStage.ENDED,
-                progress=(seen.step, ticket, waits),
+                progress=(seen.step, call, waits),
                 waits=waits,
             )
 
@@ -177,7 +177,7 @@ class ThreadWorld:
                         del waits[thread]
                         self._wakeups[rank].notify_all()
 
-    def wait(self, pending: Pending, ticket: CollectiveCall, timeout: float | None) -> None:
+    def wait(self, pending: Pending, call: CollectiveCall, timeout: float | None) -> None:
         """Block the calling rank until ``pending`` is complete.
 
         Raises:
@@ -188,12 +188,12 @@ class ThreadWorld:
         """
         seconds = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
-        rank, thread = ticket.rank, threading.get_ident()
+        rank, thread = call.rank, threading.get_ident()
         with self.lock:
             self._threads[rank].add(thread)
             while not pending.complete:
-                self.raise_failure(ticket)
-                wait = self._waits[rank][thread] = _Wait(pending, ticket, timeout is not None)
+                self.raise_failure(call)
+                wait = self._waits[rank][thread] = _Wait(pending, call, timeout is not None)
                 if self._is_stuck(rank, wait):
                     self._declare_deadlock(rank)
                     continue
@@ -202,33 +202,33 @@ class ThreadWorld:
                     if not pending.complete:
                         self._gave_up[rank] = pending
                         late = sorted(pending.absent)
-                        error = CommTimeout(str(ticket), late, seconds, self._others(rank))
+                        error = CommTimeout(str(call), late, seconds, self._others(rank))
                         # Who has a timeout of his own may wait again.
                         raise self._explained(error) if timeout is None else error
         if pending.error is not None:
             raise copy.copy(pending.error)  # each rank gets its own traceback
 
-    def admit(self, ticket: CollectiveCall) -> None:
+    def admit(self, call: CollectiveCall) -> None:
         """Refuse a call of a rank whose world has ended; the caller holds the lock.
 
         Raises:
             StateError: its world was closed.
             RankFailed, DeadlockError: a rank failed.
         """
-        if ticket.rank in self._finished and self.failure is None:
-            raise StateError(f"{ticket} was issued after its world was closed")
-        self.raise_failure(ticket)
+        if call.rank in self._finished and self.failure is None:
+            raise StateError(f"{call} was issued after its world was closed")
+        self.raise_failure(call)
 
-    def raise_failure(self, ticket: CollectiveCall) -> None:
+    def raise_failure(self, call: CollectiveCall) -> None:
         """Raise if a rank failed; the caller holds the lock."""
         if self.failure is None:
             return
-        self._waits[ticket.rank].pop(threading.get_ident(), None)
+        self._waits[call.rank].pop(threading.get_ident(), None)
         rank, error = self.failure
         if isinstance(error, DeadlockError):
             raise copy.copy(error)
         cause = f"raised {type(error).__name__}: {message_of(error)}"
-        raise RankFailed(rank, cause, str(ticket)) from error
+        raise RankFailed(rank, cause, str(call)) from error
 
     def _fail(self, rank: int, error: BaseException) -> None:
         heard = self.failure is not None and is_heard(self.failure[1], self.failure[0])
@@ -265,7 +265,7 @@ class ThreadWorld:
 
     def _declare_deadlock(self, rank: int) -> None:
         waits = {
-            wait.ticket.rank: (str(wait.ticket), sorted(wait.pending.absent))
+            wait.call.rank: (str(wait.call), sorted(wait.pending.absent))
             for wait in self._all_waits()
         }
         self._fail(rank, DeadlockError(waits, self._finished))
@@ -294,5 +294,5 @@ class ThreadWorld:
 
     def _others(self, reporter: int) -> str:
         """What the other ranks wait for, for the message of a timeout of ``reporter``."""
-        waits = (wait for wait in self._all_waits() if wait.ticket.rank != reporter)
-        return "\n".join(f"  rank {wait.ticket.rank} waits in {wait.ticket}" for wait in waits)
+        waits = (wait for wait in self._all_waits() if wait.call.rank != reporter)
+        return "\n".join(f"  rank {wait.call.rank} waits in {wait.call}" for wait in waits)

@@ -75,17 +75,17 @@ class TorchGroup(Group):
         self._job.close(error)
 
     @abstractmethod
-    def _synchronize(self, ticket: CollectiveCall) -> None:
+    def _synchronize(self, call: CollectiveCall) -> None:
         """Return when all ranks have issued this call."""
 
     @final
     def _trouble(
-        self, ticket: CollectiveCall, lost: PeerLost, start_s: float, lengths: Lengths | None = None
+        self, call: CollectiveCall, lost: PeerLost, start_s: float, lengths: Lengths | None = None
     ) -> CommError:
-        """What to raise for peers that did not answer in the call of ``ticket``."""
+        """What to raise for peers that did not answer in the call of ``call``."""
         sends, expects = lengths or ((), ())
         mine = Notice.of(
-            ticket,
+            call,
             late=lost.late,
             missing=[self.ranks[rank] for rank in lost.missing],
             seconds=time.monotonic() - start_s,
@@ -96,11 +96,11 @@ class TorchGroup(Group):
 
     @final
     def _subgroup(
-        self, ticket: CollectiveCall, name: str, members: Sequence[int]
+        self, call: CollectiveCall, name: str, members: Sequence[int]
     ) -> TorchGroup | None:
         self._job.check()
         if self._agreement is not None:
-            self._synchronize(ticket)
+            self._synchronize(call)
         if self.rank not in members:
             return None
         start_s = time.monotonic()
@@ -108,17 +108,17 @@ class TorchGroup(Group):
             return self._connect(name, tuple(self.ranks[member] for member in members))
         except PeerLost as lost:
             missing = tuple(members[rank] for rank in lost.missing)  # in this group, not in the new
-            raise self._trouble(ticket, PeerLost(missing, lost.late), start_s) from lost
+            raise self._trouble(call, PeerLost(missing, lost.late), start_s) from lost
         except RuntimeError as error:
             late = time.monotonic() - start_s >= self.timeout
             others = tuple(member for member in members if member != self.rank)
-            raise self._trouble(ticket, PeerLost(others, late), start_s) from error
+            raise self._trouble(call, PeerLost(others, late), start_s) from error
 
     @final
-    def _window(self, ticket: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
+    def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
         self._job.check()
         if self._agreement is not None:
-            self._synchronize(ticket)
+            self._synchronize(call)
         local = zeros(numel, dtype, self.device, what=f"a window of {numel} elements")
         return Window(local, [local], shared=False)
 
@@ -127,8 +127,8 @@ class TorchGroup(Group):
 class MessageWork(Work):
     """A message under way. The engine can only be waited for, and only once."""
 
-    def __init__(self, ticket: CollectiveCall, wait: Callable[[], None], peer: int) -> None:
-        super().__init__(ticket)
+    def __init__(self, call: CollectiveCall, wait: Callable[[], None], peer: int) -> None:
+        super().__init__(call)
         self._await: Callable[[], None] | None = wait
         self._peer = peer
         self._error: BaseException | None = None
@@ -152,7 +152,7 @@ class MessageWork(Work):
             # A wait of the engine that times out breaks its connections, so it must not be short.
             self._wait_beside()
             if not self._ended.wait(timeout):
-                raise CommTimeout(str(self.ticket), (self._peer,), timeout)
+                raise CommTimeout(str(self.call), (self._peer,), timeout)
         if self._error is not None:
             raise self._error
 
@@ -205,111 +205,111 @@ class PeerGroup(TorchGroup):
 
     # Collectives -----------------------------------------------------------------------------
 
-    def _all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> Work:
-        return self._issue(ticket, lambda tag: self._algorithms.all_reduce(tag, tensor, op))
+    def _all_reduce(self, call: CollectiveCall, tensor: Tensor, op: str) -> Work:
+        return self._issue(call, lambda tag: self._algorithms.all_reduce(tag, tensor, op))
 
     def _reduce_scatter(
-        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, call: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> Work:
         if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
             input = input.clone()  # others may not have it yet when the output is written
         inputs = input.split(list(splits))
         return self._issue(
-            ticket, lambda tag: self._algorithms.reduce_scatter(tag, output, inputs, op)
+            call, lambda tag: self._algorithms.reduce_scatter(tag, output, inputs, op)
         )
 
-    def _all_gather(self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
-        return self._issue(ticket, lambda tag: self._algorithms.all_gather(tag, outputs, input))
+    def _all_gather(self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
+        return self._issue(call, lambda tag: self._algorithms.all_gather(tag, outputs, input))
 
-    def _broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> Work:
-        return self._issue(ticket, lambda tag: self._algorithms.broadcast(tag, tensor, src))
+    def _broadcast(self, call: CollectiveCall, tensor: Tensor, src: int) -> Work:
+        return self._issue(call, lambda tag: self._algorithms.broadcast(tag, tensor, src))
 
-    def _reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
-        return self._issue(ticket, lambda tag: self._algorithms.reduce(tag, tensor, dst, op))
+    def _reduce(self, call: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
+        return self._issue(call, lambda tag: self._algorithms.reduce(tag, tensor, dst, op))
 
     def _gather(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+        self, call: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
     ) -> Work:
-        return self._issue(ticket, lambda tag: self._algorithms.gather(tag, outputs, tensor, dst))
+        return self._issue(call, lambda tag: self._algorithms.gather(tag, outputs, tensor, dst))
 
     def _scatter(
-        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
+        self, call: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
     ) -> Work:
-        return self._issue(ticket, lambda tag: self._algorithms.scatter(tag, tensor, inputs, src))
+        return self._issue(call, lambda tag: self._algorithms.scatter(tag, tensor, inputs, src))
 
     def _all_to_all(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Work:
         lengths = [part.numel() for part in inputs], [part.numel() for part in outputs]
         return self._issue(
-            ticket, lambda tag: self._algorithms.exchange(tag, outputs, inputs), lengths
+            call, lambda tag: self._algorithms.exchange(tag, outputs, inputs), lengths
         )
 
-    def _barrier(self, ticket: CollectiveCall) -> Work:
-        return self._issue(ticket, self._algorithms.barrier)
+    def _barrier(self, call: CollectiveCall) -> Work:
+        return self._issue(call, self._algorithms.barrier)
 
     def _issue(
-        self, ticket: CollectiveCall, run: Callable[[int], None], lengths: Lengths | None = None
+        self, call: CollectiveCall, run: Callable[[int], None], lengths: Lengths | None = None
     ) -> Work:
         self._job.check()
         return self._lane.issue(
-            LaneWork(ticket, lambda: self._carry_out(ticket, run, lengths), self._awaited)
+            LaneWork(call, lambda: self._carry_out(call, run, lengths), self._awaited)
         )
 
     def _carry_out(
-        self, ticket: CollectiveCall, run: Callable[[int], None], lengths: Lengths | None
+        self, call: CollectiveCall, run: Callable[[int], None], lengths: Lengths | None
     ) -> None:
         """Run one collective; on the lane's worker or on the caller's thread."""
         self._job.check()
         start_s = time.monotonic()
         try:
             if self._agreement is not None:
-                self._agreement.check(ticket, lengths)
-            run(collective_tag(ticket.call, ticket.position))
+                self._agreement.check(call, lengths)
+            run(collective_tag(call.signature, call.position))
         except PeerLost as lost:
-            raise self._trouble(ticket, lost, start_s, lengths) from lost.__cause__
+            raise self._trouble(call, lost, start_s, lengths) from lost.__cause__
 
     def _awaited(self) -> tuple[int, ...]:
         return tuple(self.ranks[rank] for rank in self._peers.awaited)
 
-    def _synchronize(self, ticket: CollectiveCall) -> None:
-        self._issue(ticket, lambda tag: None).wait()
+    def _synchronize(self, call: CollectiveCall) -> None:
+        self._issue(call, lambda tag: None).wait()
 
     # Point to point --------------------------------------------------------------------------
 
-    def _send(self, ticket: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
-        return self._message(ticket, self._peers.send, tensor, dst, tag)
+    def _send(self, call: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
+        return self._message(call, self._peers.send, tensor, dst, tag)
 
-    def _recv(self, ticket: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
-        return self._message(ticket, self._peers.recv, tensor, src, tag)
+    def _recv(self, call: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
+        return self._message(call, self._peers.recv, tensor, src, tag)
 
     def _message(
         self,
-        ticket: CollectiveCall,
+        call: CollectiveCall,
         post: Callable[[Tensor, int, int], Posted],
         tensor: Tensor,
         peer: int,
         tag: int,
     ) -> Work:
         self._job.check()
-        engine_tag = self._mailroom.tag(ticket.call.op, tensor, peer, tag)
+        engine_tag = self._mailroom.tag(call.signature.op, tensor, peer, tag)
         start_s = time.monotonic()
         # One byte stands for an empty tensor: its length is in the tag, and the receiver must wait.
         body = tensor if tensor.numel() else torch.zeros(1, dtype=torch.uint8, device=self.device)
         try:
             posted = post(body, peer, engine_tag)
         except PeerLost as lost:
-            raise self._trouble(ticket, lost, start_s) from lost.__cause__
+            raise self._trouble(call, lost, start_s) from lost.__cause__
 
         def wait() -> None:
             waiting_s = time.monotonic()
             try:
                 self._peers.wait([posted], self._peers.deadline(), is_message=True)
             except PeerLost as lost:
-                raise self._trouble(ticket, lost, waiting_s) from lost.__cause__
+                raise self._trouble(call, lost, waiting_s) from lost.__cause__
 
-        work = MessageWork(ticket, wait, self.ranks[peer])
-        if not ticket.blocking:
+        work = MessageWork(call, wait, self.ranks[peer])
+        if not call.blocking:
             self._messages = [old for old in self._messages if not old.ended()]
             self._messages.append(work)
         return work

@@ -20,11 +20,11 @@ class LaneWork(Work):
 
     def __init__(
         self,
-        ticket: CollectiveCall,
+        call: CollectiveCall,
         run: Callable[[], None],
         awaited: Callable[[], tuple[int, ...]],
     ) -> None:
-        super().__init__(ticket)
+        super().__init__(call)
         if torch.is_inference_mode_enabled():  # or the worker could not write the caller's tensors
             run = torch.inference_mode()(run)
         self._run: Callable[[], None] | None = run
@@ -40,7 +40,7 @@ class LaneWork(Work):
         # Without a timeout of the caller, the collective itself ends at the group's.
         if not self._ended.wait(timeout):
             assert timeout is not None
-            raise CommTimeout(str(self.ticket), self._awaited(), timeout)
+            raise CommTimeout(str(self.call), self._awaited(), timeout)
         if self._error is not None:
             raise self._error
 
@@ -83,8 +83,8 @@ class Lane:
         """Carry ``work`` out now or later, in order."""
         with self._changed:
             if self._closed:
-                raise StateError(f"{work.ticket} was issued after its world was closed")
-            inline = work.ticket.blocking and not self._busy and not self._queue
+                raise StateError(f"{work.call} was issued after its world was closed")
+            inline = work.call.blocking and not self._busy and not self._queue
             if inline:
                 self._busy = True
             else:
@@ -115,7 +115,7 @@ class Lane:
             if failed:
                 while self._queue:
                     work = self._queue.popleft()
-                    work.refuse(StateError(f"{work.ticket} was dropped: its world was closed"))
+                    work.refuse(StateError(f"{work.call} was dropped: its world was closed"))
             self._changed.notify_all()
             worker = self._worker
         if worker is None or worker is threading.current_thread():

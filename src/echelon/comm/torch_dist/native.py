@@ -51,12 +51,12 @@ class NativeWork(Work):
 
     def __init__(
         self,
-        ticket: CollectiveCall,
+        call: CollectiveCall,
         works: Sequence[EngineWork],
         translate: Callable[[RuntimeError], CommError],
         others: tuple[int, ...],
     ) -> None:
-        super().__init__(ticket)
+        super().__init__(call)
         self._works = list(works)
         self._translate = translate
         self._others = others
@@ -74,7 +74,7 @@ class NativeWork(Work):
             end = time.monotonic() + timeout
             while not self.done():
                 if time.monotonic() > end:
-                    raise CommTimeout(str(self.ticket), self._others, timeout)
+                    raise CommTimeout(str(self.call), self._others, timeout)
                 time.sleep(_POLL_S)
         try:
             for work in self._works:
@@ -120,23 +120,23 @@ class NativeGroup(TorchGroup):
 
     # Reductions ------------------------------------------------------------------------------
 
-    def _all_reduce(self, ticket: CollectiveCall, tensor: Tensor, op: str) -> Work:
+    def _all_reduce(self, call: CollectiveCall, tensor: Tensor, op: str) -> Work:
         view = _reducible(tensor, op)
         if view is None:
-            return self._gather_and_reduce(ticket, tensor, op, [tensor])
+            return self._gather_and_reduce(call, tensor, op, [tensor])
         options = c10d.AllreduceOptions()
         options.reduceOp = _engine_op(tensor, op)
-        work = self._start(ticket, lambda engine: [engine.allreduce([view], options)])
+        work = self._start(call, lambda engine: [engine.allreduce([view], options)])
         work.then(lambda: divide_for_mean(tensor, op, self.size))
         return work
 
     def _reduce_scatter(
-        self, ticket: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, call: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
     ) -> Work:
         out_view, in_view = _reducible(output, op), _reducible(input, op)
         if out_view is None or in_view is None or len(set(splits)) > 1:
             parts = output.new_empty(self.size * output.numel())
-            work = self._exchange(ticket, parts, input, _even(parts, self.size), list(splits))
+            work = self._exchange(call, parts, input, _even(parts, self.size), list(splits))
             rows = _rows(parts, self.size)
             if output.numel():
                 work.then(lambda: reduce_into([output], rows, op))
@@ -144,30 +144,30 @@ class NativeGroup(TorchGroup):
         options = c10d.ReduceScatterOptions()
         options.reduceOp = _engine_op(output, op)
         work = self._start(
-            ticket, lambda engine: [engine._reduce_scatter_base(out_view, in_view, options)]
+            call, lambda engine: [engine._reduce_scatter_base(out_view, in_view, options)]
         )
         work.then(lambda: divide_for_mean(output, op, self.size))
         return work
 
-    def _reduce(self, ticket: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
+    def _reduce(self, call: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
         view = _reducible(tensor, op)
         if view is None:
-            return self._gather_and_reduce(ticket, tensor, op, [tensor] if self.rank == dst else [])
+            return self._gather_and_reduce(call, tensor, op, [tensor] if self.rank == dst else [])
         # Engines may use the tensors of the other ranks as scratch memory, so those give a copy.
         buffer = view if self.rank == dst else view.clone()
         options = c10d.ReduceOptions()
         options.reduceOp = _engine_op(tensor, op)
         options.rootRank = dst
-        work = self._start(ticket, lambda engine: [engine.reduce([buffer], options)])
+        work = self._start(call, lambda engine: [engine.reduce([buffer], options)])
         if self.rank == dst:
             work.then(lambda: divide_for_mean(tensor, op, self.size))
         return work
 
     def _gather_and_reduce(
-        self, ticket: CollectiveCall, tensor: Tensor, op: str, outputs: list[Tensor]
+        self, call: CollectiveCall, tensor: Tensor, op: str, outputs: list[Tensor]
     ) -> Work:
         everyone = tensor.new_empty(self.size * tensor.numel())
-        work = self._gather_flat(ticket, everyone, tensor)
+        work = self._gather_flat(call, everyone, tensor)
         rows = _rows(everyone, self.size)
         if outputs:
             work.then(lambda: reduce_into(outputs, rows, op))
@@ -175,26 +175,26 @@ class NativeGroup(TorchGroup):
 
     # Movement --------------------------------------------------------------------------------
 
-    def _all_gather(self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
+    def _all_gather(self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
         if len({output.numel() for output in outputs}) > 1:
-            return self._gather_uneven(ticket, outputs, input)
+            return self._gather_uneven(call, outputs, input)
         flat = _joined(outputs)
         if flat is not None:
-            return self._gather_flat(ticket, flat, input)
+            return self._gather_flat(call, flat, input)
         everyone = input.new_empty(self.size * input.numel())
-        work = self._gather_flat(ticket, everyone, input)
+        work = self._gather_flat(call, everyone, input)
         work.then(lambda: _copy_all(outputs, _rows(everyone, self.size)))
         return work
 
-    def _gather_flat(self, ticket: CollectiveCall, output: Tensor, input: Tensor) -> Work:
+    def _gather_flat(self, call: CollectiveCall, output: Tensor, input: Tensor) -> Work:
         options = c10d.AllgatherOptions()
         return self._start(
-            ticket,
+            call,
             lambda engine: [engine._allgather_base(_bytes(output), _bytes(input), options)],
         )
 
     def _gather_uneven(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], input: Tensor
+        self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor
     ) -> Work:
         if outputs[self.rank].data_ptr() != input.data_ptr():
             outputs[self.rank].copy_(input)
@@ -206,34 +206,32 @@ class NativeGroup(TorchGroup):
                 if output.numel()
             ]
 
-        return self._start(ticket, start)
+        return self._start(call, start)
 
-    def _broadcast(self, ticket: CollectiveCall, tensor: Tensor, src: int) -> Work:
-        return self._start(
-            ticket, lambda engine: [engine.broadcast([_bytes(tensor)], _rooted(src))]
-        )
+    def _broadcast(self, call: CollectiveCall, tensor: Tensor, src: int) -> Work:
+        return self._start(call, lambda engine: [engine.broadcast([_bytes(tensor)], _rooted(src))])
 
     def _gather(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
+        self, call: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
     ) -> Work:
         empty = tensor[:0]
         ins = [tensor if rank == dst else empty for rank in range(self.size)]
-        return self._move(ticket, outputs if self.rank == dst else [empty] * self.size, ins)
+        return self._move(call, outputs if self.rank == dst else [empty] * self.size, ins)
 
     def _scatter(
-        self, ticket: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
+        self, call: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
     ) -> Work:
         empty = tensor[:0]
         outs = [tensor if rank == src else empty for rank in range(self.size)]
-        return self._move(ticket, outs, inputs if self.rank == src else [empty] * self.size)
+        return self._move(call, outs, inputs if self.rank == src else [empty] * self.size)
 
     def _all_to_all(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Work:
-        return self._move(ticket, outputs, inputs)
+        return self._move(call, outputs, inputs)
 
     def _move(
-        self, ticket: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Work:
         """Send ``inputs[r]`` to rank ``r`` and receive ``outputs[r]`` from it."""
         ins, outs = [part.numel() for part in inputs], [part.numel() for part in outputs]
@@ -241,19 +239,19 @@ class NativeGroup(TorchGroup):
         source = torch.cat(list(inputs)) if source is None else source
         target = _joined(outputs)
         if target is not None:
-            return self._exchange(ticket, target, source, outs, ins)
+            return self._exchange(call, target, source, outs, ins)
         buffer = source.new_empty(sum(outs))
-        work = self._exchange(ticket, buffer, source, outs, ins)
+        work = self._exchange(call, buffer, source, outs, ins)
         work.then(lambda: _copy_all(outputs, buffer.split(outs)))
         return work
 
     def _exchange(
-        self, ticket: CollectiveCall, output: Tensor, input: Tensor, outs: list[int], ins: list[int]
+        self, call: CollectiveCall, output: Tensor, input: Tensor, outs: list[int], ins: list[int]
     ) -> Work:
         options = c10d.AllToAllOptions()
         width = input.itemsize
         return self._start(
-            ticket,
+            call,
             lambda engine: [
                 engine.alltoall_base(
                     _bytes(output),
@@ -263,61 +261,61 @@ class NativeGroup(TorchGroup):
                     options,
                 )
             ],
-            (ins, outs) if ticket.call.op == "all_to_all_single" else None,
+            (ins, outs) if call.signature.op == "all_to_all_single" else None,
         )
 
-    def _barrier(self, ticket: CollectiveCall) -> Work:
+    def _barrier(self, call: CollectiveCall) -> Work:
         token = torch.zeros(1, dtype=torch.int32, device=self.device)
         work = self._start(
-            ticket, lambda engine: [engine.allreduce([token], c10d.AllreduceOptions())]
+            call, lambda engine: [engine.allreduce([token], c10d.AllreduceOptions())]
         )
         work.then(lambda: synchronize(self.device))
         return work
 
-    def _send(self, ticket: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
-        return self._call(ticket, lambda engine: [engine.send([_bytes(tensor)], dst, tag)])
+    def _send(self, call: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
+        return self._call(call, lambda engine: [engine.send([_bytes(tensor)], dst, tag)])
 
-    def _recv(self, ticket: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
-        return self._call(ticket, lambda engine: [engine.recv([_bytes(tensor)], src, tag)])
+    def _recv(self, call: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
+        return self._call(call, lambda engine: [engine.recv([_bytes(tensor)], src, tag)])
 
     # Parts of the above ----------------------------------------------------------------------
 
     def _start(
         self,
-        ticket: CollectiveCall,
+        call: CollectiveCall,
         start: Callable[[Engine], list[EngineWork]],
         lengths: Lengths | None = None,
     ) -> Work:
         """Issue a collective, after the check of the calls if there is one."""
-        self._synchronize(ticket, lengths)
-        return self._call(ticket, start)
+        self._synchronize(call, lengths)
+        return self._call(call, start)
 
-    def _call(self, ticket: CollectiveCall, start: Callable[[Engine], list[EngineWork]]) -> Work:
+    def _call(self, call: CollectiveCall, start: Callable[[Engine], list[EngineWork]]) -> Work:
         self._job.check()
         start_s = time.monotonic()
 
         def translate(error: RuntimeError) -> CommError:
             seconds = time.monotonic() - start_s
             late = seconds >= self.timeout or "imed out" in str(error)
-            return self._trouble(ticket, PeerLost((), late), start_s)
+            return self._trouble(call, PeerLost((), late), start_s)
 
         if self._engine is None:
-            raise StateError(f"{ticket} was issued after its world was closed")
+            raise StateError(f"{call} was issued after its world was closed")
         try:
             works = start(self._engine)
         except RuntimeError as error:
             raise translate(error) from error
-        return NativeWork(ticket, works, translate, self._others)
+        return NativeWork(call, works, translate, self._others)
 
-    def _synchronize(self, ticket: CollectiveCall, lengths: Lengths | None = None) -> None:
+    def _synchronize(self, call: CollectiveCall, lengths: Lengths | None = None) -> None:
         self._job.check()
         if self._agreement is None:
             return
         start_s = time.monotonic()
         try:
-            self._agreement.check(ticket, lengths)
+            self._agreement.check(call, lengths)
         except PeerLost as lost:
-            raise self._trouble(ticket, lost, start_s, lengths) from lost.__cause__
+            raise self._trouble(call, lost, start_s, lengths) from lost.__cause__
 
     def _drop(self, failed: bool) -> None:
         self._engine = None

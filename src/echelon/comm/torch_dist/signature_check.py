@@ -25,9 +25,9 @@ class Agreement:
         self._peers = peers
 
     def check(
-        self, ticket: CollectiveCall, lengths: tuple[list[int], list[int]] | None = None
+        self, call: CollectiveCall, lengths: tuple[list[int], list[int]] | None = None
     ) -> None:
-        """Return when all ranks have issued the call of ``ticket``.
+        """Return when all ranks have issued the call of ``call``.
 
         Args:
             lengths: elements sent to and expected from each rank, where ranks may differ in them.
@@ -39,19 +39,19 @@ class Agreement:
         size = self._peers.size
         sends, expects = lengths or ([], [])
         zeros = [0] * size
-        signed = fingerprint(ticket.call) - (1 << 63)  # a 64-bit tensor has a sign
+        signed = fingerprint(call.signature) - (1 << 63)  # a 64-bit tensor has a sign
         mine = torch.tensor([signed, *(sends or zeros), *(expects or zeros)], dtype=torch.int64)
-        rows = self._show(mine, collective_tag(_CALL, ticket.position))
+        rows = self._show(mine, collective_tag(_CALL, call.position))
         differs = any(not torch.equal(row[:1], mine[:1]) for row in rows)
         if not differs:
             table = torch.stack(rows)
             sent, expected = table[:, 1 : 1 + size], table[:, 1 + size :]
             if torch.equal(sent, expected.t()):
                 return
-        text = _describe(ticket, sends, expects)
-        shown = self._show(text, collective_tag(_TEXT, ticket.position))
+        text = _describe(call, sends, expects)
+        shown = self._show(text, collective_tag(_TEXT, call.position))
         calls = {rank: _read(row) for rank, row in enumerate(shown)}
-        raise CollectiveMismatch(ticket.group, ticket.position, calls)
+        raise CollectiveMismatch(call.group, call.position, calls)
 
     def _show(self, mine: Tensor, tag: int) -> list[Tensor]:
         """The tensor of every rank, in rank order."""
@@ -67,10 +67,10 @@ class Agreement:
         return rows
 
 
-def _describe(ticket: CollectiveCall, sends: list[int], expects: list[int]) -> Tensor:
+def _describe(call: CollectiveCall, sends: list[int], expects: list[int]) -> Tensor:
     """The call and its place as a tensor of fixed length."""
     lengths = f", sends {sends}, expects {expects} elements" if sends else ""
-    text = text_bytes(f"{ticket.call}{lengths} at {ticket.place}")
+    text = text_bytes(f"{call.signature}{lengths} at {call.place}")
     if len(text) > _TEXT_NBYTES:
         text = text[: _TEXT_NBYTES - 3] + b"..."
     return torch.frombuffer(bytearray(text.ljust(_TEXT_NBYTES, b"\0")), dtype=torch.uint8)
