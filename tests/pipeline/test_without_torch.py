@@ -1,10 +1,10 @@
-"""Schedules are data: the files that know only them do without torch. As in test_architecture."""
+"""Schedules are data: the files that know only them do without torch. As in tests.architecture."""
 
 import subprocess
 import sys
 from functools import cache
 
-from tests.test_architecture import (
+from tests.architecture.sources import (
     Modules,
     imported_modules,
     imported_names,

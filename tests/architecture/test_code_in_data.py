@@ -1,7 +1,7 @@
 """Nothing that is read is run: what turns bytes into code is mentioned where this list says why.
 
 A pickle runs what its author has put there, and so do marshal, eval and the object collectives of
-``torch.distributed``. Modules are read, not imported, as in ``test_architecture``.
+``torch.distributed``. Modules are read, not imported, as in ``tests.architecture``.
 """
 
 import ast
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.test_architecture import Modules, package_of, read_modules
+from tests.architecture.sources import Modules, package_of, read_modules
 
 # What turns bytes into code: by module, the mentions that are allowed, and why each is harmless.
 MAY_RUN_DATA = {

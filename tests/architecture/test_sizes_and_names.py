@@ -1,0 +1,117 @@
+"""How long a file and a function may be, how files are named, and which names are public."""
+
+import __future__
+
+import ast
+import importlib
+import typing
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.architecture.sources import PACKAGE, ROOT, project_files
+
+NAMELESS = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+def too_long(path: str, source: str) -> list[str]:
+    """The file, and each function in it, that is longer than the limit."""
+    sentences = []
+    num_lines = len(source.splitlines())
+    if num_lines > MAX_FILE_LINES:
+        sentences.append(
+            f"{path} has {num_lines} lines, more than {MAX_FILE_LINES}: it holds two nouns"
+        )
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if num_lines > MAX_FUNCTION_LINES:
+                sentences.append(
+                    f"{path}:{node.lineno}: {node.name} has {num_lines} lines, "
+                    f"more than {MAX_FUNCTION_LINES}: it does two things"
+                )
+    return sentences
+
+
+def nameless(path: Path) -> list[str]:
+    """A file or folder whose name does not say what is in it."""
+    return [
+        f"{path} is named {part!r}, which does not say what is in it"
+        for part in path.with_suffix("").parts
+        if NAMELESS & set(part.split("_"))
+    ]
+
+
+def unlisted_names(package: ModuleType) -> list[str]:
+    """Differences between ``__all__`` and the names that a user can import."""
+    if not hasattr(package, "__all__"):
+        return [f"{package.__name__} has no __all__"]
+    listed = list(package.__all__)
+    missing = [name for name in listed if not hasattr(package, name)]
+    public = {
+        name
+        for name in set(dir(package)) - set(missing)
+        if not name.startswith("_")
+        # Not meant as names of the package: what it needs itself, and modules, of which each
+        # one becomes an attribute when anybody imports it.
+        and not hasattr(typing, name)
+        and not isinstance(getattr(package, name), ModuleType | __future__._Feature)
+    }
+    return (
+        [f"{name} is in __all__ and cannot be imported" for name in missing]
+        + [f"{name} is public and not in __all__" for name in sorted(public - set(listed))]
+        + [f"{name} is twice in __all__" for name in sorted(set(listed)) if listed.count(name) > 1]
+    )
+
+
+# --- the project obeys them --------------------------------------------------------------------
+
+
+def test_files_and_functions_keep_to_their_length() -> None:
+    assert [
+        sentence
+        for path in project_files()
+        for sentence in too_long(str(path.relative_to(ROOT)), path.read_text())
+    ] == []
+
+
+def test_file_names_say_what_is_in_them() -> None:
+    assert [s for path in project_files() for s in nameless(path.relative_to(ROOT))] == []
+
+
+def test_all_is_what_a_user_can_import() -> None:
+    assert unlisted_names(importlib.import_module(PACKAGE)) == []
+
+
+def test_every_folder_of_tests_is_a_package_so_that_child_processes_can_import_it() -> None:
+    folders = {path.parent for path in (ROOT / "tests").rglob("*.py")}
+    assert [str(f.relative_to(ROOT)) for f in folders if not (f / "__init__.py").exists()] == []
+
+
+# --- the rules see what they should ------------------------------------------------------------
+
+
+def test_a_long_file_and_a_long_function_are_named() -> None:
+    source = "def f():\n" + "    x = 1\n" * 400
+    assert too_long("a.py", source) == [
+        "a.py has 401 lines, more than 400: it holds two nouns",
+        "a.py:1: f has 401 lines, more than 60: it does two things",
+    ]
+
+
+@pytest.mark.parametrize("path", ["src/utils.py", "tests/common/test_a.py", "src/io_helpers.py"])
+def test_a_name_that_says_nothing_is_named(path: str) -> None:
+    assert len(nameless(Path(path))) == 1
+
+
+def test_a_public_name_outside_all_is_named() -> None:
+    package = ModuleType("package")
+    package.__all__ = ["gone"]
+    package.stray = 1
+    assert unlisted_names(package) == [
+        "gone is in __all__ and cannot be imported",
+        "stray is public and not in __all__",
+    ]
