@@ -22,6 +22,12 @@ MODULES = ("errors", "testing", "pipeline", "observe", "events", "c10d", "units"
 # A class that defines one of these promises it, as it does a method with a plain name.
 OPERATORS = {"__call__", "__enter__", "__exit__", "__iter__", "__len__", "__getitem__", "__next__"}
 
+# Only echelon makes these, so how they are made is no promise; nor that of its exceptions.
+MADE_BY_ECHELON = {"AsyncSave", "Group", "Loaded", "Window", "Work", "World"}
+# Members without an underscore for other packages of echelon, which no page of docs/ names.
+FOR_OTHER_PACKAGES = {"before_close", "disown", "explain", "finish", "prepare_close"}
+FOR_OTHER_PACKAGES |= {"holdings", "shared_over"}
+
 
 def public_modules() -> Iterator[tuple[str, Any]]:
     """The public modules, each by the dotted name under which a user reaches it."""
@@ -100,6 +106,8 @@ def member_lines(cls: type) -> Iterator[str]:
     for name, member in sorted(members.items()):
         if (name.startswith("_") and name not in OPERATORS) or name in fields:
             continue
+        if name in FOR_OTHER_PACKAGES:
+            continue
         if isinstance(member, property) or inspect.isdatadescriptor(member):
             yield f".{name} property"
         elif isinstance(member, staticmethod | classmethod):
@@ -135,15 +143,16 @@ def class_lines(cls: type, public: set[str]) -> Iterator[str]:
         if base is not object and (base.__name__ in public if is_ours(base) else True)
     ]
     yield f" is {' '.join(bases)}" if bases else " is object"
-    if not issubclass(cls, enum.Enum):
-        initializer = inspect.getattr_static(cls, "__init__")
-        if inspect.isfunction(initializer):
-            yield signature_text(initializer, bound=True)
+    if issubclass(cls, BaseException):
+        yield from (f".{name} set" for name in sorted(attributes_set(cls)))
+        return
+    initializer = inspect.getattr_static(cls, "__init__")
+    is_made = cls.__name__ not in MADE_BY_ECHELON and not issubclass(cls, enum.Enum)
+    if is_made and inspect.isfunction(initializer):
+        yield signature_text(initializer, bound=True)
     if dataclasses.is_dataclass(cls):
         yield from (f".{field.name} field" for field in dataclasses.fields(cls))
     yield from member_lines(cls)
-    if issubclass(cls, BaseException):
-        yield from (f".{name} set" for name in sorted(attributes_set(cls)))
 
 
 def lines() -> list[str]:

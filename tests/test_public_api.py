@@ -20,8 +20,8 @@ GOLDEN = Path(__file__).parent / "golden" / "public_api.txt"
 # use the old one warns (DeprecationWarning) for one version.
 ALIASES: dict[str, str] = {}
 
-# Members without an underscore that other rooms of echelon call and no page of docs/ names. They
-# changed without an alias, each with the reason.
+# What only other packages of echelon used and no page of docs/ names: it changed without an alias,
+# each with the reason.
 INTERNAL: dict[str, str] = {}
 
 
