@@ -15,6 +15,7 @@ import echelon as ec
 from echelon.checkpoint.format import MANIFEST, Manifest
 from echelon.comm.world import World
 from echelon.errors import CheckpointCorrupt
+from echelon.values.dtypes import DTYPES
 from tests.checkpoint.layouts import LAYOUTS
 from tests.checkpoint.whole import State, check_equal, whole_state
 
@@ -110,7 +111,7 @@ def tensor_at(folder: Path, file: str, byte: int) -> str | None:
     manifest = Manifest.parse((folder / MANIFEST).read_bytes(), folder)
     for tensor in manifest.tensors.values():
         for piece in tensor.pieces:
-            nbytes = piece.numel * ec.checkpoint.format.DTYPES[tensor.dtype].itemsize
+            nbytes = piece.numel * DTYPES[tensor.dtype].itemsize
             if (
                 manifest.files[piece.file].name == file
                 and piece.offset <= byte < piece.offset + nbytes

@@ -21,7 +21,7 @@ class RankTimeline:
         look: finds the bytes that are held now, by category.
 
     Example:
-        >>> timeline = Timeline(0, lambda: {"gathered": 400})
+        >>> timeline = RankTimeline(0, lambda: {"gathered": 400})
         >>> timeline(Event("fsdp.gather", 0.0, 0.0, dict(rank=0, unit="root", nbytes=400)))
         >>> timeline.record()["nbytes"]
         {'gathered': [400, 400]}

@@ -75,8 +75,8 @@ def _layout(head: int, forms: tuple[TensorSpec, ...]) -> tuple[tuple[_Place | No
     """The place of each small tensor, None for large ones; and the length of all in bytes.
 
     Example:
-        >>> small = TensorForm((3,), torch.float32, False)
-        >>> _layout(8, (small, TensorForm((9999,), torch.int64, False), small))
+        >>> small = TensorSpec((3,), torch.float32, False)
+        >>> _layout(8, (small, TensorSpec((9999,), torch.int64, False), small))
         (((4, (1,)), None, (8, (1,))), 48)
     """
     places: list[_Place | None] = []

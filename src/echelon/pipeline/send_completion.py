@@ -38,7 +38,7 @@ class SendCompletion:
         Example:
             >>> from echelon.pipeline.schedules.passes import lower
             >>> from echelon.pipeline.schedules.families import schedule
-            >>> found = Receipts.of(lower(schedule("1f1b", 2, 3, 2)), 0)
+            >>> found = SendCompletion.of(lower(schedule("1f1b", 2, 3, 2)), 0)
             >>> {key: list(map(str, sends)) for key, sends in found.by_gradient.items()}
             {(0, 0): ['0SEND_F0'], (0, 1): ['0SEND_F1'], (0, 2): ['0SEND_F2']}
         """
