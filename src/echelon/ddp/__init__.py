@@ -1,4 +1,14 @@
-"""Replicate one model on all ranks of a group and reduce its gradients while backward runs."""
+"""Replicate one model on all ranks of a group and reduce its gradients while backward runs.
+
+``options``             what a user may choose
+``buckets``             which gradients travel together, and the memory in which they do
+``grad_ready_counter``  which gradients of a backward are ready
+``reducer``             when a bucket is launched, and the end of a backward
+``gradient_state``      whether ``.grad`` holds reduced or local gradients
+``replicas``            buffers that are made equal again, and what a rank holds
+``join``                ranks with different numbers of batches
+``api``                 ``DDP`` itself
+"""
 
 from echelon.ddp.api import DDP
 

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from echelon.checks import Reduction
 from echelon.comm.agreement import check_agreement, check_model, option_facts
 from echelon.comm.group import Group
-from echelon.ddp.bucket_info import BucketInfo, Unused
-from echelon.ddp.buffers import Buffers, broadcast_coalesced
+from echelon.ddp.buckets import BucketInfo, Unused
 from echelon.ddp.join import JoinStep, Rounds
 from echelon.ddp.options import DDPOptions, Init, Sync
 from echelon.ddp.reducer import Reducer
-from echelon.ddp.replicas import holdings_of_replica
+from echelon.ddp.replicas import TrackedBuffers, broadcast_coalesced, replicated_state
 from echelon.errors import ArgumentError, RankError, StateError
 from echelon.modules.autograd import in_transform
 from echelon.modules.compiled import keep_plain_names, plain_name
@@ -137,19 +136,18 @@ class DDP(Wrapper, HasShards):
         self.training = module.training
         self._group = group
         self._options = options
-        self._buffer_state = Buffers(module)
         skip = {id(param) for param in ignored}
         reduced = [(name, p) for name, p in module.named_parameters() if id(p) not in skip]
         self._ignored = [name for name, p in module.named_parameters() if id(p) in skip]
         named = [(name, p) for name, p in reduced if p.requires_grad]
         keep_plain_names(module)
-        self._census = ParameterGuard(module, "DDP")
+        self._guard = ParameterGuard(module, "DDP")
         claim([param for _, param in reduced], self, for_good=False)
-        watch_buffers = options.broadcast_buffers and group.size > 1 and len(self._buffer_state) > 0
-        notice = self._buffer_state.changed if watch_buffers else None
+        buffers = self._tracked_buffers = TrackedBuffers(module)
+        is_watched = options.broadcast_buffers and group.size > 1 and len(buffers) > 0
         self._names = [plain_name(name) for name, _ in named]
-        self._reducer = Reducer(named, group, options, notice)
-        self._on_backward: Callable[[Tensor], None] = lambda grad: self._reducer.begin()
+        self._reducer = Reducer(named, group, options, buffers.changed if is_watched else None)
+        self._begin: Callable[[Tensor], None] = lambda _: self._reducer.prepare_for_backward()
         self._attached = True
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
@@ -166,16 +164,16 @@ class DDP(Wrapper, HasShards):
         self._check_attached()
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        self._census.check()
+        self._guard.check()
         if in_transform():  # torch.func gives gradients of this rank, and adds to no ``.grad``
             return self.module(*args, **kwargs)
         self._reducer.defer_hooks()
-        if self._reducer.noticed and self.module.training:
+        if self._reducer.buffers_changed and self.module.training:
             self._send_buffers()
         output = self.module(*args, **kwargs)
         for tensor in tensors(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(self._on_backward)
+                tensor.register_hook(self._begin)
         return output
 
     @contextmanager
@@ -237,7 +235,7 @@ class DDP(Wrapper, HasShards):
         try:
             yield
             actions = {
-                JoinStep.BACKWARD: self._reducer.shadow,
+                JoinStep.BACKWARD: self._reducer.shadow_backward,
                 JoinStep.BUFFERS: self._copy_buffers,
             }
             rounds.shadow(actions)
@@ -258,11 +256,11 @@ class DDP(Wrapper, HasShards):
         if not isinstance(src, int) or not 0 <= src < self._group.size:
             raise RankError("src", src, self._group.size)
         if self._group.size > 1:
-            tensors = [*self.module.parameters(), *self._buffer_state.tensors()]
+            tensors = [*self.module.parameters(), *self._tracked_buffers.tensors()]
             cap = self._options.bucket_bytes
             broadcast_coalesced(tensors, self._group, src, cap, "parameters and buffers")
-        self._buffer_state.remember()
-        self._reducer.noticed = False
+        self._tracked_buffers.remember()
+        self._reducer.buffers_changed = False
 
     def _send_buffers(self) -> None:
         if self._reducer.rounds is not None:
@@ -272,10 +270,10 @@ class DDP(Wrapper, HasShards):
     def _copy_buffers(self) -> None:
         rounds = self._reducer.rounds
         source = 0 if rounds is None else rounds.first_active
-        self._reducer.noticed = False
+        self._reducer.buffers_changed = False
         cap = self._options.bucket_bytes
-        broadcast_coalesced(self._buffer_state.tensors(), self._group, source, cap, "buffers")
-        self._buffer_state.remember()
+        broadcast_coalesced(self._tracked_buffers.tensors(), self._group, source, cap, "buffers")
+        self._tracked_buffers.remember()
 
     # What is where ---------------------------------------------------------------------------
 
@@ -310,10 +308,10 @@ class DDP(Wrapper, HasShards):
             ArgumentError: a buffer cannot be saved.
         """
         self._check_attached()
-        if self._reducer.busy:
+        if self._reducer.is_in_backward:
             raise StateError("holdings() inside backward: ask after loss.backward()")
-        sent = self._buffer_state.tensors() if self._options.broadcast_buffers else ()
-        return holdings_of_replica(self.module, self._group, sent)
+        sent = self._tracked_buffers.tensors() if self._options.broadcast_buffers else ()
+        return replicated_state(self.module, self._group, sent)
 
     def shared_over(self) -> tuple[Group, ...]:
         """The group, as one of the axes of a mesh."""

@@ -1,4 +1,4 @@
-"""Which gradients of a backward are there: one hook a parameter, and counts."""
+"""Which gradients of a backward are ready: one hook for each parameter, and counts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _LARGE_NBYTES = 1 << 20
 _Hook = Callable[[nn.Parameter], None]
 
 
-class Receiver(Protocol):
-    """Who is told about arrivals."""
+class ReadyListener(Protocol):
+    """Who hears when gradients are ready."""
 
-    def large(self, b: int, slot: int) -> None:
-        """A large gradient is there; its bucket may not be complete."""
+    def large_gradient_ready(self, b: int, slot: int) -> None:
+        """A large gradient is ready; its bucket may not be."""
 
-    def ready(self, b: int) -> None:
-        """The last gradient of a bucket is there."""
+    def bucket_ready(self, b: int) -> None:
+        """The last gradient of a bucket is ready."""
 
-    def unexpected(self, i: int, b: int) -> None:
+    def unexpected_gradient(self, i: int, b: int) -> None:
         """A gradient came while none was expected, or came again."""
 
 
@@ -36,121 +36,112 @@ class Receiver(Protocol):
 class GradReadyCounter:
     """Counts the gradients of one backward, bucket by bucket.
 
-    Between ``open`` and ``close`` each gradient is expected once. Outside, all count as seen, so a
-    hook needs one test to find that something is unusual.
+    Between ``expect`` and ``expect_none`` each gradient is expected once. Outside, all count as
+    ready, so a hook needs one test to find that something is unusual.
 
     Attributes:
-        seen: for each parameter, 1 when its gradient is there.
-        remaining: for each bucket, the number of gradients that are not there.
-        order: the parameters in the order of arrival; recorded if asked for.
+        ready: for each parameter, 1 when its gradient is there.
+        pending: for each bucket, the number of gradients that are not there.
+        order: the parameters in the order in which they were ready, if that is recorded.
     """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], receiver: Receiver, late: DeferredHooks
+        self, params: Sequence[nn.Parameter], listener: ReadyListener, user_hooks: DeferredHooks
     ) -> None:
         self.order: list[int] = []
-        self.seen = bytearray(b"\1" * len(params))
-        self.remaining: list[int] = []
-        self._params, self._late = params, late
+        self.ready = bytearray(b"\1" * len(params))
+        self.pending: list[int] = []
+        self._params, self._user_hooks = params, user_hooks
         # A parameter holds its hooks where the garbage collector does not look. If hooks held the
-        # receiver, which holds the parameters, a wrapper that is dropped would never be freed.
-        self._receiver = weakref.ref(receiver)
-        self._counts: list[int] = []
+        # listener, which holds the parameters, a wrapper that is dropped would never be freed.
+        self._listener = weakref.ref(listener)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
-    def watch(self, plans: Sequence[BucketPlan], record: bool) -> None:
-        """Hook all parameters, according to the buckets they are in.
-
-        Args:
-            record: whether to note the order of arrival.
-        """
-        self.unwatch()
-        self._counts = [len(plan.members) for plan in plans]
+    def register_hooks(self, plans: Sequence[BucketPlan], record: bool) -> None:
+        """Hook all parameters, according to the buckets they are in; ``record`` their order."""
+        self.remove_hooks()
         for b, plan in enumerate(plans):
-            for slot, i in enumerate(plan.members):
+            for slot, i in enumerate(plan.indices):
                 large = self._params[i].nbytes >= _LARGE_NBYTES
-                hook = self._full(i, b, slot, large) if large or record else self._lean(i, b)
-                self._watch(i, hook)
+                recording = large or record
+                hook = self._full_hook(i, b, slot, large) if recording else self._lean_hook(i, b)
+                self._register(i, hook)
 
-    def unwatch(self) -> None:
+    def remove_hooks(self) -> None:
         """Take all hooks away."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def open(self, counts: Sequence[int]) -> None:
-        """Expect one gradient of every parameter.
-
-        Args:
-            counts: number of gradients of each bucket.
-        """
+    def expect(self, counts: Sequence[int]) -> None:
+        """Expect one gradient of every parameter, ``counts`` of them in each bucket."""
         self.order.clear()
-        self.remaining[:] = counts
-        self.seen[:] = bytes(len(self.seen))
+        self.pending[:] = counts
+        self.ready[:] = bytes(len(self.ready))
 
-    def close(self) -> None:
+    def expect_none(self) -> None:
         """Expect no gradient."""
-        self.seen[:] = b"\1" * len(self.seen)
+        self.ready[:] = b"\1" * len(self.ready)
 
-    def arrive(self, i: int, b: int, slot: int) -> None:
+    def count(self, i: int, b: int, slot: int) -> None:
         """Count a gradient that its hook could not count."""
         self.order.append(i)
-        self.seen[i] = 1
-        receiver = self._receiver()
-        assert receiver is not None
+        self.ready[i] = 1
+        listener = self._listener()
+        assert listener is not None
         if self._params[i].nbytes >= _LARGE_NBYTES:
-            receiver.large(b, slot)
-        self.remaining[b] -= 1
-        if not self.remaining[b]:
-            receiver.ready(b)
+            listener.large_gradient_ready(b, slot)
+        self.pending[b] -= 1
+        if not self.pending[b]:
+            listener.bucket_ready(b)
 
-    def _watch(self, i: int, hook: _Hook) -> None:
+    def _register(self, i: int, hook: _Hook) -> None:
         param = self._params[i]
         is_frozen = not param.requires_grad
         # torch takes hooks of what requires a gradient only, and keeps them when that ends.
         param.requires_grad_(True)
-        self._handles.append(self._late.register(param, hook))
+        self._handles.append(self._user_hooks.register(param, hook))
         param.requires_grad_(not is_frozen)
 
-    def _lean(self, i: int, b: int) -> _Hook:
-        # Runs once a parameter and backward, so it is as short as it can be.
-        seen, remaining, find = self.seen, self.remaining, self._receiver
+    def _lean_hook(self, i: int, b: int) -> _Hook:
+        # Runs once for each parameter and backward, so it is as short as it can be.
+        ready, pending, find = self.ready, self.pending, self._listener
 
         def hook(param: nn.Parameter) -> None:
             if param.grad is None:
                 return  # an ``autograd.Function`` has returned None: the parameter has no gradient
-            if seen[i]:
-                if (receiver := find()) is not None:
-                    receiver.unexpected(i, b)
+            if ready[i]:
+                if (listener := find()) is not None:
+                    listener.unexpected_gradient(i, b)
                 return
-            seen[i] = 1
-            left = remaining[b] - 1
-            remaining[b] = left
-            if not left and (receiver := find()) is not None:
-                receiver.ready(b)
+            ready[i] = 1
+            left = pending[b] - 1
+            pending[b] = left
+            if not left and (listener := find()) is not None:
+                listener.bucket_ready(b)
 
         return hook
 
-    def _full(self, i: int, b: int, slot: int, large: bool) -> _Hook:
-        """The hook of a large gradient, and of all while the order of arrival is recorded."""
-        seen, remaining, record = self.seen, self.remaining, self.order.append
-        find = self._receiver
+    def _full_hook(self, i: int, b: int, slot: int, large: bool) -> _Hook:
+        """The hook of a large gradient, and of all while their order is recorded."""
+        ready, pending, record = self.ready, self.pending, self.order.append
+        find = self._listener
 
         def hook(param: nn.Parameter) -> None:
-            receiver = find()
-            if receiver is None:  # the wrapper was dropped: the module is a plain one again
+            listener = find()
+            if listener is None:  # the wrapper was dropped: the module is a plain one again
                 return
             if param.grad is None:
                 return  # an ``autograd.Function`` has returned None: the parameter has no gradient
-            if seen[i]:
-                receiver.unexpected(i, b)
+            if ready[i]:
+                listener.unexpected_gradient(i, b)
                 return
-            seen[i] = 1
+            ready[i] = 1
             record(i)
             if large:
-                receiver.large(b, slot)
-            remaining[b] -= 1
-            if not remaining[b]:
-                receiver.ready(b)
+                listener.large_gradient_ready(b, slot)
+            pending[b] -= 1
+            if not pending[b]:
+                listener.bucket_ready(b)
 
         return hook

@@ -1,4 +1,4 @@
-"""Whether gradients hold what the ranks have reduced or what is local, and how they change sides.
+"""Whether ``.grad`` holds what the ranks have reduced or a local gradient, and how that changes.
 
 [Note: what .grad holds]
 After a backward that reduces, ``.grad`` is a view and holds the reduced gradient. A further
@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import nn
 
-from echelon.ddp.bucket_memory import Bucket
+from echelon.ddp.buckets import Bucket
 from echelon.ddp.options import DDPOptions
 from echelon.errors import StateError
 from echelon.modules.autograd import will_accumulate
@@ -24,14 +24,11 @@ from echelon.modules.autograd import will_accumulate
 
 @final
 class GradientState:
-    """What the gradients that are views of buckets hold.
-
-    Args:
-        size: number of ranks.
+    """Whether the views of buckets hold reduced or local gradients.
 
     Attributes:
-        reduced: whether it is what the ranks have reduced.
-        factor: what turns a reduced gradient into the share of each rank.
+        reduced: whether they hold what the ranks have reduced.
+        factor: turns a reduced gradient into the share of each rank.
     """
 
     def __init__(
@@ -42,11 +39,7 @@ class GradientState:
         self._named, self._options = named, options
 
     def check_sync(self, buckets: Sequence[Bucket]) -> None:
-        """Refuse a ``sync_gradients`` that has nothing to reduce, or cannot tell what.
-
-        Raises:
-            StateError: all gradients are reduced already.
-        """
+        """Refuse a ``sync_gradients`` that has nothing to reduce, or cannot tell what."""
         if not self.reduced or _has_local_gradients(buckets):
             return
         if not any(param.requires_grad for _, param in self._named):
@@ -71,11 +64,7 @@ class GradientState:
         return self._accumulates()
 
     def check_graph(self) -> None:
-        """Refuse a backward that makes a graph of the gradients, which a reduction would cut.
-
-        Raises:
-            StateError: it is not ``torch.autograd.grad``.
-        """
+        """Refuse a ``backward`` that makes a graph of gradients, which a reduction would cut."""
         if self._accumulates():
             raise graph_is_lost()
 
@@ -90,9 +79,6 @@ class GradientState:
         Args:
             first: the parameter that has a new gradient already, if nothing announced the backward.
             ranks_may_leave: whether the next reduction may be over fewer ranks, inside ``join``.
-
-        Raises:
-            StateError: nothing announced the backward, or the share of a rank is unknown.
         """
         if not self.reduced:
             return
@@ -118,11 +104,7 @@ class GradientState:
                     )
 
     def check_unmixed(self, buckets: Sequence[Bucket], first: int | None) -> None:
-        """Refuse a new gradient that was added to a reduced one before they could be told apart.
-
-        Raises:
-            StateError: nothing announced the backward.
-        """
+        """Refuse a new gradient that was added to a reduced one before they could be told apart."""
         if first is None or self.factor == 1:
             return
         name, param = self._named[first]

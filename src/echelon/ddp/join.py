@@ -7,7 +7,7 @@ announce, until nobody announces anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import final
 
@@ -25,7 +25,7 @@ class JoinStep(IntEnum):
     BUFFERS = 2
 
 
-_SAID = {
+_SENTENCE = {
     JoinStep.JOINED: "has no batches left",
     JoinStep.BACKWARD: "reduces gradients",
     JoinStep.BUFFERS: "runs forward and needs buffers",
@@ -55,26 +55,29 @@ class Rounds:
         Raises:
             StateError: they do not do the same.
         """
-        said = self._exchange(step)
-        self.active = tuple(rank for rank, what in enumerate(said) if what != JoinStep.JOINED)
+        self.active = _active(self._exchange(step))
         return self.active
 
     def shadow(self, actions: Mapping[JoinStep, Callable[[], None]]) -> None:
         """Take part in what the others announce, until no rank has a batch."""
         while True:
-            said = self._exchange(JoinStep.JOINED)
-            active = tuple(rank for rank, what in enumerate(said) if what != JoinStep.JOINED)
-            if not active:
+            steps = self._exchange(JoinStep.JOINED)
+            if not (active := _active(steps)):
                 return
             self.active = active
-            actions[said[active[0]]]()
+            actions[steps[active[0]]]()
 
     def _exchange(self, step: JoinStep) -> list[JoinStep]:
         mine = torch.tensor([step], dtype=torch.int64, device=self._group.device)
         all_steps = torch.zeros(self._group.size, dtype=torch.int64, device=self._group.device)
         self._group.all_gather_single(all_steps, mine, label="announcement of join()")
-        said = [JoinStep(number) for number in all_steps.tolist()]
-        if len(set(said) - {JoinStep.JOINED}) > 1:
-            rows = "\n".join(f"  rank {rank} {_SAID[what]}" for rank, what in enumerate(said))
+        steps = [JoinStep(number) for number in all_steps.tolist()]
+        if len(set(steps) - {JoinStep.JOINED}) > 1:
+            rows = "\n".join(f"  rank {rank} {_SENTENCE[s]}" for rank, s in enumerate(steps))
             raise StateError(f"inside join() the ranks are at different points of a step:\n{rows}")
-        return said
+        return steps
+
+
+def _active(steps: Sequence[JoinStep]) -> tuple[int, ...]:
+    """The ranks that have a batch."""
+    return tuple(rank for rank, step in enumerate(steps) if step != JoinStep.JOINED)

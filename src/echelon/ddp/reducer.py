@@ -1,17 +1,23 @@
-"""When gradients are reduced: which bucket leaves when, and what happens at the end of backward.
+"""When gradients are reduced: which bucket is launched when, and the end of a backward.
 
 [Note: life of a backward]
 A hook on the outputs of forward sees backward begin, before any gradient is made, and queues a
-callback for its end in the same graph task; with reentrant checkpointing that is the outer one. A
-hook on each parameter counts; a bucket whose count is zero is moved into its buffer and leaves, in
-the order of the buckets. The callback sends what is left, waits for all, and finishes the
-gradients. What one backward knows is in a ``BackwardHook``, so an aborted one leaves nothing.
+callback for its end in the same graph task; with reentrant checkpointing that is the outer one::
+
+    prepare_for_backward   expect one gradient of each parameter in each bucket
+      hook of a parameter  GradReadyCounter: one gradient less is pending in its bucket
+      bucket_ready         none is: copy the gradients into the buffer, and launch in order
+      _launch_bucket       all-reduce of the buffer, beside the rest of backward
+    _finalize_backward     launch what is left, wait for all, divide, run hooks of users
+
+What one backward knows is in a ``BackwardRecord``, so an aborted one leaves nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -19,9 +25,8 @@ from torch import Tensor, nn
 
 from echelon import events
 from echelon.comm.group import Group
-from echelon.ddp.backward_hook import BackwardHook
-from echelon.ddp.bucket_memory import Bucket
-from echelon.ddp.buckets import BucketPlan, Gradient, plan_buckets
+from echelon.comm.work import Work
+from echelon.ddp.buckets import Bucket, BucketPlan, Gradient, plan_buckets
 from echelon.ddp.grad_ready_counter import GradReadyCounter
 from echelon.ddp.gradient_state import GradientState, graph_is_lost
 from echelon.ddp.join import JoinStep, Rounds
@@ -33,13 +38,39 @@ from echelon.modules.parameters import TrainableParameters
 
 
 @final
+@dataclass(slots=True)
+class BackwardRecord:
+    """One backward, or one call of ``sync_gradients``.
+
+    Attributes:
+        token: gives None when it is over or was aborted.
+        synced: whether it reduces.
+        num_contributors: ranks that have a batch of their own in it.
+        works: the all-reduces of the buckets that were launched, in order.
+        missing: for each of those, the slots without a gradient here.
+        reduced_before: gradients of earlier reductions to add, by index of the parameter.
+    """
+
+    token: Callable[[], Token | None]
+    synced: bool
+    num_contributors: int = 0
+    works: list[Work | None] = field(default_factory=list)
+    missing: list[Sequence[int]] = field(default_factory=list)
+    reduced_before: dict[int, Tensor] = field(default_factory=dict)
+
+
+@final
 class Reducer:
     """Reduces the gradients of ``named`` parameters over ``group``.
 
+    Args:
+        changed_buffers: whether buffers of this rank differ from those that ranks last agreed on;
+            asked before each reduction. None: nobody wants to know.
+
     Attributes:
-        buckets: in the order in which they leave; made by ``allocate``.
+        buckets: in the order in which they are launched; made by ``allocate``.
         unused: indices of parameters without a gradient in the last reduction: here; everywhere.
-        noticed: whether a rank answered ``notice`` with True since this was last set to False.
+        buffers_changed: whether those of a rank had changed since this was last set to False.
         rounds: how ranks agree on each step while some have no batches left; None outside ``join``.
     """
 
@@ -48,31 +79,32 @@ class Reducer:
         named: Sequence[tuple[str, nn.Parameter]],
         group: Group,
         options: DDPOptions,
-        notice: Callable[[], bool] | None = None,
+        changed_buffers: Callable[[], bool] | None = None,
     ) -> None:
         self.buckets: tuple[Bucket, ...] = ()
         self.unused: tuple[list[int], list[int]] = ([], [])
-        self.noticed = False
+        self.buffers_changed = False
         self.rounds: Rounds | None = None
         self._group = group
         self._named = list(named)
         self._options = options
-        self._notice = notice
+        self._changed_buffers = changed_buffers
         self._world_rank = group.ranks[group.rank]
         self._overlap = options.sync == "overlap"
         self._syncing = True
         self._state = GradientState(self._named, options, group.size)
-        self._backward: BackwardHook | None = None
+        self._backward: BackwardRecord | None = None
         self._trainable = TrainableParameters(self._named, group)
-        self._order: list[int] | None = None  # of arrival, in the first reduction
-        self._ordered = not self._overlap  # whether the plan follows the order of arrival
-        self._late = DeferredHooks(self._named)
-        self._arrivals = GradReadyCounter([param for _, param in self._named], self, self._late)
-        self._plans = self._plan(None)
+        self._ready_order: list[int] | None = None  # of gradients, in the first reduction
+        self._is_rebuilt = not self._overlap  # whether the plan follows that order
+        self._user_hooks = DeferredHooks(self._named)
+        params = [param for _, param in self._named]
+        self._counter = GradReadyCounter(params, self, self._user_hooks)
+        self._plans = self._plan_buckets(None)
 
-    # Memory ----------------------------------------------------------------------------------
+    # Buckets ---------------------------------------------------------------------------------
 
-    def _plan(self, order: Sequence[int] | None) -> tuple[BucketPlan, ...]:
+    def _plan_buckets(self, order: Sequence[int] | None) -> tuple[BucketPlan, ...]:
         """Cut the parameters into buckets, and hook them."""
         options = self._options
         gradients = []
@@ -81,20 +113,20 @@ class Reducer:
             gradients.append(Gradient(param.numel(), nbytes, param.dtype))
         plans = plan_buckets(gradients, options.bucket_bytes, options.first_bucket_bytes, order)
         if self._overlap or self._state.factor != 1:
-            self._arrivals.watch(plans, record=not self._ordered)
+            self._counter.register_hooks(plans, record=not self._is_rebuilt)
         return plans
 
     def allocate(self) -> None:
         """Make the buckets. All ranks of the group call it."""
         for b, plan in enumerate(self._plans):
-            dtype = self._options.wire_dtype(self._named[plan.members[0]][1].dtype)
+            dtype = self._options.wire_dtype(self._named[plan.indices[0]][1].dtype)
             self.buckets += (Bucket(b, plan, self._named, self._group, dtype),)
 
     def close(self) -> None:
         """Leave the parameters alone, and give the memory back."""
         self._discard_aborted()
-        self._arrivals.unwatch()
-        self._late.close()
+        self._counter.remove_hooks()
+        self._user_hooks.close()
         self._close_buckets()
 
     def _close_buckets(self) -> None:
@@ -102,26 +134,26 @@ class Reducer:
         for bucket in buckets:
             bucket.close()
 
-    def _prepare(self) -> None:
-        """Make the buckets of a copy, or make them anew in the order of arrival."""
-        if self._order is not None and not self._ordered:
-            self._ordered = True
-            order = torch.tensor(self._order, device=self._group.device)
+    def _rebuild_buckets(self) -> None:
+        """Make the buckets of a copy, or make them anew in the order of the first backward."""
+        if self._ready_order is not None and not self._is_rebuilt:
+            self._is_rebuilt = True
+            order = torch.tensor(self._ready_order, device=self._group.device)
             if self._group.size > 1:
                 source = self.rounds.first_active if self.rounds is not None else 0
                 self._group.broadcast(order, source, label="order of gradients")
             self._close_buckets()
-            self._plans = self._plan(order.tolist())
+            self._plans = self._plan_buckets(order.tolist())
         if not self.buckets:
             self.allocate()
 
+    # Backward, in the order in which things happen -------------------------------------------
+
     def defer_hooks(self) -> None:
         """Let hooks of users wait that were registered since the last forward or backward."""
-        self._late.defer()
+        self._user_hooks.defer()
 
-    # Hooks call these ------------------------------------------------------------------------
-
-    def begin(self, first: int | None = None) -> None:
+    def prepare_for_backward(self, first: int | None = None) -> None:
         """A backward begins, if none is under way. Called inside the engine.
 
         Args:
@@ -129,44 +161,64 @@ class Reducer:
         """
         if self._current() is not None:
             return
-        self._late.defer(None if first is None else self._named[first][1])
+        self._user_hooks.defer(None if first is None else self._named[first][1])
         reduces = self._syncing and self._overlap
         if reduces and torch.is_grad_enabled():
             self._state.check_graph()
-        token = queue_end(self._finish if reduces else None)
+        token = queue_end(self._finalize_backward if reduces else None)
         if reduces:
-            self._start(BackwardHook(token, synced=True), first)
+            self._start(BackwardRecord(token, synced=True), first)
         else:
-            self._backward = BackwardHook(token, synced=False)
+            self._backward = BackwardRecord(token, synced=False)
             if first is not None or self._state.will_change():
                 self._make_local(first)
 
-    def large(self, b: int, slot: int) -> None:
-        """Move a large gradient at once."""
+    def _start(self, backward: BackwardRecord, first: int | None) -> None:
+        """Expect one gradient of every parameter."""
+        self._discard_aborted()
+        self._trainable.compare(at_once=True)
+        backward.num_contributors = self._group.size
+        if self.rounds is not None:
+            backward.num_contributors = len(self.rounds.announce(JoinStep.BACKWARD))
         with torch.no_grad():
-            self.buckets[b].take_one(slot)
+            if self._state.reduced:
+                self._state.check_unmixed(self.buckets, first)
+                local = None if first is None else self._named[first][1]
+                for bucket in self.buckets:
+                    backward.reduced_before.update(bucket.detach_reduced(local))
+            self._rebuild_buckets()
+        self._state.reduced = False
+        self._counter.expect([len(bucket.indices) for bucket in self.buckets])
+        self._backward = backward
+        if events.listening():
+            events.emit("ddp.backward", rank=self._world_rank, phase="begin")
 
-    def ready(self, b: int) -> None:
-        """Move the gradients of a complete bucket, and send what may leave in order."""
-        current = self._backward
-        assert current is not None
-        remaining = self._arrivals.remaining
+    def large_gradient_ready(self, b: int, slot: int) -> None:
+        """Copy a large gradient into its bucket at once."""
         with torch.no_grad():
-            self.buckets[b].take()
-            while len(current.works) < len(remaining) and not remaining[len(current.works)]:
-                self._launch(current, ())
+            self.buckets[b].copy_gradient_in(slot)
 
-    def unexpected(self, i: int, b: int) -> None:
+    def bucket_ready(self, b: int) -> None:
+        """Copy the gradients of a bucket into its buffer, and launch all that may go in order."""
+        backward = self._backward
+        assert backward is not None
+        pending = self._counter.pending
+        with torch.no_grad():
+            self.buckets[b].copy_in()
+            while len(backward.works) < len(pending) and not pending[len(backward.works)]:
+                self._launch_bucket(backward, ())
+
+    def unexpected_gradient(self, i: int, b: int) -> None:
         """A gradient came in no backward, in one that does not reduce, or a second time in one."""
-        current = self._current()
-        if current is None:
+        backward = self._current()
+        if backward is None:
             # No output of forward led here: it hides in an object, or is not from forward.
-            self.begin(first=i)
+            self.prepare_for_backward(first=i)
             if self._syncing and self._overlap:
                 # The buckets may be new, so the numbers that the hook knows may be old.
-                b = next(b for b, plan in enumerate(self._plans) if i in plan.members)
-                self._arrivals.arrive(i, b, self._plans[b].members.index(i))
-        elif current.synced and (b < len(current.works) or self.buckets[b].casts):
+                b = next(b for b, plan in enumerate(self._plans) if i in plan.indices)
+                self._counter.count(i, b, self._plans[b].indices.index(i))
+        elif backward.synced and (b < len(backward.works) or self.buckets[b].casts):
             raise StateError(
                 f"parameter {self._named[i][0]!r} got a second gradient in one backward, after the "
                 f"first left with the {self.buckets[b].label}. Reentrant activation checkpointing "
@@ -174,7 +226,88 @@ class Reducer:
                 "backward under no_sync() and call sync_gradients() after it"
             )
 
-    # A reduction -----------------------------------------------------------------------------
+    def _launch_bucket(self, backward: BackwardRecord, missing: Sequence[int] | None) -> None:
+        """All-reduce the next bucket; ``missing`` slots are flagged. None: it is all zeros."""
+        b = len(backward.works)
+        bucket = self.buckets[b]
+        if missing is not None:
+            bucket.set_flags(missing)
+        if b == len(self.buckets) - 1:
+            bucket.notices[0] = self._changed_buffers is not None and self._changed_buffers()
+            bucket.notices[1] = missing is not None and self._trainable.changed()
+        if events.listening():
+            events.emit("ddp.bucket", rank=self._world_rank, bucket=b, nbytes=bucket.nbytes)
+        work = None
+        if self._group.size > 1:
+            work = self._group.all_reduce(bucket.wire, self._op, async_op=True, label=bucket.label)
+        backward.works.append(work)
+        backward.missing.append(missing or ())
+
+    @property
+    def _op(self) -> str:
+        # Inside join the mean is over the ranks that have a batch, which the group does not know.
+        return "mean" if self._options.reduction == "mean" and self.rounds is None else "sum"
+
+    def _finalize_backward(self) -> None:
+        """Backward is over: launch what is left, wait for all, finish the gradients."""
+        backward = self._backward
+        assert backward is not None
+        with torch.no_grad():
+            self._launch_remaining(backward)
+            self._counter.expect_none()
+            self.unused = self._wait(backward)
+            if backward.reduced_before:
+                for bucket in self.buckets:
+                    bucket.add_reduced(backward.reduced_before)
+        self._backward = None
+        self._state.reduced = True
+        for bucket in self.buckets:
+            bucket.remember_version()
+        if self._ready_order is None:
+            ready = dict.fromkeys(self._counter.order)
+            planned = (i for plan in self._plans for i in plan.indices)
+            self._ready_order = [*ready, *(i for i in planned if i not in ready)]
+        if events.listening():
+            events.emit("ddp.backward", rank=self._world_rank, phase="end")
+        self._trainable.compare(at_once=False)
+        everywhere = {*self.unused[1]}
+        params = ((i, p) for b in self.buckets for i, p in zip(b.indices, b.params, strict=True))
+        self._user_hooks.run(param for i, param in params if i not in everywhere)
+
+    def _launch_remaining(self, backward: BackwardRecord) -> None:
+        """Launch the buckets that wait for gradients which did not come."""
+        for b in range(len(backward.works), len(self.buckets)):
+            bucket = self.buckets[b]
+            # A gradient of an earlier backward under no_sync, or of the user, counts.
+            missing = [slot for slot, param in enumerate(bucket.params) if param.grad is None]
+            if self._counter.pending[b] and not missing:
+                bucket.copy_in()
+            elif self._counter.pending[b]:
+                for slot in range(len(bucket.indices)):
+                    if slot in missing:
+                        bucket.zero(slot)
+                    else:
+                        bucket.copy_gradient_in(slot)
+            self._launch_bucket(backward, missing)
+
+    def _wait(self, backward: BackwardRecord) -> tuple[list[int], list[int]]:
+        """Wait for every bucket and finish its gradients; what was unused here, and everywhere."""
+        here: list[int] = []
+        everywhere: list[int] = []
+        divisor = 1.0 if self._op == "mean" else self._options.divisor(backward.num_contributors)
+        launched = zip(self.buckets, backward.works, backward.missing, strict=True)
+        for bucket, work, missing in launched:
+            if work is not None:
+                work.wait()
+            here += [bucket.indices[slot] for slot in missing]
+            everywhere += [bucket.indices[slot] for slot in bucket.finalize(divisor, missing)]
+        notices = self.buckets[-1].notices
+        if self._changed_buffers is not None and bool(notices[0] != 0):
+            self.buffers_changed = True
+        self._trainable.take_answer(notices[1:])
+        return sorted(here), sorted(everywhere)
+
+    # Without a backward ----------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -186,14 +319,7 @@ class Reducer:
             self._syncing = before
 
     def reduce_now(self, *, may_be_none: bool) -> None:
-        """Reduce what ``.grad`` of every parameter holds now.
-
-        Args:
-            may_be_none: whether a rank without local gradients takes part with nothing.
-
-        Raises:
-            StateError: inside ``no_sync`` or a backward, or the gradients are reduced already.
-        """
+        """Reduce what ``.grad`` holds now; ``may_be_none`` as in ``DDP.sync_gradients``."""
         if not self._syncing:
             raise StateError("sync_gradients() inside no_sync(): leave the block first")
         if self._current() is not None:
@@ -202,11 +328,11 @@ class Reducer:
             self._state.check_sync(self.buckets)
         if any(p.grad is not None and p.grad.requires_grad for _, p in self._named):
             raise graph_is_lost()
-        self._late.defer()
+        self._user_hooks.defer()
         self._make_local(None)
         token = Token()
-        self._start(BackwardHook(lambda: token, synced=True), None)
-        self._finish()
+        self._start(BackwardRecord(lambda: token, synced=True), None)
+        self._finalize_backward()
 
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add a local gradient to ``.grad``, whatever that holds."""
@@ -216,135 +342,31 @@ class Reducer:
     def _make_local(self, first: int | None) -> None:
         self._state.make_local(self.buckets, first, ranks_may_leave=self.rounds is not None)
 
-    def shadow(self) -> None:
+    def shadow_backward(self) -> None:
         """Take part in a reduction of the other ranks, with nothing of our own."""
         assert self.rounds is not None
         self._discard_aborted()
         self._trainable.compare(at_once=True, has_batch=False)
-        self._prepare()
-        current = BackwardHook(lambda: None, synced=True, num_contributors=len(self.rounds.active))
+        self._rebuild_buckets()
+        num_contributors = len(self.rounds.active)
+        backward = BackwardRecord(lambda: None, synced=True, num_contributors=num_contributors)
         for bucket in self.buckets:
-            bucket.drop()
+            bucket.clear_gradients()
             bucket.wire.zero_()
         for _ in self.buckets:
-            self._launch(current, None)
-        self._wait(current)
+            self._launch_bucket(backward, None)
+        self._wait(backward)
         self._trainable.compare(at_once=False, has_batch=False)
         self._state.reduced = False
-        self._order = self._order or list(range(len(self._named)))  # a rank with batches knows it
-
-    def _start(self, new: BackwardHook, first: int | None) -> None:
-        self._discard_aborted()
-        self._trainable.compare(at_once=True)
-        new.num_contributors = self._group.size
-        if self.rounds is not None:
-            new.num_contributors = len(self.rounds.announce(JoinStep.BACKWARD))
-        with torch.no_grad():
-            if self._state.reduced:
-                self._state.check_unmixed(self.buckets, first)
-                kept = None if first is None else self._named[first][1]
-                for bucket in self.buckets:
-                    new.olds.update(bucket.set_aside(kept))
-            self._prepare()
-        self._state.reduced = False
-        self._arrivals.open([len(bucket.members) for bucket in self.buckets])
-        self._backward = new
-        if events.listening():
-            events.emit("ddp.backward", rank=self._world_rank, phase="begin")
-
-    def _launch(self, current: BackwardHook, missing: Sequence[int] | None) -> None:
-        """Send the next bucket.
-
-        Args:
-            missing: slots without a gradient here; None: all zeros, flags included.
-        """
-        b = len(current.works)
-        bucket = self.buckets[b]
-        if missing is not None:
-            bucket.flag(missing)
-        if b == len(self.buckets) - 1:
-            bucket.notices[0] = self._notice is not None and self._notice()
-            bucket.notices[1] = missing is not None and self._trainable.changed()
-        if events.listening():
-            events.emit("ddp.bucket", rank=self._world_rank, bucket=b, nbytes=bucket.nbytes)
-        work = None
-        if self._group.size > 1:
-            work = self._group.all_reduce(bucket.wire, self._op, async_op=True, label=bucket.label)
-        current.works.append(work)
-        current.missing.append(missing or ())
+        # A rank with batches knows the order.
+        self._ready_order = self._ready_order or list(range(len(self._named)))
 
     @property
-    def _op(self) -> str:
-        # Inside join the mean is over the ranks that have a batch, which the group does not know.
-        return "mean" if self._options.reduction == "mean" and self.rounds is None else "sum"
-
-    def _launch_rest(self, current: BackwardHook) -> None:
-        """Send the buckets that wait for gradients which did not come."""
-        for b in range(len(current.works), len(self.buckets)):
-            bucket = self.buckets[b]
-            # A gradient of an earlier backward under no_sync, or of the user, counts.
-            missing = [slot for slot, param in enumerate(bucket.params) if param.grad is None]
-            if self._arrivals.remaining[b] and not missing:
-                bucket.take()
-            elif self._arrivals.remaining[b]:
-                for slot in range(len(bucket.members)):
-                    if slot in missing:
-                        bucket.zero(slot)
-                    else:
-                        bucket.take_one(slot)
-            self._launch(current, missing)
-
-    def _finish(self) -> None:
-        """Backward is over: send what is left, wait for all, finish the gradients."""
-        current = self._backward
-        assert current is not None
-        with torch.no_grad():
-            self._launch_rest(current)
-            self._arrivals.close()
-            self.unused = self._wait(current)
-            if current.olds:
-                for bucket in self.buckets:
-                    bucket.put_back(current.olds)
-        self._backward = None
-        self._state.reduced = True
-        for bucket in self.buckets:
-            bucket.remember()
-        if self._order is None:
-            came = dict.fromkeys(self._arrivals.order)
-            old = (i for plan in self._plans for i in plan.members)
-            self._order = [*came, *(i for i in old if i not in came)]
-        if events.listening():
-            events.emit("ddp.backward", rank=self._world_rank, phase="end")
-        self._trainable.compare(at_once=False)
-        nowhere = {*self.unused[1]}
-        members = ((i, p) for b in self.buckets for i, p in zip(b.members, b.params, strict=True))
-        self._late.run(param for i, param in members if i not in nowhere)
-
-    def _wait(self, current: BackwardHook) -> tuple[list[int], list[int]]:
-        """Wait for every bucket and finish its gradients; who was unused here, and everywhere."""
-        here: list[int] = []
-        everywhere: list[int] = []
-        divisor = 1.0 if self._op == "mean" else self._options.divisor(current.num_contributors)
-        for bucket, work, missing in zip(self.buckets, current.works, current.missing, strict=True):
-            if work is not None:
-                work.wait()
-            nowhere = bucket.settle(divisor, missing)
-            here += [bucket.members[slot] for slot in missing]
-            everywhere += [bucket.members[slot] for slot in nowhere]
-        notices = self.buckets[-1].notices
-        if self._notice is not None and bool(notices[0] != 0):
-            self.noticed = True
-        self._trainable.take_answer(notices[1:])
-        return sorted(here), sorted(everywhere)
-
-    # State -----------------------------------------------------------------------------------
-
-    @property
-    def busy(self) -> bool:
+    def is_in_backward(self) -> bool:
         """Whether a backward is under way."""
         return self._current() is not None
 
-    def _current(self) -> BackwardHook | None:
+    def _current(self) -> BackwardRecord | None:
         """The backward under way, or None when there is none or it was aborted."""
         if self._backward is not None and self._backward.token() is None:
             return None

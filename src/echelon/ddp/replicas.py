@@ -1,36 +1,114 @@
-"""What one rank holds of a replicated model: all of it, some of it kept alike."""
+"""What makes ranks replicas: equal parameters, buffers that are made equal again, equal states.
+
+[Note: when buffers are sent]
+A rank cannot know by itself whether the buffers of another one changed, and a broadcast that only
+some ranks issue is a hang. So each rank writes "mine changed" into one extra number of the last
+gradient bucket. After the reduction all ranks read the same sum, hence agree, at no extra
+communication. The next forward in training mode sends the buffers if a rank said yes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from echelon.comm.group import Group
+from echelon.ddp.buckets import compute_buckets
 from echelon.modules.parameters import is_claimed
+from echelon.ranges import pack
 from echelon.state.sharded_state import Replication, ShardedState, named_extras, named_state, whole
 
 
-def holdings_of_replica(module: nn.Module, group: Group, sent: Collection[Tensor]) -> ShardedState:
-    """All of ``module``, of which every rank of ``group`` has a copy.
+@final
+class TrackedBuffers:
+    """The buffers of ``module``, and their state when the ranks last agreed.
 
-    Args:
-        sent: the buffers that rank 0 sends to the others.
+    A buffer that is replaced (``module.mean = tensor``) is found, one that is registered later not.
     """
-    sent_ids = {id(buffer) for buffer in sent}
 
-    def kept(tensor: Tensor) -> Replication:
+    def __init__(self, module: nn.Module) -> None:
+        self._slots = [
+            (submodule._buffers, name)
+            for submodule in module.modules()
+            for name, buffer in submodule._buffers.items()
+            if buffer is not None
+        ]
+        self._known: list[tuple[Tensor, int]] = []
+        self.remember()
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def tensors(self) -> list[Tensor]:
+        """The buffers as they are now."""
+        return [tensor for home, name in self._slots if (tensor := home[name]) is not None]
+
+    def changed(self) -> bool:
+        """Whether a buffer was replaced or written since ``remember``."""
+        now = self.tensors()
+        return len(now) != len(self._known) or any(
+            tensor is not known or tensor._version != version
+            for tensor, (known, version) in zip(now, self._known, strict=True)
+        )
+
+    def remember(self) -> None:
+        """Take the present state as the agreed one."""
+        self._known = [(tensor, tensor._version) for tensor in self.tensors()]
+
+
+@torch.no_grad()
+def broadcast_coalesced(
+    tensors: Sequence[Tensor], group: Group, src: int, bucket_bytes: int, label: str
+) -> None:
+    """Copy ``tensors`` of rank ``src`` to all ranks, in place; few, large broadcasts."""
+    buckets = compute_buckets(
+        [tensor.nbytes for tensor in tensors],
+        bucket_bytes,
+        kinds=[tensor.dtype for tensor in tensors],
+        order=range(len(tensors)),
+    )
+    for bucket in buckets:
+        members = [tensors[i] for i in bucket]
+        if len(members) == 1 and members[0].is_contiguous():
+            group.broadcast(members[0], src, label=label)
+            continue
+        placement = pack([tensor.numel() for tensor in members])
+        flat = torch.empty(placement.numel, dtype=members[0].dtype, device=group.device)
+        views = [
+            flat[start : start + tensor.numel()].view(tensor.shape)
+            for start, tensor in zip(placement.starts, members, strict=True)
+        ]
+        if group.rank == src:
+            torch._foreach_copy_(views, members)
+        group.broadcast(flat, src, label=label)
+        if group.rank != src:
+            torch._foreach_copy_(members, views)
+
+
+def replicated_state(
+    module: nn.Module, group: Group, broadcast_buffers: Collection[Tensor]
+) -> ShardedState:
+    """What a rank holds of ``module``: all of it, as every rank of ``group`` does.
+
+    Of ``broadcast_buffers`` rank 0's values count, of other buffers each rank has its own.
+    """
+    broadcast_ids = {id(buffer) for buffer in broadcast_buffers}
+
+    def replication(tensor: Tensor) -> Replication:
         if isinstance(tensor, nn.Parameter):
             return Replication.EQUAL if is_claimed(tensor) else Replication.OWN
-        return Replication.FIRST if id(tensor) in sent_ids else Replication.OWN
+        return Replication.FIRST if id(tensor) in broadcast_ids else Replication.OWN
 
-    found = [
-        (tensor, whole(names, tensor, group.rank, group.size, kept(tensor)))
+    shards = [
+        (tensor, whole(names, tensor, group.rank, group.size, replication(tensor)))
         for names, tensor in named_state(module)
     ]
     return ShardedState(
-        tensors=tuple(one for _, one in found),
-        params={tensor: (one,) for tensor, one in found if isinstance(tensor, nn.Parameter)},
+        tensors=tuple(shard for _, shard in shards),
+        params={tensor: (shard,) for tensor, shard in shards if isinstance(tensor, nn.Parameter)},
         extras=tuple(named_extras(module)),
         axes=(group,),
     )
