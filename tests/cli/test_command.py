@@ -1,14 +1,19 @@
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import echelon as ec
 from echelon.cli import app
+from tests.children import environ
 
 HELP_S = 0.3
 THREADS = ("--ranks", "2", "--world", "threads")
@@ -124,3 +129,146 @@ def test_a_report_is_drawn_again(tmp_path: Path) -> None:
     code, output = call("report", tmp_path)
     assert (code, output.strip()) == (0, str(tmp_path / "report.html"))
     assert (tmp_path / "report.html").exists()
+
+
+# --- The command line: what it shows of other ranks, what it runs, and what it refuses ---------
+
+
+SCRIPT = """
+import sys
+import echelon as ec
+with ec.init() as world:
+    print("first", world.rank, sys.argv[1:])
+    world.group.barrier()
+    print("second", world.rank, __name__, flush=True)
+    print("error", world.rank, file=sys.stderr)
+    print("open", world.rank, end="")
+"""
+
+
+def echelon(*arguments: str, folder: Path, code: int = 0) -> tuple[str, str]:
+    """What a command prints to its two streams."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "echelon", *arguments],
+        cwd=folder,
+        env=environ(TMPDIR=str(folder)),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == code, ended.stderr
+    return ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("world", ["processes", "threads"])
+def test_tee_shows_the_lines_of_all_ranks_each_with_its_rank(world: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    out, error = echelon(
+        "run", "--ranks", "3", "--world", world, "--tee", "train.py", "--lr", folder=tmp_path
+    )
+    expected = [
+        f"[rank {rank}] {text}"
+        for rank in range(3)
+        for text in (f"first {rank} ['--lr']", f"second {rank} __main__", f"open {rank}")
+    ]
+    assert sorted(out.splitlines()) == sorted(expected)
+    if world == "processes":
+        assert sorted(error.splitlines()) == [f"[rank {rank}] error {rank}" for rank in range(3)]
+        assert not list(tmp_path.glob("echelon-run-*"))
+
+
+def test_without_tee_the_end_says_how_to_see_what_other_ranks_printed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    out, error = echelon("run", "--ranks", "2", "train.py", folder=tmp_path)
+    assert out == "first 0 []\nsecond 0 __main__\nopen 0"
+    last = error.splitlines()[-1]
+    assert last.startswith("rank 1 printed, too: --tee shows it, --log-dir DIR keeps it")
+    _, error = echelon("run", "--ranks", "2", "--log-dir", "logs", "train.py", folder=tmp_path)
+    found = re.search(r"^all output is in (.*)$", error, re.MULTILINE)
+    assert found is not None
+    [log] = (tmp_path / found[1]).glob("*/attempt_0/1/stdout.log")
+    assert log.read_text() == "first 1 []\nsecond 1 __main__\nopen 1"
+
+
+@pytest.mark.parametrize("world", ["processes", "threads"])
+def test_a_module_is_run_by_its_name(world: str, tmp_path: Path) -> None:
+    package = tmp_path / "jobs"
+    (package / "again").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "again" / "__init__.py").touch()
+    (package / "words.py").write_text("WORD = 'relative'\n")
+    (package / "train.py").write_text(
+        "import os, sys\nfrom .words import WORD\nimport echelon as ec\n"
+        "with ec.init() as world:\n"
+        "    if world.rank == 0:\n"
+        "        print(WORD, __name__, __package__, sys.argv[1:], os.path.basename(sys.argv[0]))\n"
+    )
+    (package / "again" / "__main__.py").write_text("from jobs.train import WORD\nprint(__name__)\n")
+    run = ("run", "--ranks", "2", "--world", world, "-m")
+    out, _ = echelon(*run, "jobs.train", "--lr", "-m", folder=tmp_path)
+    assert out == "relative __main__ jobs ['--lr', '-m'] train.py\n"
+    out, _ = echelon(*run, "jobs.again", folder=tmp_path)
+    assert "__main__" in out.splitlines()
+    _, error = echelon(*run, "jobs.nothing", folder=tmp_path, code=1)
+    assert re.search(r"[Nn]o module (named )?'?jobs\.nothing", error)
+
+
+@pytest.mark.parametrize("world", ["processes", "threads"])
+def test_a_script_may_be_named_as_an_option_is(world: str, tmp_path: Path) -> None:
+    (tmp_path / "-x.py").write_text("import sys\nprint('ran', sys.argv[1:])\n")
+    out, _ = echelon("run", "--ranks", "1", "--world", world, "--", "-x.py", "-v", folder=tmp_path)
+    assert out == "ran ['-v']\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.py"], "'nowhere.py' does not exist"),
+        (["."], "'.' is a directory"),
+        (["-m", "jobs/train.py"], "'jobs/train.py' is no name of a module"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_at_once(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["run", "--ranks", "2", *arguments])
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"echelon {ec.__version__}\n")
+    assert metadata.version("echelon") == ec.__version__
+
+
+@pytest.mark.parametrize("name", ["weights.onnx", "weights.safetensor", "weights.ckpt"])
+def test_a_checkpoint_is_not_converted_to_what_no_ending_says(name: str, tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "weights.pt")
+    target = tmp_path / name
+    arguments = ["checkpoint", "convert", str(tmp_path / "weights.pt"), str(target)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    for known in (target.suffix, ".safetensors", ".pt", ".pth", ".bin", "--to echelon"):
+        assert known in result.output
+    assert not target.exists()
+    assert CliRunner().invoke(app, [*arguments, "--to", "echelon"]).exit_code == 0
+    assert target.is_dir()
+
+
+def test_a_run_is_converted_to_a_folder_whose_name_has_a_number_after_a_dot(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "weights.pt")
+    arguments = ["checkpoint", "convert", str(tmp_path / "weights.pt"), str(tmp_path / "llama-3.1")]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+
+
+def test_the_end_of_a_run_says_where_its_report_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(world: ec.World) -> None:
+        info = ec.observe.RunInfo(total_steps=1)
+        with ec.observe.Recorder(world, tmp_path / "run", info) as recorder:
+            recorder.step(1, 0.5, num_tokens=1)
+
+    ec.run(main, 2)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"the report of this run is {tmp_path / 'run' / 'report.html'}"
+    )

@@ -26,7 +26,7 @@ from echelon.checkpoint.convert.convert import ConvertOptions, Form, convert
 from echelon.checkpoint.convert.plain_files import INDEX
 from echelon.checkpoint.format import MAX_NBYTES
 from echelon.pipeline import Schedule, schedule, simulate, to_page
-from tests.regressions.test_objects_without_pickle import Bomb
+from tests.comm.test_object_bytes import Bomb
 
 TO_ECHELON = ConvertOptions(to=Form.ECHELON)
 Edit = Callable[[bytes], bytes]

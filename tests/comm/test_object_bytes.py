@@ -82,7 +82,7 @@ def test_objects_are_data_and_a_pickle_is_taken_only_where_the_call_asks_for_it(
             assert torch.equal(tensors["x"], torch.arange(3.0) * r)
             assert tensors["i"].item() == 7
             assert tensors["c"].dtype == torch.complex64
-        assert seen["refused"].startswith("ArgumentError: the object.a[0] is a tests.regressions.")
+        assert seen["refused"].startswith("ArgumentError: the object.a[0] is a tests.comm.")
         assert "with pickle=True in this call" in seen["refused"]
         assert seen["by name"].startswith("ArgumentError: pickle is 'yes'")
         assert not seen["ran"]
