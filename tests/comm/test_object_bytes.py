@@ -87,7 +87,7 @@ def test_objects_are_data_and_a_pickle_is_taken_only_where_the_call_asks_for_it(
         assert seen["by name"].startswith("ArgumentError: pickle is 'yes'")
         assert not seen["ran"]
         assert seen["pickled"].count("defaultdict") == 2, rank
-    assert found[0]["refused src"].startswith("ArgumentError: the object is a tests.regressions.")
+    assert found[0]["refused src"].startswith("ArgumentError: the object is a tests.comm.")
     assert found[0]["bomb"].startswith("CommError: rank 1 sent what is no object")
     assert found[0]["huge"].startswith("CommError: rank 1 says that it sends an object of 11529215")
 
