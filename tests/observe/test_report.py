@@ -65,7 +65,7 @@ def test_the_page_has_all_sections_and_numbers(tmp_path: Path) -> None:
         "Communication per operation",
         "Schedule of step 40",
         "sample",
-        "C10dOptions",
+        "Options",
     ]
     for text in (
         "3.125",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import reduce, wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from echelon.checks import Reduction
@@ -14,7 +15,6 @@ from echelon.comm.agreement import check_agreement, check_model, option_facts
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.fsdp.build import build_units
-from echelon.fsdp.grads import norm_over_shards
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.initial_values import InitialValues
 from echelon.fsdp.policy import FSDPOptions, Init, Layout, MixedPrecision, Offload, Strategy
@@ -24,7 +24,9 @@ from echelon.fsdp.sharded_module import ShardedModule
 from echelon.fsdp.units import Rule, plan_units, whole
 from echelon.modules.autograd import has_tangent, in_backward, in_transform
 from echelon.modules.nested import cast_floats, tensors
+from echelon.modules.norms import check_order, norm_over_shards
 from echelon.modules.parameters import check_unclaimed, ignored_parameters
+from echelon.modules.sharded_gradients import unmarked
 
 
 class FSDP(ShardedModule):
@@ -252,7 +254,19 @@ class FSDP(ShardedModule):
 
         All ranks call it. ``ec.clip_grad_norm_`` does.
         """
-        return norm_over_shards(self._storages(), self._group, norm_type)
+        storages = self._storages()
+        sharded, replicated = (
+            [
+                unmarked(param.grad).detach()
+                for storage in storages
+                for param in storage.exposed
+                if storage.sharded is is_sharded
+                if param.grad is not None and param.grad.numel()
+            ]
+            for is_sharded in (True, False)
+        )
+        norm = norm_over_shards(sharded, replicated, check_order(norm_type), self._group)
+        return norm.to(reduce(torch.promote_types, [one.dtype.to_real() for one in storages]))
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)

@@ -6,6 +6,7 @@
 ``nested``             the tensors inside of what a module takes and returns
 ``autograd``           what the engine does now, and adding to ``.grad``
 ``deferred_hooks``     hooks of users on gradients, called when these are reduced
-``sharded_gradients``  gradients of which a rank has a shard, and their norms
+``norms``              the norm of gradients of which each rank may have parts
+``sharded_gradients``  gradients that know that they are shards, whoever asks for their norm
 ``elementwise``        optimizers that need more than what one rank has
 """

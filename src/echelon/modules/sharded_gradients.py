@@ -20,36 +20,23 @@ such as sums over a shard.
 from __future__ import annotations
 
 import copy
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from echelon.errors import UnsupportedError
+from echelon.modules.norms import ReducingRanks, norms_over_ranks
 
 _CLIP = "torch.nn.utils.clip_grad"  # where only the norm of all gradients is asked for
 _OPTIMIZERS = "torch.optim"
 _MOST_FRAMES = 8  # between that and us: modes of torch, and ours
 _LABEL = "norms of gradients, which all ranks take"
 _INSTEAD = "call ec.clip_grad_norm_(model, max_norm) on all ranks; with math.inf it only measures"
-
-
-class ReducingRanks(Protocol):
-    """The ranks of a group."""
-
-    @property
-    def device(self) -> torch.device:
-        """Of the tensors that they reduce."""
-
-    def all_reduce(
-        self, tensor: Tensor, op: str = ..., async_op: bool = ..., *, label: str | None = ...
-    ) -> Any:
-        """Replace ``tensor`` by its reduction over the ranks."""
 
 
 @final
@@ -294,14 +281,9 @@ def _norm_of_shard(gradient: Tensor, order: float, dtype: torch.dtype | None) ->
 def _over_ranks(norms: Sequence[Tensor], order: float, scope: GradientScope) -> list[Tensor]:
     """Norms of shards as norms of the whole gradients. All ranks of the scope call it."""
     assert scope.group is not None
-    together = torch.stack([norm.double().to(scope.group.device) for norm in norms])
-    if math.isinf(order):
-        scope.group.all_reduce(together, "max", label=_LABEL)
-    else:
-        together = together.pow_(order)
-        scope.group.all_reduce(together, "sum", label=_LABEL)
-        together = together.pow_(1 / order)
-    return [one.to(norm) for one, norm in zip(together.unbind(), norms, strict=True)]
+    shards = torch.stack([norm.double().to(scope.group.device) for norm in norms])
+    complete = norms_over_ranks(shards, order, scope.group, _LABEL)
+    return [total.to(norm) for total, norm in zip(complete.unbind(), norms, strict=True)]
 
 
 def _not_of_all() -> UnsupportedError:

@@ -170,7 +170,7 @@ def _sections(start: Line, lines: Sequence[Line]) -> list[str]:
             f"<div><dt>{html.escape(key)}</dt><dd>{html.escape(str(value))}</dd></div>"
             for key, value in start["config"].items()
         )
-        parts.append(_section("C10dOptions", "", f"<dl>{rows}</dl>"))
+        parts.append(_section("Options", "", f"<dl>{rows}</dl>"))
     return parts
 
 

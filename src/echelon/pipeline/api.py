@@ -28,7 +28,6 @@ from echelon.pipeline.fit import (
 from echelon.pipeline.link import Link
 from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import join_batches
-from echelon.pipeline.norm import norm_over_stages
 from echelon.pipeline.schedules.families import schedule as make_schedule
 from echelon.pipeline.schedules.ir import Action, Item, Kind, Schedule
 from echelon.pipeline.schedules.lowering import lower_once
@@ -37,6 +36,7 @@ from echelon.pipeline.shared_parameters import find_ties
 from echelon.pipeline.stage import Stage
 from echelon.pipeline.stage_initialization import start
 from echelon.pipeline.staged_module import StagedModule
+from echelon.train.gradient_norm import norm_over_stages
 
 
 @final

@@ -20,9 +20,9 @@ from echelon.comm.group import Group
 from echelon.comm.start_facts import agree, gather_json
 from echelon.comm.threads.randomness import draws_nothing
 from echelon.errors import ArgumentError, NonFiniteError, StateError
+from echelon.modules.norms import by_kind
 from echelon.modules.sharded_gradients import unmarked
 from echelon.state.sharded_state import HasShards
-from echelon.train.gradient_norm import by_kind
 
 MOST_SKIPS = 10
 

@@ -1,20 +1,29 @@
-"""Gradients of a whole model as one thing: their norm, and its bound.
+"""The norm of the gradients of a model as of one vector, and clipping by it.
 
 After a data-parallel backward every rank holds the same gradients, so the norm of the local ones
-is the norm of the model, and no communication is needed.
+is the norm of the model, and no communication is needed. A model that is sharded or in stages
+knows the norm of its gradients itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Protocol, cast, runtime_checkable
+from collections.abc import Collection, Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from echelon.checks import number
 from echelon.errors import ArgumentError
+from echelon.modules.norms import (
+    LABEL,
+    ReducingRanks,
+    by_kind,
+    check_order,
+    local_norm,
+    norms_over_ranks,
+)
 from echelon.modules.sharded_gradients import unmarked
 
 
@@ -38,8 +47,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     Raises:
         ArgumentError: ``norm_type`` is below 1 or no number, or a gradient is sparse.
     """
-    norm_type = number("norm_type", norm_type, 1.0, math.inf)
-    return _norm(_gradients(model), norm_type)
+    return local_norm(_gradients(model), check_order(norm_type))
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -66,16 +74,41 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         1.0
     """
     max_norm = number("max_norm", max_norm, 0.0, math.inf)
-    norm_type = number("norm_type", norm_type, 1.0, math.inf)
+    order = check_order(norm_type)
     gradients = _gradients(model)
-    norm = model.grad_norm(norm_type) if isinstance(model, Sharded) else _norm(gradients, norm_type)
+    norm = model.grad_norm(order) if isinstance(model, Sharded) else local_norm(gradients, order)
     if math.isinf(max_norm):
         return norm
     # The small term keeps a norm of zero from dividing by zero; it is torch's own.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).where(norm.isfinite(), 1.0)
-    for parts in by_kind(gradients):
-        torch._foreach_mul_([unmarked(one) for one in parts], scale.to(parts[0].device))
+    for kind in by_kind(gradients):
+        torch._foreach_mul_([unmarked(gradient) for gradient in kind], scale.to(kind[0].device))
     return norm
+
+
+def norm_over_stages(
+    stages: Collection[nn.Module],
+    shared: Mapping[nn.Parameter, bool],
+    ranks: ReducingRanks,
+    norm_type: float,
+) -> Tensor:
+    """The norm of all gradients of a model in stages, each parameter counted once.
+
+    All ranks call it. Stages that are sharded know their own norm.
+
+    Args:
+        stages: of this rank.
+        shared: parameters of theirs that several stages have, and whether this rank counts it.
+        ranks: of all stages.
+    """
+    order = check_order(norm_type)
+    norms = [stage.grad_norm(order) for stage in stages if isinstance(stage, Sharded)]
+    plain = nn.ModuleList(stage for stage in stages if not isinstance(stage, Sharded))
+    counted = [param for param in plain.parameters() if param not in shared]
+    counted += [param for param, counts in shared.items() if counts]
+    norms.append(grad_norm(nn.ParameterList(counted), order))
+    parts = torch.stack([norm.double().to(ranks.device) for norm in norms])
+    return norms_over_ranks(torch.linalg.vector_norm(parts, order), order, ranks, LABEL)
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
@@ -96,28 +129,3 @@ def _gradients(model: nn.Module) -> list[Tensor]:
             )
         gradients.append(parameter.grad.detach())
     return gradients
-
-
-def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
-    if not gradients:
-        return torch.zeros(())
-    home = gradients[0].device
-    parts = [
-        norm.to(home)
-        for kind in by_kind(gradients)
-        for norm in torch._foreach_norm(kind, norm_type)
-    ]
-    # Parts of several dtypes are combined in the widest of them.
-    widest = parts[0].dtype
-    for part in parts:
-        widest = torch.promote_types(widest, part.dtype)
-    norms = torch.stack([part.to(widest) for part in parts])
-    return cast(Tensor, torch.linalg.vector_norm(norms, norm_type))
-
-
-def by_kind(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Gradients that one fused call can take, in order of first appearance."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    return list(kinds.values())

@@ -1,0 +1,108 @@
+"""The norm of gradients as of one vector, of which each rank may have parts.
+
+[Note: norms of parts]
+The norm of order p of a vector is made of the norms of its parts: its p-th power is the sum of
+theirs, and the largest magnitude (p = inf) is the largest of theirs. So each rank takes one norm of
+what it has, and one all-reduce of one number for each vector does the rest. It is done in float64:
+powers of a number that float32 can hold need not be such numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from echelon.checks import number
+
+LABEL = "norm of the gradients"
+
+
+class ReducingRanks(Protocol):
+    """The ranks of a group."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the tensors that they reduce."""
+
+    def all_reduce(
+        self, tensor: Tensor, op: str = ..., async_op: bool = ..., *, label: str | None = ...
+    ) -> Any:
+        """Replace ``tensor`` by its reduction over the ranks."""
+
+
+def check_order(norm_type: object) -> float:
+    """The order of a norm that users ask for: a number from 1 up, or ``math.inf``."""
+    return number("norm_type", norm_type, 1.0, math.inf)
+
+
+def by_kind(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Gradients that one fused call can take, in order of first appearance."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return list(kinds.values())
+
+
+def local_norm(
+    gradients: Iterable[Tensor],
+    order: float,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """The norm of the gradients of this rank, none of them empty; a scalar, 0 without any.
+
+    Gradients are combined in the given order. The result has the widest of their dtypes and the
+    device of the first of them where ``dtype`` and ``device`` are None.
+    """
+    gradients = list(gradients)
+    if not gradients:
+        return torch.zeros((), dtype=dtype, device=device)
+    norm_of = {
+        id(gradient): norm
+        for kind in by_kind(gradients)
+        for gradient, norm in zip(kind, torch._foreach_norm(kind, order), strict=True)
+    }
+    norms = [norm_of[id(gradient)] for gradient in gradients]
+    if dtype is None:
+        dtype = norms[0].dtype
+        for norm in norms:
+            dtype = torch.promote_types(dtype, norm.dtype)
+    # Where gradients are on the host, only their norms go to the device, and all at once.
+    parts = torch.stack([norm.to(norms[0].device, dtype) for norm in norms]).to(device)
+    total: Tensor = torch.linalg.vector_norm(parts, order)
+    return total
+
+
+def norms_over_ranks(
+    norms: Tensor, order: float, ranks: ReducingRanks, label: str, everywhere: Tensor | None = None
+) -> Tensor:
+    """The norms of vectors of which each rank has a part. All ranks call it.
+
+    Args:
+        norms: float64; those of this rank's parts, one for each vector, which are overwritten.
+        everywhere: norms of more parts, which all ranks have, so that they count once.
+    """
+    if math.isinf(order):
+        ranks.all_reduce(norms, "max", label=label)
+        return norms if everywhere is None else torch.maximum(norms, everywhere)
+    powers = norms.pow_(order)
+    ranks.all_reduce(powers, "sum", label=label)
+    if everywhere is not None:
+        powers = powers + everywhere**order
+    return powers.pow_(1 / order)
+
+
+def norm_over_shards(
+    sharded: Iterable[Tensor], replicated: Iterable[Tensor], order: float, ranks: ReducingRanks
+) -> Tensor:
+    """The norm of gradients of which each rank has shards, and of others that all ranks have."""
+    shards, copies = (
+        local_norm(gradients, order, dtype=torch.float64, device=ranks.device)
+        for gradients in (sharded, replicated)
+    )
+    return norms_over_ranks(shards, order, ranks, LABEL, everywhere=copies)
