@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.pipeline import deferred, shardable
+from echelon.pipeline import data_parallel, weight_gradients
 from echelon.pipeline.schedules.families import FAMILIES
 
 __all__ = ["Case", "cases", "measure"]
@@ -84,7 +84,7 @@ class Sleeps(nn.Module):
 @contextmanager
 def _sleeping_weights(unit_s: float) -> Iterator[None]:
     """Layers that can defer take ``unit_s`` for the gradient of their weight: in a W or in a B."""
-    made, added = deferred.weight_gradient, deferred.add_weight_gradient
+    made, added = weight_gradients.weight_gradient, weight_gradients.add_weight_gradient
 
     def slowly_made(x: Tensor, grad: Tensor) -> Tensor:
         time.sleep(unit_s)
@@ -95,8 +95,8 @@ def _sleeping_weights(unit_s: float) -> Iterator[None]:
         added(weight, x, grad)
 
     with (
-        patch.multiple(deferred, weight_gradient=slowly_made, add_weight_gradient=slowly_added),
-        patch.object(shardable, "add_weight_gradient", slowly_added),
+        patch.multiple(weight_gradients, weight_gradient=slowly_made, add_weight_gradient=slowly_added),
+        patch.object(data_parallel, "add_weight_gradient", slowly_added),
     ):
         yield
 

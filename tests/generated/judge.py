@@ -87,7 +87,7 @@ ALLOWED: tuple[Allowed, ...] = (
     (
         r"reduce_every is 'microbatch', but nobody shares gradients",
         lambda case: "reduce_every" in case["options"],
-        "ArgumentError of pipeline/shardable.py: all that is trained is shared by stages",
+        "ArgumentError of pipeline/data_parallel.py: all that is trained is shared by stages",
     ),
     (
         r"is shared with an ignored module: ignore both, or neither",

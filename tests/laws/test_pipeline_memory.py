@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import echelon as ec
 from echelon.comm.world import World
-from echelon.pipeline.message import SMALL
+from echelon.pipeline.message import MAX_PACKED_NBYTES
 from tests.pipeline.models import Alive, Counted, batch, build, mse
 from tests.pipeline.sizes import VARIANTS, make, pipeline
 from tests.worlds import KINDS, run_world
@@ -96,7 +96,7 @@ class Passes(nn.Module):
 
 
 WIDTH = 64
-ROWS = 2 * SMALL // (8 * WIDTH)  # of a microbatch, which then is a message of its own
+ROWS = 2 * MAX_PACKED_NBYTES // (8 * WIDTH)  # of a microbatch, which then is a message of its own
 
 
 def watch(world: World, variant: str, rows: int) -> list[tuple[int, int, int]]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, ScheduleError, StageError
-from echelon.pipeline.fit import check_devices
+from echelon.pipeline.arguments import check_devices
 from tests.pipeline.models import batch, build, mse
 
 

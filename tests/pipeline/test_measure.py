@@ -1,6 +1,7 @@
 """What ran is measured, and what was to be expected follows from it."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from echelon.comm.world import World
 from echelon.errors import StateError
 from echelon.pipeline.execute import Executor
 from echelon.pipeline.schedules.ir import Action
-from echelon.pipeline.schedules.timeline import Timeline
+from echelon.pipeline.schedules.simulate import Timeline
 from tests.pipeline.models import batch, build, mse
 from tests.worlds import run_world
 
@@ -115,13 +116,13 @@ def test_what_was_not_measured_is_not_given() -> None:
 
 
 def is_interrupted_before_it_waits(world: World) -> None:
-    do = Executor._do
+    run_action = Executor._run_action
 
-    def late(self: Executor, action: Action) -> None:
+    def late(self: Executor, action: Action, run: Callable[[], None]) -> None:
         time.sleep(0.02 if str(action).startswith("0I") else 0.0)  # meanwhile the value comes
-        do(self, action)
+        run_action(self, action, run)
 
-    Executor._do = late  # type: ignore[method-assign]
+    Executor._run_action = late  # type: ignore[method-assign]
     every_rank_has_the_timeline_of_all(world)
 
 

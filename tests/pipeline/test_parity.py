@@ -107,7 +107,7 @@ def test_simulated_ranks_lower_a_schedule_once(monkeypatch: pytest.MonkeyPatch) 
         lowered.append(schedule.name)
         return ec.pipeline.lower(schedule, **options)
 
-    monkeypatch.setattr("echelon.pipeline.schedules.lowering.lower", counted)
+    monkeypatch.setattr("echelon.pipeline.schedules.passes.lower", counted)
 
     def main(world: World) -> None:
         ec.Pipeline(build("plain", 4), world.group, microbatches=17, loss_fn=mse)

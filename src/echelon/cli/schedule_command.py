@@ -13,8 +13,7 @@ from rich.table import Table
 from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.choose import Choice, ChoiceRow, choose
 from echelon.pipeline.schedules.families import FAMILIES, schedule
-from echelon.pipeline.schedules.page import to_page
-from echelon.pipeline.schedules.render import to_svg, to_text
+from echelon.pipeline.schedules.render import to_page, to_svg, to_text
 from echelon.pipeline.schedules.simulate import Simulation, simulate
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, Literal, cast, final
 
 import torch
@@ -14,10 +13,7 @@ from echelon.comm.group import Group
 from echelon.errors import ArgumentError, CommError, EchelonError, StateError
 from echelon.launch.run import entered
 from echelon.modules.sharded_gradients import mark_stage_gradients
-from echelon.pipeline.batch_splitter import BatchSplitter
-from echelon.pipeline.elsewhere import explain_forward, explain_none
-from echelon.pipeline.execute import Batch, Executor, Loss
-from echelon.pipeline.fit import (
+from echelon.pipeline.arguments import (
     check_agreement,
     check_arguments,
     check_choices,
@@ -25,13 +21,15 @@ from echelon.pipeline.fit import (
     check_options,
     own_stages,
 )
-from echelon.pipeline.link import Link
+from echelon.pipeline.data_parallel import ReduceEvery, StageCollectives
+from echelon.pipeline.elsewhere import explain_forward, explain_none
+from echelon.pipeline.execute import Executor
+from echelon.pipeline.link import links_of
 from echelon.pipeline.measure import Measurement
-from echelon.pipeline.microbatch import join_batches
+from echelon.pipeline.microbatch import Batch, BatchSplitter, Loss, join_batches
 from echelon.pipeline.schedules.families import schedule as make_schedule
 from echelon.pipeline.schedules.ir import Action, Item, Kind, Schedule
-from echelon.pipeline.schedules.lowering import lower_once
-from echelon.pipeline.shardable import Gathering, ReduceEvery
+from echelon.pipeline.schedules.passes import lower_once
 from echelon.pipeline.shared_parameters import find_ties
 from echelon.pipeline.stage import Stage
 from echelon.pipeline.stage_initialization import start
@@ -131,14 +129,16 @@ class Pipeline(StagedModule):
         check_devices(own, group.device)
         start(own, group, materialize)
         splits = any(item.kind is Kind.W for order in schedule.orders for item in order)
-        self._parts = {
+        self._local = {
             index: Stage(
                 stage, index, splits=splits, recomputes=recompute, reduce_every=reduce_every
             )
             for index, stage in own.items()
         }
-        sharing = {index: part.sharing for index, part in self._parts.items()}
-        self._gathering = Gathering.agree(sharing, group, reduce_every, window_nbytes)
+        data_parallel = {index: stage.data_parallel for index, stage in self._local.items()}
+        self._collectives = StageCollectives.agree(
+            data_parallel, group, reduce_every, window_nbytes
+        )
         self._window_nbytes = window_nbytes
         lowered = self._lower(schedule)
         check_agreement(lowered, group)
@@ -146,41 +146,31 @@ class Pipeline(StagedModule):
         self._schedule, self._loss_fn = schedule, loss_fn
         self._feed = BatchSplitter(group, schedule, loss_reduction)
         self._ties = find_ties(stages, schedule.placement, group, replicate)
-        num_ranks = self._gathering.num_ranks
+        num_ranks = self._collectives.num_ranks
         self._attach(own, stages, schedule.placement, group, replicate, num_ranks)
-        self._before, self._after = self._links(microbatches)
+        self._to_previous, self._to_next = links_of(schedule.placement, group, microbatches)
         self._training = self._executor(lowered)
         self._evaluating: dict[int, Executor] = {}
-
-    def _links(self, microbatches: int) -> tuple[dict[int, Link], dict[int, Link]]:
-        """The ways to stages of other ranks: to the one before, and to the one after."""
-        rank = self._group.rank
-        before: dict[int, Link] = {}
-        after: dict[int, Link] = {}
-        for cut, (left, right) in enumerate(pairwise(self._schedule.placement)):
-            if left == right or rank not in (left, right):
-                continue
-            link = Link(self._group, left + right - rank, cut, microbatches)
-            if rank == left:
-                after[cut] = link
-            else:
-                before[cut + 1] = link
-        return before, after
 
     def _executor(self, lowered: Schedule) -> Executor:
         return Executor(
             lowered,
             self._group.rank,
-            self._parts,
-            self._before,
-            self._after,
+            self._local,
+            self._to_previous,
+            self._to_next,
             self._group.ranks[self._group.rank],
         )
 
     def _lower(self, schedule: Schedule) -> Schedule:
-        found = self._gathering
-        nbytes = None if found.nbytes is None else tuple(found.nbytes)
-        return lower_once(schedule, nbytes, self._window_nbytes, found.reduces)
+        collectives = self._collectives
+        nbytes = collectives.unsharded_nbytes
+        return lower_once(
+            schedule,
+            None if nbytes is None else tuple(nbytes),
+            self._window_nbytes,
+            collectives.has_reductions,
+        )
 
     # Training --------------------------------------------------------------------------------
 

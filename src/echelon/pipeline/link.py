@@ -1,20 +1,22 @@
-"""Values and gradients across one cut of the model, between the ranks on its two sides.
+"""Point-to-point messages between the two ranks on the sides of a stage boundary.
 
 ::
 
-    values:     head + small ─ [form ─ small] ─ large ─ large ...      stage s ──> stage s + 1
-    gradients:  head + small ─ large ─ large ...                       stage s <── stage s + 1
+    forward:    header + small ─ [spec ─ small] ─ large ─ large ...    stage s ──> stage s + 1
+    backward:   header + small ─ large ─ large ...                     stage s <── stage s + 1
 
-Small tensors travel in one message with the head, a number: 0 if the form is that of the same
-microbatch in the last step, else the length of the new form. A receiver that knows a form posts
-memory for all of its messages at once; should the form have changed, the sender fills that memory
-with what is dropped, and then sends the new form and its tensors. Gradients have the dtypes and
-shapes of the tensors they belong to; their head has a bit for each that is there.
+Small tensors travel in one message with the header, a number: 0 if the value has the spec of the
+same microbatch in the last step, else the length of the new spec. A receiver that knows the spec
+posts the buffers of all messages at once. If the spec has changed, the sender first fills those
+buffers with zeros that are dropped, and then sends the new spec and its tensors. Gradients have the
+dtypes and shapes of the tensors they belong to; their header has one byte for each, 1 where there
+is no gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import final
 
 import torch
@@ -24,21 +26,20 @@ from echelon.comm.group import Group
 from echelon.comm.object_bytes import checked_nbytes
 from echelon.comm.threads.randomness import draws_nothing
 from echelon.comm.work import Work
-from echelon.pipeline.boundary import BoundarySpec, TensorSpec
-from echelon.pipeline.message import MessageCodec, StageMessage
-from echelon.pipeline.stage import Output
+from echelon.pipeline.boundary import BoundarySpec, BoundaryValue, TensorSpec
+from echelon.pipeline.message import MessagePool, StageMessage
 
-_PACKET, _FORM, _TENSOR, _GRADIENTS, _GRADIENT, _KINDS = range(6)
-_LENGTH = 8  # bytes of a head that is the length of a form
+_PACKED, _SPEC, _LARGE, _PACKED_GRADIENTS, _LARGE_GRADIENT, _NUM_TAGS = range(6)
+_LENGTH_NBYTES = 8  # of a header that is the length of a spec
 
 
 @final
-class Sending:
-    """Messages under way, and the memory they are read from.
+class PendingSend:
+    """A send under way, and the memory that it reads.
 
     Args:
-        is_cheap: whether a work tells for nothing that it is done; else it may take a thread.
-        then: called when the memory may be used again.
+        is_poll_cheap: whether asking a work if it is done costs nothing; else it may take a thread.
+        on_done: called when the memory may be used again.
     """
 
     def __init__(
@@ -46,226 +47,252 @@ class Sending:
         works: list[Work],
         memory: list[Tensor],
         *,
-        is_cheap: bool = True,
-        then: Callable[[], None] = lambda: None,
+        is_poll_cheap: bool = True,
+        on_done: Callable[[], None] = lambda: None,
     ) -> None:
-        self._works, self._memory, self._is_cheap, self._then = works, memory, is_cheap, then
+        self._works, self._memory = works, memory
+        self._is_poll_cheap, self._on_done = is_poll_cheap, on_done
 
-    def done(self, *, ask: bool) -> bool:
+    def is_done(self, *, poll: bool) -> bool:
         """Whether ``wait`` is known to return at once.
 
         Args:
-            ask: also where that is not for nothing.
+            poll: ask also where that costs something.
         """
-        return (self._is_cheap or ask) and all(work.done() for work in self._works)
+        return (self._is_poll_cheap or poll) and all(work.done() for work in self._works)
 
     def wait(self) -> None:
-        """Return when the memory may be used again, and let go of it. Called once."""
+        """Wait until the memory may be used again, and let go of it. Called once."""
         for work in self._works:
             work.wait()
         self._works, self._memory = [], []
-        self._then()
+        self._on_done()
 
 
 @final
 class Link:
-    """One side of a cut.
+    """This rank's side of one stage boundary.
 
     Args:
         group: of both ranks.
         peer: the rank on the other side.
-        cut: its number, the same on both sides; messages of different cuts never meet.
+        boundary: the number of the stage before it; messages of different boundaries never meet.
         num_microbatches: of a step.
     """
 
-    def __init__(self, group: Group, peer: int, cut: int, num_microbatches: int) -> None:
+    def __init__(self, group: Group, peer: int, boundary: int, num_microbatches: int) -> None:
         self._group, self._peer = group, peer
-        self._first = cut * num_microbatches
-        self._known: dict[tuple[bool, int], BoundarySpec] = {}  # by training and microbatch
-        self._going, self._coming = MessageCodec(group.device), MessageCodec(group.device)
+        self._first_tag = boundary * num_microbatches * _NUM_TAGS
+        self._last_specs: dict[tuple[bool, int], BoundarySpec] = {}  # by training and microbatch
+        self._send_pool, self._recv_pool = MessagePool(group.device), MessagePool(group.device)
 
     def _tag(self, microbatch: int, kind: int) -> int:
-        return (self._first + microbatch) * _KINDS + kind
+        return self._first_tag + microbatch * _NUM_TAGS + kind
 
-    def _send(self, microbatch: int, kind: int, tensor: Tensor) -> list[Work]:
+    def _isend(self, microbatch: int, kind: int, tensor: Tensor) -> list[Work]:
         if not tensor.numel():
             return []
         return [self._group.isend(tensor, self._peer, self._tag(microbatch, kind))]
 
-    def _recv(self, microbatch: int, kind: int, tensor: Tensor) -> list[Work]:
+    def _irecv(self, microbatch: int, kind: int, tensor: Tensor) -> list[Work]:
         if not tensor.numel():
             return []
         return [self._group.irecv(tensor, self._peer, self._tag(microbatch, kind))]
 
     @draws_nothing
-    def send(self, microbatch: int, output: Output, *, training: bool) -> Sending:
-        """Send what a stage gave to the next one."""
+    def send_forward(self, microbatch: int, value: BoundaryValue, *, training: bool) -> PendingSend:
+        """Send the output of a stage to the next one."""
         works: list[Work] = []
         memory: list[Tensor] = []
 
-        def message(kind: int, tensor: Tensor) -> None:
+        def isend(kind: int, tensor: Tensor) -> None:
             memory.append(tensor)
-            works.extend(self._send(microbatch, kind, tensor))
+            works.extend(self._isend(microbatch, kind, tensor))
 
-        known = self._known.get((training, microbatch))
-        if known is None or not known.same(output.form):
-            self._announce(output.form, () if known is None else known.tensors, message)
-            self._known[training, microbatch] = output.form
-        packet = self._going.take(_LENGTH, output.form.tensors)
+        last_spec = self._last_specs.get((training, microbatch))
+        if last_spec is None or not last_spec.is_identical(value.spec):
+            self._send_spec(value.spec, () if last_spec is None else last_spec.tensors, isend)
+            self._last_specs[training, microbatch] = value.spec
+        message = self._send_pool.acquire(_LENGTH_NBYTES, value.spec.tensors)
         large = []
-        for room, tensor in zip(packet.rooms, output.tensors, strict=True):
-            if room is None:
+        for view, tensor in zip(message.views, value.tensors, strict=True):
+            if view is None:
                 large.append(tensor)
             else:
-                room.copy_(tensor)
-        message(_PACKET, packet.bytes)
+                view.copy_(tensor)
+        isend(_PACKED, message.buffer)
         for tensor in large:
-            message(_TENSOR, tensor.contiguous())
-        return self._under_way(works, memory, packet)
+            isend(_LARGE, tensor.contiguous())
+        return self._pending(works, memory, message)
 
-    def _announce(
+    def _send_spec(
         self,
-        form: BoundarySpec,
+        spec: BoundarySpec,
         expected: tuple[TensorSpec, ...],
-        message: Callable[[int, Tensor], None],
+        isend: Callable[[int, Tensor], None],
     ) -> None:
-        """Fill what the receiver made ready for another form, and then send this one."""
+        """Fill the buffers that the receiver posted for the last spec, and then send a new one."""
         device = self._group.device
-        data = form.to_bytes()
-        packet = StageMessage(_LENGTH, expected, device)
-        packet.number.fill_(len(data))
-        message(_PACKET, packet.bytes)
-        for one in packet.large:
-            message(_TENSOR, torch.zeros(one.shape, dtype=one.dtype, device=device))
-        message(_FORM, torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device))
+        data = spec.to_bytes()
+        message = StageMessage(_LENGTH_NBYTES, expected, device)
+        message.length.fill_(len(data))
+        isend(_PACKED, message.buffer)
+        for large in message.large_specs:
+            isend(_LARGE, torch.zeros(large.shape, dtype=large.dtype, device=device))
+        isend(_SPEC, torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device))
 
-    def _under_way(self, works: list[Work], memory: list[Tensor], packet: StageMessage) -> Sending:
-        def then() -> None:
-            self._going.give_back(packet)
+    def _pending(
+        self, works: list[Work], memory: list[Tensor], message: StageMessage
+    ) -> PendingSend:
+        def on_done() -> None:
+            self._send_pool.release(message)
 
-        return Sending(works, memory, is_cheap=self._group.shares_memory, then=then)
-
-    @draws_nothing
-    def expect(self, microbatch: int, *, training: bool) -> Arrival:
-        """Make ready for what the stage before sends."""
-        return Arrival(self, microbatch, training)
+        return PendingSend(works, memory, is_poll_cheap=self._group.shares_memory, on_done=on_done)
 
     @draws_nothing
-    def send_gradients(
-        self, microbatch: int, forms: Sequence[TensorSpec], grads: Sequence[Tensor | None]
-    ) -> Sending:
-        """Send gradients of the inputs of a stage back; None where a tensor was not used."""
-        if not forms:
-            return Sending([], [])
-        packet = self._going.take(len(forms), tuple(forms))
-        memory = [packet.bytes]
-        for index, (form, room, grad) in enumerate(zip(forms, packet.rooms, grads, strict=True)):
+    def recv_forward(self, microbatch: int, *, training: bool) -> ForwardRecv:
+        """Post the receive of what the stage before sends."""
+        return ForwardRecv(self, microbatch, training)
+
+    @draws_nothing
+    def send_backward(
+        self, microbatch: int, specs: Sequence[TensorSpec], grads: Sequence[Tensor | None]
+    ) -> PendingSend:
+        """Send the gradients of a stage's inputs back; None where an input was not used."""
+        if not specs:
+            return PendingSend([], [])
+        message = self._send_pool.acquire(len(specs), tuple(specs))
+        memory = [message.buffer]
+        for index, (spec, view, grad) in enumerate(zip(specs, message.views, grads, strict=True)):
             if grad is None:
-                packet.head[index] = 1
-            if room is None:
-                filled = form.empty(self._group.device).zero_() if grad is None else grad
+                message.header[index] = 1
+            if view is None:
+                filled = spec.empty(self._group.device).zero_() if grad is None else grad
                 memory.append(filled.contiguous())
             elif grad is not None:
-                room.copy_(grad)
-        works = self._send(microbatch, _GRADIENTS, packet.bytes)
+                view.copy_(grad)
+        works = self._isend(microbatch, _PACKED_GRADIENTS, message.buffer)
         for tensor in memory[1:]:
-            works += self._send(microbatch, _GRADIENT, tensor)
-        if any(grad is None for grad in grads):
-            return Sending(works, memory, is_cheap=self._group.shares_memory)  # its head is used
-        return self._under_way(works, memory, packet)
+            works += self._isend(microbatch, _LARGE_GRADIENT, tensor)
+        if any(grad is None for grad in grads):  # the pool has messages with an empty header only
+            return PendingSend(works, memory, is_poll_cheap=self._group.shares_memory)
+        return self._pending(works, memory, message)
 
     @draws_nothing
-    def expect_gradients(self, microbatch: int, forms: Sequence[TensorSpec]) -> GradientArrival:
-        """Make ready for the gradients of a value that was sent."""
-        return GradientArrival(self, microbatch, forms)
+    def recv_backward(self, microbatch: int, specs: Sequence[TensorSpec]) -> BackwardRecv:
+        """Post the receive of the gradients of a value that was sent."""
+        return BackwardRecv(self, microbatch, specs)
+
+
+def links_of(
+    placement: Sequence[int], group: Group, num_microbatches: int
+) -> tuple[dict[int, Link], dict[int, Link]]:
+    """The links of this rank's stages to stages on other ranks, by stage.
+
+    Args:
+        placement: the rank of each stage.
+
+    Returns:
+        the links to the stage before, and to the stage after.
+    """
+    to_previous: dict[int, Link] = {}
+    to_next: dict[int, Link] = {}
+    for stage, (left, right) in enumerate(pairwise(placement)):
+        if left == right or group.rank not in (left, right):
+            continue
+        link = Link(group, left + right - group.rank, stage, num_microbatches)
+        if group.rank == left:
+            to_next[stage] = link
+        else:
+            to_previous[stage + 1] = link
+    return to_previous, to_next
 
 
 @final
-class _ReceiveBuffers:
-    """A packet and the tensors that travel beside it, being received."""
+class _RecvBuffers:
+    """A message and the large tensors that travel beside it, while they are received."""
 
     def __init__(
         self,
         link: Link,
         microbatch: int,
-        kinds: tuple[int, int],
-        head: int,
-        forms: Sequence[TensorSpec],
+        tags: tuple[int, int],
+        header_nbytes: int,
+        specs: Sequence[TensorSpec],
     ) -> None:
-        self._packets = link._coming
-        self.packet = self._packets.take(head, tuple(forms))
-        self._works = link._recv(microbatch, kinds[0], self.packet.bytes)
-        self._large = [form.empty(self.packet.bytes.device) for form in self.packet.large]
+        self._pool = link._recv_pool
+        self.message = self._pool.acquire(header_nbytes, tuple(specs))
+        self._works = link._irecv(microbatch, tags[0], self.message.buffer)
+        device = self.message.buffer.device
+        self._large = [spec.empty(device) for spec in self.message.large_specs]
         for tensor in self._large:
-            self._works += link._recv(microbatch, kinds[1], tensor)
+            self._works += link._irecv(microbatch, tags[1], tensor)
 
     def wait(self) -> None:
         works, self._works = self._works, []
         for work in works:
             work.wait()
 
-    def tensors(self) -> list[Tensor]:
-        """All of them, none of which shares memory with another. Called once, at the end."""
+    def take_tensors(self) -> list[Tensor]:
+        """The received tensors, of which no two share memory. Called once, at the end."""
         large, self._large = iter(self._large), []
-        found = [next(large) if room is None else room.clone() for room in self.packet.rooms]
-        self._packets.give_back(self.packet)
-        return found
+        tensors = [next(large) if view is None else view.clone() for view in self.message.views]
+        self._pool.release(self.message)
+        return tensors
 
 
 @final
-class Arrival:
-    """A value on its way here."""
+class ForwardRecv:
+    """A posted receive of the input of a stage."""
 
     def __init__(self, link: Link, microbatch: int, training: bool) -> None:
         self._link, self._microbatch = link, microbatch
         self._key = training, microbatch
-        self._form = link._known.get(self._key)
-        self._memory = self._post()
+        self._spec = link._last_specs.get(self._key)
+        self._buffers = self._post()
 
-    def _post(self) -> _ReceiveBuffers:
-        forms = () if self._form is None else self._form.tensors
-        return _ReceiveBuffers(self._link, self._microbatch, (_PACKET, _TENSOR), _LENGTH, forms)
+    def _post(self) -> _RecvBuffers:
+        specs = () if self._spec is None else self._spec.tensors
+        return _RecvBuffers(self._link, self._microbatch, (_PACKED, _LARGE), _LENGTH_NBYTES, specs)
 
     @draws_nothing
-    def take(self) -> tuple[BoundarySpec, list[Tensor]]:
-        """Wait for it; its tensors are leaves that need a gradient where those sent did."""
-        self._memory.wait()
-        length = int(self._memory.packet.number.item())
+    def wait(self) -> BoundaryValue:
+        """Wait for the input; its tensors are leaves that need a gradient where those sent did."""
+        self._buffers.wait()
+        length = int(self._buffers.message.length.item())
         if length:
             group = self._link._group
             sender = group.ranks[self._link._peer]
             nbytes = checked_nbytes(length, sender)
-            raw = torch.empty(nbytes, dtype=torch.uint8, device=group.device)
-            for work in self._link._recv(self._microbatch, _FORM, raw):
+            data = torch.empty(nbytes, dtype=torch.uint8, device=group.device)
+            for work in self._link._irecv(self._microbatch, _SPEC, data):
                 work.wait()
-            self._form = BoundarySpec.from_bytes(raw.cpu().numpy().tobytes(), sender)
-            self._link._known[self._key] = self._form
-            self._memory = self._post()
-            self._memory.wait()
-        assert self._form is not None
-        tensors = self._memory.tensors()
-        for one, tensor in zip(self._form.tensors, tensors, strict=True):
-            if one.requires_grad:
-                tensor.requires_grad_()
-        return self._form, tensors
+            self._spec = BoundarySpec.from_bytes(data.cpu().numpy().tobytes(), sender)
+            self._link._last_specs[self._key] = self._spec
+            self._buffers = self._post()
+            self._buffers.wait()
+        assert self._spec is not None
+        value = BoundaryValue(self._spec, self._buffers.take_tensors())
+        value.require_grad()
+        return value
 
 
 @final
-class GradientArrival:
-    """Gradients on their way back."""
+class BackwardRecv:
+    """A posted receive of the gradients of a stage's output."""
 
-    def __init__(self, link: Link, microbatch: int, forms: Sequence[TensorSpec]) -> None:
-        self._memory = None
-        if forms:
-            kinds = _GRADIENTS, _GRADIENT
-            self._memory = _ReceiveBuffers(link, microbatch, kinds, len(forms), forms)
+    def __init__(self, link: Link, microbatch: int, specs: Sequence[TensorSpec]) -> None:
+        self._buffers = None
+        if specs:
+            tags = _PACKED_GRADIENTS, _LARGE_GRADIENT
+            self._buffers = _RecvBuffers(link, microbatch, tags, len(specs), specs)
 
     @draws_nothing
-    def take(self) -> list[Tensor | None]:
-        """Wait for them; None where a tensor was not used."""
-        if self._memory is None:
+    def wait(self) -> list[Tensor | None]:
+        """Wait for the gradients; None where the next stage did not use a tensor."""
+        if self._buffers is None:
             return []
-        self._memory.wait()
-        missing = self._memory.packet.head.tolist()
-        grads = self._memory.tensors()
-        return [None if gone else grad for grad, gone in zip(grads, missing, strict=True)]
+        self._buffers.wait()
+        is_missing = self._buffers.message.header.tolist()
+        grads = self._buffers.take_tensors()
+        return [None if missing else grad for grad, missing in zip(grads, is_missing, strict=True)]

@@ -21,8 +21,7 @@ from echelon.pipeline.schedules.ir import (
     Schedule,
     parse_item,
 )
-from echelon.pipeline.schedules.simulate import Simulation, simulate
-from echelon.pipeline.schedules.timeline import Step, Timeline
+from echelon.pipeline.schedules.simulate import Simulation, Step, Timeline, simulate
 
 if TYPE_CHECKING:
     from echelon.comm.group import Group

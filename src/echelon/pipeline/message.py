@@ -1,4 +1,4 @@
-"""Several small tensors and a head in one message; large ones travel alone and uncopied."""
+"""Several small tensors and a header in one message; large tensors travel alone and uncopied."""
 
 from __future__ import annotations
 
@@ -9,95 +9,100 @@ import torch
 
 from echelon.pipeline.boundary import TensorSpec
 
-# A message costs as much time as a copy of so many bytes, or more.
-SMALL = 1 << 15
-_ALIGN = 16  # the longest element
+# A message costs as much time as a copy of so many bytes, or more: larger tensors travel alone.
+MAX_PACKED_NBYTES = 1 << 15
+_ALIGNMENT = 16  # bytes of the longest element
 
 
 @final
 class StageMessage:
-    """The memory of one message, zero at first.
+    """The buffer of one message with a header and small tensors, zero at first.
 
     ::
 
-        head ─ small ─ small ...      each at a multiple of 16 bytes
+        header ─ small ─ small ...      each at a multiple of 16 bytes
 
     Args:
-        head: bytes of it.
-        forms: of all tensors; those of at most 32 KiB have room here.
+        header_nbytes: length of the header.
+        specs: of all tensors; those of at most 32 KiB have room here.
 
     Attributes:
-        bytes: all of it. 1D
-        head: the first bytes.
-        number: the same as one number, of a head of 8 bytes.
-        rooms: where each tensor lies; None if it is large.
-        large: the forms of the tensors that travel alone, in order.
+        buffer: the whole message. 1D
+        header: its first bytes.
+        length: the header as one number, if it has 8 bytes.
+        views: where each tensor lies; None if it is large.
+        large_specs: of the tensors that travel alone, in order.
     """
 
-    def __init__(self, head: int, forms: tuple[TensorSpec, ...], device: torch.device) -> None:
-        self.kind = head, forms
-        places, nbytes = _layout(head, forms)
-        self.bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self.head = self.bytes[:head]
-        self.number = self.bytes.view(torch.int64)[:1]
-        self.rooms = [
+    def __init__(
+        self, header_nbytes: int, specs: tuple[TensorSpec, ...], device: torch.device
+    ) -> None:
+        self.key = header_nbytes, specs
+        layout, nbytes = _message_layout(header_nbytes, specs)
+        self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.header = self.buffer[:header_nbytes]
+        self.length = self.buffer.view(torch.int64)[:1]
+        self.views = [
             None
             if place is None
-            else self.bytes.view(form.dtype).as_strided(form.shape, place[1], place[0])
-            for form, place in zip(forms, places, strict=True)
+            else self.buffer.view(spec.dtype).as_strided(spec.shape, place[1], place[0])
+            for spec, place in zip(specs, layout, strict=True)
         ]
-        self.large = [form for form, room in zip(forms, self.rooms, strict=True) if room is None]
+        self.large_specs = [
+            spec for spec, view in zip(specs, self.views, strict=True) if view is None
+        ]
 
 
-@final
-class MessageCodec:
-    """Packets that are not in use: a step needs those of the step before again."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._spare: dict[tuple[int, tuple[TensorSpec, ...]], list[StageMessage]] = {}
-
-    def take(self, head: int, forms: tuple[TensorSpec, ...]) -> StageMessage:
-        """One that nobody uses; what it holds is what its last user left."""
-        spare = self._spare.get((head, forms))
-        return spare.pop() if spare else StageMessage(head, forms, self._device)
-
-    def give_back(self, packet: StageMessage) -> None:
-        """Its user is done with it."""
-        self._spare.setdefault(packet.kind, []).append(packet)
-
-
-_Place = tuple[int, tuple[int, ...]]  # in a packet of elements of its dtype: the first, strides
+_Place = tuple[int, tuple[int, ...]]  # offset in elements of the tensor's dtype, and its strides
 
 
 @lru_cache(maxsize=1024)
-def _layout(head: int, forms: tuple[TensorSpec, ...]) -> tuple[tuple[_Place | None, ...], int]:
-    """The place of each small tensor, None for large ones; and the length of all in bytes.
+def _message_layout(
+    header_nbytes: int, specs: tuple[TensorSpec, ...]
+) -> tuple[tuple[_Place | None, ...], int]:
+    """The place of each small tensor, None for large ones; and the length of the message in bytes.
 
     Example:
         >>> small = TensorSpec((3,), torch.float32, False)
-        >>> _layout(8, (small, TensorSpec((9999,), torch.int64, False), small))
+        >>> _message_layout(8, (small, TensorSpec((9999,), torch.int64, False), small))
         (((4, (1,)), None, (8, (1,))), 48)
     """
     places: list[_Place | None] = []
-    end = _aligned(head)
-    for form in forms:
-        if form.nbytes > SMALL:
+    end = _align(header_nbytes)
+    for spec in specs:
+        if spec.nbytes > MAX_PACKED_NBYTES:
             places.append(None)
             continue
-        places.append((end // form.dtype.itemsize, _strides(form.shape)))
-        end = _aligned(end + form.nbytes)
+        places.append((end // spec.dtype.itemsize, _contiguous_strides(spec.shape)))
+        end = _align(end + spec.nbytes)
     return tuple(places), end
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
+def _align(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a contiguous tensor."""
-    strides, step = [], 1
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, stride = [], 1
     for length in reversed(shape):
-        strides.append(step)
-        step *= max(1, length)
+        strides.append(stride)
+        stride *= max(1, length)
     return tuple(reversed(strides))
+
+
+@final
+class MessagePool:
+    """Messages that are not in use: a step needs those of the step before again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[tuple[int, tuple[TensorSpec, ...]], list[StageMessage]] = {}
+
+    def acquire(self, header_nbytes: int, specs: tuple[TensorSpec, ...]) -> StageMessage:
+        """A message that nobody uses, with the contents that its last user left."""
+        free = self._free.get((header_nbytes, specs))
+        return free.pop() if free else StageMessage(header_nbytes, specs, self._device)
+
+    def release(self, message: StageMessage) -> None:
+        """Take back a message whose user is done with it."""
+        self._free.setdefault(message.key, []).append(message)

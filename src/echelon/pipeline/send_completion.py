@@ -1,12 +1,12 @@
-"""Which sends are known to have arrived when another message does, from the schedule alone.
+"""Which sends are known to be complete when another message arrives, from the schedule alone.
 
 ::
 
     rank 0 | ... 0SEND_F3 ...................... 0B2    [2] so 0SEND_F3 has arrived, too
     rank 1 |          1F3  ... 1B2  1SEND_B2            [1] what rank 1 used before it sent this
 
-To ask whether a send has ended costs a thread on an engine that can only be waited for; here the
-wait is made when it is over at once.
+To ask whether a send is complete costs a thread on a transport that can only be waited for; here
+the wait is made when it returns at once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _Key = tuple[int, int]  # stage, microbatch
 
 @dataclass(slots=True)
 class SendCompletion:
-    """Of one rank: by a message that it takes, its own sends that have arrived by then.
+    """For each message that a rank receives: which of its earlier sends are then complete.
 
     Attributes:
-        by_input: where the message is the input of a stage and microbatch.
-        by_gradient: where it is the gradient of their output.
+        by_input: the sends, where the message is the input of a stage and microbatch.
+        by_gradient: the sends, where it is the gradient of their output.
     """
 
     by_input: dict[_Key, list[Action]] = field(default_factory=lambda: defaultdict(list))
@@ -33,31 +33,31 @@ class SendCompletion:
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int) -> SendCompletion:
-        """Those of ``rank`` in a lowered schedule.
+        """The complete sends of ``rank`` in a lowered schedule.
 
         Example:
             >>> from echelon.pipeline.schedules.passes import lower
             >>> from echelon.pipeline.schedules.families import schedule
-            >>> found = SendCompletion.of(lower(schedule("1f1b", 2, 3, 2)), 0)
-            >>> {key: list(map(str, sends)) for key, sends in found.by_gradient.items()}
+            >>> completion = SendCompletion.of(lower(schedule("1f1b", 2, 3, 2)), 0)
+            >>> {key: list(map(str, sends)) for key, sends in completion.by_gradient.items()}
             {(0, 0): ['0SEND_F0'], (0, 1): ['0SEND_F1'], (0, 2): ['0SEND_F2']}
         """
-        found = cls()
-        at = dict(enumerate(schedule.placement)).get
+        completion = cls()
+        rank_of = dict(enumerate(schedule.placement)).get
         for peer, order in enumerate(schedule.orders):
             used: list[Action] = []  # of our sends, since the last message of the peer to us
             for action in (part for item in order if peer != rank for part in item.parts):
                 kind, mb, stage = action
                 if mb is None:
                     continue
-                if kind is FORWARD and at(stage - 1) == rank:
+                if kind is FORWARD and rank_of(stage - 1) == rank:
                     used.append(Action(Kind.SEND_F, mb, stage - 1))
-                elif kind in (Kind.B, INPUT) and at(stage + 1) == rank:
+                elif kind in (Kind.B, INPUT) and rank_of(stage + 1) == rank:
                     used.append(Action(Kind.SEND_B, mb, stage + 1))
-                elif kind is Kind.SEND_F and at(stage + 1) == rank:
-                    found.by_input[stage + 1, mb] += used
+                elif kind is Kind.SEND_F and rank_of(stage + 1) == rank:
+                    completion.by_input[stage + 1, mb] += used
                     used = []
-                elif kind is Kind.SEND_B and at(stage - 1) == rank:
-                    found.by_gradient[stage - 1, mb] += used
+                elif kind is Kind.SEND_B and rank_of(stage - 1) == rank:
+                    completion.by_gradient[stage - 1, mb] += used
                     used = []
-        return found
+        return completion

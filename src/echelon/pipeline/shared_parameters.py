@@ -25,7 +25,7 @@ from torch import nn
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, UnsupportedError
 from echelon.modules.parameters import is_claimed
-from echelon.pipeline.shardable import Replicated, Shardable
+from echelon.pipeline.data_parallel import Replicated, Shardable
 
 
 @final

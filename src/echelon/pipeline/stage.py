@@ -1,7 +1,7 @@
-"""One stage while it runs: what it keeps of each microbatch between forward and backward.
+"""One stage while it runs: what it saves for each microbatch between forward and backward.
 
-Outputs are not kept: only the edges of the graph at which their gradients come in. So the memory of
-an output is free as soon as the next stage has it.
+Outputs are not saved: only the edges of the graph at which their gradients come in. So the memory
+of an output is free as soon as the next stage has it.
 """
 
 from __future__ import annotations
@@ -19,29 +19,14 @@ from echelon.errors import ArgumentError
 from echelon.modules.autograd import run_backward
 from echelon.modules.compiled import keep_order_of_graphs
 from echelon.modules.nested import tensors as tensors_in
-from echelon.pipeline.boundary import BoundarySpec, take_apart
-from echelon.pipeline.deferred import Deferred, WeightGradients
-from echelon.pipeline.shardable import ReduceEvery, Sharing
-from echelon.pipeline.weighted import take_over
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What a stage gave for one microbatch.
-
-    Attributes:
-        form: of the value.
-        tensors: without graph.
-    """
-
-    form: BoundarySpec
-    tensors: list[Tensor]
+from echelon.pipeline.boundary import BoundaryValue, flatten
+from echelon.pipeline.data_parallel import ReduceEvery, StageDataParallel
+from echelon.pipeline.weight_gradients import DeferredGradients, WeightGradients, patch_layers
 
 
 @final
 @dataclass(slots=True)
-class _Kept:
+class _ForwardCache:
     """What backward needs of one microbatch, besides the graph.
 
     Attributes:
@@ -58,14 +43,14 @@ class Stage:
     """A part of the model on this rank.
 
     Args:
-        module: that part.
-        index: of all stages.
+        module: what runs.
+        index: the number of the stage in the model.
         splits: whether the schedule splits backwards, so that linear layers must be able to defer.
-        recomputes: whether only inputs are kept, and backward runs the module again.
-        reduce_every: when gradients are reduced, if replicas of the module have some, too.
+        recomputes: whether only inputs are saved, and backward runs the module again.
+        reduce_every: when gradients are reduced, if the module is replicated or sharded.
 
     Attributes:
-        sharing: with whom, and how.
+        data_parallel: how the module is replicated or sharded.
     """
 
     def __init__(
@@ -80,31 +65,31 @@ class Stage:
         self.module, self.index, self._recomputes = module, index, recomputes
         if recomputes:
             keep_order_of_graphs()
-        self.sharing = Sharing(module, reduce_every)
-        self._weights = WeightGradients(local=self.sharing.is_local)
-        if splits or self.sharing.is_local:
-            take_over(module, self._weights, every=splits)
-        self._kept: dict[int, _Kept] = {}
-        self._later: dict[int, Deferred] = {}
+        self.data_parallel = StageDataParallel(module, reduce_every)
+        self._weights = WeightGradients(is_local=self.data_parallel.is_local)
+        if splits or self.data_parallel.is_local:
+            patch_layers(module, self._weights, all_sizes=splits)
+        self._forwards: dict[int, _ForwardCache] = {}  # by microbatch, until its B or I
+        self._deferred: dict[int, DeferredGradients] = {}  # by microbatch, from its I to its W
 
     @property
     def num_alive(self) -> int:
         """Microbatches whose activations are held."""
-        return len({*self._kept, *self._later})
+        return len({*self._forwards, *self._deferred})
 
-    def forward(self, microbatch: int, value: Any, kwargs: Mapping[str, Any]) -> Output:
-        """Run the module on what the stage before gave, and keep what backward needs.
+    def forward(self, microbatch: int, value: Any, kwargs: Mapping[str, Any]) -> BoundaryValue:
+        """Run the module on what the stage before gave, and save what backward needs.
 
         Args:
             value: a tuple is the positional arguments, anything else the only one.
         """
         inputs = _leaves(value)
         output = self._call(value, kwargs)
-        form, tensors = take_apart(output, f"stage {self.index}")
+        spec, tensors = flatten(output, f"stage {self.index}")
         edges = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
         if edges:
-            self._kept[microbatch] = _Kept(inputs, edges)
-        return Output(form, [tensor.detach() for tensor in tensors])
+            self._forwards[microbatch] = _ForwardCache(inputs, edges)
+        return BoundaryValue(spec, [tensor.detach() for tensor in tensors])
 
     def loss(
         self,
@@ -113,13 +98,13 @@ class Stage:
         kwargs: Mapping[str, Any],
         loss_fn: Callable[[Any], Tensor],
     ) -> Tensor:
-        """Run the last module and the loss, which comes back without graph."""
+        """Run the last module and the loss, which is returned without graph."""
         inputs = _leaves(value)
         loss = loss_fn(self._call(value, kwargs))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ArgumentError(f"loss_fn gave {loss!r:.80}; it must give a tensor with one number")
         if loss.requires_grad:
-            self._kept[microbatch] = _Kept(inputs, [get_gradient_edge(loss)])
+            self._forwards[microbatch] = _ForwardCache(inputs, [get_gradient_edge(loss)])
         return loss.detach()
 
     def _call(self, value: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -134,49 +119,49 @@ class Stage:
         Args:
             grads: of the tensors of the output that need one.
         """
-        with self.sharing.whole_backward(), self._weights.added():
-            found, has_run = self._back(microbatch, grads)
-        if not has_run:
-            self.sharing.end_microbatch()  # replicas may have gradients, which backward reduces
-        return found
-
-    def _back(
-        self, microbatch: int, grads: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor | None], bool]:
-        """The gradients of the inputs, and whether there was anything to run."""
-        kept = self._kept.pop(microbatch, None)
-        if kept is None:
-            return [], False
-        given = [(edge, g) for edge, g in zip(kept.edges, grads, strict=True) if g is not None]
-        if given:
-            run_backward([edge for edge, _ in given], [g for _, g in given])
-        found = [leaf.grad for leaf in kept.inputs]
-        for leaf in kept.inputs:
-            leaf.grad = None
-        return found, bool(given)
+        with self.data_parallel.during_backward(), self._weights.adding():
+            input_grads, has_run = self._run_backward(microbatch, grads)
+        if not has_run:  # replicas may have gradients, which their backwards reduce
+            self.data_parallel.end_microbatch()
+        return input_grads
 
     def backward_input(
         self, microbatch: int, grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """The first half of ``backward``; ``backward_weight`` is the second."""
-        with self._weights.deferred() as later, self.sharing.first_half():
-            found, _ = self._back(microbatch, grads)
-        self._later[microbatch] = later
-        return found
+        with self._weights.deferring() as deferred, self.data_parallel.during_backward_input():
+            input_grads, _ = self._run_backward(microbatch, grads)
+        self._deferred[microbatch] = deferred
+        return input_grads
 
     def backward_weight(self, microbatch: int) -> None:
-        """The second half: gradients of weights that were put off."""
-        self._later.pop(microbatch).run(self.sharing.add_product)
-        self.sharing.end_microbatch()
+        """The second half: the gradients of weights that were deferred."""
+        self._deferred.pop(microbatch).run(self.data_parallel.add_weight_gradient)
+        self.data_parallel.end_microbatch()
+
+    def _run_backward(
+        self, microbatch: int, grads: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor | None], bool]:
+        """The gradients of the inputs, and whether there was anything to run."""
+        cache = self._forwards.pop(microbatch, None)
+        if cache is None:
+            return [], False
+        given = [(edge, g) for edge, g in zip(cache.edges, grads, strict=True) if g is not None]
+        if given:
+            run_backward([edge for edge, _ in given], [g for _, g in given])
+        input_grads = [leaf.grad for leaf in cache.inputs]
+        for leaf in cache.inputs:
+            leaf.grad = None
+        return input_grads, bool(given)
 
     def forget(self) -> None:
-        """Leave nothing of a step that failed.
+        """Drop what a failed step has left.
 
-        Parameters that are whole stay so until the next step gathers them anew: to release them
-        might wait for a rank that is gone.
+        Unsharded parameters stay so until the next step unshards them anew: to release them might
+        wait for a rank that is gone.
         """
-        self._kept.clear()
-        self._later.clear()
+        self._forwards.clear()
+        self._deferred.clear()
 
 
 def _leaves(value: Any) -> list[Tensor]:

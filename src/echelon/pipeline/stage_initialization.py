@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
 from echelon.modules.compiled import compiled_inside, plain_name
-from echelon.pipeline.splitting.parts import Submodule
+from echelon.pipeline.splitting.submodule import Submodule
 from echelon.state.initialization import Initializer, ParameterPlace, draw_seed, own_tensors
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
-from echelon.pipeline.shardable import unwrapped
+from echelon.pipeline.data_parallel import unwrap
 from echelon.pipeline.stage_initialization import name_in_model, names_of_state
 
 
@@ -89,7 +89,7 @@ def load_parts(
     known = {name for own in names.values() for name in own.values()}
     report = LoadReport([], [name for name in state if name not in known])
     for index, stage in stages.items():
-        keys = unwrapped(stage).state_dict(keep_vars=True)
+        keys = unwrap(stage).state_dict(keep_vars=True)
         missing = [key for key in keys if key not in names[index]]
         report.missing_keys.extend(name_in_model(stage, index, key) for key in missing)
     wrong = [f"{name}: missing" for name in report.missing_keys]

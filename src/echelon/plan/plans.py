@@ -15,7 +15,7 @@ from echelon.errors import ArgumentError
 from echelon.fsdp import FSDP, Strategy
 from echelon.fsdp.policy import FSDPOptions, MixedPrecision
 from echelon.pipeline.api import Pipeline
-from echelon.pipeline.fit import check_options
+from echelon.pipeline.arguments import check_options
 from echelon.pipeline.schedules.families import FAMILIES
 from echelon.pipeline.schedules.families import schedule as make_schedule
 from echelon.pipeline.schedules.ir import Schedule

@@ -2,7 +2,8 @@
 
 import pytest
 
-from echelon.pipeline.schedules.placement import loop, snake, v_shape
+from echelon.pipeline.schedules.looped import loop
+from echelon.pipeline.schedules.vshaped import snake, v_shape
 
 
 @pytest.mark.parametrize("p", range(1, 7))

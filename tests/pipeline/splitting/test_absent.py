@@ -11,8 +11,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.errors import UnsupportedError
-from echelon.pipeline.splitting.absent import Absent, absent_copy, absent_like, missing_in
-from echelon.pipeline.splitting.recall import Recall
+from echelon.pipeline.splitting.fake_tensors import (
+    Absent,
+    Recall,
+    absent_copy,
+    absent_like,
+    missing_in,
+)
 from echelon.pipeline.splitting.split import split
 from tests.pipeline.split_models import LENGTH, VOCABULARY, Decoder
 

@@ -3,7 +3,7 @@
 import random
 
 import echelon as ec
-from echelon.pipeline.splitting.balance import makespan, most_alive, refine
+from echelon.pipeline.splitting.partition import makespan, most_alive, refine
 
 
 def test_alive_microbatches_are_counted_by_stage_where_a_rank_has_two() -> None:

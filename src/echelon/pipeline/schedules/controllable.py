@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import final
 
 from echelon.pipeline.schedules.ir import FORWARD, INPUT, WEIGHT, Action, Kind, Schedule
-from echelon.pipeline.schedules.placement import v_shape
+from echelon.pipeline.schedules.vshaped import v_shape
 
 # Kinds of slots, in the order in which a microbatch passes through a rank: forward down the V and
 # up again, backward down from the end of the model and up again; then gradients of weights.

@@ -12,11 +12,23 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from echelon.pipeline.schedules.ir import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Item, Schedule
-from echelon.pipeline.schedules.placement import loop
 
 # One computation before it is placed: the chunk on its rank, and the microbatch.
 Slot = tuple[int, int]
 _Order = Callable[[int], Iterator[Item]]  # what a rank does
+
+
+def loop(ranks: int, chunks: int) -> tuple[int, ...]:
+    """Stage j on rank j modulo ranks: after the last rank the model goes on at the first.
+
+    Returns:
+        the rank of each of the ``ranks * chunks`` stages.
+
+    Example:
+        >>> loop(3, 2)
+        (0, 1, 2, 0, 1, 2)
+    """
+    return tuple(range(ranks)) * chunks
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:

@@ -1,13 +1,17 @@
 """From computations to all that a rank does: transfers, gathers, reductions.
 
 Each pass takes a schedule and returns another one; the computations keep their order.
-"""
+
+
+Schedules are lowered once for all simulated ranks of a process, which all ask at one time."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from echelon.errors import ArgumentError, ScheduleError
 from echelon.pipeline.schedules.check import check
@@ -302,3 +306,21 @@ def _next_uses(order: Sequence[Item]) -> list[tuple[int, ...]]:
             upcoming = now + tuple(stage for stage in upcoming if stage not in now)
         uses.append(upcoming)
     return uses[::-1]
+
+
+_lock = threading.Lock()
+
+
+def lower_once(
+    schedule: Schedule, gather: tuple[int, ...] | None, window_nbytes: int | None, reduce: bool
+) -> Schedule:
+    """What ``lower`` gives for these arguments."""
+    with _lock:
+        return _lower(schedule, gather, window_nbytes, reduce)
+
+
+@lru_cache(maxsize=16)
+def _lower(
+    schedule: Schedule, gather: tuple[int, ...] | None, window_nbytes: int | None, reduce: bool
+) -> Schedule:
+    return lower(schedule, gather=gather, window_nbytes=window_nbytes, reduce=reduce)

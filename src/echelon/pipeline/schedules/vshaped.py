@@ -21,9 +21,29 @@ from echelon.pipeline.schedules.ir import (
     Pair,
     Schedule,
 )
-from echelon.pipeline.schedules.placement import v_shape
 
 _Order = Callable[[int], Iterator[Item]]  # what a rank does
+
+
+def v_shape(ranks: int) -> tuple[int, ...]:
+    """Down the ranks and up again: rank 0 holds both ends of the model.
+
+    Example:
+        >>> v_shape(3)
+        (0, 1, 2, 2, 1, 0)
+    """
+    return snake(ranks, 2)
+
+
+def snake(ranks: int, chunks: int) -> tuple[int, ...]:
+    """The direction turns after each chunk, so two chunks that touch share a rank.
+
+    Example:
+        >>> snake(2, 3)
+        (0, 1, 1, 0, 0, 1)
+    """
+    down = tuple(range(ranks))
+    return tuple(rank for c in range(chunks) for rank in (down if c % 2 == 0 else down[::-1]))
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from echelon.comm import streams
 from echelon.errors import ArgumentError
-from echelon.pipeline.splitting.parts import Row, Submodule
+from echelon.pipeline.splitting.submodule import Row, Submodule
 from echelon.pipeline.stage import Stage
 
 _RUNS = 3  # of which the median counts, after one to warm up
@@ -105,12 +105,11 @@ def _timed(part: nn.Module, value: Any, device: torch.device) -> tuple[float, An
         start = time.perf_counter()
         with torch.enable_grad():
             output = stage.forward(0, value, {})
-        for form, tensor in zip(output.form.tensors, output.tensors, strict=True):
-            tensor.requires_grad_(form.requires_grad)
+        output.require_grad()
         stage.backward(0, [torch.ones_like(one) for one in output.tensors if one.requires_grad])
         streams.synchronize(device)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:]), output.form.assemble(output.tensors)
+    return statistics.median(times[1:]), output.unflatten()
 
 
 def _call_by_shapes(index: int, part: nn.Module, value: Any) -> Any:

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import ArgumentError
-from echelon.pipeline.splitting.absent import absent_copy
-from echelon.pipeline.splitting.graft import carve, hollow, pass_on
-from echelon.pipeline.splitting.parts import Row, Submodule, register
-from echelon.pipeline.splitting.recall import Recall
+from echelon.pipeline.splitting.fake_tensors import Recall, absent_copy
+from echelon.pipeline.splitting.submodule import Row, Submodule, carve, hollow, pass_on, register
 
 
 @final

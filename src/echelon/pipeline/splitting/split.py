@@ -13,11 +13,10 @@ from echelon.comm.group import Group
 from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.ir import Schedule, check_type
 from echelon.pipeline.splitting import huggingface
-from echelon.pipeline.splitting.balance import Cut, most_alive, refine
 from echelon.pipeline.splitting.block_costs import dry_run, num_parameters, seconds
-from echelon.pipeline.splitting.partition import partition
-from echelon.pipeline.splitting.parts import LayerRow, Row
-from echelon.pipeline.splitting.trunk import TrunkRow, find_trunk
+from echelon.pipeline.splitting.blocks import TrunkRow, find_trunk
+from echelon.pipeline.splitting.partition import Cut, most_alive, partition, refine
+from echelon.pipeline.splitting.submodule import LayerRow, Row
 
 _STATES = 4  # of a parameter: itself, its gradient, the two moments of Adam
 

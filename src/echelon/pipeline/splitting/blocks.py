@@ -29,16 +29,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from echelon.errors import ArgumentError, UnsupportedError
-from echelon.pipeline.splitting.absent import (
+from echelon.pipeline.splitting.fake_tensors import (
     Absent,
     NeedsValues,
+    Recall,
     absent_copy,
     absent_like,
     missing_in,
 )
-from echelon.pipeline.splitting.graft import carve, hollow, pass_on
-from echelon.pipeline.splitting.parts import Row, Submodule, register
-from echelon.pipeline.splitting.recall import Recall
+from echelon.pipeline.splitting.submodule import Row, Submodule, carve, hollow, pass_on, register
 
 
 def find_trunk(model: nn.Module) -> str | None:

@@ -14,8 +14,8 @@ from echelon.checks import one_of, whole
 from echelon.comm.agreement import compare
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, ModelMismatch
+from echelon.pipeline.data_parallel import ReduceEvery, Shardable, is_torch_wrapper
 from echelon.pipeline.schedules.ir import Schedule
-from echelon.pipeline.shardable import ReduceEvery, Shardable, is_torchs
 
 
 def check_arguments(
@@ -108,7 +108,7 @@ def check_choices(
 def _is_whole(stage: nn.Module | None) -> bool:
     """Whether the parameters of a stage have the shapes of the plain module."""
     return isinstance(stage, nn.Module) and not any(
-        isinstance(module, Shardable) or is_torchs(module) for module in stage.modules()
+        isinstance(module, Shardable) or is_torch_wrapper(module) for module in stage.modules()
     )
 
 

@@ -1,0 +1,234 @@
+"""Gradients of large weights: added to ``.grad`` where they are computed, or deferred.
+
+[Note: two halves of a backward]
+The gradient of a linear layer's input is needed by the stage before; that of its weight by nobody
+until the optimizer. While a stage *defers*, its linear layers compute the first and keep what the
+second needs: their input and the gradient of their output. Everything else (biases, norms,
+embeddings) is finished at once. Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2;
+by layer, as in Megatron-LM, so the graph is walked once and is free after the first half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.comm.streams import adds_in_order, autocasts
+from echelon.modules.autograd import add_row_gradients, add_weight_gradient, weight_gradient
+
+# Below that, what a step saves by it is less than what a call of Python costs.
+_MIN_NUMEL = 1 << 16
+_PLAIN = (Tensor, nn.Parameter)
+
+
+@final
+class DeferredGradients:
+    """The gradients of weights that the first half of one backward has left to the second."""
+
+    def __init__(self) -> None:
+        self._factors: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, weight: Tensor, x: Tensor, grad: Tensor) -> None:
+        """Keep what the gradient of ``weight`` needs."""
+        self._factors.append((weight, x, grad))
+
+    @torch.no_grad()
+    def run(self, add: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+        """Call ``add(weight, x, grad)`` for all of them, and free each one after its call."""
+        factors, self._factors = self._factors, []
+        factors.reverse()
+        while factors:
+            add(*factors.pop())
+
+
+@final
+class WeightGradients:
+    """What the layers of one stage do with the gradients of their weights.
+
+    Args:
+        is_local: whether nobody but the optimizer waits for them, so that they may be added to
+            ``.grad`` without autograd. See [Note: added where it lies].
+    """
+
+    def __init__(self, *, is_local: bool) -> None:
+        self._is_local = is_local
+        self._adds = False  # whether a backward of this stage runs
+        self._deferred: DeferredGradients | None = None
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """A backward in the body adds gradients to ``.grad``."""
+        self._adds = self._is_local
+        try:
+            yield
+        finally:
+            self._adds = False
+
+    @contextmanager
+    def deferring(self) -> Iterator[DeferredGradients]:
+        """A backward in the body leaves the gradients of linear weights to what this yields."""
+        self._deferred = deferred = DeferredGradients()
+        try:
+            with self.adding():
+                yield deferred
+        finally:
+            self._deferred = None
+
+    def linear(self, weight: Tensor, x: Tensor, grad: Tensor) -> Tensor | None:
+        """The gradient of a linear layer's weight for autograd; None if it was added or deferred.
+
+        Args:
+            x: the layer's input. (..., in)
+            grad: of its output. (..., out)
+        """
+        if self._deferred is not None and not self._has_hooks(weight):
+            self._deferred.add(weight, x, grad)
+            return None
+        if self._may_add(weight):
+            add_weight_gradient(weight, x, grad)
+            return None
+        return weight_gradient(x, grad)
+
+    def embedding(self, weight: Tensor, index: Tensor, grad: Tensor) -> bool:
+        """Add the gradient of looked-up rows of ``weight`` if that is allowed, and say whether."""
+        if not (adds_in_order(weight.device) and self._may_add(weight)):
+            return False
+        add_row_gradients(weight, index, grad)
+        return True
+
+    def _may_add(self, weight: Tensor) -> bool:
+        return self._adds and weight.grad is not None and not self._has_hooks(weight)
+
+    def _has_hooks(self, weight: Tensor) -> bool:
+        """Whether the user has a hook on its gradient, which must then go through autograd."""
+        # DDP and FSDP have such hooks, too, and are told of the gradients in another way.
+        has_user_hooks = self._is_local and weight._post_accumulate_grad_hooks
+        return bool(weight._backward_hooks or has_user_hooks)
+
+
+def patch_layers(module: nn.Module, weights: WeightGradients, *, all_sizes: bool) -> None:
+    """Let linear and embedding layers in ``module`` give the gradients of weights to ``weights``.
+
+    A layer that has a forward of its own, by its class or by itself, is left alone, and so is one
+    of complex numbers and a call whose weight is no parameter, on a subclass of tensors, under
+    autocast, or inside of a transform or a compiled graph: autograd does the rest.
+
+    Args:
+        all_sizes: linear layers with small weights, too.
+    """
+    for layer in module.modules():
+        forward = type(layer).forward
+        if _has_foreign_forward(layer):
+            continue
+        # No closures: a copy of the layer uses its own weight, and it can be pickled.
+        if forward is nn.Linear.forward:
+            assert isinstance(layer, nn.Linear)
+            weight = layer._parameters.get("weight")
+            if weight is None:
+                continue  # it is computed at each call, as by weight_norm
+            is_small = not all_sizes and weight.numel() < _MIN_NUMEL
+            if not is_small and weight.is_floating_point():
+                vars(layer)["forward"] = partial(_linear, layer, weights)
+        elif forward is nn.Embedding.forward:
+            assert isinstance(layer, nn.Embedding)
+            weight = layer._parameters.get("weight")
+            if weight is not None and weight.numel() >= _MIN_NUMEL and _has_defaults(layer):
+                vars(layer)["forward"] = partial(_embedding, layer, weights)
+
+
+def _has_foreign_forward(layer: nn.Module) -> bool:
+    """Whether somebody other than a pipeline gave this layer a forward."""
+    forward = vars(layer).get("forward")
+    is_ours = isinstance(forward, partial) and forward.func in (_linear, _embedding)
+    return forward is not None and not is_ours
+
+
+def _has_defaults(layer: nn.Embedding) -> bool:
+    options = layer.sparse, layer.scale_grad_by_freq, layer.max_norm, layer.padding_idx
+    return options == (False, False, None, None)
+
+
+def _applies(weight: Tensor, x: Tensor) -> bool:
+    return (
+        type(x) in _PLAIN
+        and type(weight) in _PLAIN
+        and weight.is_leaf
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+        and x.dim() > 0
+        and not autocasts(x.device)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+# --- linear ------------------------------------------------------------------------------------
+
+
+class _Linear(torch.autograd.Function):
+    """``F.linear`` whose backward gives the weight's gradient to its stage."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: WeightGradients
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        # Recomputation gives back another tensor than the parameter that was saved.
+        ctx.weight, ctx.weights = weight, weights
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ weight
+        grad_weight = ctx.weights.linear(ctx.weight, x, grad)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+        return grad_x, grad_weight, grad_bias, None
+
+
+# ``input`` is what the layers of torch call it.
+def _linear(layer: nn.Linear, weights: WeightGradients, input: Tensor) -> Tensor:
+    weight = layer.weight
+    if not _applies(weight, input):
+        return F.linear(input, weight, layer.bias)
+    output: Tensor = _Linear.apply(input, weight, layer.bias, weights)  # type: ignore[no-untyped-call]
+    return output
+
+
+# --- embedding ---------------------------------------------------------------------------------
+
+
+class _Embedding(torch.autograd.Function):
+    """``F.embedding`` whose backward gives the weight's gradient to its stage."""
+
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, weight: Tensor, weights: WeightGradients) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.weight, ctx.weights = weight, weights
+        return F.embedding(index, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        weight = ctx.weight
+        if ctx.weights.embedding(weight, index, grad):
+            return None, None, None
+        full = torch.ops.aten.embedding_dense_backward(grad, index, len(weight), -1, False)
+        return None, full, None
+
+
+def _embedding(layer: nn.Embedding, weights: WeightGradients, input: Tensor) -> Tensor:
+    weight = layer.weight
+    if not _applies(weight, input):
+        return F.embedding(input, weight)
+    output: Tensor = _Embedding.apply(input, weight, weights)  # type: ignore[no-untyped-call]
+    return output
