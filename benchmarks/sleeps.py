@@ -95,7 +95,9 @@ def _sleeping_weights(unit_s: float) -> Iterator[None]:
         added(weight, x, grad)
 
     with (
-        patch.multiple(weight_gradients, weight_gradient=slowly_made, add_weight_gradient=slowly_added),
+        patch.multiple(
+            weight_gradients, weight_gradient=slowly_made, add_weight_gradient=slowly_added
+        ),
         patch.object(data_parallel, "add_weight_gradient", slowly_added),
     ):
         yield

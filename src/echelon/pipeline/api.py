@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, cast, final
 
 import torch
@@ -19,20 +18,19 @@ from echelon.pipeline.arguments import (
     check_choices,
     check_devices,
     check_options,
-    own_stages,
+    local_stages,
 )
 from echelon.pipeline.data_parallel import ReduceEvery, StageCollectives
-from echelon.pipeline.elsewhere import explain_forward, explain_none
 from echelon.pipeline.execute import Executor
 from echelon.pipeline.link import links_of
 from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import Batch, BatchSplitter, Loss, join_batches
 from echelon.pipeline.schedules.families import schedule as make_schedule
-from echelon.pipeline.schedules.ir import Action, Item, Kind, Schedule
-from echelon.pipeline.schedules.passes import lower_once
-from echelon.pipeline.shared_parameters import find_ties
+from echelon.pipeline.schedules.ir import Kind, Schedule
+from echelon.pipeline.schedules.passes import forwards_only, lower_once
+from echelon.pipeline.shared_parameters import find_shared_parameters
 from echelon.pipeline.stage import Stage
-from echelon.pipeline.stage_initialization import start
+from echelon.pipeline.stage_initialization import initialize
 from echelon.pipeline.staged_module import StagedModule
 from echelon.train.gradient_norm import norm_over_stages
 
@@ -125,16 +123,10 @@ class Pipeline(StagedModule):
         if isinstance(schedule, str):
             sizes = len(stages), microbatches, group.size
             schedule = make_schedule(schedule, *sizes, **schedule_options)
-        own = own_stages(schedule, stages, group, microbatches)
-        check_devices(own, group.device)
-        start(own, group, materialize)
-        splits = any(item.kind is Kind.W for order in schedule.orders for item in order)
-        self._local = {
-            index: Stage(
-                stage, index, splits=splits, recomputes=recompute, reduce_every=reduce_every
-            )
-            for index, stage in own.items()
-        }
+        modules = local_stages(schedule, stages, group, microbatches)
+        check_devices(modules, group.device)
+        initialize(modules, group, materialize)
+        self._local = _make_stages(modules, schedule, recompute, reduce_every)
         data_parallel = {index: stage.data_parallel for index, stage in self._local.items()}
         self._collectives = StageCollectives.agree(
             data_parallel, group, reduce_every, window_nbytes
@@ -144,13 +136,15 @@ class Pipeline(StagedModule):
         check_agreement(lowered, group)
         self._group, self._replicate = group, replicate
         self._schedule, self._loss_fn = schedule, loss_fn
-        self._feed = BatchSplitter(group, schedule, loss_reduction)
-        self._ties = find_ties(stages, schedule.placement, group, replicate)
+        self._batches = BatchSplitter(group, schedule, loss_reduction)
+        self._shared_parameters = find_shared_parameters(
+            stages, schedule.placement, group, replicate
+        )
         num_ranks = self._collectives.num_ranks
-        self._attach(own, stages, schedule.placement, group, replicate, num_ranks)
+        self._attach(modules, stages, schedule.placement, group, replicate, num_ranks)
         self._to_previous, self._to_next = links_of(schedule.placement, group, microbatches)
-        self._training = self._executor(lowered)
-        self._evaluating: dict[int, Executor] = {}
+        self._train_executor = self._executor(lowered)
+        self._eval_executors: dict[int, Executor] = {}
 
     def _executor(self, lowered: Schedule) -> Executor:
         return Executor(
@@ -201,19 +195,19 @@ class Pipeline(StagedModule):
             ArgumentError: on every rank, if what a rank was given cannot be used.
             StageError: a stage or the loss raised.
         """
-        self._check_whole()
+        self._check_not_failed()
         loss_fn = self._needs_loss("step")
-        batch = self._feed.batch(args, kwargs, target, weights, loss_fn, training=True)
-        for tie in self._ties:
-            tie.begin()
+        batch = self._batches.batch(args, kwargs, target, weights, loss_fn, training=True)
+        for shared in self._shared_parameters:
+            shared.begin()
         try:
-            self._run(self._training, batch, finalize=finalize)
+            self._run(self._train_executor, batch, finalize=finalize)
         except BaseException:
-            for tie in self._ties:
-                tie.forget()
+            for shared in self._shared_parameters:
+                shared.forget()
             raise
-        for tie in self._ties if finalize else ():
-            tie.reduce()
+        for shared in self._shared_parameters if finalize else ():
+            shared.reduce()
         if self._group.size > 1:
             mark_stage_gradients(p.grad for p in self.parameters() if p.grad is not None)
         return self._loss_of(batch, loss_everywhere, "step")
@@ -232,7 +226,7 @@ class Pipeline(StagedModule):
         All ranks call it; the batch may have any size.
         """
         outputs = self._evaluate(args, kwargs, None, None).outputs
-        explain_forward(self._schedule.placement[-1])
+        _explain_forward(self._schedule.placement[-1])
         return join_batches([outputs[i] for i in sorted(outputs)]) if outputs else None
 
     def _needs_loss(self, call: str) -> Loss:
@@ -243,12 +237,13 @@ class Pipeline(StagedModule):
     def _evaluate(
         self, args: Any, kwargs: Mapping[str, Any], target: Any, loss_fn: Loss | None
     ) -> Batch:
-        self._check_whole()
-        batch = self._feed.batch(args, kwargs, target, None, loss_fn, training=False)
+        self._check_not_failed()
+        batch = self._batches.batch(args, kwargs, target, None, loss_fn, training=False)
         count = len(batch.weights)
-        if count not in self._evaluating:
-            self._evaluating[count] = self._executor(self._lower(_forwards(self._schedule, count)))
-        self._run(self._evaluating[count], batch)
+        if count not in self._eval_executors:
+            forwards = forwards_only(self._schedule, count)
+            self._eval_executors[count] = self._executor(self._lower(forwards))
+        self._run(self._eval_executors[count], batch)
         return batch
 
     def _run(self, executor: Executor, batch: Batch, *, finalize: bool = True) -> None:
@@ -262,7 +257,7 @@ class Pipeline(StagedModule):
                 world.close(error)
             raise
 
-    def _check_whole(self) -> None:
+    def _check_not_failed(self) -> None:
         if self._failure is not None and self._group.size > 1:
             raise StateError(
                 "an earlier step of this pipeline failed on this rank, so that the ranks are at "
@@ -276,7 +271,7 @@ class Pipeline(StagedModule):
             loss = torch.stack([batch.losses[i] for i in sorted(batch.losses)]).sum()
         if not everywhere:
             if loss is None:
-                explain_none(call, self._schedule.placement[-1])
+                _explain_none(call, self._schedule.placement[-1])
             return loss
         found = self._group.broadcast_object(
             None if loss is None else loss.cpu(), self._schedule.placement[-1]
@@ -303,7 +298,7 @@ class Pipeline(StagedModule):
     @property
     def most_alive(self) -> int:
         """Microbatches of stages whose activations this rank held at once in the last step."""
-        return self._training.most_alive
+        return self._train_executor.most_alive
 
     def extra_repr(self) -> str:
         """What ``repr`` shows besides the stages of this rank."""
@@ -330,21 +325,67 @@ class Pipeline(StagedModule):
 
         All ranks call it. ``ec.clip_grad_norm_`` does.
         """
-        shared = {tie.param: tie.counts for tie in self._ties}
-        return norm_over_stages(self.stages.values(), shared, self._group, norm_type)
+        is_counted = {shared.param: shared.is_counted for shared in self._shared_parameters}
+        return norm_over_stages(self.stages.values(), is_counted, self._group, norm_type)
 
 
-def _forwards(schedule: Schedule, microbatches: int) -> Schedule:
-    """Forwards only, on the placement of ``schedule``: a wave through all stages after another."""
-    orders: list[list[Item]] = [[] for _ in range(schedule.num_ranks)]
-    waves = sorted(
-        (i + stage, stage, i) for stage in range(schedule.num_stages) for i in range(microbatches)
+def _make_stages(
+    modules: Mapping[int, nn.Module],
+    schedule: Schedule,
+    recompute: bool,
+    reduce_every: ReduceEvery,
+) -> dict[int, Stage]:
+    splits = any(item.kind is Kind.W for order in schedule.orders for item in order)
+    return {
+        index: Stage(module, index, splits=splits, recomputes=recompute, reduce_every=reduce_every)
+        for index, module in modules.items()
+    }
+
+
+# --- notes on errors that come of what a pipeline returned -------------------------------------
+# Python and torch raise these errors themselves, so they get a note when they end the rank.
+
+_NO_GRADIENT = "does not require grad and does not have a grad_fn"  # torch's own words
+
+_TRAIN = (
+    "To train, let all ranks call loss = pipe.step(x, target=y), which runs backward itself, with "
+    "the loss as Pipeline(..., loss_fn=...); loss_everywhere=True gives it to all ranks"
+)
+
+
+def _explain_none(call: str, rank: int) -> None:
+    """Have an error that comes of a None, which ``call`` returned on this rank, say why it did.
+
+    Args:
+        call: ``"step"`` or ``"eval_step"``.
+        rank: which has the last stage.
+    """
+    _explain(
+        f"pipe.{call}(...) gave None on this rank: the loss is on rank {rank} of the pipeline, "
+        f"which has the last stage. pipe.{call}(..., loss_everywhere=True) gives it to all ranks"
     )
-    for _, stage, i in waves:
-        orders[schedule.placement[stage]].append(Action(Kind.F, i, stage))
-    return replace(
-        schedule,
-        name="forward-only",
-        num_microbatches=microbatches,
-        orders=tuple(map(tuple, orders)),
+
+
+def _explain_forward(rank: int) -> None:
+    """Have an error that comes of the output of ``pipe(x)``, or of none, say what to do.
+
+    Args:
+        rank: which has the last stage.
+    """
+    _explain(
+        f"pipe(...) gives the output of the model on rank {rank} of the pipeline, which has the "
+        f"last stage, and None elsewhere; it has no gradients. {_TRAIN}"
     )
+
+
+def _explain(text: str) -> None:
+    world = entered()
+    if world is None:
+        return
+
+    def hint(error: BaseException) -> str | None:
+        is_of_none = isinstance(error, AttributeError | TypeError) and "NoneType" in str(error)
+        is_of_graph = isinstance(error, RuntimeError) and _NO_GRADIENT in str(error)
+        return text if is_of_none or is_of_graph else None
+
+    world.hints["Pipeline"] = hint

@@ -1,4 +1,4 @@
-"""Whether stages, schedule and group fit together."""
+"""The arguments of a pipeline: whether each is right, and whether the ranks gave the same."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _refuse_stage(index: int, everyone: Sequence[list[tuple[str, str]] | None]) 
             raise ModelMismatch(f"parameter {position} of stage {index}", found)
 
 
-def own_stages(
+def local_stages(
     schedule: Schedule, stages: Sequence[nn.Module | None], group: Group, microbatches: int
 ) -> dict[int, nn.Module]:
     """The stages of this rank, by number."""

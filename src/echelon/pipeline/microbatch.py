@@ -1,11 +1,8 @@
-"""A batch in microbatches: what is cut, how large the parts are, and what each one counts.
+"""A batch in microbatches: input on the rank of the first stage, targets on that of the last.
 
-Every tensor in the arguments is cut along dim 0, the first parts one row longer where it does not
-come out even; what is no tensor goes to every microbatch. A mean over the whole batch is the sum of
-the means of the parts, each weighted by its share of the rows.
-
-
-What goes into one step: input on the rank of the first stage, targets on that of the last.
+Every tensor in the arguments is cut along dim 0, the first microbatches one row longer where it
+does not come out even; what is no tensor goes to every microbatch. A mean over the whole batch is
+the sum of the means of the microbatches, each weighted by its share of the rows.
 
 Every rank hears what the others were given before any of them begins, so that a batch that cannot
 be used is an error everywhere.

@@ -41,12 +41,12 @@ class SharedParameter:
             none, or where a wrapper reduces over them.
 
     Attributes:
-        counts: whether this rank is the one that counts it in a norm.
+        is_counted: whether this rank is the one that counts it in a norm.
     """
 
     def __init__(self, param: nn.Parameter, owners: Group | None, replicas: Group | None) -> None:
         self.param, self._owners, self._replicas = param, owners, replicas
-        self.counts = owners is None or owners.rank == 0
+        self.is_counted = owners is None or owners.rank == 0
         self._groups = [group for group in (replicas, owners) if group is not None]
         self._before: torch.Tensor | None = None  # what was reduced already
         self._is_open = False
@@ -63,7 +63,7 @@ class SharedParameter:
         self._before = None if before is None else before.clone()
         # All owners have the same; it stays in one ``.grad``, and not aside, so that it goes
         # where the user empties or scales that one before the gradients are complete.
-        if not self.counts:
+        if not self.is_counted:
             self.param.grad = None
         self._is_open = True
 
@@ -105,7 +105,7 @@ def shared_parameters(
     return {param: own for param, own in places.items() if len(own) > 1}
 
 
-def find_ties(
+def find_shared_parameters(
     stages: Sequence[nn.Module | None],
     placement: Sequence[int],
     group: Group,

@@ -48,7 +48,7 @@ def part_in(stage: nn.Module) -> Submodule | None:
     return found
 
 
-def start(
+def initialize(
     stages: Mapping[int, nn.Module],
     group: Group,
     materialize: Callable[[nn.Module], None] | None,

@@ -1,9 +1,7 @@
 """From computations to all that a rank does: transfers, gathers, reductions.
 
 Each pass takes a schedule and returns another one; the computations keep their order.
-
-
-Schedules are lowered once for all simulated ranks of a process, which all ask at one time."""
+"""
 
 from __future__ import annotations
 
@@ -324,3 +322,21 @@ def _lower(
     schedule: Schedule, gather: tuple[int, ...] | None, window_nbytes: int | None, reduce: bool
 ) -> Schedule:
     return lower(schedule, gather=gather, window_nbytes=window_nbytes, reduce=reduce)
+
+
+def forwards_only(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """Forwards on the placement of ``schedule``: one wave after another through all stages."""
+    orders: list[list[Item]] = [[] for _ in range(schedule.num_ranks)]
+    waves = sorted(
+        (i + stage, stage, i)
+        for stage in range(schedule.num_stages)
+        for i in range(num_microbatches)
+    )
+    for _, stage, i in waves:
+        orders[schedule.placement[stage]].append(Action(Kind.F, i, stage))
+    return replace(
+        schedule,
+        name="forward-only",
+        num_microbatches=num_microbatches,
+        orders=tuple(map(tuple, orders)),
+    )

@@ -1,6 +1,7 @@
-"""Draws timelines: as text for a terminal, as SVG for a document. Simulated or measured alike.
+"""Draws timelines, simulated and measured alike: text for a terminal, SVG, and a page of HTML.
 
-A page that shows a schedule as it was planned and as it ran; one file, nothing to load."""
+The page is one file that loads nothing. It shows a schedule as it was planned and as it ran.
+"""
 
 from __future__ import annotations
 

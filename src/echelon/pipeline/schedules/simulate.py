@@ -1,6 +1,7 @@
-"""When things happened on each rank: one type for what was simulated and what was measured.
+"""How long a schedule takes and what it keeps, before anything runs; and timelines of both.
 
-How long a schedule takes and what it keeps, before anything runs."""
+One type of timeline is for what was simulated and what was measured.
+"""
 
 from __future__ import annotations
 

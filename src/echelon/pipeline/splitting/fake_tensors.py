@@ -1,15 +1,4 @@
-"""What came of operations on absent tensors, so that a steady step does not repeat them.
-
-[Note: the same absence again]
-A stage runs the model's forward for every microbatch, and most of what comes before its blocks is
-absent: shapes in, shapes out, the same each time. So the outcome of an operation is remembered by
-its place in the forward, its function, and its operands: an absent one is itself, for it has
-nothing but a shape; a real one is its shape, dtype, strides and device, for nothing else of it can
-reach an absent outcome; a plain value is its value. The place keeps apart what two equal
-calls give, which is not the same where a real operand or a random number is in it.
-
-
-Tensors of which this rank has the shape and not the values, and what comes of using them.
+"""Tensors of which this rank has the shape and not the values, and what comes of using them.
 
 [Note: values that are not there]
 A stage in the middle of a model runs the model's own ``forward``, with the real parts on this rank
@@ -18,6 +7,14 @@ nothing. Meta tensors alone would not do: ``F.linear(real, meta)`` and ``real.ad
 numbers out of nothing, without an error. So here absence spreads: whatever is computed with an
 absent operand is absent, and to write it into a real tensor is an error. A result that is real
 therefore cannot depend on a value that was not there.
+
+[Note: the same absence again]
+A stage runs the model's forward for every microbatch, and most of what comes before its blocks is
+absent: shapes in, shapes out, the same each time. So the outcome of an operation is remembered by
+its place in the forward, its function, and its operands: an absent one is itself, for it has
+nothing but a shape; a real one is its shape, dtype, strides and device, for nothing else of it can
+reach an absent outcome; a plain value is its value. The place keeps apart what two equal
+calls give, which is not the same where a real operand or a random number is in it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Where to cut a row of blocks into stages: the exact optimum, from numbers alone.
+"""Where to cut a sequence of blocks into stages: the exact optimum, from numbers alone.
 
-Which blocks go to which stage, so that a schedule ends as early as possible."""
+``partition`` makes the slowest stage as fast as possible; ``refine`` then moves blocks while a
+schedule ends earlier for it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Parts of a model that keep the model's own names, and rows of what may be cut apart.
+"""Stages as submodules that keep the model's own names, and the blocks that they are made of.
 
-Copies of a model's own containers, with other children: each stage runs the model's forward."""
+A stage that runs the model's own forward has a copy of the model's containers, with other children.
+"""
 
 from __future__ import annotations
 
