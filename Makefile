@@ -17,11 +17,12 @@ BENCHMARKS ?= collectives ddp fsdp pipeline checkpoint many_ranks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long check bench gpu clean
+.PHONY: help demo test test-all test-long check bench gpu clean
 
 help:
 	@echo "make demo    train a GPT on real text over two local processes"
-	@echo "make test    checks, then all tests"
+	@echo "make test    checks, then all tests that are not slow"
+	@echo "make test-all  checks, then all tests: what .ci/run does"
 	@echo "make test-long  what takes minutes to hours: every kill point, fuzzing, repetitions"
 	@echo "make check   format, lint, types and architecture"
 	@echo "make bench   echelon and its peers side by side, with ratios"
@@ -38,8 +39,11 @@ demo: $(READY)
 unexport PYTHONDONTWRITEBYTECODE
 
 test: export OMP_NUM_THREADS = 1
-test: $(READY)
-	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
+test: check
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: export OMP_NUM_THREADS = 1
+test-all: check
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # Everything that takes minutes to hours; CONTRIBUTING.md says when.

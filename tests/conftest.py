@@ -25,6 +25,13 @@ MARK = "ECHELON_TEST_SESSION"
 GRACE_S = 5.0  # processes that were told to end may still be ending
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
+TESTS = Path(__file__).parent
+# A wrapper is one code over every world. Laws and what the worlds themselves promise are tested in
+# all of them each time; everything else over threads each time, and over these with what is slow.
+COSTLY_WORLDS = {"processes", "gloo"}
+IN_EVERY_WORLD = {"attacks", "c10d", "checkpoint", "cli", "comm", "cuda", "diagnosis", "launch"}
+IN_EVERY_WORLD |= {"laws", "process"}
+LONG = {"comm", "cli", "c10d", "launch", "test_examples.py", "test_benchmarks.py"}
 # These serve all processes of a session and end with it. A rank is a child of the forkserver, not
 # of pytest, and would show the same command line.
 OWN_SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
@@ -133,12 +140,25 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def is_slow(item: pytest.Item) -> bool:
+    """Whether ``make test`` leaves out a test for the values that it is given."""
+    callspec = getattr(item, "callspec", None)
+    values = set(callspec.id.split("-")) if callspec else set()
+    named = {value for mark in item.iter_markers("slow_for") for value in mark.args}
+    if item.path.relative_to(TESTS).parts[0] not in IN_EVERY_WORLD:
+        named |= COSTLY_WORLDS
+    return bool(values & named)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: two workers take a file each until none is left."""
-    folders, files = ("world", "cli", "c10d"), ("test_examples.py", "test_benchmarks.py")
-    items.sort(
-        key=lambda item: item.path.parent.name not in folders and item.path.name not in files
-    )
+    """Mark what is slow for its values, and put long files first.
+
+    Two workers take a file each until none is left.
+    """
+    for item in items:
+        if is_slow(item):
+            item.add_marker("slow")
+    items.sort(key=lambda item: item.path.parent.name not in LONG and item.path.name not in LONG)
 
 
 @pytest.fixture(autouse=True)

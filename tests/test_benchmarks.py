@@ -190,6 +190,7 @@ def test_fsdp_weighs_a_tiny_unit_and_counts_what_is_sent(
     assert "CPU ms a unit" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_pipelines_are_compared_with_torchs_on_the_same_stages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,6 +222,7 @@ def test_many_simulated_ranks_take_a_step_of_one_process(tmp_path: Path) -> None
     assert result["bars"][0]["reached"]
 
 
+@pytest.mark.slow
 def test_the_share_of_a_guard_is_measured_with_and_without_a_norm(tmp_path: Path) -> None:
     import guards
 

@@ -46,6 +46,7 @@ def prose(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_demo_learns_verifies_itself_and_leaves_its_report(tmp_path: Path, prose: Path) -> None:
     command = [sys.executable, "-m", "echelon", "run", "--ranks", "2", str(SCRIPT)]
     done = subprocess.run(

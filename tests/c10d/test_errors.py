@@ -27,6 +27,7 @@ def disagree(rank: int, size: int) -> None:
     dist.all_reduce(torch.zeros(3 if rank == 1 else 2), group=group)
 
 
+@pytest.mark.slow
 def test_a_mismatch_reaches_every_rank_as_our_error_with_all_calls(ranks: Ranks) -> None:
     with pytest.raises(
         CollectiveMismatch, match=r"rank 1: all_reduce\(sum\) float32\[3\].*<-- differs"

@@ -343,5 +343,6 @@ def save_and_load(rank: int, size: int, folder: str) -> None:
     assert_same_state(other.state_dict(), {k: v.full_tensor() for k, v in wanted.items()})
 
 
+@pytest.mark.slow
 def test_a_distributed_checkpoint_resumes_on_another_mesh(ranks: Ranks, tmp_path: Path) -> None:
     ranks.call(save_and_load, str(tmp_path / "checkpoint"))

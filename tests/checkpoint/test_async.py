@@ -290,6 +290,7 @@ def test_nothing_is_kept_after_the_end_of_the_world(tmp_path: Path) -> None:
 # Scripts; more of them are in tests/long/test_async.py -------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_script_whose_save_fails_after_its_last_line_fails(tmp_path: Path) -> None:
     code, text = run_script(tmp_path, world="alone", end="leaves", full=True)
     assert code == 1

@@ -160,6 +160,7 @@ def echelon(*arguments: str, folder: Path, code: int = 0) -> tuple[str, str]:
     return ended.stdout, ended.stderr
 
 
+@pytest.mark.slow_for("processes")
 @pytest.mark.parametrize("world", ["processes", "threads"])
 def test_tee_shows_the_lines_of_all_ranks_each_with_its_rank(world: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -177,6 +178,7 @@ def test_tee_shows_the_lines_of_all_ranks_each_with_its_rank(world: str, tmp_pat
         assert not list(tmp_path.glob("echelon-run-*"))
 
 
+@pytest.mark.slow
 def test_without_tee_the_end_says_how_to_see_what_other_ranks_printed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     out, error = echelon("run", "--ranks", "2", "train.py", folder=tmp_path)
@@ -190,6 +192,7 @@ def test_without_tee_the_end_says_how_to_see_what_other_ranks_printed(tmp_path: 
     assert log.read_text() == "first 1 []\nsecond 1 __main__\nopen 1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", ["processes", "threads"])
 def test_a_module_is_run_by_its_name(world: str, tmp_path: Path) -> None:
     package = tmp_path / "jobs"

@@ -65,6 +65,7 @@ def test_the_screen_says_who_failed_and_which_attempt_begins(tmp_path: Path) -> 
         assert len(errors) <= 2 + 25
 
 
+@pytest.mark.slow
 def test_attempts_before_a_success_are_told_and_leave_nothing(tmp_path: Path) -> None:
     script = FAILS.replace('raise ValueError("boom")', "pass")
     with Job(tmp_path, script, str(tmp_path), options=("--max-restarts", "3")) as job:
@@ -85,6 +86,7 @@ def test_a_launcher_that_is_killed_while_its_agent_starts_leaves_nothing(tmp_pat
         assert not (tmp_path / "ready-0").exists()
 
 
+@pytest.mark.slow_for("agent", "both", "INT QUIT")
 @pytest.mark.parametrize(
     ("killed", "ignores"),
     [

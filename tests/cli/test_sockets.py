@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.cli.sockets import exposed
 
 
+@pytest.mark.slow
 def test_no_process_of_a_job_on_one_host_listens_where_other_hosts_can_reach_it(
     tmp_path: Path,
 ) -> None:

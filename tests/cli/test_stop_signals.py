@@ -84,6 +84,7 @@ def saved(folder: Path) -> list[str]:
     return [(folder / f"saved-{rank}").read_text() for rank in range(RANKS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "who"), [(signal.SIGUSR1, "rank 1"), (signal.SIGTERM, "the command")]
 )
@@ -101,6 +102,7 @@ def test_a_signal_to_one_rank_or_to_the_command_saves_on_all_and_exits_with_75(
     assert first == second
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_processes_does_not_end_the_workers_that_load_data(tmp_path: Path) -> None:
     with job(tmp_path, "workers") as process:
         ranks = [pid_of(tmp_path, rank) for rank in range(RANKS)]
@@ -119,6 +121,7 @@ def test_a_signal_to_all_processes_does_not_end_the_workers_that_load_data(tmp_p
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.slow_for("SIGUSR1")
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=lambda n: n.name)
 def test_simulated_ranks_hear_the_signals_of_their_process(
     number: signal.Signals, tmp_path: Path

@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.cli.jobs import SAVES, Job
 
 READY = ("ready-0-1", "ready-1-1")
@@ -31,6 +33,7 @@ def test_ranks_that_save_and_leave_after_a_signal_are_not_a_failure(tmp_path: Pa
         assert job.processes() == {}
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_leave_in_time_are_killed_and_the_text_says_so(tmp_path: Path) -> None:
     options = ("--grace", "1.5")
     with Job(tmp_path, SAVES, "deaf", str(tmp_path), options=options, ignores="HUP") as job:
@@ -48,6 +51,7 @@ def test_ranks_that_do_not_leave_in_time_are_killed_and_the_text_says_so(tmp_pat
         assert errors[1:] == [f"all output is in {job.log_folders()[0]}"]
 
 
+@pytest.mark.slow
 def test_where_only_some_ranks_have_saved_the_line_says_so_and_the_output_stays(
     tmp_path: Path,
 ) -> None:
@@ -62,6 +66,7 @@ def test_where_only_some_ranks_have_saved_the_line_says_so_and_the_output_stays(
         ]
 
 
+@pytest.mark.slow
 def test_the_command_that_print_shows_does_the_same(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(SAVES)
     for rank in range(2):

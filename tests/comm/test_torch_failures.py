@@ -277,6 +277,7 @@ def test_a_group_stays_failed() -> None:
     assert errors(use_it_after_a_failure, ranks=2)[0] == "still failed"
 
 
+@pytest.mark.slow
 def test_no_way_to_end_a_script_aborts_its_process() -> None:
     ways = ["waits and closes", "closes with works outstanding", "waits and does not close"]
     ended = subprocess.run(

@@ -86,6 +86,7 @@ def test_a_rank_that_goes_on_making_steps_raises_no_alarm(kind: str) -> None:
     assert ec.run(works_on_alone, 2, kind, timeout=TIMEOUT_S) == [0, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "backend"),
     [("return", "gloo"), ("exit handler", "shm"), ("thread", "gloo"), ("stopped", "shm")],

@@ -302,6 +302,7 @@ def every_check(world: World) -> None:
         clips(world, norm_type)
 
 
+@pytest.mark.slow
 def test_all_of_it_holds_over_gloo() -> None:
     run_world("gloo", every_check, 2)
 

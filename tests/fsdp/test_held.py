@@ -124,6 +124,7 @@ def test_replicas_hold_the_same_ranges_and_can_be_written() -> None:
     run_world("threads", all_are, 4, (combined(HYBRID)[::5],))
 
 
+@pytest.mark.slow_for("Offload.OPTIMIZER")
 @pytest.mark.parametrize("offload", [ec.Offload.OPTIMIZER, ec.Offload.ALL])
 def test_ranges_on_the_host_are_the_model_and_can_be_written(
     offload: ec.Offload, monkeypatch: pytest.MonkeyPatch

@@ -94,6 +94,7 @@ def over_gloo() -> list[tuple[list[str], list[tuple[int, int]]]]:
     return run_world("gloo", apart, 2)
 
 
+@pytest.mark.slow
 def test_over_gloo_offload_changes_no_bit(over_gloo: list[Any]) -> None:
     assert [found for found, _ in over_gloo] == [[], []]
 

@@ -281,6 +281,7 @@ def every_check(world: World) -> None:
         check(world)
 
 
+@pytest.mark.slow
 def test_all_of_it_holds_over_gloo() -> None:
     run_world("gloo", every_check, 2)
 

@@ -75,6 +75,7 @@ def python(*arguments: str, folder: Path, given: str | None = None) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow_for("standard input", "prompt after a script")
 @pytest.mark.parametrize("way", ["command", "standard input", "prompt", "prompt after a script"])
 def test_a_function_that_is_in_no_file(way: str, tmp_path: Path) -> None:
     (tmp_path / "before.py").write_text("main = 1\n")

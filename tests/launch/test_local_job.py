@@ -49,6 +49,7 @@ def start(folder: Path, mode: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow_for("kill")
 @pytest.mark.parametrize(
     ("mode", "cause", "code"),
     [
@@ -75,6 +76,7 @@ def test_the_first_line_of_a_failure_names_the_rank_the_step_and_the_cause(
     assert {path.parent.name for path in logs.rglob("stderr.log")} == {"0", "1"}
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_before_its_world_is_named_and_nobody_waits_for_it(
     tmp_path: Path,
 ) -> None:
@@ -86,6 +88,7 @@ def test_a_rank_that_leaves_before_its_world_is_named_and_nobody_waits_for_it(
     assert any("then rank 0 in echelon.init() raised RankFailed: rank 1 ended" in n for n in lines)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_and_ended(tmp_path: Path) -> None:
     process = start(tmp_path, "stop")
     assert process.stdout is not None
@@ -108,6 +111,7 @@ def test_a_rank_that_is_stopped_is_named_and_ended(tmp_path: Path) -> None:
     assert re.search(r"train.py:\d+ in <module>", stacks.read_text())  # of rank 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     process = start(tmp_path, "sleep")
     assert process.stdout is not None

@@ -17,6 +17,7 @@ def test_every_check_holds_over(kind):
     assert run_world(kind, run_all, 2) == [len(CHECKS)] * 2
 
 
+@pytest.mark.slow_for("8")
 @pytest.mark.parametrize("ranks", [8])
 def test_every_check_holds_on_many_simulated_ranks(ranks):
     assert run_world("threads", run_all, ranks) == [len(CHECKS)] * ranks

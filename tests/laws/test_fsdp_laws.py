@@ -83,6 +83,7 @@ def in_time() -> list[dict[str, torch.Tensor]]:
     return ec.run(train_every, 3)[0]
 
 
+@pytest.mark.slow_for("processes", "gloo")
 @pytest.mark.parametrize(("kind", "every"), [("processes", 1), ("gloo", 3)])
 def test_late_ranks_change_nothing(kind, every, in_time) -> None:
     plain, _ = train_plain(3, STEPS)

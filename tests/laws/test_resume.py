@@ -125,6 +125,7 @@ def check_close(source: str, target: str, folder: Path, half: int = HALF) -> Non
                 )
 
 
+@pytest.mark.slow_for("processes", "gloo")
 @pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
 def test_all_steps_are_one_half_and_the_other_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     check_the_same(kind, 2, ON_TWO, tmp_path)

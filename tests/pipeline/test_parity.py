@@ -94,6 +94,7 @@ def test_every_schedule_trains_as_one_process_does(world, ranks, microbatches, k
     check(world, ranks, cases_of(variants, kinds, microbatches))
 
 
+@pytest.mark.slow
 def test_eight_ranks_train_as_one_process_does() -> None:
     """One schedule of each shape: on a line, in a loop, in a V. All of it is under one lock."""
     check("threads", 8, cases_of(["1f1b", "interleaved-v2", "zb-v"], ["plain"], microbatches=8))

@@ -6,6 +6,8 @@ import threading
 import time
 from contextlib import suppress
 
+import pytest
+
 from echelon.process.background import end_all, run_beside
 
 LEFT_BEHIND = """
@@ -27,6 +29,7 @@ sys.exit(5)
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_leaves_a_rank_behind_which_computes_ends_with_its_own_code() -> None:
     found = subprocess.run(
         [sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=60, check=False

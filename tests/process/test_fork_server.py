@@ -26,6 +26,7 @@ if __name__ == "__main__":
 PATIENCE_S = 20.0
 
 
+@pytest.mark.slow_for("True", "9")
 @pytest.mark.parametrize(
     ("number", "to_all"),
     [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGKILL, False)],

@@ -125,6 +125,7 @@ with ec.init(sys.argv[1]) as world:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_child_of_a_script_leaves_by_the_interpreters_own_end(
     backend: str, tmp_path: Path

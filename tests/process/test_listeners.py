@@ -112,6 +112,7 @@ def test_a_store_on_an_address_of_no_interface_listens_on_all_and_warns(
     assert f"rank 0: the store listens on 0.0.0.0:{port}: warning: " in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_ranks_on_several_hosts_say_each_address_in_a_line() -> None:
     script = """
 import echelon as ec, torch
