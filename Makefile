@@ -38,13 +38,14 @@ demo: $(READY)
 # Ranks are many short processes. To compile the same files in each takes a tenth of the time.
 unexport PYTHONDONTWRITEBYTECODE
 
+# The checks have run tests/architecture already.
 test: export OMP_NUM_THREADS = 1
 test: check
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore=tests/architecture -m "not slow" $(PYTEST_ARGS)
 
 test-all: export OMP_NUM_THREADS = 1
 test-all: check
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore=tests/architecture $(PYTEST_ARGS)
 
 # Everything that takes minutes to hours; CONTRIBUTING.md says when.
 test-long: export OMP_NUM_THREADS = 1
