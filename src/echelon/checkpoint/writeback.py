@@ -1,7 +1,8 @@
 """Have the disk begin with a file that is still being written, so that the end waits less for it.
 
 Without it the kernel keeps what was written until ``fsync``, and the disk has nothing to do
-meanwhile: on the disk of docs/design-log.md two ranks that write 128 MiB each take a third longer.
+meanwhile. On the disk of docs/design/checkpoint.md, two ranks that write 128 MiB each take a third
+longer then.
 """
 
 from __future__ import annotations
