@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.comm.group import Group
-from echelon.state.sharded_state import Replication, ShardedState, TensorShard
+from echelon.state.sharded_state import ShardedState
+from echelon.state.tensor_shard import Replication, TensorShard
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,15 @@ class Seen:
     start: int
     copy: int
     num_copies: int
-    kept: Replication
+    replication: Replication
     values: Tensor
 
     @classmethod
     def of(cls, one: TensorShard) -> Seen:
         values = one.values.detach().cpu().reshape(-1).clone()
-        return cls(one.names, one.shape, one.start, one.copy, one.num_copies, one.kept, values)
+        return cls(
+            one.names, one.shape, one.start, one.copy, one.num_copies, one.replication, values
+        )
 
 
 def joined(holdings: ShardedState, group: Group) -> dict[str, Tensor]:
@@ -61,7 +64,7 @@ def joined(holdings: ShardedState, group: Group) -> dict[str, Tensor]:
 def _whole(parts: list[Seen]) -> Tensor:
     shape = parts[0].shape
     assert {one.shape for one in parts} == {shape}
-    assert len({one.kept for one in parts}) == 1
+    assert len({one.replication for one in parts}) == 1
     by_start: dict[int, list[Seen]] = {}
     for one in parts:
         if one.values.numel():
@@ -74,7 +77,7 @@ def _whole(parts: list[Seen]) -> Tensor:
         assert sorted(one.copy for one in copies) == list(range(len(copies)))
         for other in others:
             assert other.values.shape == first.values.shape
-            if first.kept is Replication.EQUAL:
+            if first.replication is Replication.IDENTICAL:
                 assert torch.equal(other.values, first.values)
         values.append(first.values)
         end += first.values.numel()

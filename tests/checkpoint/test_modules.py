@@ -18,7 +18,8 @@ from echelon.checkpoint.modules import group_of, holdings_of
 from echelon.comm.mesh import Mesh
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
-from echelon.state.sharded_state import HasShards, Replication, ShardedState
+from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState
+from echelon.state.tensor_shard import Replication
 from tests.ddp.models import TiedLanguageModel
 from tests.holding import check_params, filled, joined, same, write
 from tests.pipeline.models import mse
@@ -100,7 +101,9 @@ def test_ranks_have_copies_that_nobody_keeps_alike() -> None:
         with torch.no_grad():
             model.weight.fill_(world.rank)
         holdings = holdings_of(model, world.group)
-        assert [(one.copy, one.kept) for one in holdings.tensors] == [(world.rank, Replication.OWN)]
+        assert [(one.copy, one.replication) for one in holdings.tensors] == [
+            (world.rank, Replication.PER_RANK)
+        ]
         assert torch.equal(joined(holdings, world.group)["weight"], torch.zeros(1, 2))
 
     run_world("threads", main, 3)
@@ -130,9 +133,9 @@ def modules_with_holders_in_them(world: World) -> None:
     assert group is world.group
     holdings = holdings_of(model, group)
     same(joined(holdings, group), expected)
-    kept = {one.name: one.kept for one in holdings.tensors}
-    assert kept["trunk.0.weight"] is kept["head.scale"] is Replication.EQUAL
-    assert kept["norm.running_mean"] is kept["alone.weight"] is Replication.OWN
+    kept = {one.name: one.replication for one in holdings.tensors}
+    assert kept["trunk.0.weight"] is kept["head.scale"] is Replication.IDENTICAL
+    assert kept["norm.running_mean"] is kept["alone.weight"] is Replication.PER_RANK
     assert [one.name for one in holdings.extras] == ["alone._extra_state"]
     assert set(holdings.params) == set(model.parameters())
     weights = {name: torch.full_like(one, 2) for name, one in expected.items()}
@@ -158,11 +161,11 @@ def test_a_tensor_that_a_holder_and_a_plain_module_share_is_as_the_holder_says()
         held = {one.name: one for one in holdings_of(model, world.group).tensors}
         weight, both = held["outer.weight"], held["outer.both"]
         assert weight.names == ("outer.weight", "inner.weight", "again.weight")
-        assert weight.kept is Replication.EQUAL
+        assert weight.replication is Replication.IDENTICAL
         assert both.names == ("outer.both", "inner.both", "again.both")
-        assert both.kept is Replication.FIRST
+        assert both.replication is Replication.PRIMARY
         assert held["inner.bias"].names == ("inner.bias", "again.bias")
-        assert held["second.bias"].kept is Replication.OWN
+        assert held["second.bias"].replication is Replication.PER_RANK
         assert joined(holdings_of(model, world.group), world.group).keys() == (
             {f"{a}.{b}" for a in ("inner", "again") for b in ("weight", "bias", "both")}
             | {"outer.weight", "outer.both", "second.weight", "second.bias"}
@@ -344,6 +347,9 @@ class Shared(nn.Module, HasShards):
 
     def holdings(self) -> ShardedState:
         return ShardedState(tensors=(), params={}, axes=self.shared_over())
+
+    def parameter_shards(self) -> tuple[ParameterShards, ...]:
+        return ()
 
     def shared_over(self) -> tuple[ec.Group, ...]:
         return (self._group,)

@@ -12,7 +12,7 @@ import echelon as ec
 from echelon.comm.world import World
 from echelon.ddp.replicas import TrackedBuffers
 from echelon.errors import StateError
-from echelon.state.sharded_state import Replication
+from echelon.state.tensor_shard import Replication
 from tests.ddp.models import TiedLanguageModel, rows, share, token_loss, tokens
 from tests.holding import check_optimizer, filled, joined, same, write
 from tests.worlds import KINDS, run_world
@@ -163,7 +163,7 @@ def all_of_it_is_held_by_everyone(world: World) -> None:
     holdings = model.holdings()
     check_optimizer(holdings, optimizer)
     same(joined(holdings, world.group), model.state_dict())
-    assert {one.kept for one in holdings.tensors} == {Replication.EQUAL}
+    assert {one.replication for one in holdings.tensors} == {Replication.IDENTICAL}
     assert holdings.tensors[1].names == ("embedding.weight", "head.weight")
     assert holdings.axes == model.shared_over() == (world.group,)
 
@@ -202,14 +202,14 @@ def test_all_ranks_hold_all_of_the_model_and_what_is_written_is_loaded(kind: str
 
 def test_of_buffers_the_first_counts_if_they_are_sent_and_otherwise_each_its_own() -> None:
     def main(world: World) -> None:
-        for sends, kept in ((True, Replication.FIRST), (False, Replication.OWN)):
+        for sends, kept in ((True, Replication.PRIMARY), (False, Replication.PER_RANK)):
             model = ec.DDP(normed(), world.group, broadcast_buffers=sends)
             train(world, model, 2)
             model.module.register_buffer("late", torch.zeros(2))  # which is never sent
             by_name = {one.name: one for one in model.holdings().tensors}
-            assert by_name["1.running_mean"].kept is kept
-            assert by_name["1.num_batches_tracked"].kept is kept
-            assert by_name["late"].kept is Replication.OWN
+            assert by_name["1.running_mean"].replication is kept
+            assert by_name["1.num_batches_tracked"].replication is kept
+            assert by_name["late"].replication is Replication.PER_RANK
             found = joined(model.holdings(), world.group)["1.running_mean"]
             first = model.module[1].running_mean.clone()
             world.group.broadcast(first, 0)
@@ -237,11 +237,11 @@ def test_ignored_parameters_are_each_ranks_own() -> None:
     def main(world: World) -> None:
         plain = normed()
         model = ec.DDP(plain, world.group, ignored=[plain[2]])
-        kept = {one.name: one.kept for one in model.holdings().tensors}
-        own = {name for name, one in kept.items() if one is Replication.OWN}
+        kept = {one.name: one.replication for one in model.holdings().tensors}
+        own = {name for name, one in kept.items() if one is Replication.PER_RANK}
         assert own == {"2.weight", "2.bias"}
         clone = copy.deepcopy(model)
-        assert kept == {one.name: one.kept for one in clone.holdings().tensors}
+        assert kept == {one.name: one.replication for one in clone.holdings().tensors}
 
     run_world("threads", main, 2)
 

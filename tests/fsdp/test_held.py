@@ -13,7 +13,7 @@ from torch import nn
 import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
-from echelon.state.sharded_state import Replication
+from echelon.state.tensor_shard import Replication
 from tests.fsdp.models import PLAIN, Block, batch, build, loss_of
 from tests.fsdp.two_memories import separate, watched
 from tests.holding import check_optimizer, filled, joined, same, write
@@ -56,7 +56,10 @@ def is_held_and_loaded(world: World, options: dict[str, Any]) -> None:
     found = joined(holdings, world.group)
     check_optimizer(holdings, optimizer)
     same(found, {name: one.to("cpu", copy=True) for name, one in model.state_dict().items()})
-    assert {one.kept for one in holdings.tensors} == {Replication.EQUAL, Replication.OWN}
+    assert {one.replication for one in holdings.tensors} == {
+        Replication.IDENTICAL,
+        Replication.PER_RANK,
+    }
 
     weights = filled(build(), 7).state_dict()
     write(holdings, weights)
@@ -158,7 +161,7 @@ def test_parts_are_equal_and_the_rest_is_each_ranks_own() -> None:
         model = wrap(world, plain, ignored=ignored, **hybrid)
         held = {one.name: one for one in model.holdings().tensors}
         assert held["tokens.weight"].names == ("tokens.weight", "head.weight")
-        own = {name for name, one in held.items() if one.kept is Replication.OWN}
+        own = {name for name, one in held.items() if one.replication is Replication.PER_RANK}
         assert own == {"shift", "frozen.weight"} | {n for n in held if n.startswith("blocks.2")}
         sharded, small = held["blocks.1.down.weight"], held["blocks.0.up.weight"]
         assert (sharded.copy, sharded.num_copies) == (world.rank // 2, 2)

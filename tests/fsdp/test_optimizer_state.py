@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError, UnsupportedError
-from echelon.fsdp.optimizer_state import _per_element
+from echelon.state.optimizer_state import number_keys
 from tests.fsdp.checking import shard
 from tests.fsdp.models import Block, batch, build, loss_of
 from tests.worlds import run_world
@@ -245,8 +245,10 @@ def test_a_parameter_without_dims_has_states_of_both_kinds() -> None:
         "scale": {"step": one, "average": one, "decay": one, "own": one},
         "weight": {"step": one, "average": many, "decay": one},
     }
-    per_element = _per_element(shapes, state)
-    found = {key: per_element((), key) for key in state["scale"]}
+    numbers = number_keys(
+        (shapes[name], key, value) for name, own in state.items() for key, value in own.items()
+    )
+    found = {key: key not in numbers for key in state["scale"]}
     assert found == {"step": False, "average": True, "decay": False, "own": True}
 
 

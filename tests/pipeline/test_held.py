@@ -13,7 +13,7 @@ import echelon as ec
 from echelon.checkpoint.modules import group_of
 from echelon.comm.world import World
 from echelon.errors import ArgumentError
-from echelon.state.sharded_state import Replication
+from echelon.state.tensor_shard import Replication
 from tests.holding import check_optimizer, filled, joined, same, write
 from tests.pipeline.models import build, mse
 from tests.pipeline.split_models import VOCABULARY, loss_fn
@@ -113,7 +113,7 @@ def test_a_parameter_that_stages_share_has_all_names_and_numbered_copies() -> No
         for shared in (held[name] for name in held if name == "head.weight"):
             assert shared.names == ("inner.embed.weight", "head.weight")
             assert shared.is_whole
-            assert shared.kept is Replication.EQUAL
+            assert shared.replication is Replication.IDENTICAL
             assert shared.num_copies == copies
         seen = world.group.all_gather_object({one.name: one.copy for one in held.values()})
         found = [own["inner.embed.weight"] for own in seen if "inner.embed.weight" in own]
@@ -150,8 +150,8 @@ def test_a_stage_without_a_wrapper_is_each_ranks_own_of_all_that_have_it() -> No
         holdings = pipe.holdings()
         same(joined(holdings, world.group), expected)
         is_last = world.rank >= world.size // 2
-        assert {held.kept for held in holdings.tensors} == {
-            Replication.OWN if is_last else Replication.EQUAL
+        assert {held.replication for held in holdings.tensors} == {
+            Replication.PER_RANK if is_last else Replication.IDENTICAL
         }
         assert group_of([pipe], None) is world.group
 

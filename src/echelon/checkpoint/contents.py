@@ -16,7 +16,8 @@ from echelon.checkpoint.part import Part
 from echelon.checkpoint.random_states import random_states
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
-from echelon.state.sharded_state import Replication, ShardedState, TensorShard
+from echelon.state.sharded_state import ShardedState
+from echelon.state.tensor_shard import Replication, TensorShard
 from echelon.values import encode
 
 RANDOM = "rng"  # the name of the random generators in a checkpoint
@@ -149,7 +150,7 @@ class Contents:
                 values=one.detach(),
                 copy=copy[0],
                 num_copies=copy[1],
-                kept=Replication.OWN,
+                replication=Replication.PER_RANK,
             )
             for path, one in tensors.items()
         ]

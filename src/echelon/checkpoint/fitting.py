@@ -13,7 +13,7 @@ from torch import Tensor
 from echelon.checkpoint.format import Manifest, SavedTensor
 from echelon.checkpoint.part import Json, own_name
 from echelon.errors import CheckpointCorrupt
-from echelon.state.sharded_state import Replication, TensorShard
+from echelon.state.tensor_shard import Replication, TensorShard
 from echelon.values import decode
 from echelon.values.dtypes import DTYPES
 from echelon.values.sizes import nbytes_of
@@ -119,7 +119,8 @@ class Fitting:
             self.missing.append(held.name)
             return False
         self.used.add(saved.name)
-        chosen = self._own(saved, self.same_size) if held.kept is Replication.OWN else saved
+        per_rank = held.replication is Replication.PER_RANK
+        chosen = self._own(saved, self.same_size) if per_rank else saved
         problem = _misfit(chosen, held)
         if problem is not None:
             self.differing[held.name] = problem

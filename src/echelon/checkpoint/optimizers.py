@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from echelon.checkpoint.part import Json, Part
 from echelon.errors import ArgumentError, CheckpointCorrupt, UnsupportedError
-from echelon.state.sharded_state import Replication, TensorShard
+from echelon.state.tensor_shard import Replication, TensorShard
 from echelon.values import decode, encode
 from echelon.values.bounded import brief
 from echelon.values.dtypes import DTYPES, dtype_name
@@ -68,7 +68,7 @@ def optimizer_part(name: str, optimizer: Optimizer, owners: Owners) -> Part:
         }
         for i, group in enumerate(optimizer.param_groups)
     ]
-    own = [held.name for held in _all(ranges) if held.kept is Replication.OWN]
+    own = [held.name for held in _all(ranges) if held.replication is Replication.PER_RANK]
     facts = {"class": type(optimizer).__name__, "groups": groups, "state": state, "own": own}
     return Part(kind="optimizer", facts=facts, tensors=tuple(tensors))
 

@@ -10,7 +10,7 @@ from typing import Any, final
 from echelon.checkpoint.checksum import Checksum
 from echelon.checkpoint.tensors import digest_of
 from echelon.errors import StateError
-from echelon.state.sharded_state import Replication, TensorShard
+from echelon.state.tensor_shard import Replication, TensorShard
 
 Json = Any
 
@@ -47,7 +47,7 @@ class Part:
         return {
             one.name: digest_of(one.values) if one.num_copies > 1 else f"rank {rank}"
             for one in self.tensors
-            if one.kept is Replication.OWN
+            if one.replication is Replication.PER_RANK
         }
 
 

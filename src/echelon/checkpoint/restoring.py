@@ -17,7 +17,7 @@ from echelon.checkpoint.optimizers import Owners, Tensorial, number_of, ranges_o
 from echelon.checkpoint.part import Json
 from echelon.checkpoint.tensors import is_ordinary
 from echelon.errors import CheckpointError
-from echelon.state.sharded_state import TensorShard
+from echelon.state.tensor_shard import TensorShard
 
 
 @final

@@ -16,7 +16,7 @@ from echelon.checkpoint.part import Json, Part, own_name
 from echelon.checkpoint.reshard import share
 from echelon.checkpoint.tensors import bytes_of, is_plain
 from echelon.errors import StateError
-from echelon.state.sharded_state import Replication, TensorShard
+from echelon.state.tensor_shard import Replication, TensorShard
 from echelon.values.dtypes import dtype_name
 
 
@@ -91,7 +91,7 @@ def _own(
     """The first rank writes its values; others write theirs under another name if they differ."""
     found = []
     for held in tensors:
-        if held.kept is Replication.OWN:
+        if held.replication is Replication.PER_RANK:
             first = next(r for r, own in enumerate(digests) if held.name in own)
             if rank == first:
                 found.append(_write(held))
@@ -101,14 +101,18 @@ def _own(
 
 
 def _firsts(tensors: Sequence[TensorShard]) -> list[Write]:
-    return [_write(held) for held in tensors if held.kept is Replication.FIRST and held.copy == 0]
+    return [
+        _write(held)
+        for held in tensors
+        if held.replication is Replication.PRIMARY and held.copy == 0
+    ]
 
 
 def _shares(tensors: Sequence[TensorShard]) -> list[Write]:
     """Of copies that are alike, each rank writes a share."""
     found = []
     for held in tensors:
-        if held.kept is Replication.EQUAL:
+        if held.replication is Replication.IDENTICAL:
             itemsize = held.values.dtype.itemsize
             nbytes = held.numel * itemsize
             start, stop = share(held.name, nbytes, itemsize, held.copy, held.num_copies)

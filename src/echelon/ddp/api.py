@@ -30,7 +30,12 @@ from echelon.modules.parameters import (
     ignored_parameters,
 )
 from echelon.modules.wrapper import Wrapper
-from echelon.state.sharded_state import HasShards, ShardedState
+from echelon.state.sharded_state import (
+    HasShards,
+    ParameterShards,
+    ShardedState,
+    parameter_shards_in,
+)
 
 _PREFIX = "module."
 
@@ -312,6 +317,10 @@ class DDP(Wrapper, HasShards):
             raise StateError("holdings() inside backward: ask after loss.backward()")
         sent = self._tracked_buffers.tensors() if self._options.broadcast_buffers else ()
         return replicated_state(self.module, self._group, sent)
+
+    def parameter_shards(self) -> tuple[ParameterShards, ...]:
+        """All parameters, whole. Nothing is communicated."""
+        return tuple(parameter_shards_in(self.module))
 
     def shared_over(self) -> tuple[Group, ...]:
         """The group, as one of the axes of a mesh."""

@@ -19,7 +19,8 @@ from echelon.comm.group import Group
 from echelon.ddp.buckets import compute_buckets
 from echelon.modules.parameters import is_claimed
 from echelon.ranges import pack
-from echelon.state.sharded_state import Replication, ShardedState, named_extras, named_state, whole
+from echelon.state.sharded_state import ShardedState, named_extras, named_state
+from echelon.state.tensor_shard import Replication, whole
 
 
 @final
@@ -99,8 +100,8 @@ def replicated_state(
 
     def replication(tensor: Tensor) -> Replication:
         if isinstance(tensor, nn.Parameter):
-            return Replication.EQUAL if is_claimed(tensor) else Replication.OWN
-        return Replication.FIRST if id(tensor) in broadcast_ids else Replication.OWN
+            return Replication.IDENTICAL if is_claimed(tensor) else Replication.PER_RANK
+        return Replication.PRIMARY if id(tensor) in broadcast_ids else Replication.PER_RANK
 
     shards = [
         (tensor, whole(names, tensor, group.rank, group.size, replication(tensor)))

@@ -20,19 +20,11 @@ from echelon.fsdp.flat_parameters import flat_parameters
 from echelon.fsdp.gradients import Slots
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.hybrid_groups import HybridGroups
-from echelon.fsdp.optimizer_state import gather_optimizer_state, load_optimizer_state
 from echelon.fsdp.overtaken import let_steps_wait
 from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.shard_layout import ShardInfo
-from echelon.fsdp.shards import holdings_of_shards
-from echelon.fsdp.state_dict import (
-    copy_parameters,
-    copy_parts,
-    load_state,
-    no_assign,
-    part_loader,
-    state_of_copies,
-)
+from echelon.fsdp.shards import holdings_of_shards, parameter_shards_of
+from echelon.fsdp.state_dict import copy_parameters, copy_parts, no_assign, part_loader
 from echelon.fsdp.storage import Storage, await_readers
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.whole_only import allow_copies, guard_modules
@@ -41,7 +33,15 @@ from echelon.modules.compiled import keep_plain_names, plain_name
 from echelon.modules.elementwise import refuse_other_steps
 from echelon.modules.parameters import ParameterGuard, claim
 from echelon.modules.wrapper import Wrapper
-from echelon.state.sharded_state import HasShards, ShardedState
+from echelon.state.model_state import LoadReport, load_model_state, state_of_copies
+from echelon.state.optimizer_state import (
+    check_params,
+    gather_states,
+    group_options,
+    load_states,
+    names_by_group,
+)
+from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState
 
 
 class ShardedModule(Wrapper, HasShards):
@@ -238,7 +238,7 @@ class ShardedModule(Wrapper, HasShards):
             raise no_assign()
         self._take_replaced()
         self._hooks.await_forwards()
-        return load_state(self.module, self._storages(), state_dict, strict=strict)
+        return self._load(state_dict, strict=strict)
 
     def load_sharded_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Load what ``sharded_state_dict`` returned on this rank. Nothing is communicated.
@@ -249,7 +249,18 @@ class ShardedModule(Wrapper, HasShards):
         """
         self._take_replaced()
         self._hooks.await_forwards()
-        return load_state(self.module, self._storages(), state, strict=strict, parts=True)
+        return self._load(state, strict=strict, parts=True)
+
+    def _load(self, state: Mapping[str, Any], *, strict: bool, parts: bool = False) -> LoadReport:
+        storages = self._storages()
+        shards = {
+            shard.identity: shard
+            for ranges in parameter_shards_of(self.module, storages, self._ranks).by_param.values()
+            for shard in ranges
+        }
+        return load_model_state(
+            self.module, shards, state, lambda: await_readers(storages), strict=strict, parts=parts
+        )
 
     def holdings(self) -> ShardedState:
         """This rank's ranges of the plain model. Nothing is communicated.
@@ -268,6 +279,10 @@ class ShardedModule(Wrapper, HasShards):
         hooks = self._hooks
         return holdings_of_shards(self.module, self._storages(), self._ranks, hooks.before_write)
 
+    def parameter_shards(self) -> tuple[ParameterShards, ...]:
+        """This rank's ranges of the parameters. Nothing is communicated."""
+        return (parameter_shards_of(self.module, self._storages(), self._ranks),)
+
     def shared_over(self) -> tuple[Group, ...]:
         """The group, and that of the replicas where there are several."""
         return self._ranks.groups
@@ -283,8 +298,19 @@ class ShardedModule(Wrapper, HasShards):
             UnsupportedError: a state is neither a number nor one number for each element.
             StateError: the optimizers of the ranks hold different states.
         """
-        self._meet("optimizer_state_dict()")
-        return gather_optimizer_state(optimizer, self.module, self._storages(), self._group)
+        (shards,) = self.parameter_shards()
+        check_params(optimizer, shards.by_param, "not among model.parameters()")
+        return {
+            "state": gather_states(optimizer, shards),
+            "param_groups": [
+                {**group_options(group), "params": names}
+                for group, names in zip(
+                    optimizer.param_groups,
+                    names_by_group(optimizer, shards.by_param),
+                    strict=True,
+                )
+            ],
+        }
 
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
@@ -294,7 +320,9 @@ class ShardedModule(Wrapper, HasShards):
         Raises:
             ArgumentError: names, groups or shapes do not fit; nothing was loaded.
         """
-        load_optimizer_state(optimizer, self.module, self._storages(), state)
+        (shards,) = self.parameter_shards()
+        check_params(optimizer, shards.by_param, "not among model.parameters()")
+        load_states(optimizer, shards.by_param, state, exact=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if self._hooks.busy:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.fsdp.hybrid_groups import HybridGroups
-from echelon.fsdp.state_dict import Home, homes_of
+from echelon.fsdp.state_dict import homes_of
 from echelon.fsdp.storage import Storage
-from echelon.state.sharded_state import (
-    Replication,
-    ShardedState,
-    TensorShard,
-    named_extras,
-    named_state,
-    whole,
-)
+from echelon.state.sharded_state import ParameterShards, ShardedState, named_extras, named_state
+from echelon.state.tensor_shard import Replication, TensorShard, whole, whole_parameter
 
 
 def holdings_of_shards(
@@ -30,33 +25,73 @@ def holdings_of_shards(
     Args:
         storages: where the parts lie, as they are outside of a pass.
     """
-    homes = homes_of(storages)
+    ranges = _ranges(module, storages, ranks)
     copy, num_copies = ranks.copy_of_all
-    tensors: list[TensorShard] = []
-    params: dict[nn.Parameter, tuple[TensorShard, ...]] = {}
-    parts: dict[Home, TensorShard] = {}
-    for names, tensor in named_state(module):
-        home = homes.get(id(tensor))
-        if home is None:
-            one = whole(names, tensor, copy, num_copies, Replication.OWN)
-        else:
-            one = parts[home] = _part(home.storage, home.i, names, ranks)
-        tensors.append(one)
-        if isinstance(tensor, nn.Parameter) and not (home and home.storage.is_flat):
-            params[tensor] = (one,)
-    for storage in storages:
-        if storage.is_flat:
-            params[storage.exposed[0]] = tuple(
-                parts.get(Home(storage, i)) or _part(storage, i, (member.name,), ranks)
-                for i, member in enumerate(storage.members)
-            )
+    shards = {
+        tensor: ranges.get(id(tensor))
+        or whole(names, tensor, copy, num_copies, Replication.PER_RANK)
+        for names, tensor in named_state(module)
+    }
     return ShardedState(
-        tensors=tuple(tensors),
-        params=params,
+        tensors=tuple(shards.values()),
+        params=_by_param(shards, storages, ranks),
         extras=tuple(named_extras(module)),
         axes=ranks.groups,
         before_write=before_write,
     )
+
+
+def parameter_shards_of(
+    module: nn.Module, storages: Sequence[Storage], ranks: HybridGroups
+) -> ParameterShards:
+    """This rank's ranges of the parameters of ``module``, as an optimizer has them."""
+    homes, ranges = homes_of(storages), _ranges(module, storages, ranks)
+    shards = {
+        tensor: ranges.get(id(tensor)) or whole_parameter(names, tensor)
+        for names, tensor in named_state(module)
+        if isinstance(tensor, nn.Parameter)
+    }
+
+    def assemble(shard: TensorShard, values: Tensor, label: str) -> Tensor:
+        home = homes.get(shard.identity)
+        if home is None:
+            return values.detach().clone()
+        return home.storage.assembled(home.i, values, label=label)
+
+    by_param = _by_param(shards, storages, ranks)
+    return ParameterShards(by_param=by_param, group=ranks.shard, assemble=assemble)
+
+
+def _ranges(
+    module: nn.Module, storages: Sequence[Storage], ranks: HybridGroups
+) -> dict[int, TensorShard]:
+    """The ranges of the parameters that are in units, by the ``id`` of the parameter."""
+    homes = homes_of(storages)
+    return {
+        id(tensor): _part(home.storage, home.i, names, ranks)
+        for names, tensor in named_state(module)
+        if (home := homes.get(id(tensor))) is not None
+    }
+
+
+def _by_param(
+    shards: Mapping[Any, TensorShard], storages: Sequence[Storage], ranks: HybridGroups
+) -> dict[nn.Parameter, tuple[TensorShard, ...]]:
+    """The ranges of each parameter that an optimizer has; a flat one stands for several."""
+    flat = [storage for storage in storages if storage.is_flat]
+    inside = {param for storage in flat for param in storage.params}
+    by_param: dict[nn.Parameter, tuple[TensorShard, ...]] = {
+        param: (shard,)
+        for param, shard in shards.items()
+        if isinstance(param, nn.Parameter) and param not in inside
+    }
+    for storage in flat:
+        members = zip(storage.params, storage.members, strict=True)
+        by_param[storage.exposed[0]] = tuple(
+            shards.get(param) or _part(storage, i, (member.name,), ranks)
+            for i, (param, member) in enumerate(members)
+        )
+    return by_param
 
 
 def _part(storage: Storage, i: int, names: tuple[str, ...], ranks: HybridGroups) -> TensorShard:

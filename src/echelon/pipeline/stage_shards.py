@@ -19,14 +19,8 @@ from torch import nn
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
 from echelon.pipeline.stage_initialization import part_in
-from echelon.state.sharded_state import (
-    Replication,
-    ShardedState,
-    TensorShard,
-    axes_in,
-    named_state,
-    sharded_state_of,
-)
+from echelon.state.sharded_state import ShardedState, axes_in, named_state, sharded_state_of
+from echelon.state.tensor_shard import Replication, TensorShard
 
 
 @final
@@ -115,17 +109,18 @@ class StageShards:
         if found is None:
             return one
         place, num_owners = found.owners.index(self._group.rank), len(found.owners)
-        kept = one.kept
+        replication = one.replication
         if not isinstance(one.tensor, nn.Parameter):
-            kept = kept if num_owners == 1 else Replication.OWN  # every stage changes its own
+            if num_owners > 1:
+                replication = Replication.PER_RANK  # every stage changes its own
         elif self._replicate is not None or one.num_copies == 1:
-            kept = Replication.EQUAL  # it is reduced over all that have it
+            replication = Replication.IDENTICAL  # it is reduced over all that have it
         return replace(
             one,
             names=found.names,
             copy=place * one.num_copies + one.copy,
             num_copies=num_owners * one.num_copies,
-            kept=kept,
+            replication=replication,
         )
 
 

@@ -16,9 +16,16 @@ from echelon.modules.elementwise import refuse_other_steps
 from echelon.pipeline.shared_parameters import shared_parameters
 from echelon.pipeline.stage_initialization import name_in_model, names_of_state
 from echelon.pipeline.stage_shards import StageShards
-from echelon.pipeline.state_by_name import StateByName
-from echelon.pipeline.whole_state import load_parts, parts_of, whole_state
-from echelon.state.sharded_state import HasShards, ShardedState
+from echelon.pipeline.stage_state import (
+    gather_stages,
+    load_parts,
+    parts_of,
+    shards_by_param,
+    stage_parameters,
+    whole_state,
+)
+from echelon.state.optimizer_state import check_params, load_states
+from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState
 
 
 class StagedModule(nn.Module, HasShards):
@@ -128,6 +135,10 @@ class StagedModule(nn.Module, HasShards):
         """
         return self._held.holdings()
 
+    def parameter_shards(self) -> tuple[ParameterShards, ...]:
+        """What this rank holds of the parameters of its stages. Nothing is communicated."""
+        return tuple(stage_parameters(self._own, self._first_names))
+
     def shared_over(self) -> tuple[Group, ...]:
         """The ranks of the pipeline, and the groups over which stages are shared."""
         return self._held.axes
@@ -142,9 +153,10 @@ class StagedModule(nn.Module, HasShards):
             ArgumentError: the optimizer has the state of a parameter that is in no stage here.
             StateError: the optimizers of the ranks hold different states or groups.
         """
-        own = StateByName(optimizer, self._own, self._first_names)
+        shards = self.parameter_shards()
+        check_params(optimizer, shards_by_param(shards), "in no stage of this rank", others=True)
         self._group.barrier(label="optimizer_state_dict(), which all ranks call")
-        return own.save(self._group)
+        return gather_stages(optimizer, shards, self._group)
 
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
@@ -152,10 +164,11 @@ class StagedModule(nn.Module, HasShards):
         """Load a whole state by name; every rank takes its share. Nothing is communicated.
 
         Raises:
-            ArgumentError: names or groups do not fit, and nothing was loaded; or a shape does not,
-                and stages before that one were loaded.
+            ArgumentError: names, groups or shapes do not fit; nothing was loaded.
         """
-        StateByName(optimizer, self._own, self._first_names).load(state)
+        by_param = shards_by_param(self.parameter_shards())
+        check_params(optimizer, by_param, "in no stage of this rank", others=True)
+        load_states(optimizer, by_param, state, exact=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise StateError(

@@ -1,96 +1,21 @@
-"""What one rank holds of a model: ranges of its tensors, under the names of the plain model.
-
-::
-
-    plain model    | weight (3x4) ............ | bias (3) |        by name, flattened
-    rank 0 holds   | weight[0:8]  |                                one range of one tensor
-    rank 1 holds                  | weight[8:12] | bias[0:3] |
-
-Every technique says what it holds in these terms, so whoever reads or writes a model needs to know
-none of them, and any cut can become any other by the arithmetic of ranges.
-"""
+"""All that one rank holds of a model: ranges of its tensors, under the names of the plain model."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import final
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from echelon.comm.flat import is_expanded
 from echelon.comm.group import Group
-from echelon.errors import ArgumentError
 from echelon.modules.compiled import plain_name
-
-Shape = tuple[int, ...]
-Rename = Callable[[str], str]
+from echelon.state.tensor_shard import Rename, Replication, TensorShard, whole, whole_parameter
 
 _EXTRA = "_extra_state"  # where nn.Module keeps what get_extra_state() returns
-
-
-class Replication(Enum):
-    """How the ranks that hold one range keep it alike."""
-
-    EQUAL = "all copies have the same bits"
-    FIRST = "the first copy counts; others take it over when they next train"
-    OWN = "nobody makes the copies alike, so each rank may have its own values"
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class TensorShard:
-    """A range of one tensor of the plain model, in this rank's memory.
-
-    Attributes:
-        names: of the tensor in the plain model; the first counts, others are tied to it.
-        shape: of the whole tensor.
-        start: first element of the range, in the flattened tensor.
-        values: the range itself, of any shape; its elements in row-major order are the range.
-        copy: which of the ranks that hold this very range this one is.
-        num_copies: how many hold it.
-        kept: how the copies are kept alike.
-        tensor: the parameter or buffer itself, by which modules that share it are seen to do so.
-    """
-
-    names: tuple[str, ...]
-    shape: Shape
-    start: int
-    values: Tensor
-    copy: int = 0
-    num_copies: int = 1
-    kept: Replication = Replication.EQUAL
-    tensor: Tensor | None = field(default=None, repr=False)
-
-    @property
-    def name(self) -> str:
-        """The name that counts."""
-        return self.names[0]
-
-    @property
-    def numel(self) -> int:
-        """Length of the range, in elements."""
-        return self.values.numel()
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the range is all of the tensor."""
-        return self.numel == prod(self.shape)
-
-    @property
-    def identity(self) -> int:
-        """What is the same for ranges of one tensor of a module, and for no others."""
-        return id(self if self.tensor is None else self.tensor)
-
-    def renamed(self, rename: Rename) -> TensorShard:
-        """The same under other names."""
-        return replace(self, names=tuple(map(rename, self.names)))
+ShardsByParam = Mapping[nn.Parameter, tuple[TensorShard, ...]]
 
 
 @final
@@ -141,6 +66,32 @@ class ShardedState:
         )
 
 
+@final
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ParameterShards:
+    """The parameters of one module as an optimizer has them, and how ranks put tensors together.
+
+    Attributes:
+        by_param: for each parameter object that an optimizer may have, the ranges that it is, end
+            to end; several ranges for a flat parameter.
+        group: the ranks whose ranges make up the parameters; None: each rank has them whole.
+        assemble: makes the whole tensor of values like those of a range, with a label for the
+            collective; all ranks of ``group`` call it.
+    """
+
+    by_param: ShardsByParam
+    group: Group | None = None
+    assemble: Callable[[TensorShard, Tensor, str], Tensor] | None = None
+
+    def renamed(self, rename: Rename) -> ParameterShards:
+        """The same under other names."""
+        by_param = {
+            param: tuple(shard.renamed(rename) for shard in shards)
+            for param, shards in self.by_param.items()
+        }
+        return replace(self, by_param=by_param)
+
+
 class HasShards(ABC):
     """A module that knows what it holds of the plain model; nothing else need look inside."""
 
@@ -153,6 +104,13 @@ class HasShards(ABC):
         Raises:
             StateError: in the middle of a step.
             ArgumentError: a tensor cannot be saved or loaded.
+        """
+
+    @abstractmethod
+    def parameter_shards(self) -> tuple[ParameterShards, ...]:
+        """What this rank holds of the parameters alone, for the state of an optimizer over them.
+
+        Nothing is communicated. Names are the plain ones.
         """
 
     @abstractmethod
@@ -217,7 +175,7 @@ def _joined(rename: Rename, path: str, local: str) -> str:
 def _own_holdings(module: nn.Module, rename: Rename, copy: int, num_copies: int) -> ShardedState:
     """What a plain module has itself, without the modules below."""
     found = [
-        (tensor, whole((rename(local),), tensor, copy, num_copies, Replication.OWN))
+        (tensor, whole((rename(local),), tensor, copy, num_copies, Replication.PER_RANK))
         for local, tensor in _own_state(module)
     ]
     return ShardedState(
@@ -263,53 +221,22 @@ def _merged(parts: Sequence[tuple[bool, ShardedState]]) -> ShardedState:
     )
 
 
-def whole(
-    names: tuple[str, ...], tensor: Tensor, copy: int, num_copies: int, kept: Replication
-) -> TensorShard:
-    """All of a tensor, in this rank's memory.
+def parameter_shards_in(module: nn.Module, rename: Rename = str) -> Iterator[ParameterShards]:
+    """What this rank holds of the parameters of any module, under the names that ``rename`` makes.
 
-    Raises:
-        ArgumentError: it has no values, or none that can be read and written as plain numbers.
+    The modules with shards in it say so; every other parameter is whole.
     """
-    problem = _problem(tensor)
-    if problem is not None:
-        raise ArgumentError(f"{names[0]!r} cannot be saved or loaded: it {problem}")
-    return TensorShard(
-        names=names,
-        shape=tuple(tensor.shape),
-        start=0,
-        values=tensor.detach(),
-        copy=copy,
-        num_copies=num_copies,
-        kept=kept,
-        tensor=tensor,
-    )
-
-
-def _problem(tensor: Tensor) -> str | None:
-    """Why a tensor is not simply numbers in memory; None if it is."""
-    if is_lazy(tensor):
-        return "has no shape yet. Run one batch through the model first"
-    if tensor.is_meta:
-        return "is on the meta device, so it has no values. Give it memory first"
-    if tensor.is_nested:
-        return "is a nested tensor. Keep its values and its offsets as two tensors"
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return (
-            f"is a {type(tensor).__name__}, and only the library of that knows where its numbers "
-            "are. Save it with that, or make it a plain tensor"
-        )
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return (
-            f"is {tensor.dtype} with layout {tensor.layout}. Make it a dense tensor of plain "
-            "numbers with .to_dense() or .dequantize()"
-        )
-    if is_expanded(tensor):
-        return (
-            f"was expanded, so several of its {tensor.numel()} elements are one place in memory "
-            "and could not be read back. Make it with .contiguous()"
-        )
-    return None
+    plain: dict[nn.Parameter, tuple[TensorShard, ...]] = {}
+    for path, inner in _places(module):
+        in_model = partial(_joined, rename, path)
+        if isinstance(inner, HasShards):
+            for shards in inner.parameter_shards():
+                yield shards.renamed(in_model)
+        else:
+            for local, param in inner._parameters.items():
+                if param is not None:
+                    plain.setdefault(param, (whole_parameter((in_model(local),), param),))
+    yield ParameterShards(by_param=plain)
 
 
 # Names ---------------------------------------------------------------------------------------

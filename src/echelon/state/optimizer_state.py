@@ -1,0 +1,371 @@
+"""The state of an optimizer by the names of the plain model, from what each rank holds of it.
+
+::
+
+    {"state": {name: {key: whole tensor or number}},
+     "param_groups": [{"lr": ..., "params": [names]}]}
+
+It is what an optimizer over the plain model has, so neither the number of ranks nor the layout of
+shards shows in it. A state is one of three kinds:
+
+- *per element*: a tensor of the shape of its parameter, such as ``exp_avg``. It is sharded as the
+  parameter is.
+- a number of its parameter: a tensor without dims, such as ``step``, or a Python number.
+- anything else, such as the row means of Adafactor. Its parameter must be whole on this rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from echelon import checks
+from echelon.comm.group import Group
+from echelon.errors import ArgumentError, StateError, UnsupportedError
+from echelon.state.sharded_state import ParameterShards, ShardsByParam
+from echelon.state.tensor_shard import Shape, TensorShard
+
+StateByName = Mapping[str, Mapping[str, Any]]
+
+
+@final
+class StateEntry(NamedTuple):
+    """One state of one range of a parameter.
+
+    Attributes:
+        shard: the range.
+        key: of the state, such as ``"exp_avg"``.
+        value: a tensor or a number; if ``per_element``, the elements of this range.
+        per_element: whether it has one number for each element of the range.
+    """
+
+    shard: TensorShard
+    key: str
+    value: Any
+    per_element: bool
+
+
+def entries_of(optimizer: Optimizer, shards: ShardsByParam) -> Iterator[StateEntry]:
+    """The states of all ranges, in the order of the groups."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    states = [(param, optimizer.state[param]) for param in params if param in optimizer.state]
+    numbers = number_keys(
+        (tuple(param.shape), key, value) for param, own in states for key, value in own.items()
+    )
+    for param, own in states:
+        ranges = shards.get(param, ())
+        for key, value in own.items():
+            per_element = _is_like(value, param, ranges) and (
+                bool(param.dim()) or key not in numbers
+            )
+            yield from _split(param, ranges, key, value, per_element=per_element)
+
+
+def _is_like(value: Any, param: nn.Parameter, ranges: Sequence[TensorShard]) -> bool:
+    """Whether a state has the shape of what this rank holds of its parameter."""
+    shapes = [param.shape, *(shard.values.shape for shard in ranges if len(ranges) == 1)]
+    return isinstance(value, Tensor) and value.shape in shapes
+
+
+def _split(
+    param: nn.Parameter, ranges: Sequence[TensorShard], key: str, value: Any, *, per_element: bool
+) -> Iterator[StateEntry]:
+    """A state of a parameter, for each range of it."""
+    if per_element and is_flat(param, ranges):
+        flat = value.view(-1).split([shard.numel for shard in ranges])
+        for shard, part in zip(ranges, flat, strict=True):
+            yield StateEntry(shard, key, part.view(shard.values.shape), True)
+    else:
+        for shard in ranges:
+            yield StateEntry(shard, key, value, per_element)
+
+
+def is_flat(param: nn.Parameter, ranges: Sequence[TensorShard]) -> bool:
+    """Whether an optimizer has a flat parameter in the place of those of the model."""
+    return len(ranges) != 1 or ranges[0].identity != id(param)
+
+
+def number_keys(states: Iterable[tuple[Shape, str, Any]]) -> set[str]:
+    """The keys of states that are one number for a parameter, and not one for each element.
+
+    The two look alike for a parameter without dims; there the other parameters tell.
+
+    Args:
+        states: the shape of the parameter, the key and the value of each state.
+    """
+    with_dims = [(key, value) for shape, key, value in states if shape]
+    per_element = {key for key, value in with_dims if isinstance(value, Tensor) and value.dim()}
+    return {key for key, _ in with_dims if key not in per_element} | {"step"} - per_element
+
+
+# Saving --------------------------------------------------------------------------------------
+
+
+def gather_states(optimizer: Optimizer, shards: ParameterShards) -> dict[str, dict[str, Any]]:
+    """The whole states of the parameters in ``shards``, by name, as copies.
+
+    All ranks of its group call it; one tensor is gathered at a time.
+
+    Raises:
+        UnsupportedError: a state on some rank is not one number for each element of its parameter.
+        StateError: the optimizers of the ranks hold different states.
+    """
+    entries = list(entries_of(optimizer, shards.by_param))
+    if shards.group is not None:
+        shards.group.barrier(label="optimizer_state_dict(), which all ranks call")
+        _agree(entries, shards.group)
+    state: dict[str, dict[str, Any]] = {}
+    for shard, key, value, per_element in entries:
+        if per_element and shards.assemble is not None:
+            whole = shards.assemble(shard, value, f"{key} of {shard.name}")
+        else:
+            whole = copied(value)
+        state.setdefault(shard.name, {})[key] = whole
+    return state
+
+
+def _agree(entries: Sequence[StateEntry], group: Group) -> None:
+    """See to it that all ranks will gather the same tensors, or raise on all of them."""
+    problems = [text for entry in entries if (text := _problem(entry))]
+    kinds = [
+        f"{key!r} of {shard.name!r} ({value.dtype if isinstance(value, Tensor) else 'a number'})"
+        for shard, key, value, _ in entries
+    ]
+    everyone: list[tuple[list[str], list[str]]] = group.all_gather_object((problems, kinds))
+    for rank, (wrong, _) in enumerate(everyone):
+        if wrong:
+            raise UnsupportedError(
+                f"the optimizer's {wrong[0]} on rank {rank}: a state must be a number, or one "
+                "number for each element, to be put together from parts"
+            )
+    first = everyone[0][1]
+    for rank, (_, others) in enumerate(everyone):
+        if others != first:
+            only = sorted(set(others) ^ set(first))[:1] or ["their order"]
+            raise StateError(
+                f"the optimizers of ranks 0 and {rank} hold different states: {only[0]} is on one "
+                "of them only. Step the same optimizer on all ranks"
+            )
+
+
+def _problem(entry: StateEntry) -> str | None:
+    """Why a state cannot be put together from the parts of ranks; None if it can."""
+    shard, key, value, per_element = entry
+    if isinstance(value, Tensor):
+        if per_element or not value.dim():
+            return None
+        shape, part = tuple(value.shape), tuple(shard.values.shape)
+        return f"state {key!r} of {shard.name!r} has shape {shape}, its part {part}"
+    if isinstance(value, int | float | bool | str | None):
+        return None
+    return f"state {key!r} of {shard.name!r} is a {type(value).__name__}"
+
+
+def names_by_group(optimizer: Optimizer, shards: ShardsByParam) -> list[list[str]]:
+    """The names of the parameters in each group that this rank has, in order."""
+    return [
+        [shard.name for param in group["params"] for shard in shards.get(param, ())]
+        for group in optimizer.param_groups
+    ]
+
+
+def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of the options of a group, without what names its parameters."""
+    return {
+        key: copy.deepcopy(value)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def copied(value: Any) -> Any:
+    """A copy of a state."""
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+# Loading -------------------------------------------------------------------------------------
+
+
+def load_states(
+    optimizer: Optimizer, shards: ShardsByParam, given: Mapping[str, Any], *, exact: bool
+) -> None:
+    """Take this rank's parts of a whole state by name. Nothing is communicated.
+
+    Args:
+        exact: whether ``given`` must have the same parameters in the same groups; otherwise it may
+            have more of them, such as those of other ranks.
+
+    Raises:
+        ArgumentError: names, groups or shapes do not fit; nothing was loaded.
+    """
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+        raise ArgumentError("an optimizer state is a dict with 'state' and 'param_groups'")
+    state: StateByName = given["state"]
+    groups = _matching_groups(names_by_group(optimizer, shards), given, exact=exact)
+    named = [
+        (shard, key, value)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        for shard in shards.get(param, ())
+        for key, value in state.get(shard.name, {}).items()
+    ]
+    wrong = [
+        f"{key!r} of {shard.name!r} has shape {tuple(value.shape)} instead of {shard.shape}"
+        for shard, key, value in named
+        if isinstance(value, Tensor) and value.dim() and tuple(value.shape) != shard.shape
+    ]
+    if wrong:
+        raise ArgumentError(f"the optimizer state does not fit: {'; '.join(wrong)}")
+    numbers = number_keys((shard.shape, key, value) for shard, key, value in named)
+    states = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            own = _joined(param, shards.get(param, ()), state, numbers)
+            if own is not None:
+                states[param] = own
+    install_states(optimizer, states, [group_options(group) for group in groups])
+
+
+def _matching_groups(
+    names: Sequence[Sequence[str]], given: Mapping[str, Any], *, exact: bool
+) -> list[Mapping[str, Any]]:
+    """For each group of an optimizer the given one that has its parameters.
+
+    Raises:
+        ArgumentError: names are missing, unknown though ``exact``, or otherwise grouped.
+    """
+    mine = {name for own in names for name in own}
+    groups: list[Mapping[str, Any]] = list(given["param_groups"])
+    theirs = {name for group in groups for name in group["params"]}
+    wrong = [f"{name}: missing" for name in sorted(mine - theirs)]
+    if exact:
+        unknown = (theirs | given["state"].keys()) - mine
+        wrong += [f"{name}: unexpected" for name in sorted(unknown)]
+    if wrong:
+        raise ArgumentError(f"the optimizer state does not fit: {'; '.join(wrong)}")
+    left, chosen = list(groups), []
+    for i, own in enumerate(names):
+        if exact:
+            group = next((one for one in left if set(one["params"]) == set(own)), None)
+            left = [one for one in left if one is not group]
+        else:
+            group = saved_group(set(own), i, groups)
+        if group is None or (not own and not exact and len(groups) != len(names)):
+            raise ArgumentError(
+                f"the optimizer state does not fit: no group of it has the {len(own)} parameters "
+                f"of group {i} of the optimizer, {', '.join(sorted(own)):.80}"
+            )
+        chosen.append(group)
+    return chosen
+
+
+def saved_group(
+    names: set[str], i: int, groups: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any] | None:
+    """Of saved groups, the one with these parameters; for none of them, the one at place ``i``."""
+    if names:
+        return next((group for group in groups if names <= set(group["params"])), None)
+    return groups[i] if i < len(groups) else None
+
+
+def _joined(
+    param: nn.Parameter, ranges: Sequence[TensorShard], state: StateByName, numbers: set[str]
+) -> dict[str, Any] | None:
+    """This rank's part of the state of what an optimizer has; None if there is none.
+
+    Raises:
+        ArgumentError: a flat parameter would need two different values of a state.
+    """
+    if not ranges or all(shard.name not in state for shard in ranges):
+        return None
+    first = ranges[0]
+    keys = state.get(first.name, {}).keys()
+    for shard in ranges:
+        if shard.name not in state or first.name not in state or state[shard.name].keys() != keys:
+            raise _two_states(first, shard, "different states")
+    joined = {}
+    for key in keys:
+        values = [state[shard.name][key] for shard in ranges]
+        parts = [
+            _part(shard, value) if _is_whole(value, shard, key, numbers) else None
+            for shard, value in zip(ranges, values, strict=True)
+        ]
+        if not is_flat(param, ranges):
+            joined[key] = copied(values[0]) if parts[0] is None else parts[0]
+        elif all(part is not None for part in parts):
+            joined[key] = torch.cat([part.reshape(-1) for part in parts if part is not None])
+        else:
+            for shard, value in zip(ranges, values, strict=True):
+                if (isinstance(value, Tensor) and value.dim()) or value != values[0]:
+                    raise _two_states(first, shard, f"{key} {values[0]} and {value}")
+            joined[key] = copied(values[0])
+    return joined
+
+
+def _is_whole(value: Any, shard: TensorShard, key: str, numbers: set[str]) -> bool:
+    """Whether a value has a number for each element of the whole parameter."""
+    has_shape = isinstance(value, Tensor) and tuple(value.shape) == shard.shape
+    return has_shape and (bool(shard.shape) or key not in numbers)
+
+
+def _part(shard: TensorShard, value: Tensor) -> Tensor:
+    """A copy of this rank's range of a whole tensor."""
+    return shard.range_of(value).clone()
+
+
+def _two_states(first: TensorShard, other: TensorShard, what: str) -> ArgumentError:
+    return ArgumentError(
+        f"the optimizer state does not fit: {first.name!r} and {other.name!r} have {what}, and "
+        "with use_orig_params=False they are one flat parameter, which has one state: wrap with "
+        "use_orig_params=True"
+    )
+
+
+def install_states(
+    optimizer: Optimizer,
+    states: Mapping[nn.Parameter, Mapping[str, Any]],
+    options: Sequence[Mapping[str, Any]],
+) -> None:
+    """Give an optimizer the states of its parameters, and options for each of its groups."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = {param: i for i, param in enumerate(params)}
+    # In the form of torch, which converts the tensors and runs the optimizer's own hooks.
+    optimizer.load_state_dict(
+        {
+            "state": {numbers[param]: dict(own) for param, own in states.items()},
+            "param_groups": [
+                {**own, "params": [numbers[param] for param in group["params"]]}
+                for own, group in zip(options, optimizer.param_groups, strict=True)
+            ],
+        }
+    )
+
+
+# Both ----------------------------------------------------------------------------------------
+
+
+def check_params(
+    optimizer: Optimizer, shards: ShardsByParam, place: str, *, others: bool = False
+) -> None:
+    """Refuse what is no optimizer, or has parameters that are not in ``shards``.
+
+    Args:
+        place: where they are not, for the message.
+        others: whether it may have such, if they have no state.
+
+    Raises:
+        ArgumentError: says which group has it.
+    """
+    checks.optimizer(optimizer)
+    for i, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param not in shards and (not others or optimizer.state.get(param)):
+                raise ArgumentError(
+                    f"group {i} of the optimizer has a parameter of shape {tuple(param.shape)} "
+                    f"that is {place}: give the optimizer of this model"
+                )
