@@ -59,7 +59,7 @@ def entries_of(optimizer: Optimizer, shards: ShardsByParam) -> Iterator[StateEnt
     )
     for param, own in states:
         ranges = shards.get(param, ())
-        for key, value in own.items():
+        for key, value in own.items() if ranges else ():
             per_element = _is_like(value, param, ranges) and (
                 bool(param.dim()) or key not in numbers
             )
