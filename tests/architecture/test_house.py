@@ -13,7 +13,7 @@ MAY_STAND_TWICE = {"api", "group", "start", "__main__"}
 
 # These stand twice still. The lists only become shorter.
 KNOWN_MODULE_NAMES = {"background"}
-KNOWN_CLASS_NAMES = {"Engine", "LoadReport", "Store"}
+KNOWN_CLASS_NAMES = {"Engine", "Store"}
 
 
 def packages(modules: Modules) -> set[str]:

@@ -300,10 +300,8 @@ class DDP(Wrapper, HasShards):
 
     def unused_parameters(self) -> Unused:
         """The parameters that got no gradient in the last reduction."""
-        here, everywhere = self._reducer.unused
-        return Unused(
-            tuple(self._names[i] for i in here), tuple(self._names[i] for i in everywhere)
-        )
+        here, everywhere = (tuple(self._names[i] for i in used) for used in self._reducer.unused)
+        return Unused(here, everywhere)
 
     def holdings(self) -> ShardedState:
         """All of the plain model, of which every rank has a copy. Nothing is communicated.
@@ -319,7 +317,7 @@ class DDP(Wrapper, HasShards):
         return replicated_state(self.module, self._group, sent)
 
     def parameter_shards(self) -> tuple[ParameterShards, ...]:
-        """All parameters, whole. Nothing is communicated."""
+        """All parameters, whole."""
         return tuple(parameter_shards_in(self.module))
 
     def shared_over(self) -> tuple[Group, ...]:
@@ -391,14 +389,10 @@ def _no_assign() -> ArgumentError:
 
 
 def _add_prefix(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: Mapping[str, Any],
-    *_: object,
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
     """Lead plain keys to the wrapped module, where a larger module loads them."""
-    if local_metadata.get("assign_to_params_buffers"):
+    if metadata.get("assign_to_params_buffers"):
         raise _no_assign()
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[prefix + _PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[prefix + _PREFIX + key.removeprefix(prefix)] = state.pop(key)

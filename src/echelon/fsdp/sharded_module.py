@@ -33,14 +33,8 @@ from echelon.modules.compiled import keep_plain_names, plain_name
 from echelon.modules.elementwise import refuse_other_steps
 from echelon.modules.parameters import ParameterGuard, claim
 from echelon.modules.wrapper import Wrapper
-from echelon.state.model_state import LoadReport, load_model_state, state_of_copies
-from echelon.state.optimizer_state import (
-    check_params,
-    gather_states,
-    group_options,
-    load_states,
-    names_by_group,
-)
+from echelon.state.model_state import load_model_state, state_of_copies
+from echelon.state.optimizer_state import gather_optimizer_state, load_optimizer_state
 from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState
 
 
@@ -238,7 +232,8 @@ class ShardedModule(Wrapper, HasShards):
             raise no_assign()
         self._take_replaced()
         self._hooks.await_forwards()
-        return self._load(state_dict, strict=strict)
+        (shards,) = self.parameter_shards()
+        return load_model_state(self.module, shards, state_dict, strict=strict)
 
     def load_sharded_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Load what ``sharded_state_dict`` returned on this rank. Nothing is communicated.
@@ -249,18 +244,8 @@ class ShardedModule(Wrapper, HasShards):
         """
         self._take_replaced()
         self._hooks.await_forwards()
-        return self._load(state, strict=strict, parts=True)
-
-    def _load(self, state: Mapping[str, Any], *, strict: bool, parts: bool = False) -> LoadReport:
-        storages = self._storages()
-        shards = {
-            shard.identity: shard
-            for ranges in parameter_shards_of(self.module, storages, self._ranks).by_param.values()
-            for shard in ranges
-        }
-        return load_model_state(
-            self.module, shards, state, lambda: await_readers(storages), strict=strict, parts=parts
-        )
+        (shards,) = self.parameter_shards()
+        return load_model_state(self.module, shards, state, strict=strict, parts=True)
 
     def holdings(self) -> ShardedState:
         """This rank's ranges of the plain model. Nothing is communicated.
@@ -299,18 +284,7 @@ class ShardedModule(Wrapper, HasShards):
             StateError: the optimizers of the ranks hold different states.
         """
         (shards,) = self.parameter_shards()
-        check_params(optimizer, shards.by_param, "not among model.parameters()")
-        return {
-            "state": gather_states(optimizer, shards),
-            "param_groups": [
-                {**group_options(group), "params": names}
-                for group, names in zip(
-                    optimizer.param_groups,
-                    names_by_group(optimizer, shards.by_param),
-                    strict=True,
-                )
-            ],
-        }
+        return gather_optimizer_state(optimizer, shards)
 
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
@@ -321,8 +295,7 @@ class ShardedModule(Wrapper, HasShards):
             ArgumentError: names, groups or shapes do not fit; nothing was loaded.
         """
         (shards,) = self.parameter_shards()
-        check_params(optimizer, shards.by_param, "not among model.parameters()")
-        load_states(optimizer, shards.by_param, state, exact=True)
+        load_optimizer_state(optimizer, shards.by_param, state, exact=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if self._hooks.busy:

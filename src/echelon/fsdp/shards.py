@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.state_dict import homes_of
-from echelon.fsdp.storage import Storage
+from echelon.fsdp.storage import Storage, await_readers
 from echelon.state.sharded_state import ParameterShards, ShardedState, named_extras, named_state
 from echelon.state.tensor_shard import Replication, TensorShard, whole, whole_parameter
 
@@ -59,7 +59,12 @@ def parameter_shards_of(
         return home.storage.assembled(home.i, values, label=label)
 
     by_param = _by_param(shards, storages, ranks)
-    return ParameterShards(by_param=by_param, group=ranks.shard, assemble=assemble)
+    return ParameterShards(
+        by_param=by_param,
+        group=ranks.shard,
+        assemble=assemble,
+        before_write=lambda: await_readers(storages),
+    )
 
 
 def _ranges(

@@ -18,7 +18,7 @@ from echelon.errors import ArgumentError, StateError
 from echelon.pipeline.data_parallel import unwrap
 from echelon.pipeline.stage_initialization import name_in_model, names_of_state
 from echelon.state.model_state import LoadReport, check_state, copy_of
-from echelon.state.optimizer_state import gather_states, group_options, names_by_group
+from echelon.state.optimizer_state import gather_states, named_state_dict, names_by_group
 from echelon.state.sharded_state import ParameterShards, ShardsByParam, parameter_shards_in
 
 # The model -----------------------------------------------------------------------------------
@@ -151,13 +151,8 @@ def gather_stages(
             own += theirs
     told = group.all_gather_object((_to_cpu(state), names))
     together = _together([theirs for _, theirs in told])
-    return {
-        "state": {name: value for theirs, _ in told for name, value in theirs.items()},
-        "param_groups": [
-            {**group_options(own), "params": params}
-            for own, params in zip(optimizer.param_groups, together, strict=True)
-        ],
-    }
+    state = {name: value for theirs, _ in told for name, value in theirs.items()}
+    return named_state_dict(optimizer, state, together)
 
 
 def _together(everyone: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:

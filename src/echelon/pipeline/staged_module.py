@@ -24,7 +24,7 @@ from echelon.pipeline.stage_state import (
     stage_parameters,
     whole_state,
 )
-from echelon.state.optimizer_state import check_params, load_states
+from echelon.state.optimizer_state import check_params, load_optimizer_state
 from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState
 
 
@@ -154,7 +154,7 @@ class StagedModule(nn.Module, HasShards):
             StateError: the optimizers of the ranks hold different states or groups.
         """
         shards = self.parameter_shards()
-        check_params(optimizer, shards_by_param(shards), "in no stage of this rank", others=True)
+        check_params(optimizer, shards_by_param(shards), exact=False)
         self._group.barrier(label="optimizer_state_dict(), which all ranks call")
         return gather_stages(optimizer, shards, self._group)
 
@@ -167,8 +167,7 @@ class StagedModule(nn.Module, HasShards):
             ArgumentError: names, groups or shapes do not fit; nothing was loaded.
         """
         by_param = shards_by_param(self.parameter_shards())
-        check_params(optimizer, by_param, "in no stage of this rank", others=True)
-        load_states(optimizer, by_param, state, exact=False)
+        load_optimizer_state(optimizer, by_param, state, exact=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise StateError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from echelon.errors import ArgumentError
 from echelon.modules.compiled import plain_keys
-from echelon.state.sharded_state import named_extras
-from echelon.state.tensor_shard import TensorShard
+from echelon.state.sharded_state import ParameterShards, named_extras
 
 
 class LoadReport(NamedTuple):
@@ -57,9 +56,8 @@ def check_state(given: object) -> None:
 
 def load_model_state(
     module: nn.Module,
-    shards: Mapping[int, TensorShard],
+    shards: ParameterShards,
     given: Mapping[str, Any],
-    before_write: Callable[[], None],
     *,
     strict: bool,
     parts: bool = False,
@@ -67,14 +65,13 @@ def load_model_state(
     """Take this rank's ranges of a state, in place.
 
     Args:
-        shards: of the tensors that are sharded, by their ``id``.
-        before_write: called when all fits, before anything is written.
         parts: whether ``given`` has this rank's ranges and not whole tensors.
 
     Raises:
         ArgumentError: shapes, dtypes or, if ``strict``, keys do not fit; nothing was loaded.
     """
     check_state(given)
+    ranges = {shard.identity: shard for own in shards.by_param.values() for shard in own}
     own = module.state_dict(keep_vars=True)
     given = plain_keys(given)
     report = LoadReport(
@@ -84,7 +81,7 @@ def load_model_state(
     wrong = []
     for key, tensor in own.items():
         if key in given and isinstance(tensor, Tensor):
-            shard = shards.get(id(tensor))
+            shard = ranges.get(id(tensor))
             targets[key] = tensor if shard is None else shard.values
             shape = tuple(targets[key].shape) if shard is None or parts else shard.shape
             wrong += [f"{key}: {what}" for what in _misfit(given[key], shape, targets[key].dtype)]
@@ -96,10 +93,10 @@ def load_model_state(
             "sharded state does not fit this rank's parts" if parts else "state dict does not fit"
         )
         raise ArgumentError(f"the {what}: {'; '.join(sorted(wrong))}")
-    before_write()
+    shards.before_write()
     with torch.no_grad():
         for key, target in targets.items():
-            shard = None if parts else shards.get(id(own[key]))
+            shard = None if parts else ranges.get(id(own[key]))
             target.copy_(given[key] if shard is None else shard.range_of(given[key]))
     for extra in named_extras(module):
         if extra.name in own and extra.name in given:

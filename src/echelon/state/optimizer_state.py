@@ -106,6 +106,20 @@ def number_keys(states: Iterable[tuple[Shape, str, Any]]) -> set[str]:
 # Saving --------------------------------------------------------------------------------------
 
 
+def gather_optimizer_state(optimizer: Optimizer, shards: ParameterShards) -> dict[str, Any]:
+    """The whole state of an optimizer over the parameters in ``shards``, by name, as copies.
+
+    All ranks of its group call it.
+
+    Raises:
+        ArgumentError: a parameter of the optimizer is not in ``shards``.
+        UnsupportedError, StateError: as ``gather_states``.
+    """
+    check_params(optimizer, shards.by_param, exact=True)
+    states = gather_states(optimizer, shards)
+    return named_state_dict(optimizer, states, names_by_group(optimizer, shards.by_param))
+
+
 def gather_states(optimizer: Optimizer, shards: ParameterShards) -> dict[str, dict[str, Any]]:
     """The whole states of the parameters in ``shards``, by name, as copies.
 
@@ -174,6 +188,17 @@ def names_by_group(optimizer: Optimizer, shards: ShardsByParam) -> list[list[str
     ]
 
 
+def named_state_dict(
+    optimizer: Optimizer, state: StateByName, names: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    """The state dict of an optimizer over the plain model, from states and names of each group."""
+    groups = [
+        {**group_options(group), "params": list(own)}
+        for group, own in zip(optimizer.param_groups, names, strict=True)
+    ]
+    return {"state": dict(state), "param_groups": groups}
+
+
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of the options of a group, without what names its parameters."""
     return {
@@ -191,7 +216,7 @@ def copied(value: Any) -> Any:
 # Loading -------------------------------------------------------------------------------------
 
 
-def load_states(
+def load_optimizer_state(
     optimizer: Optimizer, shards: ShardsByParam, given: Mapping[str, Any], *, exact: bool
 ) -> None:
     """Take this rank's parts of a whole state by name. Nothing is communicated.
@@ -201,8 +226,9 @@ def load_states(
             have more of them, such as those of other ranks.
 
     Raises:
-        ArgumentError: names, groups or shapes do not fit; nothing was loaded.
+        ArgumentError: parameters, names, groups or shapes do not fit; nothing was loaded.
     """
+    check_params(optimizer, shards, exact=exact)
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         raise ArgumentError("an optimizer state is a dict with 'state' and 'param_groups'")
     state: StateByName = given["state"]
@@ -349,23 +375,21 @@ def install_states(
 # Both ----------------------------------------------------------------------------------------
 
 
-def check_params(
-    optimizer: Optimizer, shards: ShardsByParam, place: str, *, others: bool = False
-) -> None:
+def check_params(optimizer: Optimizer, shards: ShardsByParam, *, exact: bool) -> None:
     """Refuse what is no optimizer, or has parameters that are not in ``shards``.
 
     Args:
-        place: where they are not, for the message.
-        others: whether it may have such, if they have no state.
+        exact: whether it may have no others; otherwise it may, if they have no state.
 
     Raises:
-        ArgumentError: says which group has it.
+        ArgumentError: says which group has such a parameter.
     """
     checks.optimizer(optimizer)
+    where = "not among model.parameters()" if exact else "in no stage of this rank"
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
-            if param not in shards and (not others or optimizer.state.get(param)):
+            if param not in shards and (exact or optimizer.state.get(param)):
                 raise ArgumentError(
                     f"group {i} of the optimizer has a parameter of shape {tuple(param.shape)} "
-                    f"that is {place}: give the optimizer of this model"
+                    f"that is {where}: give the optimizer of this model"
                 )

@@ -77,11 +77,13 @@ class ParameterShards:
         group: the ranks whose ranges make up the parameters; None: each rank has them whole.
         assemble: makes the whole tensor of values like those of a range, with a label for the
             collective; all ranks of ``group`` call it.
+        before_write: called before ``values`` of ranges are written.
     """
 
     by_param: ShardsByParam
     group: Group | None = None
     assemble: Callable[[TensorShard, Tensor, str], Tensor] | None = None
+    before_write: Callable[[], None] = lambda: None
 
     def renamed(self, rename: Rename) -> ParameterShards:
         """The same under other names."""
