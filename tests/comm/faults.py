@@ -5,38 +5,29 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 import torch
 
 import echelon as ec
+from echelon.process.die_with_parent import tether
 
-__all__ = ["DEATHS", "HANGS", "SLEEP_S", "train"]
+__all__ = ["DEATHS", "HANGS", "NEED_PROCESS", "train"]
 
-SLEEP_S = 1000.0
-MOST_S = 60.0  # of what a simulated rank does, which nobody can end: it would outlive its test
-
-
-def is_killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+FOREVER_S = 1000.0
+THREAD_S = 6.0  # of a simulated rank, which nobody can end: it would outlive its test
 
 
-def crashes() -> None:
-    ctypes.string_at(0)
-
-
-def raises() -> None:
-    raise ValueError("boom")
-
-
-def exits_with_0() -> None:
-    os._exit(0)
-
-
-def runs_out_of_memory() -> None:
-    raise MemoryError("cannot allocate 12 GiB")
+def seconds() -> float:
+    """How long a rank hangs."""
+    return THREAD_S if threading.current_thread() is not threading.main_thread() else FOREVER_S
 
 
 def is_stopped() -> None:
@@ -44,15 +35,11 @@ def is_stopped() -> None:
 
 
 def sleeps() -> None:
-    time.sleep(SLEEP_S)
-
-
-def sleeps_a_minute() -> None:
-    time.sleep(MOST_S)
+    time.sleep(seconds())
 
 
 def computes() -> None:
-    end = time.monotonic() + MOST_S
+    end = time.monotonic() + seconds()
     while time.monotonic() < end:
         pass
 
@@ -60,22 +47,57 @@ def computes() -> None:
 def waits_for_a_lock() -> None:
     lock = threading.Lock()
     lock.acquire()
-    lock.acquire(timeout=MOST_S)
+    lock.acquire(timeout=seconds())
 
 
-DEATHS: dict[str, Callable[[], None]] = {
-    "SIGKILL": is_killed,
-    "SIGSEGV": crashes,
-    "ValueError: boom": raises,
-    "exit code 0": exits_with_0,
-    "MemoryError: cannot allocate 12 GiB": runs_out_of_memory,
-}
-HANGS: dict[str, Callable[[], None]] = {
+def waits_for_a_thread() -> None:
+    thread = threading.Thread(target=time.sleep, args=(seconds(),), daemon=True)
+    thread.start()
+    thread.join()
+
+
+def waits_for_a_process() -> None:
+    end_with_us = partial(tether, os.getpid(), signal.SIGKILL)
+    subprocess.run(["sleep", f"{seconds()}"], preexec_fn=end_with_us)
+
+
+def waits_for_a_socket() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, suppress(TimeoutError):
+        ours.settimeout(seconds())
+        ours.recv(1)
+
+
+def raises(kind: type[BaseException], text: str) -> None:
+    raise kind(text)
+
+
+HANGS: dict[str, Callable[[], object]] = {
     "stopped": is_stopped,
     "sleep": sleeps,
     "computation": computes,
     "lock": waits_for_a_lock,
+    "thread": waits_for_a_thread,
+    "subprocess": waits_for_a_process,
+    "socket": waits_for_a_socket,
+    "C call": lambda: ctypes.CDLL(None).sleep(int(seconds())),
+    "C call with the interpreter": lambda: ctypes.PyDLL(None).sleep(int(seconds())),
 }
+DEATHS: dict[str, Callable[[], object]] = {
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSEGV": lambda: ctypes.string_at(0),
+    "abort": os.abort,
+    "ValueError: boom": partial(raises, ValueError, "boom"),
+    "MemoryError: cannot allocate 12 GiB": partial(raises, MemoryError, "cannot allocate 12 GiB"),
+    "out of memory": lambda: torch.empty(1 << 50),
+    "sys.exit(0)": lambda: sys.exit(0),
+    "sys.exit(3)": lambda: sys.exit(3),
+    "exit code 0": lambda: os._exit(0),
+    "exit code 3": lambda: os._exit(3),
+}
+# What would take all simulated ranks with it.
+NEED_PROCESS = {"stopped", "C call with the interpreter", "SIGKILL", "SIGSEGV", "abort"}
+NEED_PROCESS |= {"exit code 0", "exit code 3"}
 
 
 def train(world: ec.World, fault: Callable[[], None], step: int, in_save: str | None) -> None:

@@ -27,8 +27,7 @@ DOES = {
 @pytest.fixture(autouse=True)
 def _no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Simulated ranks that hang end some time after their test."""
-    monkeypatch.setattr(faults, "MOST_S", TIMEOUT_S)
-    monkeypatch.setattr(faults, "SLEEP_S", TIMEOUT_S)
+    monkeypatch.setattr(faults, "THREAD_S", TIMEOUT_S)
     yield
     for thread in threading.enumerate():
         if thread.name.startswith("rank "):
@@ -57,7 +56,7 @@ def check(error: BaseException, hang: str, function: str) -> None:
     assert f"in {function}\n" in notes
 
 
-@pytest.mark.parametrize("hang", faults.HANGS)
+@pytest.mark.parametrize("hang", DOES)
 def test_a_process_that_hangs_is_named_with_its_step_its_last_call_and_its_stack(hang) -> None:
     start_s = time.monotonic()
     with pytest.raises(CommTimeout) as info:
@@ -68,7 +67,7 @@ def test_a_process_that_hangs_is_named_with_its_step_its_last_call_and_its_stack
     check(info.value, hang, faults.HANGS[hang].__name__)
 
 
-@pytest.mark.parametrize("hang", [hang for hang in faults.HANGS if hang != "stopped"])
+@pytest.mark.parametrize("hang", [hang for hang in DOES if hang != "stopped"])
 def test_a_simulated_rank_that_hangs_is_named_alike(hang) -> None:
     with pytest.raises(CommTimeout) as info:
         ec.run(faults.train, 2, "threads", args=(faults.HANGS[hang], STEP, None), timeout=1.0)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -22,52 +16,12 @@ import torch
 
 import echelon as ec
 from echelon.errors import CommTimeout, DeadlockError, RankFailed
-from echelon.process.die_with_parent import tether
 from tests.checkpoint.layouts import LAYOUTS, Trainee
+from tests.comm.faults import DEATHS, HANGS, NEED_PROCESS
 
 __all__ = ["SCENARIOS", "Scenario", "blamed", "play"]
 
-FOREVER_S = 1000.0
-THREAD_S = 6.0  # of a simulated rank, which nobody can end
 TIMEOUTS_S = {"threads": 2.0, "processes": 5.0, "gloo": 8.0}
-
-
-def _seconds() -> float:
-    return THREAD_S if threading.current_thread() is not threading.main_thread() else FOREVER_S
-
-
-def computes() -> None:
-    end = time.monotonic() + _seconds()
-    while time.monotonic() < end:
-        pass
-
-
-def waits_for_a_lock() -> None:
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire(timeout=_seconds())
-
-
-def waits_for_a_thread() -> None:
-    thread = threading.Thread(target=time.sleep, args=(_seconds(),), daemon=True)
-    thread.start()
-    thread.join()
-
-
-def waits_for_a_process() -> None:
-    end_with_us = partial(tether, os.getpid(), signal.SIGKILL)
-    subprocess.run(["sleep", f"{_seconds()}"], preexec_fn=end_with_us)
-
-
-def waits_for_a_socket() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs, suppress(TimeoutError):
-        ours.settimeout(_seconds())
-        ours.recv(1)
-
-
-def runs_out_of_memory() -> None:
-    torch.empty(1 << 50)
 
 
 def forks() -> None:
@@ -75,31 +29,7 @@ def forks() -> None:
         os._exit(0)
 
 
-HANGS: dict[str, Callable[[], object]] = {
-    "sleep": lambda: time.sleep(_seconds()),
-    "computation": computes,
-    "lock": waits_for_a_lock,
-    "thread": waits_for_a_thread,
-    "subprocess": waits_for_a_process,
-    "socket": waits_for_a_socket,
-    "C call": lambda: ctypes.CDLL(None).sleep(int(_seconds())),
-    "C call with the interpreter": lambda: ctypes.PyDLL(None).sleep(int(_seconds())),
-    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-}
-DEATHS: dict[str, Callable[[], object]] = {
-    "raise": lambda: [][0],
-    "sys.exit(0)": lambda: sys.exit(0),
-    "sys.exit(3)": lambda: sys.exit(3),
-    "out of memory": runs_out_of_memory,
-    "os._exit(0)": lambda: os._exit(0),
-    "os._exit(3)": lambda: os._exit(3),
-    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "SIGSEGV": lambda: ctypes.string_at(0),
-    "abort": os.abort,
-}
 KINDS = HANGS | DEATHS | {"fork": forks}
-OF_PROCESSES = {"C call with the interpreter", "SIGSTOP", "os._exit(0)", "os._exit(3)", "SIGKILL"}
-OF_PROCESSES |= {"SIGSEGV", "abort"}
 MOMENTS = [
     "subgroup", "wrap", "forward", "backward", "clip", "optimizer",
     "save", "async save", "load", "after the last call",
@@ -136,7 +66,7 @@ class Scenario:
     def may_end_well(self) -> bool:
         """Whether no other rank needs the culprit any more, or it loses nothing."""
         late = self.moment in ("after the last call", *AT_THE_END)
-        ends = self.kind in ("fork", "os._exit(0)", "sys.exit(0)")
+        ends = self.kind in ("fork", "exit code 0", "sys.exit(0)")
         return self.kind == "fork" or (late and ends) or self.moment in AT_THE_END
 
     def __str__(self) -> str:
@@ -146,7 +76,7 @@ class Scenario:
 def _scenarios() -> Iterator[Scenario]:
     for world, techniques in TECHNIQUES.items():
         simulated = world == "threads"
-        kinds = cycle([kind for kind in KINDS if not (simulated and kind in OF_PROCESSES)])
+        kinds = cycle([kind for kind in KINDS if not (simulated and kind in NEED_PROCESS)])
         moments = MOMENTS + ([] if simulated else AT_THE_END) + (BEFORE if world == "gloo" else [])
         for technique in techniques:
             for i, moment in enumerate(moments):

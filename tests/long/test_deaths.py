@@ -6,7 +6,6 @@ import pytest
 
 import echelon as ec
 from tests.checkpoint.killing import load_alone
-from tests.comm.faults import DEATHS
 from tests.long.failing_jobs import LAST_WHOLE, MOMENTS, WAYS, Ended, end_of
 
 MOST_S = 5.0  # from the death to the end of the last process
@@ -42,7 +41,7 @@ def check_told_by_run(ended: Ended, death: str, moment: str) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize("death", CAUSES)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_death_ends_the_job_and_is_told(
     way: str, death: str, moment: str, tmp_path: Path
