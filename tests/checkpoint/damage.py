@@ -15,7 +15,7 @@ import echelon as ec
 from echelon.checkpoint.format import MANIFEST, Manifest
 from echelon.comm.world import World
 from echelon.errors import CheckpointCorrupt
-from echelon.values.dtypes import DTYPES
+from echelon.values.value_types import DTYPES
 from tests.checkpoint.layouts import LAYOUTS
 from tests.checkpoint.whole import State, check_equal, whole_state
 

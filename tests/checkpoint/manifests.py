@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from echelon.checkpoint.checksum import checksum
 from echelon.checkpoint.format import Manifest, SavedFile, SavedPiece, SavedTensor
 from echelon.checkpoint.names import file_name
-from echelon.values.bounded import Json
-from echelon.values.dtypes import DTYPES
+from echelon.values.untrusted_json import Json
+from echelon.values.value_types import DTYPES
 
 __all__ = ["EXAMPLE", "JSON", "NAMES", "edited", "manifests", "many_pieces", "sealed"]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from echelon.checkpoint.header import Entry, header, header_nbytes, key_of, read_header
 from echelon.errors import ArgumentError, CheckpointCorrupt
-from echelon.values.dtypes import DTYPES
+from echelon.values.value_types import DTYPES
 from tests.checkpoint.manifests import NAMES
 
 ENTRIES: list[Entry] = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launch.run_folders import RunFolder
+from echelon.launch.rank_output import RunFolder
 from tests.cli.jobs import Job
 
 FAILS = """

@@ -21,7 +21,7 @@ from echelon.comm.torch_dist.native import NativeGroup
 from echelon.comm.torch_dist.peers import Peers
 from echelon.comm.world import World
 from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder
-from echelon.diagnosis.watch import Watch
+from echelon.diagnosis.rank_monitor import RankMonitor
 from echelon.errors import RankFailed
 from echelon.process.environment import JobEnvironment
 
@@ -75,15 +75,15 @@ def gloo_outcomes(
         check: compare calls.
         native: use the engine's own collectives, as on NCCL.
     """
-    logbook = FlightRecorder.create(ranks)
+    recorder = FlightRecorder.create(ranks)
     try:
         return start(
             _in_world,
             ranks,
-            (fn, ranks, free_port(), tuple(args), timeout, check, native, logbook.path),
+            (fn, ranks, free_port(), tuple(args), timeout, check, native, recorder.path),
         )
     finally:
-        logbook.close()
+        recorder.close()
 
 
 def start(main: Callable[..., Any], ranks: int, args: tuple[Any, ...]) -> list[tuple[Any, int]]:
@@ -163,20 +163,20 @@ def _in_world(
     timeout: float,
     check: bool,
     native: bool,
-    logbook: str,
+    recorder: str,
 ) -> Any:
     job = local_job(rank, size, port)
-    watch = Watch.of_job(job, {VARIABLE: logbook})
+    monitor = RankMonitor.of_job(job, {VARIABLE: recorder})
     if not native:
         device = torch.device("cpu")
         with connect(
-            job, "gloo", device=device, timeout=START_S, check=check, watch=watch
+            job, "gloo", device=device, timeout=START_S, check=check, monitor=monitor
         ) as world:
             _limit(world, timeout)
-            watch.run()
+            monitor.set_running()
             return fn(world, *args)
     try:
-        group = _native_group(job, open_store(job, START_S), timeout, check, watch)
+        group = _native_group(job, open_store(job, START_S), timeout, check, monitor)
         with World(group, backend="gloo", close=group.close) as world:
             return fn(world, *args)
     finally:
@@ -193,13 +193,13 @@ def _limit(world: World, timeout: float) -> None:
 
 
 def _native_group(
-    job: JobEnvironment, store: dist.Store, timeout: float, check: bool, watch: Watch
+    job: JobEnvironment, store: dist.Store, timeout: float, check: bool, monitor: RankMonitor
 ) -> NativeGroup:
     """A group that uses gloo as it would use NCCL."""
     limit = timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size, timeout=limit)
     holds_store = job.rank == 0
-    notices = Job(dist.PrefixStore("notices", store), watch, job.size if holds_store else 0)
+    notices = Job(dist.PrefixStore("notices", store), monitor, job.size if holds_store else 0)
 
     def make(name: str, ranks: tuple[int, ...]) -> NativeGroup:
         rank = ranks.index(job.rank)

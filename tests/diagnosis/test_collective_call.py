@@ -1,5 +1,9 @@
 """What a call is: how it reads, how ranks compare it, and where in user code it was made."""
 
+import concurrent.futures
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -77,3 +81,38 @@ def test_frames_of_torch_are_not_the_users() -> None:
     with torch.autograd.set_multithreading_enabled(False):
         (tensor * 2).sum().backward()
     assert [place.file for place in found] == [__file__]
+
+
+class Calls:
+    """Communicates where Python's own modules call it."""
+
+    def __init__(self, world: ec.World) -> None:
+        self.world = world
+
+    @contextlib.contextmanager
+    def summed(self, tensor: torch.Tensor) -> Iterator[None]:
+        yield
+        self.world.group.all_reduce(tensor)
+
+
+def place_of_a_mismatch(world: ec.World, how: str) -> None:
+    """Ranks that differ in a call, which a thread of Python's pool or an exit stack makes."""
+    tensor = torch.ones(2 + world.rank)
+    if how == "pool":
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(world.group.all_reduce, tensor).result()
+    else:
+        with contextlib.ExitStack() as stack:
+            stack.callback(world.group.all_reduce, tensor)
+
+
+def test_the_place_of_a_call_is_a_line_of_the_user_where_python_makes_it() -> None:
+    with pytest.raises(ec.CollectiveMismatch) as info:
+        ec.run(place_of_a_mismatch, 2, args=("stack",))
+    assert all(f"{__file__}:" in call for call in info.value.calls.values()), info.value
+
+
+def test_the_place_of_a_call_of_a_pool_is_not_a_line_of_pythons_threads() -> None:
+    with pytest.raises(ec.CollectiveMismatch) as info:
+        ec.run(place_of_a_mismatch, 2, args=("pool",))
+    assert not [call for call in info.value.calls.values() if "_bootstrap" in call], info.value

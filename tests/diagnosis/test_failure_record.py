@@ -1,12 +1,11 @@
 import json
-import multiprocessing
-import sys
-import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from echelon.diagnosis.failure_record import FailureRecord, error_file, install_failure_record
+from echelon.diagnosis.collective_call import CallSignature, CallSite, CollectiveCall
+from echelon.diagnosis.failure_record import FailureRecord, Reason
 from echelon.errors import (
     CheckpointError,
     CollectiveMismatch,
@@ -77,57 +76,41 @@ def test_errors_that_only_notice_another_rank_say_so() -> None:
         assert not FailureRecord.of(raised(cause), rank=0).follows
 
 
-def test_the_hook_writes_a_record_and_python_still_reports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reported: list[type[BaseException]] = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: reported.append(kind))
-    remove = install_failure_record(tmp_path / "error.json", 1, lambda: "at step 7")
-    error = raised(ValueError("boom"))
-    sys.excepthook(type(error), error, error.__traceback__)
-    record = FailureRecord.read(tmp_path / "error.json")
-    assert record is not None
-    assert (record.rank, record.type, reported) == (1, "ValueError", [ValueError])
-    assert record.headline == "rank 1 at step 7 raised ValueError: boom"
-    remove()
-    assert sys.excepthook(KeyError, KeyError(), None) is None
-    assert reported == [ValueError, KeyError]
-
-
-def test_what_a_fork_or_another_thread_reports_ends_no_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reported: list[type[BaseException]] = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: reported.append(kind))
-    install_failure_record(tmp_path / "error.json", rank=1)
-    # As multiprocessing does in its thread that serves files, mostly of a worker that loads data.
-    thread = threading.Thread(target=sys.excepthook, args=(OSError, OSError(), None))
-    thread.start()
-    thread.join()
-    assert reported == [OSError]
-    worker = multiprocessing.get_context("fork").Process(
-        target=sys.excepthook, args=(OSError, OSError(), None)
-    )
-    worker.start()
-    worker.join()
-    assert worker.exitcode == 0
-    assert not (tmp_path / "error.json").exists()
-
-
-def test_ctrl_c_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: None)
-    install_failure_record(tmp_path / "error.json", rank=1)
-    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert not (tmp_path / "error.json").exists()
-
-
-def test_our_own_variable_wins_over_torchruns() -> None:
-    both = {"ECHELON_ERROR_FILE": "/a", "TORCHELASTIC_ERROR_FILE": "/b"}
-    assert error_file(both) == Path("/a")
-    assert error_file({"TORCHELASTIC_ERROR_FILE": "/b"}) == Path("/b")
-    assert error_file({}) is None
-
-
 def test_a_very_long_message_is_cut() -> None:
     record = FailureRecord.of(raised(ValueError("x" * 100_000)), rank=0)
     assert len(record.message) < 5000
+
+
+def test_a_record_survives_the_store() -> None:
+    call = CallSignature("all_reduce", torch.float32, (10,), "sum")
+    ticket = CollectiveCall(call, CallSite("train.py", 11, "main"), 4, "world", 1, True)
+    record = FailureRecord.of_call(ticket, late=True, missing=[2], seconds=1.5, sends=(1, 2))
+    assert FailureRecord.load(record.dump().encode(), record.rank) == record
+
+
+@pytest.mark.parametrize(
+    ("fact", "value"),
+    [
+        ("rank", 2),
+        ("rank", True),
+        ("reason", "NONSENSE"),
+        ("reason", ["LEFT"]),
+        ("text", 1),
+        ("seconds", "1"),
+        ("sends", [1, "2"]),
+        ("sends", 3),
+        ("failed_rank", "1"),
+    ],
+)
+def test_what_somebody_else_wrote_into_the_store_is_no_record(fact: str, value: object) -> None:
+    facts = json.loads(FailureRecord(rank=1, reason=Reason.LEFT).dump())
+    assert FailureRecord.load(json.dumps(facts).encode(), 1) is not None
+    assert FailureRecord.load(json.dumps(facts | {fact: value}).encode(), 1) is None
+    assert FailureRecord.load(b"[" * 100_000, 1) is None
+
+
+def test_nothing_in_a_record_of_the_store_is_obeyed_by_a_terminal() -> None:
+    text = FailureRecord(rank=1, reason=Reason.RAISED, message="\x1b[31mred").dump().encode()
+    record = FailureRecord.load(text, 1)
+    assert record is not None
+    assert record.message == "\\x1b[31mred"

@@ -1,4 +1,4 @@
-"""A logbook tells where ranks are, also of those that were killed, and costs next to nothing."""
+"""A recorder tells where ranks are, also of those that were killed, and costs next to nothing."""
 
 import multiprocessing
 import os
@@ -18,24 +18,24 @@ def ticket(position: int, label: str = "loss", file: str = "train.py") -> Collec
 
 
 def entered() -> tuple[FlightRecorder, RankRecord]:
-    """A logbook and its only page, which this process has begun."""
+    """A recorder and its only record, which this process has begun."""
     book = FlightRecorder.private()
-    book.pages[0].enter(rank=0, attempt=0)
-    return book, book.pages[0]
+    book.rank_records[0].begin(rank=0, attempt=0)
+    return book, book.rank_records[0]
 
 
-def entry(page: RankRecord) -> RankStatus:
-    found = page.read()
+def entry(record: RankRecord) -> RankStatus:
+    found = record.read()
     assert found is not None
     return found
 
 
 def writes_and_is_killed(path: str) -> None:
-    page = FlightRecorder.open(path).pages[1]
-    page.enter(rank=5, attempt=0)
-    page.move(Phase.RUNNING)
-    page.step(7)
-    page.issue(ticket(41))
+    record = FlightRecorder.open(path).rank_records[1]
+    record.begin(rank=5, attempt=0)
+    record.set_phase(Phase.RUNNING)
+    record.record_step(7)
+    record.record_call(ticket(41))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -46,8 +46,8 @@ def test_what_a_killed_rank_has_written_stays() -> None:
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    assert list(book.entries()) == [5]
-    found = book.entries()[5]
+    assert list(book.statuses()) == [5]
+    found = book.statuses()[5]
     assert (found.phase, found.step, found.where, found.ended) == (
         Phase.RUNNING,
         7,
@@ -60,85 +60,89 @@ def test_what_a_killed_rank_has_written_stays() -> None:
 
 
 def test_the_last_call_reads_as_its_ticket() -> None:
-    _, page = entered()
-    assert entry(page).call == ""
+    _, record = entered()
+    assert entry(record).call == ""
     for last in (ticket(0), ticket(1, "other"), ticket(2), ticket(2**31)):
-        page.issue(last)
-        assert entry(page).call == str(last)
+        record.record_call(last)
+        assert entry(record).call == str(last)
 
 
 def test_a_call_that_was_made_before_is_not_formatted_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _, page = entered()
-    page.issue(ticket(0))
+    _, record = entered()
+    record.record_call(ticket(0))
     monkeypatch.setattr(CallSignature, "__str__", lambda call: pytest.fail("formatted"))
-    page.issue(ticket(1))
+    record.record_call(ticket(1))
     monkeypatch.undo()
-    assert entry(page).call == str(ticket(1))
+    assert entry(record).call == str(ticket(1))
 
 
 def test_more_calls_than_there_is_room_for_use_the_oldest_room_again() -> None:
-    _, page = entered()
+    _, record = entered()
     for number in range(2500):
-        page.issue(ticket(number, f"layer {number}"))
+        record.record_call(ticket(number, f"layer {number}"))
         if number % 100 == 0 or number > 2490:
-            assert entry(page).call == str(ticket(number, f"layer {number}"))
-    page.issue(ticket(2500, "layer 0"))  # its room was given away
-    assert entry(page).call == str(ticket(2500, "layer 0"))
+            assert entry(record).call == str(ticket(number, f"layer {number}"))
+    record.record_call(ticket(2500, "layer 0"))  # its room was given away
+    assert entry(record).call == str(ticket(2500, "layer 0"))
 
 
 def test_long_texts_lose_their_middle() -> None:
-    _, page = entered()
-    page.issue(ticket(3, "x" * 5000 + "end", file="/long" * 500 + "/train.py"))
-    text = entry(page).call
+    _, record = entered()
+    record.record_call(ticket(3, "x" * 5000 + "end", file="/long" * 500 + "/train.py"))
+    text = entry(record).call
     assert text.startswith("all_reduce(sum) float32[10] of 'xxx")
     assert "end' (#3 of group 'world.1') at /long/long" in text
     assert text.endswith("/train.py:12 in main")
 
 
-def test_a_page_that_nobody_began_and_one_of_another_attempt_are_not_seen() -> None:
+def test_a_record_that_nobody_began_and_one_of_another_attempt_are_not_seen() -> None:
     book = FlightRecorder.create(2)
-    assert book.entries() == {}
-    book.pages[0].enter(rank=0, attempt=1)
-    assert (book.entries(), list(book.entries(1))) == ({}, [0])
+    assert book.statuses() == {}
+    book.rank_records[0].begin(rank=0, attempt=1)
+    assert (book.statuses(), list(book.statuses(1))) == ({}, [0])
 
 
-def test_to_begin_a_page_forgets_what_it_said() -> None:
-    _, page = entered()
-    page.step(9)
-    page.issue(ticket(3))
-    page.await_rank(4)
-    page.expect_no_more(2)
-    assert (entry(page).awaited, page.gone) == (4, 2)
-    page.enter(rank=1, attempt=1)
-    found = entry(page)
-    assert (found.rank, found.step, found.call, found.awaited) == (1, 0, "", None)
-    assert (found.phase, found.where, page.gone) == (Phase.STARTING, "in echelon.init()", None)
+def test_to_begin_a_record_forgets_what_it_said() -> None:
+    _, record = entered()
+    record.record_step(9)
+    record.record_call(ticket(3))
+    record.wait_for(4)
+    record.set_absent_rank(2)
+    assert (entry(record).waits_for, record.absent_rank) == (4, 2)
+    record.begin(rank=1, attempt=1)
+    found = entry(record)
+    assert (found.rank, found.step, found.call, found.waits_for) == (1, 0, "", None)
+    assert (found.phase, found.where, record.absent_rank) == (
+        Phase.STARTING,
+        "in echelon.init()",
+        None,
+    )
 
 
 def test_a_rank_that_lives_has_not_ended() -> None:
-    _, page = entered()
-    assert not entry(page).ended
+    _, record = entered()
+    assert not entry(record).ended
     status = ProcessStatus.of(os.getpid())
     assert status is not None
-    assert (entry(page).pid, entry(page).born) == (os.getpid(), status.born)
+    assert (entry(record).pid, entry(record).start_ticks) == (os.getpid(), status.start_ticks)
 
 
-def test_what_is_no_logbook_is_refused() -> None:
+def test_what_is_no_flight_recorder_is_refused() -> None:
     descriptor = os.memfd_create("something else")
-    with pytest.raises(OSError, match="is no memory that is called 'echelon logbook'"):
+    with pytest.raises(OSError, match="is no memory that is called 'echelon flight recorder'"):
         FlightRecorder.open(f"/proc/{os.getpid()}/fd/{descriptor}")
     os.close(descriptor)
     with pytest.raises(FileNotFoundError):
         FlightRecorder.open("/proc/0/fd/3")
 
 
-def test_a_logbook_that_was_closed_cannot_be_opened_and_still_be_read() -> None:
+def test_a_flight_recorder_that_was_closed_cannot_be_opened_and_still_be_read() -> None:
     book = FlightRecorder.create(1)
     other = FlightRecorder.open(book.path)
-    other.pages[0].enter(rank=0, attempt=0)
+    other.rank_records[0].begin(rank=0, attempt=0)
     book.close()
-    assert list(book.entries()) == [0]
-    with pytest.raises(OSError, match=r"No such file|is no logbook"):
+    assert list(book.statuses()) == [0]
+    with pytest.raises(OSError, match=r"No such file|is no recorder"):
         FlightRecorder.open(book.path)

@@ -45,12 +45,12 @@ def has_its_own_use():
     signal.signal(signal.SIGUSR2, lambda number, frame: print("mine", flush=True))
     sleeps()
 
-page = FlightRecorder.open(sys.argv[1]).pages[0]
-page.enter(rank=0, attempt=0)
+page = FlightRecorder.open(sys.argv[1]).rank_records[0]
+page.begin(rank=0, attempt=0)
 if sys.argv[2] == "takes_the_signal_before":
     signal.signal(signal.SIGUSR2, lambda number, frame: None)
 page.offer_stacks(stacks.offer())
-page.move(Phase.RUNNING)
+page.set_phase(Phase.RUNNING)
 print("ready", flush=True)
 globals().get(sys.argv[2], sleeps)()
 """
@@ -67,7 +67,7 @@ def process(what: str) -> Iterator[tuple["subprocess.Popen[str]", RankStatus]]:
         assert child.stdout is not None
         child.stdout.readline()
         time.sleep(0.2)  # it is in there, or about to be
-        yield child, book.entries()[0]
+        yield child, book.statuses()[0]
     finally:
         child.kill()
         child.communicate()
@@ -87,7 +87,7 @@ def test_a_process_that_cannot_be_asked_is_left_alone(what: str) -> None:
     with process(what) as (child, entry):
         assert stacks.ask([entry]) == {}
         assert child.poll() is None
-        assert (entry.stacks is None) == (what == "takes_the_signal_before")
+        assert (entry.stacks_fd is None) == (what == "takes_the_signal_before")
 
 
 def test_a_process_that_became_another_program_is_not_ended_by_being_asked() -> None:
@@ -109,9 +109,9 @@ def test_a_process_that_has_ended_has_no_stack() -> None:
 def test_a_process_that_was_asked_a_moment_ago_is_not_asked_again() -> None:
     with process("sleeps") as (_, entry):
         first = stacks.ask([entry])
-        size = os.stat(f"/proc/{entry.pid}/fd/{entry.stacks}").st_size
+        size = os.stat(f"/proc/{entry.pid}/fd/{entry.stacks_fd}").st_size
         assert stacks.ask([entry]) == first
-        assert os.stat(f"/proc/{entry.pid}/fd/{entry.stacks}").st_size == size
+        assert os.stat(f"/proc/{entry.pid}/fd/{entry.stacks_fd}").st_size == size
 
 
 def test_a_script_that_takes_the_signal_later_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

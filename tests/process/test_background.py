@@ -8,7 +8,8 @@ from contextlib import suppress
 
 import pytest
 
-from echelon.process.background import end_all, run_beside
+from echelon.process import time_limits
+from echelon.process.background import end_all, run_in_background
 
 LEFT_BEHIND = """
 import sys
@@ -37,20 +38,21 @@ def test_a_script_that_leaves_a_rank_behind_which_computes_ends_with_its_own_cod
     assert (found.returncode, found.stderr) == (5, "")
 
 
-def test_a_thread_that_ends_by_itself_is_waited_for() -> None:
+def test_a_thread_that_ends_by_itself_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[bool] = []
 
     def work() -> None:
         time.sleep(0.2)
         ended.append(True)
 
-    thread = run_beside("works", work)
+    thread = run_in_background("works", work)
     assert (thread.name, thread.daemon) == ("works", True)
-    end_all(patience_s=20.0)
+    monkeypatch.setattr(time_limits, "END_THREADS_S", 20.0)
+    end_all()
     assert ended == [True]
 
 
-def test_a_thread_that_goes_on_is_told_to_end() -> None:
+def test_a_thread_that_goes_on_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[type[BaseException]] = []
 
     def work() -> None:
@@ -60,22 +62,26 @@ def test_a_thread_that_goes_on_is_told_to_end() -> None:
         except BaseException as error:
             told.append(type(error))
 
-    thread = run_beside("goes on", work)
-    end_all(patience_s=0.05, told_s=20.0)
+    thread = run_in_background("goes on", work)
+    monkeypatch.setattr(time_limits, "END_THREADS_S", 0.05)
+    monkeypatch.setattr(time_limits, "END_TOLD_THREADS_S", 20.0)
+    end_all()
     assert not thread.is_alive()
     assert told == [SystemExit]
 
 
-def test_a_thread_that_waits_for_ever_keeps_no_script() -> None:
+def test_a_thread_that_waits_for_ever_keeps_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
     event = threading.Event()
 
     def wait() -> None:
         with suppress(SystemExit):  # which comes when it goes on
             event.wait()
 
-    thread = run_beside("waits", wait)
+    thread = run_in_background("waits", wait)
     start_s = time.monotonic()
-    end_all(patience_s=0.05, told_s=0.05)
+    monkeypatch.setattr(time_limits, "END_THREADS_S", 0.05)
+    monkeypatch.setattr(time_limits, "END_TOLD_THREADS_S", 0.05)
+    end_all()
     assert time.monotonic() - start_s < 5
     assert thread.is_alive()
     event.set()

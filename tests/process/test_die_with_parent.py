@@ -11,7 +11,7 @@ from tests.cli.jobs import has_ended
 TETHERED = [sys.executable, "-I", "-S", die_with_parent.__file__]
 
 
-def test_a_tethered_program_ends_with_its_parent() -> None:
+def test_a_program_started_through_it_ends_with_its_parent() -> None:
     parent = f"""
 import os, signal, subprocess
 child = subprocess.Popen({TETHERED} + [str(os.getpid()), "/bin/sh", "-c", "echo $$; exec sleep 90"])
@@ -45,8 +45,8 @@ def test_a_signal_other_than_kill_can_be_asked_for() -> None:
     code = f"""
 import signal, sys
 sys.path.insert(0, {str(Path(die_with_parent.__file__).parents[2])!r})
-from echelon.process.die_with_parent import tether
-tether(0, signal.SIGUSR2)
+from echelon.process.die_with_parent import signal_on_death_of_parent
+signal_on_death_of_parent(0, signal.SIGUSR2)
 """
     done = subprocess.run([sys.executable, "-c", code])
     assert done.returncode == -signal.SIGUSR2

@@ -31,7 +31,7 @@ KNOCKS = {
     "length": struct.pack("<6Q", 48 + (1 << 60), 1, proof._NONCES, 0, 1 << 60, 0),
     "ready": struct.pack("<6Q", 48, 2, proof._NONCES, 0, 1 << 60, 0),
 }
-SHARED = ("echelon", "echelon store", "echelon logbook")  # names in /dev/shm that it takes
+SHARED = ("echelon", "echelon store", "echelon flight recorder")  # names in /dev/shm that it takes
 RED = "\x1b[2J\x1b[31m[bold red]pay here[/]\x07"
 
 

@@ -1,22 +1,15 @@
 """Ranks that wait in vain together blame the one that hangs, and reports name lines of users."""
 
-import concurrent.futures
-import contextlib
-import io
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 import echelon as ec
 from echelon.comm.torch_dist import TorchGroup
-from echelon.diagnosis.flight_recorder import FlightRecorder, RankStatus
-from echelon.diagnosis.watch import Watch
+from echelon.diagnosis.flight_recorder import RankStatus
 from echelon.errors import CommTimeout, RankFailed
-from echelon.launch.screen import Screen
 from tests.worlds import run_world
 
 TIMEOUT_S = 2.0
@@ -115,7 +108,7 @@ def gives_up_and_lives_on(world: ec.World) -> RankStatus:
         with pytest.raises(CommTimeout):
             world.group.all_reduce(torch.ones(1))
     assert isinstance(world.group, TorchGroup)
-    entry = world.group._job.watch.entry(world.rank)
+    entry = world.group._job.monitor.status(world.rank)
     assert entry is not None
     return entry
 
@@ -123,103 +116,4 @@ def gives_up_and_lives_on(world: ec.World) -> RankStatus:
 def test_a_rank_that_has_caught_an_error_waits_for_nobody_any_more() -> None:
     """Else it could hang afterwards as long as it likes: a rank that waits is never late."""
     entry, _ = run_world("gloo", gives_up_and_lives_on, 2, timeout=TIMEOUT_S)
-    assert (entry.awaited, entry.gave_up) == (None, 1)
-
-
-def test_each_thread_of_a_rank_has_a_wait_of_its_own_and_that_of_the_script_is_shown() -> None:
-    watch = Watch(FlightRecorder.create(1), 0, 0)
-    with concurrent.futures.ThreadPoolExecutor(1) as other:
-        watch.await_rank(2)
-        for rank in (3, None):
-            other.submit(watch.await_rank, rank).result()
-            assert watch.entries()[0].awaited == 2
-        other.submit(watch.await_rank, 3).result()
-        watch.await_rank(None)
-        assert watch.entries()[0].awaited == 3
-        other.submit(watch.await_rank, None).result()
-    assert watch.entries()[0].awaited is None
-
-
-def test_what_a_rank_gave_up_on_is_forgotten_at_its_next_call() -> None:
-    book = FlightRecorder.create(3)
-    watches = [Watch(book, rank, rank) for rank in range(3)]
-    watches[1].give_up([2])
-    error = CommTimeout("a barrier", [1], 1.0)
-    assert list(watches[0].explained(error).stuck) == [2]
-    book.pages[1]._longs[6] = 1 << 32  # another call
-    assert list(watches[0].explained(error).stuck) == [1]
-    book.close()
-
-
-class Calls:
-    """Communicates where Python's own modules call it."""
-
-    def __init__(self, world: ec.World) -> None:
-        self.world = world
-
-    @contextlib.contextmanager
-    def summed(self, tensor: torch.Tensor) -> Iterator[None]:
-        yield
-        self.world.group.all_reduce(tensor)
-
-
-def place_of_a_mismatch(world: ec.World, how: str) -> None:
-    """Ranks that differ in a call, which a thread of Python's pool or an exit stack makes."""
-    tensor = torch.ones(2 + world.rank)
-    if how == "pool":
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            pool.submit(world.group.all_reduce, tensor).result()
-    else:
-        with contextlib.ExitStack() as stack:
-            stack.callback(world.group.all_reduce, tensor)
-
-
-def test_the_place_of_a_call_is_a_line_of_the_user_where_python_makes_it() -> None:
-    with pytest.raises(ec.CollectiveMismatch) as info:
-        ec.run(place_of_a_mismatch, 2, args=("stack",))
-    assert all(f"{__file__}:" in call for call in info.value.calls.values()), info.value
-
-
-def test_the_place_of_a_call_of_a_pool_is_not_a_line_of_pythons_threads() -> None:
-    with pytest.raises(ec.CollectiveMismatch) as info:
-        ec.run(place_of_a_mismatch, 2, args=("pool",))
-    assert not [call for call in info.value.calls.values() if "_bootstrap" in call], info.value
-
-
-CRASH = """Fatal Python error: Segmentation fault
-
-Current thread 0x00007f (most recent call first):
-  File "train.py", line 3 in main
-Extension modules: numpy, torch (total: 2)
-"""
-WARNING = (
-    "[W1123 04:00:00.000000000 socket.cpp:767] [c10d] The hostname of the client socket cannot be "
-    "retrieved. err=-3\n"
-)
-
-
-@pytest.mark.parametrize(
-    ("written", "shown"),
-    [
-        (["loss 1\n", CRASH], "loss 1\n"),
-        (["terminate called after throwing an instance of 'c10::Error'\n  what():  x\n"], ""),
-        ([WARNING, "loss 1\n"], "loss 1\n"),
-        ([WARNING[:30], WARNING[30:], "loss 1\n"], "loss 1\n"),
-        (["[Warmup] 10 %", "\rdone\n"], "[Warmup] 10 %\ndone\n"),
-    ],
-)
-def test_the_screen_shows_neither_a_crash_before_its_report_nor_torchs_want_of_a_name_server(
-    written: list[str], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    errors = io.StringIO()
-    monkeypatch.setattr("sys.stderr", errors)
-    folder = tmp_path / "run" / "attempt_0" / "0"
-    folder.mkdir(parents=True)
-    screen = Screen(tmp_path, live=True)
-    with open(folder / "stderr.log", "a") as log:
-        for text in written:
-            log.write(text)
-            log.flush()
-            screen.show()
-        screen.close_attempt(failed="Warmup" not in written[0])
-    assert errors.getvalue() == shown
+    assert (entry.waits_for, entry.gave_up_on) == (None, 1)

@@ -17,7 +17,7 @@ from echelon.comm.shm import ShmGroup
 from echelon.comm.work import Work
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, caller
 from echelon.errors import CommTimeout
-from echelon.process.background import run_beside
+from echelon.process.background import run_in_background
 
 # How often a receive from any rank looks for a message: often at first, later to spare the core.
 _LOOK_S = (0.00005, 0.001)
@@ -104,7 +104,7 @@ class C10dWork(dist.Work):
                 ended.set_result(None)
             else:
                 # A rank that fails does not wait for what its futures wait for.
-                run_beside("echelon future", self._fulfil, ended)
+                run_in_background("echelon future", self._fulfil, ended)
         return self._future
 
     def source_rank(self) -> int:

@@ -26,7 +26,7 @@ from echelon.comm import streams
 from echelon.comm.group import Group
 from echelon.errors import CheckpointError
 from echelon.launch.run import entered
-from echelon.process.background import run_beside
+from echelon.process.background import run_in_background
 
 # Has a function called at the end of the world or the script; gives what takes that back.
 AtEnd = Callable[[Callable[[], None]], Callable[[], None]]
@@ -55,7 +55,7 @@ class AsyncSave:
         self.path = path
         self._error: BaseException | None = None
         self._was_told = False
-        self._thread = run_beside("echelon save", self._run, saving)
+        self._thread = run_in_background("echelon save", self._run, saving)
         self._takers: list[Callable[[], None]] = [at_end(self.finish)]  # of what looks at it
         for optimizer in optimizers:
             hook = optimizer.register_step_pre_hook(lambda *_: self._tell())

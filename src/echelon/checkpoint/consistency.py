@@ -16,9 +16,8 @@ import numpy.typing as npt
 from echelon.checkpoint.checksum import are_checksums, is_checksum
 from echelon.checkpoint.names import MAX_STEP, is_file_name, is_tensor_name
 from echelon.errors import ArgumentError
-from echelon.values.bounded import brief
-from echelon.values.dtypes import DTYPES
-from echelon.values.sizes import TOO_MANY, is_size, tensor_problem
+from echelon.values.untrusted_json import brief
+from echelon.values.value_types import DTYPES, TOO_MANY, is_size, tensor_problem
 
 if TYPE_CHECKING:
     from echelon.checkpoint.format import Manifest, SavedFile, SavedTensor

@@ -18,7 +18,7 @@ from echelon.comm.group import Group
 from echelon.errors import ArgumentError
 from echelon.state.sharded_state import ShardedState
 from echelon.state.tensor_shard import Replication, TensorShard
-from echelon.values import encode
+from echelon.values.encoding import encode
 
 RANDOM = "rng"  # the name of the random generators in a checkpoint
 

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, CheckpointError, EchelonError
-from echelon.errors.printable import message_of
+from echelon.errors.message_text import message_of
 
 
 @final

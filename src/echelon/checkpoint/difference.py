@@ -10,7 +10,7 @@ from torch import Tensor
 
 from echelon.checkpoint.format import SavedTensor
 from echelon.checkpoint.step import SavedStep
-from echelon.values.dtypes import DTYPES
+from echelon.values.value_types import DTYPES
 
 
 class Difference(NamedTuple):

@@ -14,9 +14,8 @@ from echelon.checkpoint.format import Manifest, SavedTensor
 from echelon.checkpoint.part import Json, own_name
 from echelon.errors import CheckpointCorrupt
 from echelon.state.tensor_shard import Replication, TensorShard
-from echelon.values import decode
-from echelon.values.dtypes import DTYPES
-from echelon.values.sizes import nbytes_of
+from echelon.values.decoding import decode
+from echelon.values.value_types import DTYPES, nbytes_of
 
 _OWN = re.compile(r"own/[0-9]+/(.+)")  # as own_name gives it
 _MOST_TIMES = 16  # that a tensor is loaded: several that are tied may be apart here

@@ -74,8 +74,8 @@ from echelon.checkpoint.checksum import checksum
 from echelon.checkpoint.consistency import MAX_PIECES, Inconsistent, check_manifest
 from echelon.checkpoint.names import is_tensor_name
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointTooNew
-from echelon.values.bounded import Json, brief, read_json, write_json
-from echelon.values.sizes import is_size
+from echelon.values.untrusted_json import Json, brief, read_json, write_json
+from echelon.values.value_types import is_size
 
 SCHEMA = 1
 BEGINNING_NBYTES = 64  # of a manifest; its schema is in them

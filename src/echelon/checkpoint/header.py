@@ -17,9 +17,8 @@ from typing import cast
 
 from echelon.checkpoint.names import is_key
 from echelon.errors import ArgumentError, CheckpointCorrupt
-from echelon.values.bounded import Json, brief, read_json, write_json
-from echelon.values.dtypes import DTYPES
-from echelon.values.sizes import is_size, nbytes_of, tensor_problem
+from echelon.values.untrusted_json import Json, brief, read_json, write_json
+from echelon.values.value_types import DTYPES, is_size, nbytes_of, tensor_problem
 
 # Of one tensor in a file: its key, its dtype as in ``DTYPES``, its shape, and its bytes.
 Entry = tuple[str, str, tuple[int, ...], int]

@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from echelon.checkpoint.part import Json, Part
 from echelon.errors import ArgumentError, CheckpointCorrupt, UnsupportedError
 from echelon.state.tensor_shard import Replication, TensorShard
-from echelon.values import decode, encode
-from echelon.values.bounded import brief
-from echelon.values.dtypes import DTYPES, dtype_name
+from echelon.values.decoding import decode
+from echelon.values.encoding import encode
+from echelon.values.untrusted_json import brief
+from echelon.values.value_types import DTYPES, dtype_name
 
 # By parameter: the ranges that it stands for, under their names in the checkpoint.
 Owners = Mapping[nn.Parameter, tuple[TensorShard, ...]]

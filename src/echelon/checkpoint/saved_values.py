@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from echelon.checkpoint.format import Manifest
 from echelon.errors import CheckpointCorrupt
-from echelon.values.dtypes import DTYPES
+from echelon.values.value_types import DTYPES
 
 
 def check_facts(manifest: Manifest, path: str) -> None:

@@ -16,7 +16,7 @@ from echelon.checkpoint.reshard import reads
 from echelon.checkpoint.saved_values import check_facts
 from echelon.checkpoint.tensors import land, landing, memory_of
 from echelon.errors import CheckpointCorrupt
-from echelon.values.dtypes import DTYPES
+from echelon.values.value_types import DTYPES
 
 _CHUNK_NBYTES = 1 << 19  # read, and hashed while it is in the cache
 _MOST_OPEN = 64  # files; a step of many ranks has more than a process may open

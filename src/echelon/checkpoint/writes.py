@@ -17,7 +17,7 @@ from echelon.checkpoint.reshard import share
 from echelon.checkpoint.tensors import bytes_of, is_plain
 from echelon.errors import StateError
 from echelon.state.tensor_shard import Replication, TensorShard
-from echelon.values.dtypes import dtype_name
+from echelon.values.value_types import dtype_name
 
 
 @final

@@ -14,7 +14,8 @@ from typing import Annotated
 import typer
 
 from echelon.cli.checkpoint_commands import app as checkpoints_app
-from echelon.launch.program import Program
+from echelon.launch.program import Launch, Program
+from echelon.process import time_limits
 from echelon.version import __version__
 
 __all__ = ["app", "main"]
@@ -138,13 +139,13 @@ def _run(
         raise typer.Exit(run_threads(program, arguments or [], ranks, timeout, tee=tee))
     from echelon.launch import local_job
 
-    launch = local_job.Launch(
+    launch = Launch(
         program=program,
         arguments=tuple(arguments or ()),
         ranks=ranks,
         log_dir=log_dir,
         max_restarts=max_restarts,
-        grace=local_job.GRACE_S if grace is None else grace,
+        grace=time_limits.SAVE_S if grace is None else grace,
         timeout=timeout,
         tee=tee,
     )

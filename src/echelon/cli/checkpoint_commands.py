@@ -94,7 +94,7 @@ def _diff(one: Folder, other: Folder) -> None:
 def _run(command: Callable[[], int]) -> None:
     """Run a command; what cannot be done is a sentence and exit code 2."""
     from echelon.errors import ArgumentError, CheckpointError
-    from echelon.errors.printable import printable
+    from echelon.errors.message_text import printable
 
     try:
         code = command()

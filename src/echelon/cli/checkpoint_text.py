@@ -17,7 +17,7 @@ from echelon.checkpoint.difference import differences
 from echelon.checkpoint.names import step_of
 from echelon.checkpoint.step import SavedStep
 from echelon.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointTooNew
-from echelon.errors.printable import printable
+from echelon.errors.message_text import printable
 from echelon.observe.progress import bytes_text
 
 _SHOWN = 40  # rows of differences

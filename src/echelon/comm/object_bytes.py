@@ -21,10 +21,10 @@ from torch import Tensor
 
 from echelon.comm.allocation import available_nbytes
 from echelon.errors import CheckpointCorrupt, CommError
-from echelon.values import SENT, decode, encode
-from echelon.values.bounded import read_json
-from echelon.values.kinds import TORCH_DTYPES
-from echelon.values.sizes import TOO_MANY, is_size
+from echelon.values.decoding import decode
+from echelon.values.encoding import SENT, encode
+from echelon.values.untrusted_json import read_json
+from echelon.values.value_types import TOO_MANY, TORCH_DTYPES, is_size
 
 _LENGTH_NBYTES = 8
 _SMALL_NBYTES = 1 << 20  # so many are always there; to ask takes time

@@ -11,7 +11,7 @@ import torch
 from echelon.comm import start_facts as shared_facts
 from echelon.comm.group import Group
 from echelon.comm.mesh import Mesh
-from echelon.diagnosis.step_count import Steps
+from echelon.diagnosis.rank_monitor import StepCounter
 from echelon.process.forks import mark
 
 # How long a rank waits for another in one call before it raises. Long enough for a slow first
@@ -38,12 +38,12 @@ class World:
         backend: str,
         local_rank: int | None = None,
         close: Callable[[BaseException | None], None] = lambda error: None,
-        steps: Steps | None = None,
+        steps: StepCounter | None = None,
     ) -> None:
         self.group = group
         self.backend = backend
         self.local_rank = group.rank if local_rank is None else local_rank
-        self.steps = Steps() if steps is None else steps
+        self.steps = StepCounter() if steps is None else steps
         self._close = close
         self._closed = False
         self._mark = mark()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from echelon.errors.printable import text_bytes
+from echelon.errors.message_text import text_bytes
 
 
 class CallSignature(NamedTuple):

@@ -1,38 +1,121 @@
-"""A rank that does not come to its end, although others have left: it says so itself, and ends.
+"""The end of a rank's process: it leaves a record of what ends it, and ends in time.
 
-Nobody else may be there to do it: the others have ended, and torch's agent waits for ever. The
-guard is a thread that sleeps, mostly. It also sees what nobody outside can see: for which thread
-Python waits when the script has ended. Where the interpreter is held by a call in C, or the process
-is stopped, it cannot run; then the agent of ``echelon run`` does it.
+An exception that ends the script leaves a failure record for the launcher. And a rank that does not
+come to its end, although others have left, says so itself, and ends: nobody else may be there to do
+it, because the others have ended, and torch's agent waits for ever. The guard is a thread that
+sleeps, mostly. It also sees what nobody outside can see: for which thread Python waits when the
+script has ended. Where the interpreter is held by a call in C, or the process is stopped, it cannot
+run; then the agent of ``echelon run`` does it.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from types import FrameType, TracebackType
 
 from echelon.diagnosis import stacks
-from echelon.diagnosis.failure_record import FailureRecord, error_file
+from echelon.diagnosis.failure_record import FailureRecord
 from echelon.diagnosis.flight_recorder import VARIABLE
-from echelon.diagnosis.hang import SilentRank
-from echelon.diagnosis.stragglers import StragglerRule, error_of, sign_of
-from echelon.diagnosis.watch import Watch
+from echelon.diagnosis.rank_monitor import RankMonitor
+from echelon.diagnosis.stragglers import StragglerRule, StuckRank, error_of, sign_of
 from echelon.errors import CommTimeout, WorldError
+from echelon.process import time_limits
 from echelon.process.process_status import activity
 
-_CLOSE_S = 5.0  # what it may take to tell the others
-_FLUSH_S = 1.0  # what standard output gets to take what was printed
-_FEWEST_LOOKS = 20  # in one timeout
-_LONGEST_PAUSE_S = 2.0
+# Of these, the first one set names the file; torchrun sets the second in every rank.
+ERROR_FILE_VARIABLES = ("ECHELON_ERROR_FILE", "TORCHELASTIC_ERROR_FILE")
+
+_MIN_LOOKS = 20  # in one timeout
+_MAX_PAUSE_S = 2.0
+
+
+def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where this rank's launcher wants its record, or None where nobody asked."""
+    for name in ERROR_FILE_VARIABLES:
+        if environ.get(name):
+            return Path(environ[name])
+    return None
+
+
+def ends_process(owner: int) -> bool:
+    """Whether what ``sys.excepthook`` is called for ends the process ``owner``.
+
+    multiprocessing calls it, too, for its thread that serves files to others, mostly in a fork of
+    a rank that loads data for it.
+    """
+    return os.getpid() == owner and threading.current_thread() is threading.main_thread()
+
+
+def install_failure_record(
+    path: str | os.PathLike[str], rank: int, where: Callable[[], str] = lambda: ""
+) -> Callable[[], None]:
+    """Write a record to ``path`` when an exception ends this process.
+
+    Python's own report of the exception still follows. A second call replaces the first one's
+    path and rank.
+
+    Args:
+        where: says how far the rank has come.
+
+    Returns:
+        a function that takes the hook out again.
+    """
+    before, owner = sys.excepthook, os.getpid()
+
+    def record_and_report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if ends_process(owner) and not issubclass(kind, KeyboardInterrupt):
+            try:
+                FailureRecord.of(error, rank, where()).write(path)
+            except OSError as problem:  # the exception itself must still be seen
+                print(f"cannot write the failure record {path}: {problem}", file=sys.stderr)
+        before(kind, error, trace)
+
+    def remove() -> None:
+        if sys.excepthook is record_and_report:
+            sys.excepthook = before
+
+    sys.excepthook = record_and_report
+    return remove
+
+
+def outlive_termination() -> None:
+    """Let the first SIGTERM end this process only after ``LAST_WORDS_S``.
+
+    When a rank is killed, torchrun ends all others within a tenth of a second: before they have
+    seen that a peer is gone, and can say in which call they needed it. Does nothing where the
+    script, or another thread than the main one, decides about the signal.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    owner = os.getpid()
+
+    def end_soon(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+        if os.getpid() != owner:  # a fork of this process, such as a worker that loads data
+            os.kill(os.getpid(), number)
+        timer = threading.Timer(time_limits.LAST_WORDS_S, os.kill, (owner, number))
+        timer.daemon = True
+        timer.start()
+
+    signal.signal(signal.SIGTERM, end_soon)
+    # On the way out a signal must not change the exit code: the agent may already see a follower.
+    atexit.register(lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
 
 
 def start_exit_guard(
-    watch: Watch, timeout_s: float, close: Callable[[BaseException], None]
+    monitor: RankMonitor, timeout_s: float, close: Callable[[BaseException], None]
 ) -> None:
     """Guard this process from now on; it is a rank of a job of several.
 
@@ -45,7 +128,7 @@ def start_exit_guard(
     agent = os.getppid() if under_torchrun else None
     thread = threading.Thread(
         target=_guard,
-        args=(watch, timeout_s, agent, close),
+        args=(monitor, timeout_s, agent, close),
         name="echelon exit guard",
         daemon=True,
     )
@@ -53,53 +136,58 @@ def start_exit_guard(
 
 
 def _guard(
-    watch: Watch, timeout_s: float, agent: int | None, close: Callable[[BaseException], None]
+    monitor: RankMonitor,
+    timeout_s: float,
+    agent: int | None,
+    close: Callable[[BaseException], None],
 ) -> None:
     main = threading.main_thread()
     rule = StragglerRule(timeout_s)
-    pause_s = min(_LONGEST_PAUSE_S, timeout_s / _FEWEST_LOOKS)
+    pause_s = min(_MAX_PAUSE_S, timeout_s / _MIN_LOOKS)
     while True:
         if main.is_alive():
             main.join(pause_s)
         else:
             time.sleep(pause_s)
         if not main.is_alive():
-            watch.end_script()
+            monitor.end_script()
         if agent is not None and os.getppid() != agent:
-            _end_without_agent(agent, watch, close)
-        signs = {rank: sign_of(entry) for rank, entry in watch.entries().items()}
-        if watch.rank in rule.late(signs):
-            _end_process(_error(watch, timeout_s), watch.rank)
+            _end_without_agent(agent, monitor, close)
+        signs = {rank: sign_of(status) for rank, status in monitor.statuses().items()}
+        if monitor.rank in rule.late(signs):
+            _end_process(_error(monitor, timeout_s), monitor.rank)
 
 
-def _end_without_agent(agent: int, watch: Watch, close: Callable[[BaseException], None]) -> None:
+def _end_without_agent(
+    agent: int, monitor: RankMonitor, close: Callable[[BaseException], None]
+) -> None:
     """Nobody would start this rank again, or end it: so it tells the others, and ends."""
-    entry = watch.entries()[watch.rank]
+    status = monitor.statuses()[monitor.rank]
     error = WorldError(
-        f"the agent of torchrun on the host of rank {watch.rank} (process {agent}) has ended, and "
-        "its ranks end with it: look why it did, and start the job again"
+        f"the agent of torchrun on the host of rank {monitor.rank} (process {agent}) has ended, "
+        "and its ranks end with it: look why it did, and start the job again"
     )
-    print(f"rank {watch.rank} {entry.where}: {error}", file=sys.stderr, flush=True)
+    print(f"rank {monitor.rank} {status.where}: {error}", file=sys.stderr, flush=True)
     telling = threading.Thread(target=close, args=(error,), daemon=True)
     with suppress(RuntimeError):  # Python starts no more threads at its end
         telling.start()
-        telling.join(_CLOSE_S)
+        telling.join(time_limits.TELL_S)
     end_now()
 
 
-def _error(watch: Watch, timeout_s: float) -> CommTimeout:
-    entry = watch.entries()[watch.rank]
-    finding = SilentRank(
-        rank=entry.rank,
-        where=entry.where,
-        activity=activity(entry.pid, entry.native),
-        call=entry.call,
-        stack=stacks.of_this_process(entry.thread),
+def _error(monitor: RankMonitor, timeout_s: float) -> CommTimeout:
+    status = monitor.statuses()[monitor.rank]
+    stuck = StuckRank(
+        rank=status.rank,
+        where=status.where,
+        activity=activity(status.pid, status.native_id),
+        call=status.call,
+        stack=stacks.of_this_process(status.thread_id),
         silence="it runs no code of Python",
     )
-    if entry.script_ended:
-        finding = _at_the_end(finding)
-    return error_of([finding], timeout_s)
+    if status.script_ended:
+        stuck = _at_the_end(stuck)
+    return error_of([stuck], timeout_s)
 
 
 def awaited_threads() -> list[threading.Thread]:
@@ -108,15 +196,15 @@ def awaited_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if not thread.daemon and thread is not main]
 
 
-def _at_the_end(finding: SilentRank) -> SilentRank:
-    """``finding`` of a process whose script has ended, with what keeps it from its end."""
+def _at_the_end(stuck: StuckRank) -> StuckRank:
+    """``stuck`` of a process whose script has ended, with what keeps it from its end."""
     threads = awaited_threads()
     if not threads:
-        doing = f"has ended its script, but {finding.activity} in an exit handler"
-        return replace(finding, activity=doing)
+        doing = f"has ended its script, but {stuck.activity} in an exit handler"
+        return replace(stuck, activity=doing)
     first = threads[0]
     return replace(
-        finding,
+        stuck,
         activity=f"has ended its script, but waits for its thread {first.name!r}",
         stack=stacks.of_this_process(first.ident or 0),
     )
@@ -140,5 +228,5 @@ def end_now() -> None:
     flush = threading.Thread(target=sys.stdout.flush, daemon=True)  # another thread may hold it
     with suppress(RuntimeError):  # Python starts no more threads at its end
         flush.start()
-        flush.join(_FLUSH_S)
+        flush.join(time_limits.FLUSH_S)
     os._exit(1)

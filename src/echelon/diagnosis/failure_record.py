@@ -1,27 +1,30 @@
-"""How a failed rank tells its launcher what happened: one small JSON file, and how it reads.
+"""Why one rank stopped, as plain data: what a rank tells its launcher and the other ranks.
+
+A rank that fails leaves one record: in a file for its launcher, in the store for ranks on other
+hosts. A launcher makes the record of a process that could not do so itself. ``root_cause`` says
+which of several records is the first, and ``failure_report`` prints it.
 
 The file has the fields that torchrun's agent looks for in the file it names in
-``TORCHELASTIC_ERROR_FILE``, and beside them the facts that name the cause. This module imports
-neither torch nor anything that does, so that a launcher can read records at once.
+``TORCHELASTIC_ERROR_FILE``, and beside them the record. This module imports neither torch nor
+anything that does, so that a launcher can read records at once.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
-import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, final
 
+from echelon.diagnosis.stacks import is_user_file
 from echelon.errors import (
+    CheckpointCorrupt,
     CheckpointError,
     CollectiveMismatch,
     CommError,
@@ -29,94 +32,165 @@ from echelon.errors import (
     DeadlockError,
     RankFailed,
 )
-from echelon.errors.printable import message_of
+from echelon.errors.message_text import message_of, printable
+
+if TYPE_CHECKING:
+    from echelon.diagnosis.collective_call import CollectiveCall
 
 STACKS_FILE = "{}-stacks.txt"  # beside the file of a record, with its name
 
-# Of these, the first one set names the file; torchrun sets the second in every rank.
-VARIABLES = ("ECHELON_ERROR_FILE", "TORCHELASTIC_ERROR_FILE")
-
-_NOT_THE_USERS = (
-    str(Path(__file__).resolve().parent.parent) + os.sep,
-    os.path.dirname(os.__file__) + os.sep,  # Python's own modules, and mostly what is installed
-    "<frozen",
-    "<string>",  # as of multiprocessing's server
-)
-# Enough to see that a peer is gone, wherever this rank was; the agent waits longer before it kills.
-_LAST_WORDS_S = 1.5
 _MAX_MESSAGE = 4000  # characters; a message may hold a tensor
+_MAX_NBYTES = 1 << 26  # that reading a record may take
 
 
+class Reason(Enum):
+    """Why a rank stopped."""
+
+    DIED = "its process was killed, or crashed"
+    RAISED = "an exception ended it"
+    EXITED = "its process ended by itself, without an exception that it told of"
+    TIMEOUT = "it waited for another rank in vain"
+    LOST = "another rank failed, which it lost or heard of"
+    LEFT = "it closed its world"
+    ENDED = "its launcher ended it, because another rank had failed"
+
+
+@final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureRecord:
-    """What ended one rank.
+    """Why one rank stopped.
 
     Attributes:
         rank: in the job.
-        type: class name of the exception.
+        reason: kind of end.
+        type: class name of the exception; empty where there was none.
         message: its sentence.
         place: the innermost line of user code, ``train.py:12 in main``; empty where there is none.
         traceback: as Python prints it.
         time_s: when, in seconds since the epoch.
-        follows: whether it only reports what another rank has met, or that communication broke
-            because another rank failed.
-        failed_rank: the rank that this one names as failed, or waited for in vain, if it does.
         where: how far the rank had come, ``at step 4``; empty where that is not known.
-        stuck: what the rank was found to do that was waited for in vain; empty where that is not
-            known.
-        doing: the call in which this one waited in vain.
+        failed_rank: the rank that this one names as failed, or waited for in vain, if it does.
+        cause: what it says of that rank.
+        stuck: what that rank was found to do, if it was waited for in vain and could be looked at.
+        doing: the call in which this one waited in vain, with position and place.
         seconds: how long it did.
         stacks: of all ranks of the host, where this one waited in vain.
+        group: of the call in which it stopped; empty if in none.
+        position: of that call in the group.
+        call: what the ranks must agree on.
+        is_p2p: whether it was a send or a receive, which have positions of their own.
+        sends: elements for each rank of the group, where ranks may differ in them.
+        expects: elements from each rank of the group, likewise.
+        missing: ranks in the job that it waited for or lost.
+        exit_code: of a process that ended without a record of its own; negative for a signal.
+        log: what such a process has written to standard error.
     """
 
     rank: int
-    type: str
-    message: str
-    place: str
-    traceback: str
-    time_s: float
-    follows: bool = False
-    failed_rank: int | None = None
+    reason: Reason
+    type: str = ""
+    message: str = ""
+    place: str = ""
+    traceback: str = ""
+    time_s: float = 0.0
     where: str = ""
+    failed_rank: int | None = None
+    cause: str = ""
     stuck: str = ""
     doing: str = ""
     seconds: float = 0.0
     stacks: str = ""
+    group: str = ""
+    position: int = -1
+    call: str = ""
+    is_p2p: bool = False
+    sends: tuple[int, ...] = ()
+    expects: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+    exit_code: int | None = None
+    log: str = ""
+
+    # Making records -----------------------------------------------------------------------------
 
     @classmethod
     def of(cls, error: BaseException, rank: int, where: str = "") -> FailureRecord:
         """The record of ``error`` raised on ``rank``."""
-        more: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         if isinstance(error, RankFailed):
-            more["failed_rank"] = error.failed_rank
+            facts["failed_rank"], facts["cause"] = error.failed_rank, error.cause
         elif isinstance(error, CommTimeout):
-            more["failed_rank"] = next(iter([*error.stuck, *error.missing]), None)
-            more["stuck"] = next(iter(error.stuck.values()), "")
-            more["doing"], more["seconds"] = error.doing, error.seconds
-            more["stacks"] = "\n".join(getattr(error, "__notes__", ()))
+            facts["failed_rank"] = next(iter([*error.stuck, *error.missing]), None)
+            facts["stuck"] = next(iter(error.stuck.values()), "")
+            facts["doing"], facts["seconds"] = error.doing, error.seconds
+            facts["stacks"] = "\n".join(getattr(error, "__notes__", ()))
         return cls(
             rank=rank,
+            reason=_reason_of(error, rank),
             type=type(error).__name__,
             message=_cut(message_of(error)),
             place=_place(error),
             traceback="".join(traceback.format_exception(error)),
             time_s=time.time(),
-            follows=is_heard(error, rank)
-            or (
-                isinstance(error, CommError)
-                and not isinstance(error, CollectiveMismatch | DeadlockError)
-            ),
             where=where,
-            **more,
+            **facts,
         )
+
+    @classmethod
+    def of_call(
+        cls,
+        call: CollectiveCall,
+        *,
+        late: bool,
+        missing: Sequence[int],
+        seconds: float,
+        sends: Sequence[int] = (),
+        expects: Sequence[int] = (),
+    ) -> FailureRecord:
+        """The record of a rank that waited in vain (``late``) or lost a peer in this call."""
+        return cls(
+            rank=call.rank,
+            reason=Reason.TIMEOUT if late else Reason.LOST,
+            time_s=time.time(),
+            doing=str(call),
+            group=call.group,
+            position=call.position,
+            call=str(call.signature),
+            place=str(call.place),
+            is_p2p=call.signature.op in ("send", "recv"),
+            sends=tuple(sends),
+            expects=tuple(expects),
+            missing=tuple(missing),
+            seconds=seconds,
+        )
+
+    @classmethod
+    def of_process(
+        cls, rank: int, exit_code: int, *, was_told: bool, where: str = "", log: str = ""
+    ) -> FailureRecord:
+        """The record of a process that ended with another code than 0 and left none itself.
+
+        Args:
+            was_told: whether its launcher had told it to end; one that ended with a code may have
+                done so by itself meanwhile.
+        """
+        reason = Reason.EXITED if exit_code > 0 else Reason.ENDED if was_told else Reason.DIED
+        return cls(rank=rank, reason=reason, exit_code=exit_code, where=where, log=log)
+
+    # Reading records ----------------------------------------------------------------------------
+
+    @property
+    def follows(self) -> bool:
+        """Whether it only reports what another rank has met, or has done to this one."""
+        return self.reason in (Reason.TIMEOUT, Reason.LOST)
 
     @property
     def headline(self) -> str:
-        """One line: the rank, where it was, the exception and the first line of its message.
+        """One line: the rank, where it was, and what happened to it.
 
         Of a rank that waited in vain, the rank that held it up comes first.
         """
-        if self.doing and self.failed_rank is not None:
+        subject = f"rank {self.rank} {self.where}".rstrip()
+        if self.reason is Reason.TIMEOUT and self.failed_rank is not None:
             stuck = self.stuck or "did not come"
             if self.failed_rank == self.rank:
                 return (
@@ -125,13 +199,46 @@ class FailureRecord:
                 )
             waited = f"rank {self.rank} waited {self.seconds:.1f} s for it"
             return f"rank {self.failed_rank} {stuck}; {waited}"
-        first = self.message.strip().split("\n", 1)[0]
-        subject = f"rank {self.rank} {self.where}".rstrip()
-        return f"{subject} raised {self.type}" + (f": {first}" if first else "")
+        if self.type:
+            first = self.message.strip().split("\n", 1)[0]
+            return f"{subject} raised {self.type}" + (f": {first}" if first else "")
+        if not self.exit_code:
+            return f"{subject} exited with code 0 while others were waiting"
+        return f"{subject} {exit_text(self.exit_code)}"
+
+    def call_text(self) -> str:
+        """The call with all that ranks may disagree on, and its place."""
+        lengths = f", sends {list(self.sends)}, expects {list(self.expects)} elements"
+        return f"{self.call}{lengths if self.sends else ''} at {self.place}"
+
+    # As text and in files -----------------------------------------------------------------------
+
+    def dump(self) -> str:
+        """As JSON."""
+        return json.dumps({**asdict(self), "reason": self.reason.name})
+
+    @classmethod
+    def load(cls, text: bytes, rank: int | None = None) -> FailureRecord | None:
+        """The record from the text of ``dump``; None where it is none, or not of ``rank``.
+
+        In a store that asks nobody who they are, anybody may have written it: it tells something
+        only if each fact is of its kind, and nothing in it is for a terminal to obey.
+        """
+        return cls._of_facts(_read_json(text), rank)
+
+    @classmethod
+    def _of_facts(cls, facts: object, rank: int | None = None) -> FailureRecord | None:
+        kinds = {field.name: str(field.type) for field in fields(cls)}
+        if not isinstance(facts, dict) or facts.keys() != kinds.keys():
+            return None
+        try:
+            record = cls(**{name: _CHECKS[kind](facts[name]) for name, kind in kinds.items()})
+        except (ValueError, KeyError):
+            return None
+        return record if rank in (None, record.rank) else None
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the record, of which a reader sees all or nothing, and beside it the stacks."""
-        facts = asdict(self)
         torchrun = {
             "message": f"{self.type}: {self.message}",
             "extraInfo": {"py_callstack": self.traceback, "timestamp": str(int(self.time_s))},
@@ -139,7 +246,7 @@ class FailureRecord:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f"{target.name}.{os.getpid()}.part")
-        part.write_text(json.dumps({"message": torchrun, "echelon": facts}))
+        part.write_text(f'{{"message": {json.dumps(torchrun)}, "echelon": {self.dump()}}}')
         part.replace(target)
         if self.stacks:
             target.with_name(STACKS_FILE.format(target.stem)).write_text(self.stacks)
@@ -148,11 +255,10 @@ class FailureRecord:
     def read(cls, path: str | os.PathLike[str]) -> FailureRecord | None:
         """The record in a file; None where there is none of ours."""
         try:
-            content = json.loads(Path(path).read_text())
-        except (OSError, ValueError):
-            return None  # not written, or written by something else
-        facts = content.get("echelon") if isinstance(content, dict) else None
-        return cls(**facts) if isinstance(facts, dict) else None
+            content = _read_json(Path(path).read_bytes())
+        except OSError:
+            return None  # not written
+        return cls._of_facts(content.get("echelon")) if isinstance(content, dict) else None
 
 
 def is_heard(error: BaseException, rank: int) -> bool:
@@ -160,80 +266,21 @@ def is_heard(error: BaseException, rank: int) -> bool:
     return isinstance(error, CheckpointError) and error.rank not in (None, rank)
 
 
-def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where this rank's launcher wants its record, or None where nobody asked."""
-    for name in VARIABLES:
-        if environ.get(name):
-            return Path(environ[name])
-    return None
+def exit_text(exit_code: int) -> str:
+    """How a process ended, as it reads after its name; a negative code stands for a signal."""
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-exit_code}"
 
 
-def ends_process(owner: int) -> bool:
-    """Whether what ``sys.excepthook`` is called for ends the process ``owner``.
-
-    multiprocessing calls it, too, for its thread that serves files to others, mostly in a fork of
-    a rank that loads data for it.
-    """
-    return os.getpid() == owner and threading.current_thread() is threading.main_thread()
-
-
-def install_failure_record(
-    path: str | os.PathLike[str], rank: int, where: Callable[[], str] = lambda: ""
-) -> Callable[[], None]:
-    """Write a record to ``path`` when an exception ends this process.
-
-    Python's own report of the exception still follows. A second call replaces the first one's
-    path and rank.
-
-    Args:
-        where: says how far the rank has come.
-
-    Returns:
-        a function that takes the hook out again.
-    """
-    before, owner = sys.excepthook, os.getpid()
-
-    def record_and_report(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        if ends_process(owner) and not issubclass(kind, KeyboardInterrupt):
-            try:
-                FailureRecord.of(error, rank, where()).write(path)
-            except OSError as problem:  # the exception itself must still be seen
-                print(f"cannot write the failure record {path}: {problem}", file=sys.stderr)
-        before(kind, error, trace)
-
-    def remove() -> None:
-        if sys.excepthook is record_and_report:
-            sys.excepthook = before
-
-    sys.excepthook = record_and_report
-    return remove
-
-
-def outlive_termination(seconds: float = _LAST_WORDS_S) -> None:
-    """Let the first SIGTERM end this process only after some ``seconds``.
-
-    When a rank is killed, torchrun ends all others within a tenth of a second: before they have
-    seen that a peer is gone, and can say in which call they needed it. Does nothing where the
-    script, or another thread than the main one, decides about the signal.
-    """
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return
-    owner = os.getpid()
-
-    def end_soon(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
-        if os.getpid() != owner:  # a fork of this process, such as a worker that loads data
-            os.kill(os.getpid(), number)
-        timer = threading.Timer(seconds, os.kill, (owner, number))
-        timer.daemon = True
-        timer.start()
-
-    signal.signal(signal.SIGTERM, end_soon)
-    # On the way out a signal must not change the exit code: the agent may already see a follower.
-    atexit.register(lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
+def _reason_of(error: BaseException, rank: int) -> Reason:
+    if isinstance(error, CommTimeout):
+        return Reason.TIMEOUT
+    own = not isinstance(error, CommError) or isinstance(error, CollectiveMismatch | DeadlockError)
+    return Reason.RAISED if own and not is_heard(error, rank) else Reason.LOST
 
 
 def _cut(message: str) -> str:
@@ -244,14 +291,37 @@ def _cut(message: str) -> str:
     return f"{message[:half]} … {message[-half:]}"
 
 
-def is_user_file(path: str) -> bool:
-    """Whether a file of Python code is neither of this package, nor Python's own, nor installed."""
-    return not path.startswith(_NOT_THE_USERS) and f"{os.sep}site-packages{os.sep}" not in path
-
-
 def _place(error: BaseException) -> str:
     """The innermost frame of the user's code."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)
     ]
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+
+
+def _read_json(text: bytes) -> object:
+    """The value of a text that somebody else may have written; None where it is not harmless."""
+    from echelon.values.untrusted_json import read_json  # needs NumPy, which takes 0.1 s to import
+
+    try:
+        return read_json(text, "a failure record", memory=_MAX_NBYTES)
+    except CheckpointCorrupt:
+        return None
+
+
+def _exactly(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise ValueError
+    return value
+
+
+# By the annotation of a field: its value from JSON.
+_CHECKS: Mapping[str, Callable[[Any], Any]] = {
+    "int": lambda value: _exactly(int, value),
+    "float": lambda value: float(_exactly(float, value) if type(value) is not int else value),
+    "bool": lambda value: _exactly(bool, value),
+    "str": lambda value: printable(_exactly(str, value)),
+    "int | None": lambda value: None if value is None else _exactly(int, value),
+    "tuple[int, ...]": lambda value: tuple(_exactly(int, item) for item in _exactly(list, value)),
+    "Reason": lambda value: Reason[_exactly(str, value)],
+}

@@ -26,13 +26,12 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from echelon.diagnosis.failure_record import is_user_file
 from echelon.diagnosis.flight_recorder import Phase, RankStatus
+from echelon.process import time_limits
 from echelon.process.process_status import ProcessStatus
 
 _NAME = "echelon stacks"
 _SIGNAL = signal.SIGUSR2
-_ANSWER_S = 1.0  # what a process gets to write; on a busy machine it may have to wait for a core
 _LOOK_S = 0.02
 _RECENT_S = 5.0  # ranks that give up at once need one stack, not one each
 _NUM_FRAMES = 8  # of a stack that is shown with an error
@@ -40,7 +39,19 @@ _HEAD = "Stack (most recent call first):"
 
 Stack = list[str]  # the innermost line last
 
+_NOT_THE_USERS = (
+    str(Path(__file__).resolve().parent.parent) + os.sep,
+    os.path.dirname(os.__file__) + os.sep,  # Python's own modules, and mostly what is installed
+    "<frozen",
+    "<string>",  # as of multiprocessing's server
+)
+
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def is_user_file(path: str) -> bool:
+    """Whether a file of Python code is neither of this package, nor Python's own, nor installed."""
+    return not path.startswith(_NOT_THE_USERS) and f"{os.sep}site-packages{os.sep}" not in path
 
 
 @cache
@@ -60,33 +71,33 @@ def is_ours() -> bool:
     return signal.getsignal(_SIGNAL) is signal.SIG_DFL  # Python does not see faulthandler's
 
 
-def ask(entries: Iterable[RankStatus], *, closed: bool = False) -> dict[int, Stack]:
+def ask(statuses: Iterable[RankStatus], *, closed: bool = False) -> dict[int, Stack]:
     """The stacks of all ranks that can tell them, by rank.
 
     Args:
         closed: ask ranks, too, that have closed their world. One that is about to end has no
             handler any more, and the signal would end it in its own way.
     """
-    found: dict[int, Stack] = {}
+    answers: dict[int, Stack] = {}
     asked: dict[int, RankStatus] = {}
     before: dict[int, int] = {}
-    for entry in entries:
-        if entry.pid == os.getpid():
-            found[entry.rank] = of_this_process(entry.thread)
-        elif entry.stacks is not None and (closed or entry.phase is not Phase.CLOSED):
-            size, age_s = _look(entry)
+    for status in statuses:
+        if status.pid == os.getpid():
+            answers[status.rank] = of_this_process(status.thread_id)
+        elif status.stacks_fd is not None and (closed or status.phase is not Phase.CLOSED):
+            size, age_s = _look(status)
             recent = size > 0 and age_s < _RECENT_S
-            if recent or _send(entry):
-                asked[entry.rank], before[entry.rank] = entry, 0 if recent else size
-    end = time.monotonic() + _ANSWER_S
+            if recent or _send(status):
+                asked[status.rank], before[status.rank] = status, 0 if recent else size
+    end = time.monotonic() + time_limits.STACK_ANSWER_S
     sizes = dict.fromkeys(asked, -1)
     while time.monotonic() < end:  # until all have written, and write no more
-        last, sizes = sizes, {rank: _look(entry)[0] for rank, entry in asked.items()}
+        last, sizes = sizes, {rank: _look(status)[0] for rank, status in asked.items()}
         if sizes == last and all(sizes[rank] > before[rank] for rank in asked):
             break
         time.sleep(_LOOK_S)
-    found |= {rank: _lines(_read(entry).rpartition(_HEAD)[2]) for rank, entry in asked.items()}
-    return {rank: stack for rank, stack in sorted(found.items()) if stack}
+    answers |= {rank: _lines(_read(status).rpartition(_HEAD)[2]) for rank, status in asked.items()}
+    return {rank: stack for rank, stack in sorted(answers.items()) if stack}
 
 
 def of_crash(log: str) -> Stack:
@@ -101,14 +112,13 @@ def of_this_process(thread: int) -> Stack:
     if frame is None:
         return []
     summary = traceback.extract_stack(frame)
-    return [f"{found.filename}:{found.lineno} in {found.name}" for found in summary]
+    return [f"{line.filename}:{line.lineno} in {line.name}" for line in summary]
 
 
 def innermost(stack: Sequence[str]) -> Stack:
     """The end of a stack, from the user's outermost line on, and always with the innermost one."""
     users = [i for i, line in enumerate(stack) if is_user_file(line)]
-    own = list(stack[users[0] :] if users else stack)
-    end = own[-_NUM_FRAMES:]
+    end = list(stack[users[0] :] if users else stack)[-_NUM_FRAMES:]
     if users and users[-1] < len(stack) - len(end):
         return [stack[users[-1]], "...", *end[2:]]
     return end
@@ -128,29 +138,31 @@ def _lines(section: str) -> Stack:
     return [f"{file}:{line} in {function}" for file, line, function in reversed(lines)]
 
 
-def _send(entry: RankStatus) -> bool:
+def _send(status: RankStatus) -> bool:
     """Send the signal; False for another process, and a stopped one, which would get it later."""
-    status = ProcessStatus.of(entry.pid)
-    if status is None or status.born != entry.born or status.stopped or status.ended:
+    process = ProcessStatus.of(status.pid)
+    if process is None or process.start_ticks != status.start_ticks:
+        return False
+    if process.stopped or process.ended:
         return False
     with suppress(OSError):  # it has ended meanwhile, or is not ours
         # A process that became another program has closed the file, and the signal would end it.
-        if _NAME in os.readlink(f"/proc/{entry.pid}/fd/{entry.stacks}"):
-            return bool(_libc.tgkill(entry.pid, entry.native, _SIGNAL) == 0)
+        if _NAME in os.readlink(f"/proc/{status.pid}/fd/{status.stacks_fd}"):
+            return bool(_libc.tgkill(status.pid, status.native_id, _SIGNAL) == 0)
     return False
 
 
-def _look(entry: RankStatus) -> tuple[int, float]:
+def _look(status: RankStatus) -> tuple[int, float]:
     """The length of what a process has written, and how long ago, in seconds."""
     try:
-        found = os.stat(f"/proc/{entry.pid}/fd/{entry.stacks}")
+        written = os.stat(f"/proc/{status.pid}/fd/{status.stacks_fd}")
     except OSError:  # it has ended
         return 0, 0.0
-    return found.st_size, time.time() - found.st_mtime
+    return written.st_size, time.time() - written.st_mtime
 
 
-def _read(entry: RankStatus) -> str:
+def _read(status: RankStatus) -> str:
     try:
-        return Path(f"/proc/{entry.pid}/fd/{entry.stacks}").read_text(errors="replace")
+        return Path(f"/proc/{status.pid}/fd/{status.stacks_fd}").read_text(errors="replace")
     except OSError:
         return ""

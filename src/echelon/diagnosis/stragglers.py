@@ -1,4 +1,4 @@
-"""Ranks that do not follow those that have left: when they are late, and what is told of them.
+"""Ranks that others wait for in vain: what is known of them, and the errors that say so.
 
 Who waits for a rank in a call raises an error when time is up. A rank that hangs after its last
 call is waited for by nobody, so whoever sees the end of the job asks here: the caller of ``run``,
@@ -8,19 +8,91 @@ the agent of ``echelon run``, or the rank itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import final
+from typing import Self, final
 
 from echelon.diagnosis import stacks
 from echelon.diagnosis.flight_recorder import Phase, RankStatus
-from echelon.diagnosis.hang import SilentRank, explained, finding_of
 from echelon.errors import CommTimeout
+from echelon.process import time_limits
 from echelon.process.process_status import activity
 
 END = "the end of the job"  # what a straggler keeps the others from
-_CLOSE_S = 10.0  # how much longer closing a world may take; it waits for others itself
+_MAX_DESCRIBED = 2  # ranks that an error describes; its note has the stacks of all
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StuckRank:
+    """What is known of a rank that others wait for.
+
+    Attributes:
+        rank: in the job.
+        where: such as ``at step 4``.
+        activity: such as ``computes``.
+        call: the last one that it issued; empty if there is none.
+        stack: of the thread that runs the script, the innermost line last; empty if not known.
+        silence: why there is no stack.
+    """
+
+    rank: int
+    where: str
+    activity: str
+    call: str
+    stack: Sequence[str]
+    silence: str = ""
+
+    @classmethod
+    def of(cls, status: RankStatus, activity: str, stack: Sequence[str]) -> Self:
+        """A rank that is a process, of which the flight recorder has a record."""
+        silence = "its process did not answer"
+        if status.stacks_fd is None:
+            silence = "the script has its own use for SIGUSR2"
+        elif "stopped" in activity:
+            silence = "a process that is stopped cannot tell it"
+        return cls(
+            rank=status.rank,
+            where=status.where,
+            activity=activity,
+            call=status.call,
+            stack=stack,
+            silence=silence,
+        )
+
+    def lines(self) -> list[str]:
+        """As rows of an error."""
+        rows = [f"  rank {self.rank} {self.where} {self.activity}"]
+        rows.append(f"  its last call: {self.call or 'none'}")
+        if not self.stack:
+            return [*rows, f"  its stack is not known: {self.silence}"]
+        return [*rows, "  its stack:", *(f"    {line}" for line in stacks.innermost(self.stack))]
+
+
+def explained(
+    error: CommTimeout, stuck: Sequence[StuckRank], known_stacks: Mapping[int, list[str]]
+) -> CommTimeout:
+    """``error`` with what is known of the ranks that hold up the others.
+
+    Args:
+        stuck: at least one.
+        known_stacks: of all ranks that could be asked, for the note of the error.
+    """
+    rows = [line for rank in stuck[:_MAX_DESCRIBED] for line in rank.lines()]
+    if len(stuck) > _MAX_DESCRIBED:
+        rows.append(f"  and {len(stuck) - _MAX_DESCRIBED} more ranks did not come")
+    explained_error = CommTimeout(
+        error.doing,
+        error.missing,
+        error.seconds,
+        "\n".join([*([error.others] if error.others else []), *rows]),
+        stuck={rank.rank: f"{rank.where} {rank.activity}" for rank in stuck},
+    )
+    if known_stacks:
+        text = stacks.shown(known_stacks)
+        explained_error.add_note(f"The Python stacks of the ranks of this host:\n{text}")
+    return explained_error
 
 
 class ExitStage(IntEnum):
@@ -86,59 +158,59 @@ class StragglerRule:
         has_left = furthest >= (
             ExitStage.LEAVING if sign.stage >= ExitStage.CLOSED else ExitStage.CLOSED
         )
-        return has_left and idle_s >= self._timeout_s + (_CLOSE_S if sign.closes else 0.0)
+        return has_left and idle_s >= self._timeout_s + (
+            time_limits.CLOSE_WORLD_S if sign.closes else 0.0
+        )
 
 
-def sign_of(entry: RankStatus) -> ExitSign:
-    """What the logbook and the kernel say of a rank that is a process."""
+def sign_of(status: RankStatus) -> ExitSign:
+    """What the flight recorder and the kernel say of a rank that is a process."""
     stage = ExitStage.RUNNING
-    if entry.ended:
+    if status.ended:
         stage = ExitStage.ENDED
-    elif entry.script_ended:
+    elif status.script_ended:
         stage = ExitStage.LEAVING
-    elif entry.phase >= Phase.CLOSING:
+    elif status.phase >= Phase.CLOSING:
         stage = ExitStage.CLOSED
     return ExitSign(
         stage=stage,
-        progress=(entry.phase, entry.step, entry.call, entry.awaited),
-        waits=entry.awaited is not None,
-        closes=entry.phase is Phase.CLOSING,
+        progress=(status.phase, status.step, status.call, status.waits_for),
+        waits=status.waits_for is not None,
+        closes=status.phase is Phase.CLOSING,
     )
 
 
-def error_of(findings: Iterable[SilentRank], timeout_s: float) -> CommTimeout:
-    """The error for ranks that are late, given what was found out about them."""
-    found = list(findings)
-    error = CommTimeout(END, [finding.rank for finding in found], timeout_s)
-    told = {finding.rank: list(finding.stack) for finding in found if finding.stack}
-    return explained(error, found, told)
+def error_of(stuck: Sequence[StuckRank], timeout_s: float) -> CommTimeout:
+    """The error for ranks that are late, given what is known of them."""
+    error = CommTimeout(END, [rank.rank for rank in stuck], timeout_s)
+    return explained(error, stuck, {rank.rank: list(rank.stack) for rank in stuck if rank.stack})
 
 
-def straggler_error(entries: Mapping[int, RankStatus], late: Iterable[int]) -> CommTimeout:
+def straggler_error(statuses: Mapping[int, RankStatus], late: Iterable[int]) -> CommTimeout:
     """The error for processes of this host that are late.
 
     Args:
-        entries: of all ranks that have begun their pages, by rank.
+        statuses: of all ranks that have begun their records, by rank.
         late: ranks in the job.
     """
     ranks = list(late)
-    told = stacks.ask([entries[rank] for rank in ranks if rank in entries], closed=True)
-    findings = [
-        _finding(entries[rank], told.get(rank, [])) if rank in entries else _absent(rank)
+    answers = stacks.ask([statuses[rank] for rank in ranks if rank in statuses], closed=True)
+    stuck = [
+        _stuck(statuses[rank], answers.get(rank, [])) if rank in statuses else _before_init(rank)
         for rank in ranks
     ]
-    return error_of(findings, max(entry.timeout_s for entry in entries.values()))
+    return error_of(stuck, max(status.timeout_s for status in statuses.values()))
 
 
-def _finding(entry: RankStatus, stack: list[str]) -> SilentRank:
-    doing = activity(entry.pid, entry.native)
-    if entry.script_ended:
+def _stuck(status: RankStatus, stack: list[str]) -> StuckRank:
+    doing = activity(status.pid, status.native_id)
+    if status.script_ended:
         doing = f"has ended its script, but {doing}"
-    return finding_of(entry, doing, stack)
+    return StuckRank.of(status, doing, stack)
 
 
-def _absent(rank: int) -> SilentRank:
-    return SilentRank(
+def _before_init(rank: int) -> StuckRank:
+    return StuckRank(
         rank=rank,
         where="before echelon.init()",
         activity="has not ended",

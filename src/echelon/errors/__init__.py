@@ -29,13 +29,6 @@
 
 from __future__ import annotations
 
-from echelon.errors.calls import (
-    ArgumentError,
-    RankError,
-    ScheduleError,
-    StateError,
-    UnsupportedError,
-)
 from echelon.errors.checkpoint_errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -43,9 +36,18 @@ from echelon.errors.checkpoint_errors import (
     CheckpointNotFound,
     CheckpointTooNew,
 )
-from echelon.errors.echelon_error import EchelonError
-from echelon.errors.training import ModelMismatch, NonFiniteError, StageError
-from echelon.errors.worlds import (
+from echelon.errors.echelon_error import (
+    ArgumentError,
+    EchelonError,
+    ModelMismatch,
+    NonFiniteError,
+    RankError,
+    ScheduleError,
+    StageError,
+    StateError,
+    UnsupportedError,
+)
+from echelon.errors.world_errors import (
     AuthenticationError,
     CollectiveMismatch,
     CommError,

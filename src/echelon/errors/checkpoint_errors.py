@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from echelon.errors.echelon_error import MOST_ROWS, EchelonError, revive
-from echelon.errors.printable import printable, printable_line
+from echelon.errors.echelon_error import EchelonError, revive
+from echelon.errors.message_text import MAX_ROWS, printable, printable_line
 
 
 class CheckpointError(EchelonError):
@@ -95,7 +95,7 @@ class CheckpointMismatch(CheckpointError):
         rows = [f"  missing: {printable_line(name)}" for name in self.missing]
         rows += [f"  unexpected: {printable_line(name)}" for name in self.unexpected]
         rows += [f"  {printable_line(f'{name}: {what}')}" for name, what in self.differing.items()]
-        shown = rows[:MOST_ROWS]
+        shown = rows[:MAX_ROWS]
         if len(rows) > len(shown):
             shown.append(f"  and {len(rows) - len(shown)} more")
         super().__init__(

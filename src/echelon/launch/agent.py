@@ -40,16 +40,10 @@ from echelon.diagnosis.stragglers import (
 )
 from echelon.errors import WorldError
 from echelon.launch.attempt import Attempt
-from echelon.process import die_with_parent
+from echelon.process import die_with_parent, time_limits
 from echelon.process.process_status import ProcessStatus
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-CLOSE_S = 5.0  # what ranks get to end in good order when another one has failed
-HURRY_S = 2.0  # and when nobody waits for them any more
-_SELF_S = 4.0  # beyond the timeout, for a rank that is late to say so itself
-KILL_S = 5.0  # how long the kernel may take to end a killed process
-# One press of Ctrl-C may arrive twice, where a launcher sends it to every process of a job.
-_SECOND_PRESS_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +61,7 @@ def _ending(
     if stop is not None:
         return _Ending(stop, grace)
     if any(code not in (None, 0, os.EX_TEMPFAIL) for code in codes.values()):
-        return _Ending(signal.SIGTERM, CLOSE_S)
+        return _Ending(signal.SIGTERM, time_limits.END_S)
     if os.EX_TEMPFAIL in codes.values():
         return _Ending(None, grace)  # the others are about to leave, too
     return None
@@ -90,7 +84,7 @@ class LocalAgent(LocalElasticAgent):
         logs: of torch: where the output of ranks goes.
         folder: where a line about each attempt goes.
         grace: seconds.
-        logbook: in which ranks write where they are.
+        recorder: into which ranks write where they are.
     """
 
     def __init__(
@@ -99,10 +93,10 @@ class LocalAgent(LocalElasticAgent):
         logs: DefaultLogsSpecs,
         folder: Path,
         grace: float,
-        logbook: FlightRecorder,
+        recorder: FlightRecorder,
     ) -> None:
         super().__init__(spec, logs)
-        self._logbook = logbook
+        self._recorder = recorder
         self.attempts: list[Attempt] = []
         self._folder, self._grace = folder, grace
         self._most = spec.max_restarts + 1
@@ -128,7 +122,7 @@ class LocalAgent(LocalElasticAgent):
         """Handle a signal: stop with time to save; after SIGQUIT, or Ctrl-C twice, very soon."""
         now, quits = time.monotonic(), number == signal.SIGQUIT
         presses = number == signal.SIGINT and self._stop is signal.SIGINT
-        if quits or (presses and now - self._stop_s > _SECOND_PRESS_S):
+        if quits or (presses and now - self._stop_s > time_limits.SAME_PRESS_S):
             self._hurried = True
         if self._stop is None:
             self._stop = signal.SIGTERM if quits else signal.Signals(number)
@@ -169,40 +163,43 @@ class LocalAgent(LocalElasticAgent):
         if self._ending is None:
             return False
         if self._hurried and not self._hurrying:
-            self._hurrying, self._deadline_s = True, min(self._deadline_s, now + HURRY_S)
+            self._hurrying, self._deadline_s = (
+                True,
+                min(self._deadline_s, now + time_limits.HURRY_S),
+            )
         # A stopped process is deaf, and where another one has failed there is nothing to save.
         deaf = self._stop is None and all(map(_is_stopped, running.values()))
         return now >= self._deadline_s or (deaf and self._told != ())
 
     def _tell_who_never_comes(self, codes: Mapping[int, int | None]) -> None:
         """Free ranks that start their world from waiting for one that has ended without it."""
-        entries = self._logbook.entries(len(self.attempts))
-        absent = [rank for rank, code in codes.items() if code == 0 and rank not in entries]
-        for rank, page in enumerate(self._logbook.pages if absent else ()):
-            if rank in entries and entries[rank].phase is Phase.STARTING:
-                page.expect_no_more(absent[0])
+        statuses = self._recorder.statuses(len(self.attempts))
+        absent = [rank for rank, code in codes.items() if code == 0 and rank not in statuses]
+        for rank, record in enumerate(self._recorder.rank_records if absent else ()):
+            if rank in statuses and statuses[rank].phase is Phase.STARTING:
+                record.set_absent_rank(absent[0])
 
     def _names_stragglers(self, codes: Mapping[int, int | None]) -> bool:
         """Whether ranks that still run do not follow the others; then leave records for them.
 
         A rank says so itself if it can; here are those that are stopped, or held by a call in C.
         """
-        entries = self._logbook.entries(len(self.attempts))
-        if not entries or self._ending is not None:
+        statuses = self._recorder.statuses(len(self.attempts))
+        if not statuses or self._ending is not None:
             return False
         if self._rule is None:
-            limit = max(entry.timeout_s for entry in entries.values())
-            self._rule = StragglerRule(limit + _SELF_S)
+            limit = max(status.timeout_s for status in statuses.values())
+            self._rule = StragglerRule(limit + time_limits.BEYOND_TIMEOUT_S)
         signs = {
             rank: ExitSign(stage=ExitStage.RUNNING)
             if code is None
             else ExitSign(stage=ExitStage.ENDED)
             for rank, code in codes.items()
         }
-        signs |= {rank: sign_of(entries[rank]) for rank in entries if codes[rank] is None}
+        signs |= {rank: sign_of(statuses[rank]) for rank in statuses if codes[rank] is None}
         late = self._rule.late(signs)
         if late:
-            error = straggler_error(entries, late)
+            error = straggler_error(statuses, late)
             for folder in self._folder.glob(f"*/attempt_{len(self.attempts)}/{late[0]}"):
                 FailureRecord.of(error, late[0]).write(folder / "error.json")
         return bool(late)
@@ -224,7 +221,7 @@ class LocalAgent(LocalElasticAgent):
             noticed=tuple(rank for rank, record in records.items() if record.follows),
             stop=None if self._stop is None else self._stop.name,
             hurried=self._hurried,
-            entries=self._logbook.entries(len(self.attempts)),
+            statuses=self._recorder.statuses(len(self.attempts)),
         )
         if not attempt.restarts:
             self._remaining_restarts = 0
@@ -255,12 +252,13 @@ def _is_stopped(pid: int) -> bool:
 
 def _await_exit(rank: int, pid: int) -> int:
     """How a killed rank ended."""
-    end = time.monotonic() + KILL_S
+    end = time.monotonic() + time_limits.KILL_S
     while (code := _exit_code(pid)) is None:
         if time.monotonic() > end:
             raise WorldError(
-                f"rank {rank} (process {pid}) was killed {KILL_S:.0f} s ago and has not ended: the "
-                "kernel waits for a device or a disk on its behalf, so look at those of this host"
+                f"rank {rank} (process {pid}) was killed {time_limits.KILL_S:.0f} s ago and has "
+                "not ended: the kernel waits for a device or a disk on its behalf, so look at "
+                "those of this host"
             )
         time.sleep(0.01)
     return code
@@ -273,7 +271,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--max-restarts", type=int, default=0)
-    parser.add_argument("--grace", type=float, default=CLOSE_S, help="seconds, after a stop signal")
+    parser.add_argument(
+        "--grace", type=float, default=time_limits.SAVE_S, help="seconds, after a stop signal"
+    )
     parser.add_argument("--log-dir", type=Path, required=True, help="what ranks print goes here")
     parser.add_argument(
         "--live", action="store_true", help="but standard output of rank 0 does not"
@@ -292,25 +292,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.live:
         files[0] = Std.ERR
     # A rank starts as a program that has the kernel end it with this process, then becomes python.
-    tethered = ("-I", "-S", die_with_parent.__file__, str(os.getpid()), sys.executable)
+    start = ("-I", "-S", die_with_parent.__file__, str(os.getpid()), sys.executable)
     spec = WorkerSpec(
         role="rank",
         local_world_size=options.ranks,
         rdzv_handler=LoopbackRendezvous(options.log_dir.name),
         entrypoint=sys.executable,
-        args=(*tethered, "-u", *["-m"] * options.module, options.script, *options.arguments),
+        args=(*start, "-u", *["-m"] * options.module, options.script, *options.arguments),
         max_restarts=options.max_restarts,
         monitor_interval=0.1,
         local_addr=LOOPBACK,
     )
     options.log_dir.mkdir(parents=True, exist_ok=True)
     logs = DefaultLogsSpecs(log_dir=str(options.log_dir), redirects=files)
-    logbook = FlightRecorder.create(options.ranks)
-    os.environ[VARIABLE] = logbook.path
+    recorder = FlightRecorder.create(options.ranks)
+    os.environ[VARIABLE] = recorder.path
     path, _store = private_store.create()  # which lives as long as this process
     os.environ[private_store.VARIABLE] = f"{path} {options.log_dir.name}"
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that crashes shows its stack
-    agent = LocalAgent(spec, logs, options.log_dir, options.grace, logbook)
+    agent = LocalAgent(spec, logs, options.log_dir, options.grace, recorder)
     # torch's agent takes signals that are named here; this one must name some, and uses none.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
     for number in STOP_SIGNALS:
@@ -320,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # of a script, too, where a shell starts commands that ignore it.
     signal.signal(signal.SIGQUIT, agent.request_stop)
     if options.end_with is not None:
-        die_with_parent.tether(options.end_with, signal.SIGQUIT)
+        die_with_parent.signal_on_death_of_parent(options.end_with, signal.SIGQUIT)
     if agent.stop is not None:
         return 128 + agent.stop  # before any rank has started
     agent.run()

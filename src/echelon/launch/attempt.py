@@ -1,6 +1,7 @@
-"""How the ranks of one attempt ended, as the agent that watched them tells its launcher.
+"""How the ranks of one attempt ended, and the lines that say so.
 
-This module imports neither torch nor anything that does, so that a launcher can read it at once.
+The agent that watched the ranks tells its launcher by a line of JSON. This module imports neither
+torch nor anything that does, so that a launcher can read it at once.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from echelon.diagnosis.flight_recorder import RankStatus
+from echelon.diagnosis.failure_record import FailureRecord
+from echelon.diagnosis.failure_report import failure_report
+from echelon.diagnosis.flight_recorder import RankStatus, where_of
 
 _FILE = "attempts.jsonl"
 
@@ -45,7 +48,7 @@ class Attempt:
         noticed: ranks that left a record which only says that another rank failed.
         stop: the name of the signal that asked the job to stop; None: it was not asked.
         hurried: whether it was asked again, and ranks had less time than they were promised.
-        entries: what ranks had written into the logbook, by rank.
+        statuses: what ranks had written into the flight recorder, by rank.
     """
 
     number: int
@@ -57,7 +60,7 @@ class Attempt:
     noticed: tuple[int, ...] = ()
     stop: str | None = None
     hurried: bool = False
-    entries: Mapping[int, RankStatus] = field(default_factory=dict)
+    statuses: Mapping[int, RankStatus] = field(default_factory=dict)
 
     @property
     def outcome(self) -> Outcome:
@@ -114,11 +117,96 @@ class Attempt:
         return [_of(**json.loads(line)) for line in whole.splitlines()]
 
 
-def _of(codes: dict[str, int], entries: dict[str, Any], **facts: Any) -> Attempt:
+def _of(codes: dict[str, int], statuses: dict[str, Any], **facts: Any) -> Attempt:
     """The attempt that a line tells of: JSON has neither numbers as keys nor tuples."""
     facts |= {name: tuple(facts[name]) for name in ("told", "killed", "raised", "noticed")}
     return Attempt(
         codes={int(rank): code for rank, code in codes.items()},
-        entries={int(rank): RankStatus(**entry) for rank, entry in entries.items()},
+        statuses={int(rank): RankStatus(**status) for rank, status in statuses.items()},
         **facts,
     )
+
+
+def leaving_line(attempt: Attempt, grace: float) -> str:
+    """The line for ranks that a signal ended, or that left on request.
+
+    Args:
+        grace: seconds that ranks had after the signal.
+    """
+    reason = f"{attempt.stop}: " if attempt.stop else ""
+    if attempt.outcome is Outcome.RESUMABLE:
+        return (
+            f"{reason}all ranks have left to go on later: the same command resumes (exit code 75)"
+        )
+    if attempt.killed:
+        time = "when it was asked again" if attempt.hurried else f"after {grace:g} s"
+        return (
+            f"{reason}{_named(attempt.killed)} had not left {time} and {_were(attempt.killed)} "
+            "killed: what was not saved by then is lost"
+        )
+    left = [rank for rank, code in sorted(attempt.codes.items()) if code == os.EX_TEMPFAIL]
+    return f"{reason}all ranks have ended" + (f", only {_named(left)} with code 75" if left else "")
+
+
+def restart_lines(attempt: Attempt, failure: Sequence[str], log_dir: Path) -> list[str]:
+    """The lines between an attempt that failed and the next one: at most three.
+
+    Args:
+        failure: as ``failure_lines`` tells it.
+    """
+    return [
+        failure[0],
+        f"attempt {attempt.number + 1} of {attempt.most} begins: all ranks start again; the output "
+        f"of attempt {attempt.number} is in {log_dir}",
+    ]
+
+
+def failure_lines(
+    attempt: Attempt,
+    records: Mapping[int, FailureRecord],
+    logs: Mapping[int, str],
+    grace: float,
+    notes: Sequence[str],
+) -> list[str]:
+    """At most 25 lines for an attempt that failed, the first of which names rank and cause.
+
+    Args:
+        records: what ranks wrote before they ended, by rank.
+        logs: the standard error of each rank.
+        grace: seconds that ranks had to leave once one had left with code 75.
+        notes: lines for the end, such as where the logs are.
+    """
+    if attempt.most > 1:
+        notes = [f"this was attempt {attempt.number} of {attempt.most}", *notes]
+    if attempt.stop is not None:
+        notes = [f"{attempt.stop} had asked the ranks to stop", *notes]
+    if attempt.killed and not attempt.raised and os.EX_TEMPFAIL in attempt.codes.values():
+        left = [rank for rank, code in attempt.codes.items() if code == os.EX_TEMPFAIL]
+        return [
+            f"{_named(attempt.killed)} had not left {grace:g} s after {_named(left)} did with exit "
+            f"code 75, and {_were(attempt.killed)} killed",
+            "  ranks must decide together to stop: let them agree in a collective, after each step",
+            "",
+            *notes,
+        ]
+    ended = {
+        rank: FailureRecord.of_process(
+            rank,
+            code,
+            was_told=rank in attempt.told + attempt.killed,
+            where=where_of(rank, attempt.statuses),
+            log=logs.get(rank, ""),
+        )
+        for rank, code in attempt.codes.items()
+        if code != 0
+    }
+    return failure_report({**ended, **records}.values(), notes, attempt.statuses)
+
+
+def _were(ranks: Collection[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"
+
+
+def _named(ranks: Collection[int]) -> str:
+    """``rank 3``, or ``ranks 1, 2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

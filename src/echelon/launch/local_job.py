@@ -7,99 +7,33 @@ what rank 0 prints while it runs, and says in a few lines how it ended.
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from echelon.diagnosis.failure_record import FailureRecord
-from echelon.errors.echelon_error import ranks_text
-from echelon.errors.printable import printable
-from echelon.launch.attempt import Attempt, Outcome
-from echelon.launch.endings import failure_lines, leaving_line, restart_lines
-from echelon.launch.failure_text import cause_text, threads_per_rank
-from echelon.launch.program import Program
-from echelon.launch.run_folders import RunFolder
-from echelon.launch.screen import Screen
+from echelon.diagnosis.failure_report import failure_report
+from echelon.errors.message_text import printable, ranks_text
+from echelon.launch.attempt import Attempt, Outcome, failure_lines, leaving_line, restart_lines
+from echelon.launch.program import Launch
+from echelon.launch.rank_output import RunFolder, Screen
 from echelon.process import die_with_parent
 
-GRACE_S = 5.0
 POLL_S = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_AGENT = "echelon.launch.agent"
 _LOG = "agent.log"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """One call of ``echelon run`` with processes.
-
-    Attributes:
-        program: what to run.
-        arguments: of the script.
-        ranks: how many processes.
-        log_dir: where their output goes; None: a folder that goes away after success.
-        max_restarts: how often all ranks start again after a failure.
-        grace: seconds that ranks get to save and leave after a signal, before they are killed.
-        timeout: seconds that a rank waits for others in one call, for ``ec.init``; None: its own.
-        tee: show what all ranks print, not only rank 0.
-    """
-
-    program: Program
-    arguments: tuple[str, ...]
-    ranks: int
-    log_dir: Path | None = None
-    max_restarts: int = 0
-    grace: float = GRACE_S
-    timeout: float | None = None
-    tee: bool = False
-
-    def command(self, log_dir: str, live: bool, launcher: int | None = None) -> list[str]:
-        """The command that starts torch's agent.
-
-        Args:
-            live: rank 0 writes straight to our standard output, because that is a terminal.
-            launcher: the process with which the agent ends, if it is to end with one.
-        """
-        options = {
-            "--ranks": str(self.ranks),
-            "--max-restarts": str(self.max_restarts),
-            "--grace": f"{self.grace:g}",
-            "--log-dir": log_dir,
-        }
-        if launcher is not None:
-            options["--end-with"] = str(launcher)
-        flags = [part for option in options.items() for part in option] + ["--live"] * live
-        return [sys.executable, "-m", _AGENT, *flags, *self.program.words(), *self.arguments]
-
-    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The variables to set; those that the user has set stay, but for what the call says."""
-        wanted = {
-            "OMP_NUM_THREADS": str(threads_per_rank(self.ranks)),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONUNBUFFERED": "1",  # or lines in files would come late
-        }
-        said = {} if self.timeout is None else {"ECHELON_TIMEOUT": f"{self.timeout:g}"}
-        return {name: value for name, value in wanted.items() if name not in environ} | said
-
-    def shown(self) -> str:
-        """The command as one would type it."""
-        variables = [f"{k}={shlex.quote(v)}" for k, v in self.environment(os.environ).items()]
-        log_dir = str(self.log_dir) if self.log_dir is not None else "LOG_DIR"
-        return " ".join([*variables, shlex.join(self.command(log_dir, live=True))])
 
 
 def run_processes(launch: Launch) -> int:
     """Run the ranks to their end; 0, or another exit code if they did not finish."""
     folder = RunFolder(launch.log_dir)
-    caught, code = _watch(launch, folder.path)
+    caught, code = _run_agent(launch, folder.path)
     attempts = Attempt.read(folder.path)
     if not attempts or code != attempts[-1].exit_code or attempts[-1].restarts:
         return _end_without_agent(folder, caught, code)
@@ -139,7 +73,7 @@ def _unseen(launch: Launch, log_dir: Path) -> str | None:
     )
 
 
-def _watch(launch: Launch, log_dir: Path) -> tuple[list[signal.Signals], int]:
+def _run_agent(launch: Launch, log_dir: Path) -> tuple[list[signal.Signals], int]:
     """Run the agent and show what rank 0 writes; the signals that came meanwhile, and its code."""
     live = sys.stdout.isatty() and not launch.tee
     with open(log_dir / _LOG, "w") as log:
@@ -152,7 +86,9 @@ def _watch(launch: Launch, log_dir: Path) -> tuple[list[signal.Signals], int]:
             # Ctrl-C reaches this process alone, which passes it on.
             start_new_session=True,
             # Until it has started and can end its ranks in good order, it ends with us at once.
-            preexec_fn=partial(die_with_parent.tether, os.getpid(), signal.SIGKILL),
+            preexec_fn=partial(
+                die_with_parent.signal_on_death_of_parent, os.getpid(), signal.SIGKILL
+            ),
         )
         screen = Screen(log_dir, live, tee=launch.ranks if launch.tee else None)
         shown = 0
@@ -217,7 +153,7 @@ def _end_without_agent(folder: RunFolder, caught: Sequence[signal.Signals], code
         name = signal.Signals(-code).name
         lines = [f"torch's agent was killed by {name}, and the ranks with it", *notes]
     else:
-        lines = cause_text({}, {}, {}, _text(folder.path / _LOG), notes)
+        lines = failure_report([], notes, agent_log=_text(folder.path / _LOG))
     print(printable("\n".join(lines)), file=sys.stderr)
     return 1
 

@@ -7,14 +7,12 @@ caller.
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import multiprocessing
 import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -23,9 +21,10 @@ import torch
 
 from echelon.comm.shm.start import create_segments, join
 from echelon.comm.world import World
-from echelon.diagnosis.failure_record import is_heard
+from echelon.diagnosis.failure_record import FailureRecord, Reason, exit_text
 from echelon.diagnosis.flight_recorder import FlightRecorder, Phase, RankStatus
-from echelon.diagnosis.step_count import Steps
+from echelon.diagnosis.rank_monitor import RankMonitor, StepCounter
+from echelon.diagnosis.root_cause import root_cause
 from echelon.diagnosis.stragglers import (
     ExitSign,
     ExitStage,
@@ -33,15 +32,13 @@ from echelon.diagnosis.stragglers import (
     sign_of,
     straggler_error,
 )
-from echelon.diagnosis.watch import Watch
-from echelon.errors import ArgumentError, CommError, CommTimeout, RankFailed, WorldError
+from echelon.errors import ArgumentError, CommError, RankFailed, WorldError
 from echelon.launch import function_pickle
+from echelon.launch.program import threads_per_rank
+from echelon.process import die_with_parent, time_limits
 from echelon.process.forks import ends_forks
 
-# After one rank failed, how long the others may take to notice by themselves, in seconds.
-GRACE_S = 1.0
 _LOOK_S = 0.2  # how soon a rank that does not follow the others is noticed
-_PR_SET_PDEATHSIG = 1
 
 _NAME = "rank "  # of our processes, before the number
 _UNGUARDED = 79  # exit code of a rank that was asked to start ranks while it imported the script
@@ -87,11 +84,11 @@ def run_processes(
     """
     _refuse_import()
     method = multiprocessing.get_start_method(allow_none=True)
-    logbook = FlightRecorder.create(ranks)
+    recorder = FlightRecorder.create(ranks)
     try:
-        job = function_pickle.dumps_job((fn, args, timeout, enter, method, logbook.path))
+        job = function_pickle.dumps_job((fn, args, timeout, enter, method, recorder.path))
     except Exception as error:  # whatever the object at fault raises
-        logbook.close()
+        recorder.close()
         raise ArgumentError(
             f"{fn!r} and its arguments cannot be sent to other processes ({error}): make in the "
             "function what only one process can have, or use world='threads'"
@@ -119,10 +116,10 @@ def run_processes(
             lifelines.append(held)
             children.append(process)
             pipes.append(ours)
-        return _collect(children, pipes, logbook, timeout)
+        return _collect(children, pipes, recorder, timeout)
     finally:
         _end(children)
-        logbook.close()
+        recorder.close()
         for pipe in (*pipes, *lifelines):
             pipe.close()
         for segment in segments:
@@ -160,13 +157,14 @@ def call(fn: Callable[..., Any], world: World, args: tuple[Any, ...]) -> Any:
 def _collect(
     children: Sequence[BaseProcess],
     pipes: Sequence[Connection],
-    logbook: FlightRecorder,
+    recorder: FlightRecorder,
     timeout: float,
 ) -> list[Any]:
     """The results, or the failure that came first; waits for the others a moment to learn more."""
     rule = StragglerRule(timeout)
     results: dict[int, Any] = {}
     failures: dict[int, BaseException] = {}
+    records: dict[int, FailureRecord] = {}
     deadline: float | None = None
     while len(results) + len(failures) < len(children):
         open_ranks = [r for r in range(len(children)) if r not in results and r not in failures]
@@ -179,53 +177,53 @@ def _collect(
             )
         )
         if deadline is None and not ready:
-            _check_stragglers(rule, logbook.entries(), results)
+            _check_stragglers(rule, recorder.statuses(), results)
         for rank in open_ranks:
             if ready & {pipes[rank], children[rank].sentinel}:
                 outcome = _receive(children[rank], pipes[rank])
                 if isinstance(outcome, BaseException):
-                    failures[rank] = outcome
+                    failures[rank], records[rank] = outcome, _record_of(outcome, rank)
                 else:
                     results[rank] = outcome[0]
         if failures and deadline is None:
-            deadline = time.monotonic() + GRACE_S
+            deadline = time.monotonic() + time_limits.NOTICE_S
         if deadline is not None and time.monotonic() >= deadline:
             break
     if failures:
-        entries = logbook.entries()
-        rank, error = _first(failures, entries)
+        statuses = recorder.statuses()
+        rank, error = _first(failures, records.values(), statuses)
         error.add_note(f"raised on rank {rank} of {len(children)}")
-        if place := _place(rank, entries.get(rank)):
-            error.add_note(place)
+        if where := _where(rank, statuses.get(rank)):
+            error.add_note(where)
         raise error
     return [results[rank] for rank in range(len(children))]
 
 
 def _check_stragglers(
-    rule: StragglerRule, entries: Mapping[int, RankStatus], results: Mapping[int, Any]
+    rule: StragglerRule, statuses: Mapping[int, RankStatus], results: Mapping[int, Any]
 ) -> None:
     """Raise if a rank does not follow those that have returned.
 
     Raises:
         CommTimeout: names it, and what it does.
     """
-    signs = {rank: sign_of(entry) for rank, entry in entries.items()}
+    signs = {rank: sign_of(status) for rank, status in statuses.items()}
     signs |= dict.fromkeys(results, ExitSign(stage=ExitStage.ENDED))
     if late := rule.late(signs):
-        error = straggler_error(entries, late)
+        error = straggler_error(statuses, late)
         for rank in late:
-            if place := _place(rank, entries[rank]):
-                error.add_note(place)
+            if where := _where(rank, statuses[rank]):
+                error.add_note(where)
         raise error
 
 
-def _place(rank: int, entry: RankStatus | None) -> str:
+def _where(rank: int, status: RankStatus | None) -> str:
     """How far a rank had come; empty where that is not known, or it has made no step."""
-    if entry is None:
+    if status is None:
         return ""
-    if entry.phase is Phase.STARTING:
+    if status.phase is Phase.STARTING:
         return f"rank {rank} was entering its world and had not called the function yet"
-    return f"rank {rank} was at step {entry.step}" if entry.step else ""
+    return f"rank {rank} was at step {status.step}" if status.step else ""
 
 
 def _receive(process: BaseProcess, pipe: Connection) -> tuple[Any] | BaseException:
@@ -254,38 +252,42 @@ class _Died(Exception):
 
     def __init__(self, exitcode: int) -> None:
         super().__init__(exitcode)
-        self.how = (
-            f"was killed by {signal.Signals(-exitcode).name}"
-            if exitcode < 0
-            else f"ended with exit code {exitcode} before it returned"
-        )
+        self.exitcode = exitcode
+
+
+def _record_of(failure: BaseException, rank: int) -> FailureRecord:
+    """The record of a failure that has come from a child now."""
+    if isinstance(failure, _Died):  # a child that ends by itself sends what it has raised
+        return FailureRecord(rank=rank, reason=Reason.DIED, exit_code=failure.exitcode)
+    return FailureRecord.of(failure, rank)
 
 
 def _first(
-    failures: dict[int, BaseException], entries: Mapping[int, RankStatus]
+    failures: Mapping[int, BaseException],
+    records: Iterable[FailureRecord],
+    statuses: Mapping[int, RankStatus],
 ) -> tuple[int, BaseException]:
     """The failure that caused the others, and its rank."""
-    for rank, error in failures.items():
-        if isinstance(error, _Died):
-            seen = next(
-                (
-                    e.doing
-                    for e in failures.values()
-                    if isinstance(e, RankFailed) and e.failed_rank == rank
-                ),
-                "no communication with it",
-            )
-            died = RankFailed(rank, error.how, seen)
-            entry = entries.get(rank)
-            died.add_note(_EARLY if entry is None else f"its last call was {entry.call or 'none'}")
-            return rank, died
-    for rank, error in failures.items():
-        if not isinstance(error, RankFailed | CommTimeout) and not is_heard(error, rank):
-            return rank, error
-    for rank, error in failures.items():
-        if not isinstance(error, RankFailed):
-            return rank, error
-    return next(iter(failures.items()))
+    cause = root_cause(records)
+    assert cause is not None, "each failure has a record"
+    rank, error = cause.rank, failures[cause.rank]
+    if not isinstance(error, _Died):
+        return rank, error
+    seen = next(
+        (
+            other.doing
+            for other in failures.values()
+            if isinstance(other, RankFailed) and other.failed_rank == rank
+        ),
+        "no communication with it",
+    )
+    how = exit_text(error.exitcode)
+    if error.exitcode >= 0:
+        how = f"ended with exit code {error.exitcode} before it returned"
+    died = RankFailed(rank, how, seen)
+    status = statuses.get(rank)
+    died.add_note(_EARLY if status is None else f"its last call was {status.call or 'none'}")
+    return rank, died
 
 
 def _end(children: Sequence[BaseProcess]) -> None:
@@ -298,22 +300,6 @@ def _end(children: Sequence[BaseProcess]) -> None:
         process.close()
 
 
-def _die_with(lifeline: Connection) -> None:
-    """Have the kernel kill this process when nobody holds the other end of ``lifeline`` any more.
-
-    The parent of this process is the fork server, which ends only when all its children have: they
-    hold its own life line. So the death of the caller must reach us directly, even if we are
-    stopped or in native code.
-    """
-    descriptor = lifeline.fileno()
-    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)
-    if lifeline.poll():  # it was let go of before we asked for the signal
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _child(
     rank: int,
     size: int,
@@ -323,23 +309,23 @@ def _child(
     lifeline: Connection,
 ) -> None:
     """One rank: enter the world, call the function, send what it returned or raised."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    _die_with(lifeline)
+    die_with_parent.signal_on_death_of_parent(os.getppid(), signal.SIGKILL)
+    die_with_parent.die_with_pipe(lifeline.fileno())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the caller, who ends us
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+        torch.set_num_threads(threads_per_rank(size))
     try:
-        fn, args, timeout, enter, method, logbook = function_pickle.loads(job)
-        watch = Watch(FlightRecorder.open(logbook), rank, rank)
-        watch.limit(timeout)
+        fn, args, timeout, enter, method, recorder = function_pickle.loads(job)
+        monitor = RankMonitor(FlightRecorder.open(recorder), rank, rank)
+        monitor.set_timeout(timeout)
         # Or processes that the rank starts, as a DataLoader does, would be started our way.
         multiprocessing.set_start_method(method, force=True)
-        group = join(rank, size, tokens, timeout=timeout, watch=watch)
-        watch.run()
+        group = join(rank, size, tokens, timeout=timeout, monitor=monitor)
+        monitor.set_running()
     except BaseException as error:
         _send_error(pipe, error)
         return
-    world = World(group, backend="shm", close=group.close, steps=Steps(watch.step))
+    world = World(group, backend="shm", close=group.close, steps=StepCounter(monitor.record_step))
     try:
         enter(world)
         result = call(fn, world, args)

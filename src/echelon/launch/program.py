@@ -1,9 +1,10 @@
-"""What ``echelon run`` is to run: a script, or a module by its name."""
+"""What ``echelon run`` is to run, on how many ranks, and the command that does it."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from types import CodeType
 from typing import Any
 
 from echelon.errors import ArgumentError
+from echelon.process import time_limits
 
 
 @dataclass(frozen=True)
@@ -86,3 +88,74 @@ def _spec_of(name: str) -> ModuleSpec:
             "packages are installed"
         )
     return spec
+
+
+def threads_per_rank(ranks: int) -> int:
+    """How many torch threads each rank gets when the ranks of one host share its cores."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One call of ``echelon run`` with processes.
+
+    Attributes:
+        program: what to run.
+        arguments: of the script.
+        ranks: how many processes.
+        log_dir: where their output goes; None: a folder that goes away after success.
+        max_restarts: how often all ranks start again after a failure.
+        grace: seconds that ranks get to save and leave after a signal, before they are killed.
+        timeout: seconds that a rank waits for others in one call, for ``ec.init``; None: its own.
+        tee: show what all ranks print, not only rank 0.
+    """
+
+    program: Program
+    arguments: tuple[str, ...]
+    ranks: int
+    log_dir: Path | None = None
+    max_restarts: int = 0
+    grace: float = time_limits.SAVE_S
+    timeout: float | None = None
+    tee: bool = False
+
+    def command(self, log_dir: str, live: bool, launcher: int | None = None) -> list[str]:
+        """The command that starts torch's agent.
+
+        Args:
+            live: rank 0 writes straight to our standard output, because that is a terminal.
+            launcher: the process with which the agent ends, if it is to end with one.
+        """
+        options = {
+            "--ranks": str(self.ranks),
+            "--max-restarts": str(self.max_restarts),
+            "--grace": f"{self.grace:g}",
+            "--log-dir": log_dir,
+        }
+        if launcher is not None:
+            options["--end-with"] = str(launcher)
+        flags = [part for option in options.items() for part in option] + ["--live"] * live
+        return [
+            sys.executable,
+            "-m",
+            "echelon.launch.agent",
+            *flags,
+            *self.program.words(),
+            *self.arguments,
+        ]
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """The variables to set; those that the user has set stay, but for what the call says."""
+        wanted = {
+            "OMP_NUM_THREADS": str(threads_per_rank(self.ranks)),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONUNBUFFERED": "1",  # or lines in files would come late
+        }
+        said = {} if self.timeout is None else {"ECHELON_TIMEOUT": f"{self.timeout:g}"}
+        return {name: value for name, value in wanted.items() if name not in environ} | said
+
+    def shown(self) -> str:
+        """The command as one would type it."""
+        variables = [f"{k}={shlex.quote(v)}" for k, v in self.environment(os.environ).items()]
+        log_dir = str(self.log_dir) if self.log_dir is not None else "LOG_DIR"
+        return " ".join([*variables, shlex.join(self.command(log_dir, live=True))])

@@ -21,24 +21,22 @@ from echelon.comm.threads.group import ThreadGroup
 from echelon.comm.threads.rank_globals import own_globals
 from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.world import DEFAULT_TIMEOUT_S, World
-from echelon.diagnosis.exit_guard import start_exit_guard
-from echelon.diagnosis.failure_record import (
+from echelon.diagnosis.exit_guard import (
     ends_process,
     error_file,
     install_failure_record,
     outlive_termination,
+    start_exit_guard,
 )
-from echelon.diagnosis.step_count import Steps
+from echelon.diagnosis.rank_monitor import RankMonitor, StepCounter
 from echelon.diagnosis.stragglers import StragglerRule
-from echelon.diagnosis.watch import Watch
 from echelon.errors import ArgumentError, WorldError
 from echelon.launch.processes import call, run_processes
-from echelon.process.background import run_beside
+from echelon.process import time_limits
+from echelon.process.background import run_in_background
 from echelon.process.environment import JobEnvironment, environment, timeout_wanted
 from echelon.process.main_thread import serve, serving
 
-# After one rank failed, how long the others may take to notice, in seconds.
-GRACE_S = 2.0
 POLL_S = 0.1  # how often the thread that waits for simulated ranks looks what they want
 MOST_RANKS = 1 << 16  # of one machine; more is a mistake
 BACKENDS = ("shm", "gloo", "nccl", "mpi", "ucc", "xccl")
@@ -122,7 +120,7 @@ def _enter(world: World) -> None:
 def _run_threads(
     fn: Callable[..., Any], ranks: int, args: tuple[Any, ...], timeout: float, device: torch.device
 ) -> list[Any]:
-    fabric = ThreadWorld(ranks, timeout)
+    thread_world = ThreadWorld(ranks, timeout)
     results: list[Any] = [None] * ranks
     dtype = torch.get_default_dtype()
 
@@ -131,50 +129,52 @@ def _run_threads(
             # Backward runs on the rank's own thread, or hooks of several ranks would queue behind
             # one another.
             with own_globals(dtype), torch.autograd.set_multithreading_enabled(False):
-                fabric.enter(rank)
-                group = ThreadGroup(fabric, rank, range(ranks), device=device)
+                thread_world.enter(rank)
+                group = ThreadGroup(thread_world, rank, range(ranks), device=device)
                 world = World(
                     group,
                     backend="threads",
-                    close=lambda error: _leave(fabric, rank, error),
-                    steps=Steps(fabric.sightings[rank].note_step),
+                    close=lambda error: _leave(thread_world, rank, error),
+                    steps=StepCounter(thread_world.sightings[rank].note_step),
                 )
                 _enter(world)
                 results[rank] = call(fn, world, args)
                 world.close()
         except BaseException as error:
-            fabric.fail(rank, error)
+            thread_world.fail(rank, error)
 
     threads: list[threading.Thread] = []
     with guarded_exit(timeout), serving():
         try:
             for rank in range(ranks):  # within the try: one may run, and wait, before the last
-                threads.append(run_beside(f"rank {rank}", rank_main, rank))
-            _await_threads(fabric, threads)
+                threads.append(run_in_background(f"rank {rank}", rank_main, rank))
+            _await_threads(thread_world, threads)
         except BaseException as error:  # Ctrl-C: free the ranks before we leave
-            fabric.fail(-1, error)
+            thread_world.fail(-1, error)
             raise
-        if fabric.failure is not None:
-            _raise_first(fabric, threads)
+        if thread_world.failure is not None:
+            _raise_first(thread_world, threads)
     return results
 
 
-def _await_threads(fabric: ThreadWorld, threads: Sequence[threading.Thread]) -> None:
+def _await_threads(thread_world: ThreadWorld, threads: Sequence[threading.Thread]) -> None:
     """Return when all ranks have ended, or one has failed.
 
     Raises:
         CommTimeout: a rank does not follow those that have left.
     """
-    rule = StragglerRule(fabric.timeout)
-    while fabric.failure is None:
+    rule = StragglerRule(thread_world.timeout)
+    while thread_world.failure is None:
         alive = [thread for thread in threads if thread.is_alive()]
         if not alive:
             return
         _join(alive[0], POLL_S)
-        signs = {rank: fabric.sign(rank, thread in alive) for rank, thread in enumerate(threads)}
+        signs = {
+            rank: thread_world.sign(rank, thread in alive) for rank, thread in enumerate(threads)
+        }
         if late := rule.late(signs):
             names = ", ".join(threads[rank].name for rank in late)
-            error = fabric.straggler_error(late)
+            error = thread_world.straggler_error(late)
             error.add_note(f"still running outside communication, and left behind: {names}")
             raise error
 
@@ -185,24 +185,24 @@ def _join(thread: threading.Thread, seconds: float) -> None:
     serve()
 
 
-def _leave(fabric: ThreadWorld, rank: int, error: BaseException | None) -> None:
+def _leave(thread_world: ThreadWorld, rank: int, error: BaseException | None) -> None:
     """What a simulated rank does when it closes its world."""
     if error is None:
-        fabric.finish(rank)
+        thread_world.finish(rank)
     else:
-        fabric.fail(rank, error)
+        thread_world.fail(rank, error)
 
 
-def _raise_first(fabric: ThreadWorld, threads: Sequence[threading.Thread]) -> None:
+def _raise_first(thread_world: ThreadWorld, threads: Sequence[threading.Thread]) -> None:
     """Raise the first failure, once the other ranks have ended or had their time."""
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + time_limits.NOTICE_S
     for thread in threads:
         while thread.is_alive() and time.monotonic() < deadline:
             _join(thread, deadline - time.monotonic())
-    assert fabric.failure is not None
-    rank, error = fabric.failure
-    error.add_note(f"raised on rank {rank} of {fabric.size}")
-    if step := fabric.sightings[rank].step:
+    assert thread_world.failure is not None
+    rank, error = thread_world.failure
+    error.add_note(f"raised on rank {rank} of {thread_world.size}")
+    if step := thread_world.sightings[rank].step:
         error.add_note(f"rank {rank} was at step {step}")
     stuck = [thread.name for thread in threads if thread.is_alive()]
     if stuck:
@@ -260,30 +260,34 @@ def _alone(timeout: float, job: JobEnvironment | None) -> World:
     group = ThreadGroup(ThreadWorld(1, timeout), 0, [0], device=local_device(0))
     if job is None:
         return World(group, backend="single")
-    watch = Watch.of_job(job, os.environ)
-    watch.run()
-    return World(group, backend="single", steps=Steps(watch.step))
+    monitor = RankMonitor.of_job(job, os.environ)
+    monitor.set_running()
+    return World(group, backend="single", steps=StepCounter(monitor.record_step))
 
 
 def _join_job(
     job: JobEnvironment, backend: str | None, timeout: float, check: bool | None
 ) -> World:
-    watch = Watch.of_job(job, os.environ)
-    watch.limit(timeout)
+    monitor = RankMonitor.of_job(job, os.environ)
+    monitor.set_timeout(timeout)
     path = error_file()
     if path is None:
-        world = _meet_job(job, backend, timeout, check, watch)
+        world = _meet_job(job, backend, timeout, check, monitor)
     else:
         remove = install_failure_record(path, job.rank, lambda: "in echelon.init()")
-        world = _meet_job(job, backend, timeout, check, watch)
+        world = _meet_job(job, backend, timeout, check, monitor)
         remove()  # when the world could not be started, it tells so
-    watch.run()
-    start_exit_guard(watch, timeout, world.close)
+    monitor.set_running()
+    start_exit_guard(monitor, timeout, world.close)
     return world
 
 
 def _meet_job(
-    job: JobEnvironment, backend: str | None, timeout: float, check: bool | None, watch: Watch
+    job: JobEnvironment,
+    backend: str | None,
+    timeout: float,
+    check: bool | None,
+    monitor: RankMonitor,
 ) -> World:
     # Imported here: threads and processes need no torch.distributed, and it takes a second to
     # import.
@@ -302,18 +306,20 @@ def _meet_job(
                 "use 'gloo' or 'nccl'"
             )
         store = torch_dist.open_store(job, timeout)
-        trusted = torch_dist.meet(store, job, backend, timeout, watch).store
+        trusted = torch_dist.meet(store, job, backend, timeout, monitor).store
         name = f"world {job.attempt}"
-        group = shm.connect(job.rank, job.size, trusted, timeout=timeout, name=name, watch=watch)
+        group = shm.connect(
+            job.rank, job.size, trusted, timeout=timeout, name=name, monitor=monitor
+        )
         return World(
             group,
             backend="shm",
             local_rank=job.local_rank,
             close=group.close,
-            steps=Steps(watch.step),
+            steps=StepCounter(monitor.record_step),
         )
     return torch_dist.connect(
-        job, backend, device=device, timeout=timeout, check=check, watch=watch
+        job, backend, device=device, timeout=timeout, check=check, monitor=monitor
     )
 
 

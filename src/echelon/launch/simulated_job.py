@@ -12,17 +12,17 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from echelon.diagnosis.failure_record import FailureRecord
+from echelon.diagnosis.failure_report import MAX_LINES, failure_report
 from echelon.diagnosis.stragglers import END
 from echelon.errors import ArgumentError, CommTimeout, DeadlockError
-from echelon.launch.failure_text import MAX_LINES, cause_text, threads_per_rank
-from echelon.launch.program import Program
-from echelon.launch.screen import rank_prefix
+from echelon.launch.program import Program, threads_per_rank
+from echelon.launch.rank_output import rank_prefix
+from echelon.process import time_limits
 
 if TYPE_CHECKING:
     from echelon.comm.world import World
 
 _printing = threading.local()  # which rank runs on a thread
-GRACE_S = 2.0  # for ranks that still compute when the script has failed
 
 
 def run_threads(
@@ -165,11 +165,11 @@ def _fail(
         lines = [line[:200] for line in str(error).splitlines()]
         print("\n".join([*lines[: MAX_LINES - 2], "", *notes]), file=sys.stderr)
         return 1
-    records = {seen.rank: replace(seen, stacks="") for _, seen in raised}  # no file has them
+    records = {record.rank: replace(record, stacks="") for _, record in raised}  # no file has them
     missing = error.missing if isinstance(error, CommTimeout) and error.doing == END else ()
-    first = next((seen.rank for found, seen in raised if found is error), next(iter(missing), 0))
+    first = next((record.rank for seen, record in raised if seen is error), next(iter(missing), 0))
     records.setdefault(first, replace(FailureRecord.of(error, first), stacks=""))
-    print("\n".join(cause_text(records, {}, {}, "", notes)), file=sys.stderr)
+    print("\n".join(failure_report(records.values(), notes)), file=sys.stderr)
     return 1
 
 
@@ -189,7 +189,7 @@ def _leave(code: int, before: frozenset[threading.Thread]) -> int:
     # Python itself waits for those that are no daemons, as it does without ranks.
     ranks = [t for t in threading.enumerate() if t.daemon and t not in before]
     for thread in ranks:
-        thread.join(GRACE_S / len(ranks))
+        thread.join(time_limits.NOTICE_S / len(ranks))
     if any(thread.is_alive() for thread in ranks):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -17,17 +17,16 @@ import time
 import weakref
 from collections.abc import Callable
 
-# At the end of a script: for threads to end by themselves, and once they have been told to.
-PATIENCE_S, TOLD_S = 2.0, 1.0
+from echelon.process import time_limits
 
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-def run_beside(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
+def run_in_background(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
     """Call ``target(*args)`` on a thread of that name, which the end of the script does not await.
 
     Example:
-        >>> thread = run_beside("sum", print, 1 + 2)
+        >>> thread = run_in_background("sum", print, 1 + 2)
         3
         >>> thread.join()
     """
@@ -37,16 +36,16 @@ def run_beside(name: str, target: Callable[..., object], *args: object) -> threa
     return thread
 
 
-def end_all(patience_s: float = PATIENCE_S, told_s: float = TOLD_S) -> None:
+def end_all() -> None:
     """End the threads that still run. See [Note: the end of the interpreter]."""
-    if _all_ended(patience_s):
+    if _all_ended(time_limits.END_THREADS_S):
         return
     for thread in list(_started):
         if thread.is_alive() and thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
             )
-    _all_ended(told_s)
+    _all_ended(time_limits.END_TOLD_THREADS_S)
 
 
 def _all_ended(seconds: float) -> bool:

@@ -1,7 +1,8 @@
-"""What the kernel says of a process: what it does now, and whether it is still the same one."""
+"""What ``/proc`` shows of other processes of this host: what they do now, and their memory."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, final
@@ -26,12 +27,13 @@ class ProcessStatus:
     Attributes:
         state: the kernel's letter, such as ``R`` for one that runs.
         parent: the process that started it.
-        born: when, in clock ticks since the machine started; tells it from one with its number.
+        start_ticks: when it was started, in clock ticks since the machine was; tells it from
+            another process that has had the same number.
     """
 
     state: str
     parent: int
-    born: int
+    start_ticks: int
 
     @classmethod
     def of(cls, pid: int) -> Self | None:
@@ -69,3 +71,24 @@ def _fields(path: Path) -> list[str]:
         return path.read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def open_memory(path: str, name: str) -> int:
+    """A descriptor of the memfd of ``path``, for reading and writing.
+
+    Args:
+        path: ``/proc/PID/fd/NUMBER``.
+        name: that its process gave it.
+
+    Raises:
+        OSError: it cannot be reached from here, is something else, or of another user.
+    """
+    if os.readlink(path) != f"/memfd:{name} (deleted)":  # the process may be another by now
+        raise OSError(f"{path} is no memory that is called {name!r}")
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    owner, user = os.fstat(descriptor).st_uid, os.geteuid()
+    # What was opened is asked, and not the path: that may lead elsewhere now.
+    if owner != user or os.readlink(f"/proc/self/fd/{descriptor}") != f"/memfd:{name} (deleted)":
+        os.close(descriptor)
+        raise OSError(f"{path} is memory of user {owner}, and this process of user {user}")
+    return descriptor

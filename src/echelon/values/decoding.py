@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from echelon.errors import CheckpointCorrupt
-from echelon.values.bounded import Json, brief
-from echelon.values.kinds import (
+from echelon.values.untrusted_json import Json, brief
+from echelon.values.value_types import (
     ARRAY_DTYPES,
     MAX_BITS,
     MAX_DEPTH,
     SCALARS,
     TORCH_DTYPES,
     is_simple,
+    is_size,
 )
-from echelon.values.sizes import is_size
 
 _MAX_ALIKE = 16  # keys with one hash; more make a dict slow, and somebody has looked for them
 _HEX_INT = re.compile(rf"-?0x[0-9a-f]{{1,{MAX_BITS // 4}}}")
@@ -222,3 +222,22 @@ _FORMS: Mapping[str, Callable[[Decoder, Json, int], object]] = {
     "$tensor": Decoder.tensor_of,
     "$ndarray": Decoder.array_of,
 }
+
+
+def decode(found: Json, tensors: Mapping[str, Tensor], where: str) -> object:
+    """The value that ``encode`` gave this JSON and these tensors for.
+
+    Tensors are asked for by their paths as they are met, and are not copied: arrays share their
+    memory.
+
+    Args:
+        where: the file and place that they come from, for errors.
+
+    Raises:
+        CheckpointCorrupt: ``encode`` gives no such JSON, or a tensor is not there.
+
+    Example:
+        >>> decode({"betas": {"$tuple": [0.9, 0.95]}}, {}, "optimizer")
+        {'betas': (0.9, 0.95)}
+    """
+    return Decoder(tensors, where).decode(found, 0)

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
+import datetime
 import json
 import math
 import re
 import struct
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from enum import Enum
+from pathlib import PurePath
 from typing import Any, final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.errors import ArgumentError
-from echelon.values.advice import advice_for
-from echelon.values.bounded import Json
-from echelon.values.dtypes import dtype_name
-from echelon.values.kinds import ARRAYS, MAX_BITS, MAX_DEPTH, SCALAR_NAMES, SCALARS, is_simple
+from echelon.values.untrusted_json import Json
+from echelon.values.value_types import (
+    ARRAYS,
+    MAX_BITS,
+    MAX_DEPTH,
+    SCALAR_NAMES,
+    SCALARS,
+    dtype_name,
+    is_simple,
+)
 
 _MAX_PATH = 512  # characters; the names of tensors have a limit, too
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")  # keys that are part of a path as they are
@@ -225,3 +235,67 @@ _CONTAINERS: Mapping[type, Callable[[Encoder, Any, str, str], Json]] = {
     OrderedDict: lambda encoder, *found: {"$ordered": encoder.pairs_of(*found)},
     Counter: lambda encoder, *found: {"$counter": encoder.pairs_of(*found)},
 }
+
+
+# The first that fits counts, so subclasses come before their bases.
+_BY_TYPE: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (Enum, "its .value"),
+    (nn.Parameter, "its .detach()"),
+    (Tensor, "a plain torch.Tensor of its values"),
+    (torch.Generator, "its get_state()"),
+    (np.random.Generator, "its bit_generator.state"),
+    (np.random.RandomState, "its get_state()"),
+    (np.ndarray, "np.array(...) of it"),
+    (np.generic, "its item()"),
+    (type, "its name, and find the class by it after loading"),
+    (PurePath, "str(...) of it"),
+    ((datetime.date, datetime.time), "its isoformat()"),
+    (datetime.timedelta, "its total_seconds()"),
+    (defaultdict, "dict(...) of it, and make the defaultdict after loading"),
+    ((bytearray, memoryview), "bytes(...) of it"),
+    *((base, f"{base.__name__}(...) of it") for base in (dict, list, tuple, set, frozenset)),
+    *((base, f"{base.__name__}(...) of it") for base in (str, bytes, int, float, complex)),
+    (Iterator, "how far it has come, as a number"),
+)
+_OTHERWISE = "numbers, str, bytes, tensors, or lists, tuples, sets and dicts of these"
+
+
+def advice_for(value: object) -> str:
+    """What to give instead of ``value``, as the end of a sentence.
+
+    Example:
+        >>> advice_for(datetime.date(2026, 1, 1))
+        'its isoformat()'
+    """
+    for kind, advice in _BY_TYPE:
+        if isinstance(value, kind):
+            return advice
+    if callable(getattr(value, "state_dict", None)):
+        return "its state_dict(), or the object itself under a name of its own"
+    if dataclasses.is_dataclass(value):
+        return "dataclasses.asdict(...) of it"
+    if callable(value):
+        return "its name, and find the function by it after loading"
+    return _OTHERWISE
+
+
+def encode(value: object, where: str, purpose: Purpose = SAVED) -> tuple[Json, dict[str, Tensor]]:
+    """``value`` as JSON, and its tensors by their paths in it, such as ``"state/0/mean"``.
+
+    Tensors are not copied, nor are arrays that are contiguous and writable.
+    Law: ``decode`` of both gives an equal value of the same types.
+
+    Args:
+        where: what the user calls it, for errors.
+        purpose: what becomes of it.
+
+    Raises:
+        ArgumentError: something in it is of a type that cannot be saved, or contains itself, or
+            there is too much of it. Names the place and what to give instead.
+
+    Example:
+        >>> encode({"betas": (0.9, 0.95)}, "optimizer")
+        ({'betas': {'$tuple': [0.9, 0.95]}}, {})
+    """
+    encoder = Encoder(purpose)
+    return encoder.encode(value, where, ""), encoder.tensors

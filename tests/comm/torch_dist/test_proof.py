@@ -20,7 +20,7 @@ from echelon.comm.torch_dist.proof import conclude, strangers
 from echelon.comm.torch_dist.rendezvous import Rendezvous, meet
 from echelon.comm.torch_dist.sealed_store import SealedStore
 from echelon.comm.torch_dist.start import _Maker
-from echelon.diagnosis.watch import Watch
+from echelon.diagnosis.rank_monitor import RankMonitor
 from echelon.errors import AuthenticationError, WorldError
 from echelon.process.environment import JobEnvironment
 
@@ -216,7 +216,7 @@ def test_a_stranger_who_wins_each_race_ends_the_start_of_all_ranks_by_name() -> 
 
     def outcome(rank: int) -> str:
         maker = _Maker(
-            job=Job(c10d.PrefixStore("job", store), Watch.alone(rank)),
+            job=Job(c10d.PrefixStore("job", store), RankMonitor.alone(rank)),
             secret=(SECRET, OTHER)[rank],
             backend="gloo",
             device=torch.device("cpu"),

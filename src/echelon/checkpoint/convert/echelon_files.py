@@ -15,7 +15,7 @@ from echelon.checkpoint.convert.tree import PlainState, named_optimizer, tree_of
 from echelon.checkpoint.optimizers import number_of
 from echelon.checkpoint.step import SavedStep
 from echelon.errors import ArgumentError
-from echelon.values.dtypes import DTYPES
+from echelon.values.value_types import DTYPES
 
 _TAKEN = {"model", "optimizer", "directory", "step", "keep", "rng", "group", "own"}  # by save
 

@@ -18,8 +18,8 @@ from echelon.checkpoint.header import header, header_nbytes, read_header
 from echelon.checkpoint.tensors import bytes_of
 from echelon.comm.allocation import available_nbytes
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointError
-from echelon.values.bounded import brief, read_json
-from echelon.values.dtypes import DTYPES, dtype_name
+from echelon.values.untrusted_json import brief, read_json
+from echelon.values.value_types import DTYPES, dtype_name
 
 INDEX = "model.safetensors.index.json"
 _MOST_INDEX_NBYTES = 100 << 20

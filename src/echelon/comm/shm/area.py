@@ -28,7 +28,7 @@ from echelon.comm.shm.rank_table import RankTable
 from echelon.comm.shm.segment import Segment
 from echelon.diagnosis.collective_call import CollectiveCall, fingerprint
 from echelon.errors import CollectiveMismatch, CommTimeout
-from echelon.errors.printable import text_bytes
+from echelon.errors.message_text import text_bytes
 
 SLOT_NBYTES = 1 << 16
 
@@ -142,7 +142,7 @@ class Area:
             # A background thread must not hold the interpreter while the owner computes.
             self.board.wait(ready, lambda: str(call), self.absent, timeout, spin=call.blocking)
         except CommTimeout as error:
-            raise self.board.watch.explained(error) from None
+            raise self.board.monitor.explained(error) from None
 
     def agree(self, call: CollectiveCall, timeout: float, key: int = 0, address: int = 0) -> None:
         """First round of every call: check that all ranks make the same one.

@@ -17,7 +17,7 @@ from echelon.comm.shm.sharing import share_segments
 from echelon.comm.work import Window, Work
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CommTimeout, RankFailed
-from echelon.errors.printable import message_of
+from echelon.errors.message_text import message_of
 
 
 @final
@@ -38,7 +38,7 @@ class ShmGroup(Group):
             torch.device("cpu"),
             timeout,
             shares_memory=True,
-            note=area.board.watch.issue,
+            note=area.board.monitor.record_call,
         )
         self._area = area
         self._collectives = Collectives(area, timeout)

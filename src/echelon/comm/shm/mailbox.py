@@ -119,7 +119,7 @@ class Mailbox:
                 area.board.wait(ready, lambda: str(item.call), missing, seconds)
             except CommTimeout as error:
                 # Who has a timeout of his own may wait again.
-                raise area.board.watch.explained(error) if timeout is None else error from None
+                raise area.board.monitor.explained(error) if timeout is None else error from None
         if item.error is not None:
             raise item.error
 

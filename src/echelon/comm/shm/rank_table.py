@@ -28,9 +28,9 @@ from typing import final
 
 from echelon.comm.shm.futex import Bell, fence
 from echelon.comm.shm.segment import Segment
-from echelon.diagnosis.watch import Watch
+from echelon.diagnosis.rank_monitor import RankMonitor
 from echelon.errors import CommTimeout, RankFailed
-from echelon.errors.printable import text_bytes
+from echelon.errors.message_text import text_bytes
 
 _PAGE = 4096
 _WORDS = _PAGE // 4
@@ -56,11 +56,11 @@ class RankTable:
         segment: of ``RankTable.nbytes(size)``.
         rank: of this process in the job.
         size: number of ranks in the job.
-        watch: what this process tells of itself, and sees of the others.
+        monitor: what this process tells of itself, and sees of the others.
     """
 
-    def __init__(self, segment: Segment, rank: int, size: int, watch: Watch) -> None:
-        self.segment, self.rank, self.size, self.watch = segment, rank, size, watch
+    def __init__(self, segment: Segment, rank: int, size: int, monitor: RankMonitor) -> None:
+        self.segment, self.rank, self.size, self.monitor = segment, rank, size, monitor
         self._bytes = memoryview(segment.buffer)
         self._words = self._bytes.cast("I")
         base = ctypes.addressof(ctypes.c_char.from_buffer(segment.buffer))
@@ -104,7 +104,7 @@ class RankTable:
             self._sleep(_OWNER, lambda: self._state(missing[0]) != _ABSENT, _LOOK_S)
             if time.monotonic() > deadline:
                 late = f"rank {self.rank}, starting a world of {self.size} ranks,"
-                raise self.watch.explained(CommTimeout(late, missing, timeout))
+                raise self.monitor.explained(CommTimeout(late, missing, timeout))
         for r in everyone:
             # One that died already has no descriptor, and counts as dead by that.
             with suppress(ProcessLookupError):
@@ -140,7 +140,7 @@ class RankTable:
         for descriptor in self._pidfds.values():
             os.close(descriptor)
         self._pidfds.clear()
-        self.watch.close()
+        self.monitor.close()
 
     # Sleeping and waking ---------------------------------------------------------------------
 
@@ -203,15 +203,15 @@ class RankTable:
                 if failure is not None:
                     raise failure
                 if now() >= deadline:
-                    self.watch.give_up(late := missing())  # before it looks as if we computed
+                    self.monitor.give_up(late := missing())  # before it looks as if we computed
                     raise CommTimeout(doing(), late, timeout)
                 # Each time: another thread of this rank may have ended a wait.
                 if late := missing():
-                    self.watch.await_rank(late[0])
+                    self.monitor.wait_for(late[0])
                     told = True
         finally:
             if told:
-                self.watch.await_rank(None)
+                self.monitor.wait_for(None)
 
     def help(self, act: Callable[[], None], seconds: float) -> None:
         """Run ``act``, then sleep until helpers are called who were not before ``act`` began.
@@ -246,7 +246,7 @@ class RankTable:
         return None
 
     def _where(self, rank: int) -> str:
-        entry = self.watch.entry(rank)
+        entry = self.monitor.status(rank)
         return "" if entry is None else f" {entry.where}"
 
     def _sleep(self, kind: int, done: Callable[[], bool], seconds: float) -> None:

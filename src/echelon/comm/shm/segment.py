@@ -20,8 +20,8 @@ from torch import Tensor
 
 from echelon.comm.allocation import available_nbytes
 from echelon.errors import SharedMemoryError, WorldError
-from echelon.errors.printable import printable
-from echelon.process.memfd import open_memory
+from echelon.errors.message_text import printable
+from echelon.process.process_status import open_memory
 
 _PAGE = mmap.PAGESIZE
 _NAME = "echelon"

@@ -9,7 +9,7 @@ from echelon.comm.shm.group import ShmGroup
 from echelon.comm.shm.rank_table import RankTable
 from echelon.comm.shm.segment import Segment
 from echelon.comm.start_facts import compare, encode, start_facts
-from echelon.diagnosis.watch import Watch
+from echelon.diagnosis.rank_monitor import RankMonitor
 from echelon.errors import StartMismatch
 
 
@@ -37,12 +37,12 @@ def join(
     *,
     timeout: float,
     name: str = "world",
-    watch: Watch | None = None,
+    monitor: RankMonitor | None = None,
 ) -> ShmGroup:
     """Enter the job whose segments have ``tokens``; returns when all ranks have.
 
     Args:
-        watch: of this rank; None: it knows of no others.
+        monitor: of this rank; None: it knows of no others.
 
     Raises:
         CommTimeout: some rank did not come.
@@ -50,7 +50,7 @@ def join(
         WorldError: the memory cannot be reached from this process.
     """
     segments = Segment.open(tokens[0]), Segment.open(tokens[1])
-    return _enter(rank, size, segments, timeout, name, watch)
+    return _enter(rank, size, segments, timeout, name, monitor)
 
 
 def connect(
@@ -60,13 +60,13 @@ def connect(
     *,
     timeout: float,
     name: str = "world",
-    watch: Watch | None = None,
+    monitor: RankMonitor | None = None,
 ) -> ShmGroup:
     """Meet the other ranks of this host through ``store``; returns when all have come.
 
     Args:
         name: of the group; different jobs on one store need different names.
-        watch: of this rank; None: it knows of no others.
+        monitor: of this rank; None: it knows of no others.
 
     Raises:
         CommTimeout: some rank did not come.
@@ -78,12 +78,12 @@ def connect(
         segments = create_segments(size)
         store.set(key, " ".join(segment.token for segment in segments))
         try:
-            return _enter(rank, size, segments, timeout, name, watch)
+            return _enter(rank, size, segments, timeout, name, monitor)
         finally:
             for segment in segments:
                 segment.unpublish()
     board, area = store.get(key).decode().split()
-    return join(rank, size, (board, area), timeout=timeout, name=name, watch=watch)
+    return join(rank, size, (board, area), timeout=timeout, name=name, monitor=monitor)
 
 
 def _enter(
@@ -92,9 +92,11 @@ def _enter(
     segments: tuple[Segment, Segment],
     timeout: float,
     name: str,
-    watch: Watch | None,
+    monitor: RankMonitor | None,
 ) -> ShmGroup:
-    board = RankTable(segments[0], rank, size, Watch.alone(rank) if watch is None else watch)
+    board = RankTable(
+        segments[0], rank, size, RankMonitor.alone(rank) if monitor is None else monitor
+    )
     board.join(encode(start_facts(timeout=timeout)), timeout)
     try:
         compare(board.notes())

@@ -20,11 +20,11 @@ from typing import final
 
 from echelon.diagnosis import stacks
 from echelon.diagnosis.exit_guard import awaited_threads, end_now
-from echelon.diagnosis.hang import SilentRank
+from echelon.diagnosis.stragglers import StuckRank
+from echelon.process import time_limits
 from echelon.process.process_status import activity
 
 _PAUSE_S = 0.2
-_GRACE_S = 5.0  # beyond the timeout of the ranks
 
 
 @final
@@ -66,7 +66,7 @@ class _Guard:
         ident = threads[0].ident if threads else threading.main_thread().ident
         what = f"the thread {threads[0].name!r}" if threads else "an exit handler"
         native = threads[0].native_id if threads else threading.main_thread().native_id
-        finding = SilentRank(
+        finding = StuckRank(
             rank=0,
             where="",
             activity=activity(os.getpid(), native or 0),
@@ -90,7 +90,7 @@ _guard = _Guard()
 
 def guard_exit(timeout_s: float) -> None:
     """Guard the end of this process, before simulated ranks run in it."""
-    _guard.start(timeout_s + _GRACE_S)
+    _guard.start(timeout_s + time_limits.BEYOND_TIMEOUT_S)
 
 
 @contextmanager

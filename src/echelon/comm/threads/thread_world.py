@@ -22,10 +22,10 @@ from torch import Tensor
 from echelon.diagnosis import stacks
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.diagnosis.failure_record import is_heard
-from echelon.diagnosis.hang import SilentRank, explained
-from echelon.diagnosis.stragglers import ExitSign, ExitStage, error_of
+from echelon.diagnosis.root_cause import held_up_by
+from echelon.diagnosis.stragglers import ExitSign, ExitStage, StuckRank, error_of, explained
 from echelon.errors import CommError, CommTimeout, DeadlockError, RankFailed, StateError
-from echelon.errors.printable import message_of
+from echelon.errors.message_text import message_of
 from echelon.process.process_status import activity
 
 
@@ -74,13 +74,13 @@ class _Sighting:
 
     Attributes:
         thread: Python's number of its thread; 0 before it runs.
-        native: the kernel's number of that thread.
+        native_id: the kernel's number of that thread.
         step: optimizer steps that it has made.
         call: its last call.
     """
 
     thread: int = 0
-    native: int = 0
+    native_id: int = 0
     step: int = 0
     call: CollectiveCall | None = None
 
@@ -92,12 +92,12 @@ class _Sighting:
         """The innermost line last."""
         return stacks.of_this_process(self.thread)
 
-    def finding(self, rank: int) -> SilentRank:
+    def finding(self, rank: int) -> StuckRank:
         """What is known of it now, where it does not wait."""
-        return SilentRank(
+        return StuckRank(
             rank=rank,
             where=f"at step {self.step}",
-            activity=activity(os.getpid(), self.native),
+            activity=activity(os.getpid(), self.native_id),
             call="" if self.call is None else str(self.call),
             stack=self.stack(),
             silence="its thread has ended",
@@ -130,7 +130,7 @@ class ThreadWorld:
     def enter(self, rank: int) -> None:
         """Note on which thread a rank runs: the one that calls this."""
         sighting = self.sightings[rank]
-        sighting.thread, sighting.native = threading.get_ident(), threading.get_native_id()
+        sighting.thread, sighting.native_id = threading.get_ident(), threading.get_native_id()
 
     def note(self, call: CollectiveCall) -> None:
         """Note the last call of a rank."""
@@ -204,7 +204,7 @@ class ThreadWorld:
                         late = sorted(pending.absent)
                         error = CommTimeout(str(call), late, seconds, self._others(rank))
                         # Who has a timeout of his own may wait again.
-                        raise self._explained(error) if timeout is None else error
+                        raise self._explained(error, rank) if timeout is None else error
         if pending.error is not None:
             raise copy.copy(pending.error)  # each rank gets its own traceback
 
@@ -270,27 +270,22 @@ class ThreadWorld:
         }
         self._fail(rank, DeadlockError(waits, self._finished))
 
-    def _explained(self, error: CommTimeout) -> CommTimeout:
+    def _explained(self, error: CommTimeout, reporter: int) -> CommTimeout:
         """``error`` with what the ranks do that hold up the others; the caller holds the lock."""
-        roots = sorted({self._root(rank) for rank in error.missing})
-        told = {rank: sighting.stack() for rank, sighting in enumerate(self.sightings)}
+        waits = {rank: self._waited_for(rank) for rank in range(self.size)}
+        roots = {held_up_by(rank, waits, reporter=reporter) for rank in error.missing}
+        known_stacks = {rank: sighting.stack() for rank, sighting in enumerate(self.sightings)}
         return explained(
             error,
-            [self.sightings[rank].finding(rank) for rank in roots],
-            {rank: stack for rank, stack in told.items() if stack},
+            [self.sightings[rank].finding(rank) for rank in sorted(roots)],
+            {rank: stack for rank, stack in known_stacks.items() if stack},
         )
 
-    def _root(self, rank: int) -> int:
-        """The rank that ``rank`` waits for, through others that wait, too."""
-        seen: set[int] = set()
-        while rank not in seen:
-            seen.add(rank)
-            pending = next((wait.pending for wait in self._waits[rank].values()), None)
-            pending = pending or self._gave_up.get(rank)
-            if pending is None:
-                break
-            rank = min(pending.absent, default=rank)
-        return rank
+    def _waited_for(self, rank: int) -> int | None:
+        """The rank that ``rank`` waits for, or has waited for in vain; None if it does not wait."""
+        pending = next((wait.pending for wait in self._waits[rank].values()), None)
+        pending = pending or self._gave_up.get(rank)
+        return None if pending is None else min(pending.absent, default=None)
 
     def _others(self, reporter: int) -> str:
         """What the other ranks wait for, for the message of a timeout of ``reporter``."""

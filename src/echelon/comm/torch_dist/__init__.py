@@ -2,7 +2,7 @@
 
 ``start`` makes groups from a ``rendezvous``; ``group`` and ``native`` are the two kinds of them.
 The first uses an engine for tagged messages only (``peers``) and has its own ``algorithms``, the
-second uses the engine's collectives. ``agreement`` compares calls; ``notices`` and ``job`` find out
+second uses the engine's collectives. ``signature_check`` compares calls; ``job`` finds out
 who failed.
 """
 

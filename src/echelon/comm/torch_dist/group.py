@@ -16,11 +16,11 @@ from echelon.comm.group import Group
 from echelon.comm.torch_dist.algorithms import Algorithms
 from echelon.comm.torch_dist.job import Job
 from echelon.comm.torch_dist.lane import Lane, LaneWork
-from echelon.comm.torch_dist.notices import Notice
 from echelon.comm.torch_dist.peers import Mailroom, PeerLost, Peers, Posted, collective_tag
 from echelon.comm.torch_dist.signature_check import Agreement
 from echelon.comm.work import Window, Work
 from echelon.diagnosis.collective_call import CollectiveCall
+from echelon.diagnosis.failure_record import FailureRecord
 from echelon.errors import CommError, CommTimeout
 
 # Elements sent to and expected from each rank, where ranks may differ in them.
@@ -59,7 +59,7 @@ class TorchGroup(Group):
             device,
             timeout,
             shares_memory=False,
-            note=job.watch.issue,
+            note=job.monitor.record_call,
         )
         self._job = job
         self._connect = connect
@@ -84,7 +84,7 @@ class TorchGroup(Group):
     ) -> CommError:
         """What to raise for peers that did not answer in the call of ``call``."""
         sends, expects = lengths or ((), ())
-        mine = Notice.of(
+        mine = FailureRecord.of_call(
             call,
             late=lost.late,
             missing=[self.ranks[rank] for rank in lost.missing],

@@ -1,4 +1,4 @@
-"""What the groups of a job share on one rank: the store, notices, the first failure, the end."""
+"""What the groups of a job share on one rank: the store, failure records, the end."""
 
 from __future__ import annotations
 
@@ -12,25 +12,17 @@ from typing import TypeVar, final
 
 from torch._C import _distributed_c10d as c10d
 
-from echelon.comm.torch_dist.notices import Notice, Reason, conclude
 from echelon.comm.torch_dist.peers import PeerLost
-from echelon.diagnosis.watch import Watch
+from echelon.diagnosis.failure_record import FailureRecord, Reason
+from echelon.diagnosis.rank_monitor import RankMonitor
+from echelon.diagnosis.root_cause import peer_failure
 from echelon.errors import CommError, CommTimeout, RankFailed
-from echelon.errors.printable import message_of
+from echelon.process import time_limits
 from echelon.process.forks import disown_in_forks, keep_alive
 
 _T = TypeVar("_T")
 
-# How long a rank in trouble waits for the notices of others before it says what it knows itself.
-# A rank that timed out has lost its connections before it could write why. Where the logbook says
-# that it lives it will write, if late: its host may be busy.
-GRACE_S = 1.0
-GRACE_LOST_S = 2.0
-GRACE_ALIVE_S = 10.0
-# A store behind a cut link never answers: a call to it is given up after this time.
-STORE_S = 2.0
-# How long the rank that holds the store stays for the others, so that they can still read notices.
-STAY_S, STAY_FAILED_S = 10.0, 3.0
+_MAX_MESSAGE = 2000  # characters, of a record in the store
 
 
 @final
@@ -38,15 +30,15 @@ class Job:
     """One rank's part in a job.
 
     Args:
-        store: shared by all ranks; this object writes under ``notice/`` only.
-        watch: of this rank.
+        store: shared by all ranks; this object writes under ``failure/`` and ``closed/`` only.
+        monitor: of this rank.
         size: number of ranks that this rank holds the store for; 0 if another one holds it.
     """
 
-    def __init__(self, store: c10d.Store, watch: Watch, size: int = 0) -> None:
+    def __init__(self, store: c10d.Store, monitor: RankMonitor, size: int = 0) -> None:
         self.store = store
-        self.watch = watch
-        self.rank = watch.rank
+        self.monitor = monitor
+        self.rank = monitor.rank
         self._num_ranks = self._stay_for = size
         self._store_gone = False
         self.failure: CommError | None = None
@@ -86,12 +78,12 @@ class Job:
         gone = [
             i
             for i, rank in enumerate(ranks)
-            if self._has_ended(rank) or self.store.check([f"notice/{rank}"])
+            if self._has_ended(rank) or self.store.check([f"failure/{rank}"])
         ]
         if gone:
             raise PeerLost(tuple(gone), late=False)
 
-    def diagnose(self, mine: Notice, ranks: Sequence[int]) -> CommError:
+    def diagnose(self, mine: FailureRecord, ranks: Sequence[int]) -> CommError:
         """Find out who failed, tell the other ranks, and break all connections of this rank.
 
         Args:
@@ -104,18 +96,18 @@ class Job:
         try:
             return self._diagnose(mine, ranks)
         finally:
-            self.watch.await_rank(None)  # not before: until now it would look as if it computed
+            self.monitor.wait_for(None)  # not before: until now it would look as if it computed
 
-    def _diagnose(self, mine: Notice, ranks: Sequence[int]) -> CommError:
+    def _diagnose(self, mine: FailureRecord, ranks: Sequence[int]) -> CommError:
         with self._lock:
             if self.failure is not None:
                 return self.failure
-            # A rank that knows whom it lost can say more once it has read that one's notice.
+            # A rank that knows whom it lost can say more once it has read that one's record.
             knows_more_later = mine.reason is Reason.LOST and bool(mine.missing)
             if not knows_more_later:
                 self._post(mine)
             if mine.reason is Reason.TIMEOUT:
-                self.watch.give_up(mine.missing)
+                self.monitor.give_up(mine.missing)
             others = [rank for rank in ranks if rank != self.rank]
             start_s = time.monotonic()
             last = False
@@ -124,23 +116,30 @@ class Job:
                 ended = {rank: self._has_ended(rank) for rank in mine.missing}
                 alive = [rank for rank, has_ended in ended.items() if has_ended is False]
                 waited_s = time.monotonic() - start_s
-                error, certain = conclude(
-                    mine, seen, tuple(ranks), blind=self._store_gone, alive=alive, seconds=waited_s
+                error, is_final = peer_failure(
+                    mine,
+                    seen,
+                    tuple(ranks),
+                    store_is_gone=self._store_gone,
+                    alive=alive,
+                    seconds=waited_s,
                 )
-                grace_s = GRACE_LOST_S if knows_more_later else GRACE_S
+                grace_s = time_limits.READ_RECORDS_S
+                if knows_more_later:
+                    grace_s = time_limits.READ_RECORD_OF_LOST_S
                 if knows_more_later and alive:
-                    grace_s = GRACE_ALIVE_S
-                if certain or self._store_gone or last or waited_s > grace_s:
+                    grace_s = time_limits.READ_RECORD_OF_LIVING_S
+                if is_final or self._store_gone or last or waited_s > grace_s:
                     break
                 # Whoever has ended writes no more, but may have written since we read.
                 last = bool(ended) and all(ended.values())
                 time.sleep(0.0 if last else 0.05)
             if isinstance(error, CommTimeout):
-                error = self.watch.explained(error)
+                error = self.monitor.explained(error)
             self.failure = error
             if isinstance(error, RankFailed):
                 self._stay_for -= error.failed_rank not in seen  # it will not close its job
-                mine = replace(mine, root=error.failed_rank, cause=error.cause)
+                mine = replace(mine, failed_rank=error.failed_rank, cause=error.cause)
             elif isinstance(error, CommTimeout):
                 self._stay_for -= len(error.missing)
             self._post(mine)
@@ -156,11 +155,11 @@ class Job:
                 return
             self._is_closed = True
             if error is not None:
-                kind, message = type(error).__name__, message_of(error)
-                text = f"{kind}: {message}" if message else kind
-                self._post(Notice(rank=self.rank, reason=Reason.RAISED, text=text[:2000]))
+                record = FailureRecord.of(error, self.rank)
+                short = record.message[:_MAX_MESSAGE]
+                self._post(replace(record, message=short, traceback="", stacks=""))
             else:
-                self._post(Notice(rank=self.rank, reason=Reason.LEFT))
+                self._post(FailureRecord(rank=self.rank, reason=Reason.LEFT))
             failed = error is not None or self.failure is not None
         if failed:
             for step in self._sever:
@@ -169,9 +168,11 @@ class Job:
             drop(failed)
         self._sever.clear()
         self._drop.clear()
-        self.watch.begin_close()
+        self.monitor.begin_close()
         self._ask(lambda: self.store.set(f"closed/{self.rank}", ""))
-        end = time.monotonic() + (STAY_FAILED_S if failed else STAY_S)
+        end = time.monotonic() + (
+            time_limits.CLOSE_FAILED_WORLD_S if failed else time_limits.CLOSE_WORLD_S
+        )
         waiting = set(range(self._num_ranks)) if self._stay_for > 0 else set()
         while self._num_ranks - len(waiting) < self._stay_for and time.monotonic() < end:
             closed = self._ask(partial(self._closed, frozenset(waiting)))
@@ -179,29 +180,29 @@ class Job:
                 break
             waiting -= closed
             time.sleep(0.02 if waiting else 0.0)
-        self.watch.close()
+        self.monitor.close()
 
     def _closed(self, ranks: Collection[int]) -> set[int]:
         return {rank for rank in ranks if self.store.check([f"closed/{rank}"])}
 
     def _has_ended(self, rank: int) -> bool | None:
         """Whether the process of a rank has ended; None where that cannot be seen from here."""
-        entry = self.watch.entry(rank)
+        entry = self.monitor.status(rank)
         return None if entry is None else entry.ended
 
-    def _post(self, notice: Notice) -> None:
-        """Write the first notice of this rank; later ones are its consequences."""
+    def _post(self, record: FailureRecord) -> None:
+        """Write the first record of this rank; later ones are its consequences."""
         if not self._posted:
             self._posted = True
-            self._ask(lambda: self.store.set(f"notice/{self.rank}", notice.dump()))
+            self._ask(lambda: self.store.set(f"failure/{self.rank}", record.dump()))
 
-    def _read(self, ranks: Sequence[int]) -> dict[int, Notice]:
-        keys = {rank: f"notice/{rank}" for rank in ranks}
+    def _read(self, ranks: Sequence[int]) -> dict[int, FailureRecord]:
+        keys = {rank: f"failure/{rank}" for rank in ranks}
         return {
-            rank: notice
+            rank: record
             for rank, key in keys.items()
             if self.store.check([key])
-            and (notice := Notice.load(self.store.get(key), rank)) is not None
+            and (record := FailureRecord.load(self.store.get(key), rank)) is not None
         }
 
     def _ask(self, question: Callable[[], _T]) -> _T | None:
@@ -211,12 +212,12 @@ class Job:
         answers: list[_T] = []
 
         def call() -> None:
-            with suppress(RuntimeError):  # the store's host is gone, and the notices with it
+            with suppress(RuntimeError):  # the store's host is gone, and the records with it
                 answers.append(question())
 
         thread = threading.Thread(target=call, name="echelon store", daemon=True)
         thread.start()
-        thread.join(STORE_S)
+        thread.join(time_limits.STORE_S)
         if not answers:
             self._store_gone = True
             return None

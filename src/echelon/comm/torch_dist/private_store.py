@@ -12,7 +12,7 @@ import os
 from torch._C import _distributed_c10d as c10d
 
 from echelon.errors import WorldError
-from echelon.process.memfd import open_memory
+from echelon.process.process_status import open_memory
 
 VARIABLE = "ECHELON_STORE"  # of ``echelon run``: the path of its store, and the id of the job
 _NAME = "echelon store"

@@ -21,9 +21,9 @@ from echelon.comm.secret import Secret
 from echelon.comm.start_facts import difference, encode
 from echelon.comm.torch_dist import private_store
 from echelon.comm.torch_dist.sealed_store import SealedStore
-from echelon.diagnosis.watch import Watch
+from echelon.diagnosis.rank_monitor import RankMonitor
 from echelon.errors import CommTimeout, StartMismatch, WorldError
-from echelon.errors.printable import printable
+from echelon.errors.message_text import printable
 from echelon.process.environment import JobEnvironment, environment
 from echelon.process.listeners import announced
 
@@ -147,14 +147,18 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def meet(
-    store: c10d.Store, env: JobEnvironment, backend: str, timeout: float, watch: Watch | None = None
+    store: c10d.Store,
+    env: JobEnvironment,
+    backend: str,
+    timeout: float,
+    monitor: RankMonitor | None = None,
 ) -> Rendezvous:
     """Return when all ranks have come, and were told the same about their job.
 
     Args:
         backend: that this rank is going to use.
         timeout: seconds to wait for the others.
-        watch: of this rank; afterwards it sees those of its host.
+        monitor: of this rank; afterwards it sees those of its host.
 
     Raises:
         AuthenticationError: somebody else has written into the store of a job with a secret.
@@ -163,18 +167,18 @@ def meet(
         RankFailed: a rank has ended, as the launcher knows.
         CommTimeout: names the ranks that have not come.
     """
-    watch = Watch.alone(env.rank) if watch is None else watch
+    monitor = RankMonitor.alone(env.rank) if monitor is None else monitor
     try:
-        rendezvous = _meet(store, env, backend, timeout, watch)
+        rendezvous = _meet(store, env, backend, timeout, monitor)
     except WorldError as error:
         store.set("refused", str(error))  # or the others would wait for this one
         raise
-    watch.share(env, rendezvous.store)
+    monitor.share(env, rendezvous.store)
     return rendezvous
 
 
 def _meet(
-    store: c10d.Store, env: JobEnvironment, backend: str, timeout: float, watch: Watch
+    store: c10d.Store, env: JobEnvironment, backend: str, timeout: float, monitor: RankMonitor
 ) -> Rendezvous:
     end = time.monotonic() + timeout
     fresh = secrets.nonce().hex()
@@ -186,7 +190,7 @@ def _meet(
         store.set("plan", mine)
 
     def is_planned() -> bool:
-        watch.check(_START)
+        monitor.check(_START)
         return store.check(["plan"])
 
     _await(store, is_planned, end, lambda: (0,), timeout)
@@ -204,7 +208,7 @@ def _meet(
         return tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
 
     def all_here() -> bool:
-        watch.check(_START)
+        monitor.check(_START)
         return store.check(keys)
 
     _await(store, all_here, end, missing, timeout)

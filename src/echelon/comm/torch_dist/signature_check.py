@@ -10,7 +10,7 @@ from torch import Tensor
 from echelon.comm.torch_dist.peers import Peers, collective_tag
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, fingerprint
 from echelon.errors import CollectiveMismatch
-from echelon.errors.printable import printable, text_bytes
+from echelon.errors.message_text import printable, text_bytes
 
 _TEXT_NBYTES = 1024
 # The calls may differ, so the tags of the check depend on the position alone.

@@ -19,7 +19,6 @@ from echelon.comm.torch_dist.group import PeerGroup, TorchGroup
 from echelon.comm.torch_dist.job import Job
 from echelon.comm.torch_dist.members import await_members
 from echelon.comm.torch_dist.native import NativeGroup
-from echelon.comm.torch_dist.notices import Notice, Reason
 from echelon.comm.torch_dist.peers import Engine, PeerLost, Peers
 from echelon.comm.torch_dist.proof import conclude, strangers
 from echelon.comm.torch_dist.rendezvous import (
@@ -30,8 +29,8 @@ from echelon.comm.torch_dist.rendezvous import (
     store_beside,
 )
 from echelon.comm.world import DEFAULT_TIMEOUT_S, World
-from echelon.diagnosis.step_count import Steps
-from echelon.diagnosis.watch import Watch
+from echelon.diagnosis.failure_record import FailureRecord, Reason
+from echelon.diagnosis.rank_monitor import RankMonitor, StepCounter
 from echelon.errors import ArgumentError, AuthenticationError, EchelonError, WorldError
 from echelon.process.environment import JobEnvironment
 from echelon.process.listeners import announced
@@ -59,7 +58,7 @@ def connect(
     device: torch.device,
     timeout: float = DEFAULT_TIMEOUT_S,
     check: bool | None = None,
-    watch: Watch | None = None,
+    monitor: RankMonitor | None = None,
 ) -> World:
     """The world of all ranks of a job. All ranks call it with the same arguments.
 
@@ -71,7 +70,7 @@ def connect(
         device: where the tensors of this rank live; with gloo always the CPU.
         timeout: seconds that a rank waits for others.
         check: compare the calls of all ranks before each collective; None: see ``check_wanted``.
-        watch: of this rank; None: it knows of no others.
+        monitor: of this rank; None: it knows of no others.
 
     Raises:
         CommTimeout: some ranks did not start; names them.
@@ -79,19 +78,19 @@ def connect(
         WorldError: the store or the engine could not start.
     """
     device = torch.device("cpu") if backend == "gloo" else device
-    watch = Watch.alone(env.rank) if watch is None else watch
+    monitor = RankMonitor.alone(env.rank) if monitor is None else monitor
     check = check_wanted() if check is None else check
     facts = start_facts(timeout=timeout, check=check)
     default = dist.group.WORLD  # None if there is none
     if default is not None and backend in _backends(default).values():
-        group: TorchGroup = _wrapped(default, device, timeout, check, watch)
+        group: TorchGroup = _wrapped(default, device, timeout, check, monitor)
         agree(group, facts)
-        return _world(group, backend, env, watch)
+        return _world(group, backend, env, monitor)
     store = open_store(env, timeout)  # which may have to live until all ranks have left it
-    rendezvous = meet(store, env, backend, timeout, watch)
+    rendezvous = meet(store, env, backend, timeout, monitor)
     check_start(rendezvous.store, env, facts, timeout)
     holds_store = env.rank == 0 and not rendezvous.is_kept
-    job = Job(rendezvous.store, watch, env.size if holds_store else 0)
+    job = Job(rendezvous.store, monitor, env.size if holds_store else 0)
     maker = _Maker(
         job=job,
         secret=rendezvous.secret,
@@ -102,7 +101,7 @@ def connect(
         loopback=env.one_host and "GLOO_SOCKET_IFNAME" not in os.environ,
         one_host=env.one_host,
     )
-    return _world(_first_group(maker, tuple(range(env.size))), backend, env, watch)
+    return _world(_first_group(maker, tuple(range(env.size))), backend, env, monitor)
 
 
 def _first_group(
@@ -113,9 +112,10 @@ def _first_group(
     try:
         return maker.make("world", ranks, made)
     except PeerLost as lost:
-        mine = Notice(
+        mine = FailureRecord(
             rank=job.rank,
             reason=Reason.TIMEOUT if lost.late else Reason.LOST,
+            doing=f"the start of {maker.backend} at echelon.init()",
             group="world",
             call=f"the start of {maker.backend}",
             place="echelon.init()",
@@ -136,13 +136,13 @@ def _first_group(
     raise failure from (None if failure is cause else cause)
 
 
-def _world(group: TorchGroup, backend: str, env: JobEnvironment, watch: Watch) -> World:
+def _world(group: TorchGroup, backend: str, env: JobEnvironment, monitor: RankMonitor) -> World:
     return World(
         group,
         backend=backend,
         local_rank=env.local_rank,
         close=group.close,
-        steps=Steps(watch.step),
+        steps=StepCounter(monitor.record_step),
     )
 
 
@@ -169,7 +169,7 @@ def from_process_group(
         >>> # dist.init_process_group("gloo")
         >>> # group = from_process_group(dist.group.WORLD)
     """
-    return _wrapped(group, device, timeout, check, Watch.alone(dist.get_rank()))
+    return _wrapped(group, device, timeout, check, RankMonitor.alone(dist.get_rank()))
 
 
 def _wrapped(
@@ -177,7 +177,7 @@ def _wrapped(
     device: torch.device | None,
     timeout: float,
     check: bool | None,
-    watch: Watch,
+    monitor: RankMonitor,
 ) -> TorchGroup:
     ranks = tuple(dist.get_process_group_ranks(group))
     if dist.get_rank() not in ranks:
@@ -194,7 +194,7 @@ def _wrapped(
     theirs = dist.distributed_c10d._get_process_group_store(group)
     store, secret = store_beside(theirs, group.group_name, ranks, dist.get_rank(), timeout)
     maker = _Maker(
-        job=Job(store, watch),
+        job=Job(store, monitor),
         secret=secret,
         backend=backends[kind],
         device=device,
@@ -271,7 +271,7 @@ class _Maker:
         )
 
     def _tell(self, ranks: tuple[int, ...], peer: int | None) -> None:
-        self.job.watch.await_rank(None if peer is None else ranks[peer])
+        self.job.monitor.wait_for(None if peer is None else ranks[peer])
 
     def _peers(
         self,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from echelon.errors.printable import printable
+from echelon.errors.message_text import printable
 
 
 @pytest.mark.parametrize(

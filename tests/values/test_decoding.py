@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from echelon.errors import ArgumentError, CheckpointCorrupt
-from echelon.values import decode, encode
-from tests.values.test_values import passed_on, same
+from echelon.values.decoding import decode
+from echelon.values.encoding import encode
+from tests.values.test_encoding import passed_on, same
 
 
 class Color(enum.IntEnum):

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
-from echelon.values import decode, encode
-from echelon.values.dtypes import DTYPES
+from echelon.values.decoding import decode
+from echelon.values.encoding import encode
+from echelon.values.value_types import DTYPES
 
 
 def bits(value: float) -> bytes:

@@ -1,9 +1,10 @@
-"""What a rank concludes from the notices of others."""
+"""Which rank is to blame: from records of failures, and from who waits for whom."""
 
 import torch
 
-from echelon.comm.torch_dist.notices import Notice, conclude
 from echelon.diagnosis.collective_call import CallSignature, CallSite, CollectiveCall
+from echelon.diagnosis.failure_record import FailureRecord
+from echelon.diagnosis.root_cause import peer_failure
 from echelon.errors import CollectiveMismatch, CommTimeout, RankFailed
 
 
@@ -17,57 +18,54 @@ REDUCE = CallSignature("all_reduce", torch.float32, (10,), "sum")
 GATHER = CallSignature("all_gather_single", torch.float32, (10,))
 
 
-def test_a_notice_survives_the_store() -> None:
-    notice = Notice.of(ticket(1, REDUCE), late=True, missing=[2], seconds=1.5, sends=(1, 2))
-    assert Notice.load(notice.dump().encode(), notice.rank) == notice
-
-
 def test_a_timeout_without_notices_names_those_that_were_waited_for() -> None:
-    mine = Notice.of(ticket(0, REDUCE), late=True, missing=[1, 2], seconds=3.0)
-    error, final = conclude(mine, {}, (0, 1, 2))
+    mine = FailureRecord.of_call(ticket(0, REDUCE), late=True, missing=[1, 2], seconds=3.0)
+    error, final = peer_failure(mine, {}, (0, 1, 2))
     assert isinstance(error, CommTimeout)
     assert (error.missing, final) == ((1, 2), False)
 
 
 def test_a_rank_that_waits_for_another_one_is_not_blamed() -> None:
-    mine = Notice.of(ticket(0, REDUCE), late=False, missing=[1], seconds=3.0)
-    theirs = Notice.of(ticket(1, REDUCE), late=True, missing=[2], seconds=3.0)
-    error, _ = conclude(mine, {1: theirs}, (0, 1, 2))
+    mine = FailureRecord.of_call(ticket(0, REDUCE), late=False, missing=[1], seconds=3.0)
+    theirs = FailureRecord.of_call(ticket(1, REDUCE), late=True, missing=[2], seconds=3.0)
+    error, _ = peer_failure(mine, {1: theirs}, (0, 1, 2))
     assert isinstance(error, RankFailed)
     assert error.failed_rank == 2
     assert "did not come: rank 1 waited 3.0 s for it" in error.cause
 
 
 def test_a_rank_that_came_too_late_learns_who_gave_up() -> None:
-    mine = Notice.of(ticket(0, REDUCE), late=False, missing=[1], seconds=0.1)
-    theirs = Notice.of(ticket(1, REDUCE), late=True, missing=[0], seconds=3.0)
-    error, _ = conclude(mine, {1: theirs}, (0, 1))
+    mine = FailureRecord.of_call(ticket(0, REDUCE), late=False, missing=[1], seconds=0.1)
+    theirs = FailureRecord.of_call(ticket(1, REDUCE), late=True, missing=[0], seconds=3.0)
+    error, _ = peer_failure(mine, {1: theirs}, (0, 1))
     assert "rank 1 gave up after it had waited 3.0 s for this rank" in str(error)
 
 
 def test_calls_of_one_position_are_compared() -> None:
-    mine = Notice.of(ticket(0, REDUCE), late=True, missing=[1], seconds=3.0)
-    other = Notice.of(ticket(1, GATHER), late=False, missing=[0], seconds=0.1)
-    error, final = conclude(mine, {1: other}, (0, 1))
+    mine = FailureRecord.of_call(ticket(0, REDUCE), late=True, missing=[1], seconds=3.0)
+    other = FailureRecord.of_call(ticket(1, GATHER), late=False, missing=[0], seconds=0.1)
+    error, final = peer_failure(mine, {1: other}, (0, 1))
     assert isinstance(error, CollectiveMismatch)
     assert final
 
 
 def test_calls_of_other_positions_are_not_compared() -> None:
-    mine = Notice.of(ticket(0, REDUCE), late=True, missing=[1], seconds=3.0)
-    other = Notice.of(ticket(1, GATHER, position=9), late=True, missing=[2], seconds=3.0)
-    error, _ = conclude(mine, {1: other}, (0, 1, 2))
+    mine = FailureRecord.of_call(ticket(0, REDUCE), late=True, missing=[1], seconds=3.0)
+    other = FailureRecord.of_call(
+        ticket(1, GATHER, position=9), late=True, missing=[2], seconds=3.0
+    )
+    error, _ = peer_failure(mine, {1: other}, (0, 1, 2))
     assert isinstance(error, CommTimeout)
     assert "rank 1 waits in all_gather_single float32[10]" in str(error)
 
 
 def test_without_a_store_nobody_is_said_to_have_died() -> None:
-    mine = Notice.of(ticket(0, REDUCE), late=False, missing=[1], seconds=0.1)
-    error, _ = conclude(mine, {}, (0, 1), blind=True)
+    mine = FailureRecord.of_call(ticket(0, REDUCE), late=False, missing=[1], seconds=0.1)
+    error, _ = peer_failure(mine, {}, (0, 1), store_is_gone=True)
     assert "why is not known, because the store is gone" in str(error)
 
 
 def test_of_a_rank_whose_process_lives_nobody_says_that_it_died() -> None:
-    mine = Notice.of(ticket(0, REDUCE), late=False, missing=[1], seconds=0.1)
-    error, _ = conclude(mine, {}, (0, 1), alive=[1], seconds=10.0)
+    mine = FailureRecord.of_call(ticket(0, REDUCE), late=False, missing=[1], seconds=0.1)
+    error, _ = peer_failure(mine, {}, (0, 1), alive=[1], seconds=10.0)
     assert "its process lives, but has not said why in 10.0 s" in str(error)

@@ -1,4 +1,4 @@
-"""JSON of unknown origin, judged before anything is made from it.
+"""JSON of unknown origin, checked before anything is made from it.
 
 A few megabytes of JSON can ask for gigabytes of memory (``[[],[],...``), end the interpreter
 (100,000 brackets) or keep it busy for minutes (a number of a million digits). So the text is first

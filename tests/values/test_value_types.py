@@ -5,7 +5,7 @@ import safetensors.torch
 import torch
 
 from echelon.errors import ArgumentError
-from echelon.values.dtypes import DTYPES, dtype_name
+from echelon.values.value_types import DTYPES, dtype_name
 
 
 @pytest.mark.parametrize("name", DTYPES)

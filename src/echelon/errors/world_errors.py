@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
-from echelon.errors.echelon_error import EchelonError, ranks_text, revive, rows_text
+from echelon.errors.echelon_error import EchelonError, revive
+from echelon.errors.message_text import ranks_text, rows_text
 
 
 class WorldError(EchelonError):

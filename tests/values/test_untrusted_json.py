@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import ArgumentError, CheckpointCorrupt
-from echelon.values.bounded import MAX_DEPTH, brief, read_json, write_json
+from echelon.values.untrusted_json import MAX_DEPTH, brief, read_json, write_json
 from tests.checkpoint.manifests import JSON
 
 MEMORY = 2**20

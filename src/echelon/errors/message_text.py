@@ -1,4 +1,4 @@
-"""Text that others have written, as it may be shown.
+"""How messages are written: lists of ranks, and text of others that a terminal must not obey.
 
 A terminal obeys what it is sent: it can be told to move, to hide lines, to change its title or to
 answer as if the user had typed. So control characters of a text that came from somewhere else are
@@ -8,6 +8,10 @@ shown as their escapes.
 from __future__ import annotations
 
 import unicodedata
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+MAX_ROWS = 12  # of a message that lists names; a model has thousands
 
 # Control, format (such as those that reverse a line), surrogates, line and paragraph separators.
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
@@ -65,3 +69,28 @@ def _shown(character: str) -> str:
     if character in "\n\t" or unicodedata.category(character) not in _HIDDEN:
         return character
     return character.encode("unicode_escape", "backslashreplace").decode("ascii")
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 1, 2, 5``; long lists are cut."""
+    if not ranks:
+        return "other ranks"
+    shown = ", ".join(map(str, ranks[:12])) + (", …" if len(ranks) > 12 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def rows_text(values: Mapping[int, str]) -> str:
+    """One row a rank; those that are not like most are marked."""
+    usual, _ = Counter(values.values()).most_common(1)[0]
+    return "\n".join(
+        f"  rank {rank}: {text}" + ("" if text == usual else "   <-- differs")
+        for rank, text in sorted(values.items())
+    )
+
+
+def by_value(values: Mapping[int, str]) -> str:
+    """``nan on ranks 0, 2; inf on rank 1``."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        ranks.setdefault(value, []).append(rank)
+    return "; ".join(f"{value} on {ranks_text(at)}" for value, at in ranks.items())

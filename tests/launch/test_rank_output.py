@@ -1,3 +1,4 @@
+import io
 import os
 import signal
 import subprocess
@@ -7,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launch.run_folders import RunFolder
+from echelon.launch.rank_output import RunFolder, Screen
 
 ABANDONS = """
 import os, signal
-from echelon.launch.run_folders import RunFolder
+from echelon.launch.rank_output import RunFolder
 print(RunFolder(None).path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -74,3 +75,44 @@ def test_a_link_of_that_name_is_not_followed(temporary: Path, tmp_path: Path) ->
     (temporary / "echelon-run-link").symlink_to(target)
     RunFolder(None).drop()
     assert (target / "running").exists()
+
+
+CRASH = """Fatal Python error: Segmentation fault
+
+Current thread 0x00007f (most recent call first):
+  File "train.py", line 3 in main
+Extension modules: numpy, torch (total: 2)
+"""
+
+
+WARNING = (
+    "[W1123 04:00:00.000000000 socket.cpp:767] [c10d] The hostname of the client socket cannot be "
+    "retrieved. err=-3\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (["loss 1\n", CRASH], "loss 1\n"),
+        (["terminate called after throwing an instance of 'c10::Error'\n  what():  x\n"], ""),
+        ([WARNING, "loss 1\n"], "loss 1\n"),
+        ([WARNING[:30], WARNING[30:], "loss 1\n"], "loss 1\n"),
+        (["[Warmup] 10 %", "\rdone\n"], "[Warmup] 10 %\ndone\n"),
+    ],
+)
+def test_the_screen_shows_neither_a_crash_before_its_report_nor_torchs_want_of_a_name_server(
+    written: list[str], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = io.StringIO()
+    monkeypatch.setattr("sys.stderr", errors)
+    folder = tmp_path / "run" / "attempt_0" / "0"
+    folder.mkdir(parents=True)
+    screen = Screen(tmp_path, live=True)
+    with open(folder / "stderr.log", "a") as log:
+        for text in written:
+            log.write(text)
+            log.flush()
+            screen.show()
+        screen.close_attempt(failed="Warmup" not in written[0])
+    assert errors.getvalue() == shown

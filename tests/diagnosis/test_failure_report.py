@@ -1,20 +1,13 @@
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from echelon.diagnosis.failure_record import FailureRecord
-from echelon.diagnosis.flight_recorder import Phase, RankStatus
+from echelon.diagnosis.failure_report import MAX_LINES, failure_report
+from echelon.diagnosis.flight_recorder import Phase, RankStatus, where_of
 from echelon.errors import CheckpointError, CollectiveMismatch, CommTimeout, RankFailed
-from echelon.launch.failure_text import (
-    MAX_LINES,
-    Exit,
-    cause_text,
-    failure_text,
-    threads_per_rank,
-)
-
-# Rank 1 was killed, and the agent then told rank 0 to end.
-KILLED = {0: Exit(-15, closed=True), 1: Exit(-9, closed=False)}
 
 
 def record(error: BaseException, rank: int, time_s: float = 0.0) -> FailureRecord:
@@ -28,15 +21,37 @@ def record(error: BaseException, rank: int, time_s: float = 0.0) -> FailureRecor
     )
 
 
-def text(**facts: Any) -> list[str]:
-    defaults: dict[str, Any] = {
-        "records": {},
-        "exits": {},
-        "logs": {},
-        "agent_log": "",
-        "notes": [],
+@dataclass(frozen=True)
+class Exit:
+    """How one process ended; ``closed``: after its agent had told it to."""
+
+    code: int
+    closed: bool
+
+
+def text(
+    records: Mapping[int, FailureRecord] | None = None,
+    exits: Mapping[int, Exit] | None = None,
+    logs: Mapping[int, str] | None = None,
+    entries: Mapping[int, RankStatus] | None = None,
+    agent_log: str = "",
+) -> list[str]:
+    """The report of ranks that left records, and of processes that could not."""
+    ended = {
+        rank: FailureRecord.of_process(
+            rank,
+            exit.code,
+            was_told=exit.closed,
+            where=where_of(rank, entries or {}),
+            log=(logs or {}).get(rank, ""),
+        )
+        for rank, exit in (exits or {}).items()
     }
-    return cause_text(**defaults | facts)
+    return failure_report({**ended, **(records or {})}.values(), [], entries, agent_log)
+
+
+# Rank 1 was killed, and the agent then told rank 0 to end.
+KILLED = {0: Exit(-15, closed=True), 1: Exit(-9, closed=False)}
 
 
 def noticed(rank: int, failed: int) -> FailureRecord:
@@ -79,15 +94,15 @@ def where(rank: int, **facts: Any) -> RankStatus:
     """The page of a rank at step 4."""
     defaults: dict[str, Any] = {
         "pid": 1,
-        "born": 1,
+        "start_ticks": 1,
         "attempt": 0,
         "phase": Phase.RUNNING,
         "step": 4,
         "call": "barrier (#7 of group 'world') at train.py:9 in main",
-        "awaited": None,
-        "thread": 1,
-        "native": 1,
-        "stacks": None,
+        "waits_for": None,
+        "thread_id": 1,
+        "native_id": 1,
+        "stacks_fd": None,
     }
     return RankStatus(rank=rank, **defaults | facts)
 
@@ -195,17 +210,12 @@ def test_no_text_is_longer_than_its_limit() -> None:
         deep(50)
     long = FailureRecord.of(info.value, 0)
     others = [noticed(rank, 0) for rank in range(1, 64)]
-    lines = failure_text(long, others, ["logs"])
+    lines = failure_report([long, *others], ["logs"])
     assert len(lines) <= MAX_LINES
     assert lines[0] == "rank 0 raised ValueError: line 0"
     assert lines[-1] == "logs"
-    assert "test_failure_text.py" in "".join(lines)
+    assert "test_failure_report.py" in "".join(lines)
     assert any("60 more ranks" in line for line in lines)
-
-
-def test_cores_are_shared_and_nobody_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
-    assert [threads_per_rank(ranks) for ranks in (1, 2, 3, 8, 64)] == [8, 4, 2, 1, 1]
 
 
 def test_a_save_that_failed_elsewhere_is_the_cause_if_that_rank_went_on() -> None:

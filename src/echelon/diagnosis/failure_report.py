@@ -1,0 +1,130 @@
+"""Failure records as a few lines for a person, the first of which names the cause. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from echelon.diagnosis.failure_record import STACKS_FILE, FailureRecord, Reason
+from echelon.diagnosis.flight_recorder import RankStatus, where_of
+from echelon.diagnosis.root_cause import root_cause
+from echelon.diagnosis.stacks import innermost, of_crash
+
+MAX_LINES = 25
+_MESSAGE_LINES, _STUCK_LINES, _TRACE_LINES, _LOG_LINES, _OTHER_LINES = 8, 14, 8, 10, 3
+_WIDTH = 400  # characters of one line
+
+
+def failure_report(
+    records: Iterable[FailureRecord],
+    notes: Sequence[str],
+    statuses: Mapping[int, RankStatus] | None = None,
+    agent_log: str = "",
+) -> list[str]:
+    """At most 25 lines, the first of which names the rank, where it was, and the cause.
+
+    Args:
+        records: one for each rank that has failed, as far as they left any.
+        notes: lines for the end, such as where the logs are.
+        statuses: what ranks wrote into the flight recorder, by rank.
+        agent_log: what torch's agent wrote, which is shown where no record tells of a cause.
+    """
+    by_rank = {record.rank: record for record in records}
+    cause = root_cause(by_rank.values())
+    if cause is None:
+        tail = _tail(agent_log, _LOG_LINES) or ["  it wrote nothing"]
+        return ["torchrun could not run the ranks; it wrote:", *tail, *notes][:MAX_LINES]
+    others = [
+        record
+        for rank, record in sorted(by_rank.items())
+        if record is not cause and record.type  # a process without a record has nothing to tell
+    ]
+    failed = cause.failed_rank
+    if cause.reason is Reason.TIMEOUT:
+        lines = _hang_lines(cause, statuses or {})
+    elif cause.reason is Reason.LOST and failed is not None and failed not in by_rank:
+        where = where_of(failed, statuses or {})
+        left = FailureRecord(rank=failed, reason=Reason.LEFT, where=where)
+        lines, others = _process_lines(left, statuses or {}), [cause, *others]
+    elif cause.type:
+        lines = _exception_lines(cause)
+    else:
+        lines = _process_lines(cause, statuses or {})
+    return _finished(lines, sorted(others, key=lambda record: record.rank), notes)
+
+
+def _exception_lines(record: FailureRecord) -> list[str]:
+    """The lines for a rank that raised."""
+    message = record.message.strip().split("\n")[1:]
+    lines = [_cut(record.headline), *(_cut(f"  {line}") for line in message[:_MESSAGE_LINES])]
+    # Frames and their source are indented; the message at the end is not.
+    trace = [line for line in record.traceback.split("\n") if line.startswith("  ")]
+    trace = [line for line in trace if line.strip() not in {line.strip() for line in message}]
+    if record.place:
+        lines.append(_cut(f"  at {record.place}"))
+    if trace:
+        shown = trace[-_TRACE_LINES:]
+        if not shown[0].lstrip().startswith("File "):
+            shown = shown[1:]
+        lines += ["", *map(_cut, shown)]
+    return lines
+
+
+def _hang_lines(record: FailureRecord, statuses: Mapping[int, RankStatus]) -> list[str]:
+    """The lines for a rank that waited in vain; they are about the one that held it up."""
+    rank = record.failed_rank
+    if rank is not None and not record.stuck:  # nobody could look at it
+        record = replace(record, stuck=f"{where_of(rank, statuses)} did not come".strip())
+    rows = record.message.strip().split("\n")[1:]
+    shown = [row for row in rows if row.strip() != f"rank {rank} {record.stuck}"][:_STUCK_LINES]
+    lines = [record.headline, *shown]
+    if rank != record.rank:
+        lines.append(f"  rank {record.rank} waited in {record.doing}")
+    if record.stacks:
+        name = STACKS_FILE.format("error")
+        lines.append(
+            f"  the stacks of all ranks are in {name}, in the folder of rank {record.rank}"
+        )
+    return [_cut(line) for line in lines]
+
+
+def _process_lines(record: FailureRecord, statuses: Mapping[int, RankStatus]) -> list[str]:
+    """The lines for a rank whose process ended without a record of its own."""
+    tail = _tail(record.log, _LOG_LINES)
+    last = tail[-1].strip() if tail else ""
+    headline = record.headline
+    raised = "Traceback (most recent call last)" in record.log
+    if raised and (record.exit_code or 0) > 0 and re.match(r"[A-Za-z_][\w.]*(: |$)", last):
+        headline = f"rank {record.rank} {record.where}".rstrip() + f" raised {last}"
+    lines = [_cut(headline)]
+    status = statuses.get(record.rank)
+    if status is not None and status.call:
+        lines.append(_cut(f"  its last call: {status.call}"))
+    if crashed := of_crash(record.log):
+        return [*lines, "  its stack:", *(_cut(f"    {line}") for line in innermost(crashed))]
+    return [*lines, *(["  the end of its standard error:", *tail] if tail else [])]
+
+
+def _finished(
+    lines: Sequence[str], others: Sequence[FailureRecord], notes: Sequence[str]
+) -> list[str]:
+    """``lines`` with what else happened and the notes, within the limit."""
+    ending = [_cut(f"then {record.headline}") for record in others[:_OTHER_LINES]]
+    if len(others) > _OTHER_LINES:
+        ending.append(f"and {len(others) - _OTHER_LINES} more ranks failed after it")
+    ending = ["", *ending, *notes]
+    return [*lines[: MAX_LINES - len(ending)], *ending]
+
+
+def _tail(text: str, count: int) -> list[str]:
+    """The last lines that hold something, indented."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return [_cut(f"  {line}") for line in lines[-count:]]
+
+
+def _cut(line: str) -> str:
+    """``line`` without its middle where it is long: paths stand there, and facts at the end."""
+    if len(line) <= _WIDTH:
+        return line
+    return f"{line[: _WIDTH // 2]} … {line[3 - _WIDTH // 2 :]}"

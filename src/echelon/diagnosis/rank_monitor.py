@@ -1,0 +1,285 @@
+"""What a rank writes about itself into the flight recorder, and learns about the other ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, final
+from weakref import WeakKeyDictionary
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from echelon.checks import whole
+from echelon.diagnosis import stacks
+from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder, Phase, RankStatus
+from echelon.diagnosis.root_cause import held_up_by
+from echelon.diagnosis.stragglers import StuckRank, explained
+from echelon.errors import CommTimeout, RankFailed
+from echelon.process.forks import disown_in_forks
+from echelon.process.process_status import activity
+
+if TYPE_CHECKING:
+    from echelon.diagnosis.collective_call import CollectiveCall
+    from echelon.process.environment import JobEnvironment
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_LEADER_S = 5.0  # what the first rank of a host gets to make the flight recorder, when all have met
+
+
+class Store(Protocol):
+    """Where ranks leave notes for each other; every store of ``torch.distributed`` is one."""
+
+    def set(self, key: str, value: str) -> None:
+        """Leave a note."""
+
+    def get(self, key: str) -> bytes:
+        """Read a note; waits until it is there."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether notes are there."""
+
+
+def _opened(path: str, job: JobEnvironment) -> FlightRecorder | None:
+    """The recorder of ``path``; None where it is out of reach, and a rank can do without."""
+    try:
+        recorder = FlightRecorder.open(path)
+    except OSError:  # of a process in another container
+        return None
+    return recorder if job.local_rank < len(recorder.rank_records) else None
+
+
+@final
+class RankMonitor:
+    """One rank's record in the flight recorder of its host, and its view of the other records.
+
+    Args:
+        recorder: of the ranks of this host.
+        index: of this rank's record.
+        rank: in the job.
+        attempt: how often the launcher has restarted the job.
+
+    Attributes:
+        is_shared: whether the other ranks of the host have their records in the same recorder.
+    """
+
+    def __init__(self, recorder: FlightRecorder, index: int, rank: int, attempt: int = 0) -> None:
+        self.rank = rank
+        self.is_shared = True
+        self._attempt = attempt
+        self._timeout_s = 0.0
+        self._waits_for: dict[int, int] = {}  # the rank for which each thread waits
+        self._lock = threading.Lock()
+        disown_in_forks(self)
+        self._enter(recorder, index)
+
+    @classmethod
+    def alone(cls, rank: int, attempt: int = 0) -> Self:
+        """A monitor that knows of no other rank."""
+        monitor = cls(FlightRecorder.private(), 0, rank, attempt)
+        monitor.is_shared = False
+        return monitor
+
+    @classmethod
+    def of_job(cls, job: JobEnvironment, environ: Mapping[str, str]) -> Self:
+        """The monitor of a rank of ``job``, in the recorder of its launcher if that has one."""
+        path = environ.get(VARIABLE)
+        recorder = _opened(path, job) if path else None
+        if recorder is None:
+            return cls.alone(job.rank, job.attempt)
+        return cls(recorder, job.local_rank, job.rank, job.attempt)
+
+    def share(self, job: JobEnvironment, store: Store) -> None:
+        """Have one flight recorder for all ranks of this host. All ranks call it."""
+        if self.is_shared or job.local_size == 1:
+            return
+        key = f"flight_recorder/{_BOOT.read_text().strip()}"  # another one on every host
+        recorder: FlightRecorder | None
+        if job.local_rank == 0:
+            recorder = FlightRecorder.create(job.local_size)
+            store.set(key, recorder.path)
+        else:
+            end = time.monotonic() + _LEADER_S
+            while not store.check([key]):
+                if time.monotonic() > end:
+                    return
+                time.sleep(0.01)
+            recorder = _opened(store.get(key).decode(), job)
+        if recorder is not None:
+            self.is_shared = True
+            self._enter(recorder, job.local_rank)
+
+    def disown(self) -> None:
+        """Write no more into the record of the rank that has forked this process."""
+        self.is_shared = False
+        self._recorder = FlightRecorder.private()
+        self._record = self._recorder.rank_records[0]
+
+    def _enter(self, recorder: FlightRecorder, index: int) -> None:
+        self._recorder = recorder  # owns the memory
+        self._record = recorder.rank_records[index]
+        self._thread = threading.get_ident()
+        self._record.begin(self.rank, self._attempt)
+        self._record.set_timeout(self._timeout_s)
+        if self.is_shared:
+            self._record.offer_stacks(stacks.offer())
+
+    # What this rank writes -------------------------------------------------------------------
+
+    def set_running(self) -> None:
+        """Note that this rank has its world."""
+        self._record.set_phase(Phase.RUNNING)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Note how long this rank waits for others in one call, and gets to follow them."""
+        self._timeout_s = timeout_s
+        self._record.set_timeout(timeout_s)
+
+    def begin_close(self) -> None:
+        """Note that this rank issues no more calls, and waits a little for the others."""
+        self._record.set_phase(Phase.CLOSING)
+
+    def close(self) -> None:
+        """Note that this rank has closed its world."""
+        self._record.set_phase(Phase.CLOSED)
+
+    def end_script(self) -> None:
+        """Note that the script of this rank has come to its end."""
+        self._record.end_script()
+
+    def record_call(self, call: CollectiveCall) -> None:
+        """Note the last call."""
+        self._record.record_call(call)
+
+    def record_step(self, number: int) -> None:
+        """Note how many optimizer steps this rank has made."""
+        self._record.record_step(number)
+        # A script takes the signal at its start, so to look ever more rarely is enough.
+        if not number & (number - 1) and not stacks.is_ours():
+            self._record.offer_stacks(None)
+
+    def wait_for(self, rank: int | None) -> None:
+        """Note for which rank in the job this thread waits; None: for none any more.
+
+        The record has room for one wait: that of the script's thread, or else the one begun first.
+        """
+        with self._lock:
+            if rank is None:
+                self._waits_for.pop(threading.get_ident(), None)
+            else:
+                self._waits_for[threading.get_ident()] = rank
+            first = next(iter(self._waits_for.values()), None)
+            self._record.wait_for(self._waits_for.get(self._thread, first))
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """Note that this rank has waited in vain for these in the job, until its next call."""
+        if ranks:
+            self._record.give_up(ranks[0])
+
+    # What it reads ---------------------------------------------------------------------------
+
+    def check(self, doing: str) -> None:
+        """Look whether the launcher knows that some rank will never come.
+
+        Raises:
+            RankFailed: names it.
+        """
+        absent = self._record.absent_rank
+        if absent is not None:
+            raise RankFailed(absent, "ended before it called echelon.init()", doing)
+
+    def status(self, rank: int) -> RankStatus | None:
+        """The status of ``rank`` (in the job); None if it is not on this host."""
+        return self.statuses().get(rank)
+
+    def statuses(self) -> dict[int, RankStatus]:
+        """The status of each rank of this host that has begun its record, by rank in the job."""
+        return self._recorder.statuses(self._attempt)
+
+    def explained(self, error: CommTimeout) -> CommTimeout:
+        """``error`` with what the ranks of this host do that hold up the others."""
+        if not self.is_shared:
+            return error
+        statuses = self.statuses()
+        waits = {rank: _waited_for(status) for rank, status in statuses.items()}
+        roots = {held_up_by(rank, waits, reporter=self.rank) for rank in error.missing}
+        answers = stacks.ask(statuses.values())
+        known = sorted(roots & set(statuses))
+        stuck = [stuck_rank(statuses[rank], answers.get(rank, [])) for rank in known]
+        return explained(error, stuck, answers) if stuck else error
+
+
+def _waited_for(status: RankStatus) -> int | None:
+    return status.gave_up_on if status.waits_for is None else status.waits_for
+
+
+def stuck_rank(status: RankStatus, stack: Sequence[str]) -> StuckRank:
+    """What the flight recorder, the kernel and a stack say of a rank that others wait for."""
+    if status.ended:
+        doing = "has ended"
+    elif status.phase >= Phase.CLOSING:
+        doing = "has closed its world"
+    elif status.waits_for is not None:
+        doing = f"waits for rank {status.waits_for}"
+    elif status.gave_up_on is not None:
+        doing = f"has waited in vain for rank {status.gave_up_on}"
+    else:
+        doing = activity(status.pid, status.native_id)
+    return StuckRank.of(status, doing, stack)
+
+
+_current = threading.local()  # a simulated rank is a thread, and only it knows which one it is
+
+
+@final
+class StepCounter:
+    """The optimizer steps of one rank.
+
+    A rank may have several optimizers, which all take one step in each step of the training; so
+    the one that has taken most of them tells the number.
+
+    Args:
+        note: called with each new number.
+    """
+
+    def __init__(self, note: Callable[[int], None] = lambda number: None) -> None:
+        self._note = note
+        self._first = 0
+        self._number = 0
+        self._taken: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    @property
+    def number(self) -> int:
+        """How many there were."""
+        return self._number
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self._first = self._number = whole("step", number)
+        self._taken.clear()
+        self._note(self._number)
+
+    def count(self) -> None:
+        """Count the steps that optimizers take on this thread from now on."""
+        _listen()
+        _current.steps = self
+
+    def _add(self, optimizer: Optimizer) -> None:
+        taken = self._taken.get(optimizer, 0) + 1
+        self._taken[optimizer] = taken
+        if self._first + taken > self._number:
+            self._number = self._first + taken
+            self._note(self._number)
+
+
+@cache  # one hook for all ranks of a process, however many worlds it has
+def _listen() -> None:
+    register_optimizer_step_post_hook(_took_step)
+
+
+def _took_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    steps: StepCounter | None = getattr(_current, "steps", None)
+    if steps is not None:
+        steps._add(optimizer)

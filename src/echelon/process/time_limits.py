@@ -1,0 +1,56 @@
+"""How long the processes and threads of a job wait for one another where no user says it.
+
+All of these limits stand here, in seconds, and are read at each use (``time_limits.NOTICE_S``), so
+that a test can replace one of them. How long a rank waits in one call is ``timeout`` of ``run``
+and ``init``, and not among them.
+
+::
+
+    a rank fails ── LAST_WORDS_S ──► those that torchrun ends have said in which call they were
+                 ── NOTICE_S ──────► those of run() have noticed, or are ended
+                 ── END_S ─────────► those of echelon run have ended in good order, or are killed
+"""
+
+from __future__ import annotations
+
+# After a failure -------------------------------------------------------------------------------
+
+# What the other ranks of ``run`` get to notice that one has failed. A shorter limit would lose the
+# cause where it comes after its consequence: a rank that crashes writes a core file first, while
+# the others have seen its connection close already.
+NOTICE_S = 2.0
+# How long a rank lives on after its first SIGTERM: enough to see that a peer is gone, wherever it
+# was. torchrun and the agent wait longer before they kill.
+LAST_WORDS_S = 1.5
+END_S = 5.0  # what ranks of ``echelon run`` get to end in good order when another one has failed
+KILL_S = 5.0  # what the kernel gets to end a killed process
+TELL_S = 5.0  # what a rank that ends itself gets to tell the others why
+FLUSH_S = 1.0  # what standard output gets to take what was printed, in a process that ends itself
+
+# How long a rank in trouble waits for the records of others before it says what it knows itself.
+# A rank that timed out has lost its connections before it could write why. Where the flight
+# recorder says that it lives it will write, if late: its host may be busy.
+READ_RECORDS_S = 1.0
+READ_RECORD_OF_LOST_S = 2.0
+READ_RECORD_OF_LIVING_S = 10.0
+STORE_S = 2.0  # a store behind a cut link never answers: a call to it is given up after this time
+STACK_ANSWER_S = 1.0  # what a process gets to write its stack; it may have to wait for a core
+
+# On request ------------------------------------------------------------------------------------
+
+SAVE_S = 5.0  # what ranks get after a stop signal to save and leave, unless --grace says more
+HURRY_S = 2.0  # what they get when they are asked a second time
+# One press of Ctrl-C may arrive twice, where a launcher sends it to every process of a job.
+SAME_PRESS_S = 0.5
+
+# At the end ------------------------------------------------------------------------------------
+
+# What the rank that holds the store gives the others to close their worlds, so that they can still
+# read records; so closing a world may take so much longer than a call.
+CLOSE_WORLD_S = 10.0
+CLOSE_FAILED_WORLD_S = 3.0
+# What a rank that is late gets beyond its timeout to say so itself, before somebody else does. It
+# looks every 2 s, and its stack takes another one.
+BEYOND_TIMEOUT_S = 4.0
+END_THREADS_S = 2.0  # what background threads get at the end of the interpreter to end
+END_TOLD_THREADS_S = 1.0  # and once they have been told to
