@@ -1,4 +1,9 @@
-"""What an argument must be. Each function refuses with a sentence that says what was found."""
+"""What an argument must be: one line for each argument of a public call.
+
+Each function refuses a value by an ``ArgumentError`` that names the argument and the value, and
+says what to give instead. Those that read numbers return them as Python's own. Knows no torch, so
+that schedules need none.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
-
-from echelon.errors import ArgumentError
+from echelon.errors import ArgumentError, RankError
 
 # How gradients of several ranks become one: their mean, their sum, or their sum over a number.
 Reduction = Literal["mean", "sum"] | float
@@ -18,6 +21,19 @@ Reduction = Literal["mean", "sum"] | float
 # Larger sizes overflow the addresses of a process once they are multiplied by an element's size.
 MOST = 2**48
 LARGEST = sys.float_info.max
+
+# By name of a class: what to give.
+_GIVE = {
+    "DataLoader": "a torch.utils.data.DataLoader",
+    "Group": "a Group, such as world.group",
+    "MixedPrecision": "a MixedPrecision(...)",
+    "Module": "a torch.nn.Module",
+    "Optimizer": "a torch.optim.Optimizer",
+    "Plan": "an ec.Plan, such as ec.Plan(dp=2)",
+    "RunInfo": "an ec.observe.RunInfo(...)",
+    "World": "the World that main() got",
+    "str": "a text",
+}
 
 
 def whole(name: str, value: object, low: int = 0, high: int = MOST) -> int:
@@ -92,16 +108,40 @@ def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
 
 def floating(name: str, value: object) -> None:
     """Refuse what is neither a floating point dtype nor None."""
-    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+    # True for such a dtype; a tensor has a method of that name.
+    if value is not None and getattr(value, "is_floating_point", None) is not True:
         raise ArgumentError(
             f"{name} is {value!r:.80}; give a floating point dtype such as torch.bfloat16"
         )
 
 
-def optimizer(value: object) -> None:
-    """Refuse what is no optimizer of PyTorch."""
-    if not isinstance(value, torch.optim.Optimizer):
-        raise ArgumentError(f"optimizer is {value!r:.80}; give a torch.optim.Optimizer")
+def instance(name: str, value: object, kind: type, *, or_none: bool = False) -> None:
+    """Refuse what is no ``kind``; None is one too with ``or_none``.
+
+    Example:
+        >>> instance("name", 3, str)
+        Traceback (most recent call last):
+        echelon.errors.ArgumentError: name is 3; give a text
+    """
+    if not (isinstance(value, kind) or (or_none and value is None)):
+        raise ArgumentError(f"{name} is {value!r:.80}; give {_GIVE[kind.__name__]}")
+
+
+def function(name: str, value: object, of: str, *, or_none: bool = False) -> None:
+    """Refuse what cannot be called with what ``of`` says; None can be with ``or_none``."""
+    if not (callable(value) or (or_none and value is None)):
+        raise ArgumentError(f"{name} is {value!r:.80}; give a function of {of}")
+
+
+def flag(name: str, value: object) -> None:
+    """Refuse what is neither True nor False."""
+    one_of(name, value, (True, False))
+
+
+def rank(name: str, value: object, size: int) -> None:
+    """Refuse what is no rank of a group of ``size``, by a ``RankError``."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < size:
+        raise RankError(name, value, size)
 
 
 def reduction(value: object) -> None:

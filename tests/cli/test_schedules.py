@@ -64,7 +64,10 @@ def test_a_drawing_too_wide_for_a_terminal_becomes_the_lists() -> None:
     ("arguments", "message"),
     [
         (["1f2b", "--ranks", 2, "--microbatches", 4], "there is no schedule '1f2b'"),
-        (["1f1b", "--ranks", 2, "--microbatches", 0], "microbatches must be > 0"),
+        (
+            ["1f1b", "--ranks", 2, "--microbatches", 0],
+            "microbatches is 0; give a whole number >= 1",
+        ),
         (["1f1b", "--ranks", 1, "--chunks", 2, "--microbatches", 4], "world size must be >= 2"),
         (["--ranks", 2, "--microbatches", 4, "--costs", "F"], "NAME=NUMBER"),
         (["--ranks", 2, "--microbatches", 4, "--costs", "F=x"], "--costs has 'x'"),

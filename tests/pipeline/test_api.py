@@ -240,7 +240,7 @@ def test_a_pipeline_is_the_plain_model(kind: str, ranks: int) -> None:
 def refuses(world: World) -> None:
     stages = build("plain", world.size)
     for options, error, words in (
-        ({"microbatches": 0}, ArgumentError, "microbatches must be > 0"),
+        ({"microbatches": 0}, ArgumentError, "microbatches is 0; give a whole number >= 1"),
         ({"microbatches": 2.5}, ArgumentError, "microbatches is 2.5"),
         ({"schedule": "2f2b"}, ArgumentError, "no schedule '2f2b'"),
         ({"schedule": "zb-v"}, ArgumentError, "zb-v"),

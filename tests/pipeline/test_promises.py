@@ -331,7 +331,7 @@ def a_pipeline_shows_its_schedule_its_microbatches_and_its_stages(world: World) 
 @row(2)
 def sizes_that_make_no_pipeline_are_refused(world: World) -> None:
     stages = build("plain", 2)
-    with pytest.raises(ArgumentError, match=r"^microbatches must be > 0"):
+    with pytest.raises(ArgumentError, match=r"^microbatches is 0; give a whole number >= 1"):
         pipeline(world, stages, microbatches=0)
     alone = world.group.subgroup([0])
     if alone is not None:

@@ -218,19 +218,16 @@ def _contents(
     first: Mapping[str, object], state: Mapping[str, object], group: Group | None
 ) -> Contents:
     model, optimizer = first["model"], first["optimizer"]
-    if model is not None and not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is {model!r:.80}; give a torch.nn.Module")
-    if optimizer is not None:
-        checks.optimizer(optimizer)
-    if group is not None and not isinstance(group, Group):
-        raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
+    checks.instance("model", model, nn.Module, or_none=True)
+    checks.instance("optimizer", optimizer, Optimizer, or_none=True)
+    checks.instance("group", group, Group, or_none=True)
     given = {name: one for name, one in first.items() if one is not None}
     return Contents.sort({**given, **state}, group)
 
 
 def _check_request(request: Request) -> None:
     for name in ("strict", "fallback", "rng"):
-        checks.one_of(name, getattr(request, name), (False, True))
+        checks.flag(name, getattr(request, name))
     if request.step is not None:
         checks.whole("step", request.step, high=_MOST_STEPS)
 
@@ -253,7 +250,7 @@ def _begun(
     call: str, directory: Folder, step: int, contents: Contents, *, keep: int | None, rng: bool
 ) -> Saving:
     """A save whose arguments are right, and which all ranks have begun."""
-    checks.one_of("rng", rng, (False, True))
+    checks.flag("rng", rng)
     step = checks.whole("step", step, high=_MOST_STEPS)
     root = _folder(directory)
     keep = None if keep is None else checks.whole("keep", keep, low=1)

@@ -15,7 +15,7 @@ from echelon.comm.flat import is_expanded
 from echelon.comm.group_tree import GroupTree
 from echelon.comm.work import Window, Work, emit_issue
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, caller
-from echelon.errors import ArgumentError, RankError
+from echelon.errors import ArgumentError
 from echelon.process.forks import disown_in_forks, keep_alive, refused
 
 if TYPE_CHECKING:
@@ -205,8 +205,7 @@ class Backend(GroupTree, ABC):
         return first.dtype
 
     def _check_rank(self, what: str, rank: object) -> None:
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.size:
-            raise RankError(what, rank, self.size)
+        checks.rank(what, rank, self.size)
 
     def _check_numel(self, what: str, tensor: Tensor, numel: int, meaning: str) -> None:
         if tensor.numel() != numel:

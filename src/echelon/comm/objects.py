@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from echelon.checks import one_of
+from echelon.checks import flag
 from echelon.comm.flat import from_bytes
 from echelon.comm.object_bytes import checked_nbytes, from_object, to_object
 from echelon.comm.threads.randomness import draws_nothing
@@ -36,7 +36,7 @@ def gather_bytes(group: Group, data: bytes, label: str) -> list[bytes]:
 
 def gather_objects(group: Group, item: Any, by_pickle: bool) -> list[Any]:
     """The ``item`` of every rank, in rank order."""
-    one_of("pickle", by_pickle, (True, False))
+    flag("pickle", by_pickle)
     if by_pickle:
         return [_unpickled(part) for part in _gather(group, _pickled(item), "pickled objects")]
     parts = _gather(group, _data_of(item), "objects")
@@ -45,7 +45,7 @@ def gather_objects(group: Group, item: Any, by_pickle: bool) -> list[Any]:
 
 def broadcast_object(group: Group, item: Any, src: int, by_pickle: bool) -> Any:
     """The ``item`` of rank ``src``, on every rank."""
-    one_of("pickle", by_pickle, (True, False))
+    flag("pickle", by_pickle)
     label = "pickled object" if by_pickle else "object"
     mine = torch.empty(0, dtype=torch.uint8)
     if group.rank == src:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from echelon import checks
 from echelon.checks import Reduction
 from echelon.comm.agreement import check_agreement, check_model, option_facts
 from echelon.comm.group import Group
@@ -18,7 +19,7 @@ from echelon.ddp.join import JoinStep, Rounds
 from echelon.ddp.options import DDPOptions, Init, Sync
 from echelon.ddp.reducer import Reducer
 from echelon.ddp.replicas import TrackedBuffers, broadcast_coalesced, replicated_state
-from echelon.errors import ArgumentError, RankError, StateError
+from echelon.errors import ArgumentError, StateError
 from echelon.modules.autograd import in_transform
 from echelon.modules.compiled import keep_plain_names, plain_name
 from echelon.modules.nested import tensors
@@ -258,8 +259,7 @@ class DDP(Wrapper, HasShards):
             RankError: there is no such rank in the group.
         """
         self._check_attached()
-        if not isinstance(src, int) or not 0 <= src < self._group.size:
-            raise RankError("src", src, self._group.size)
+        checks.rank("src", src, self._group.size)
         if self._group.size > 1:
             tensors = [*self.module.parameters(), *self._tracked_buffers.tensors()]
             cap = self._options.bucket_bytes
@@ -369,10 +369,8 @@ class DDP(Wrapper, HasShards):
 
 
 def _check_arguments(module: nn.Module, group: Group) -> None:
-    if not isinstance(module, nn.Module):
-        raise ArgumentError(f"module is {module!r}; give a torch.nn.Module")
-    if not isinstance(group, Group):
-        raise ArgumentError(f"group is {group!r}; give a Group, such as world.group")
+    checks.instance("module", module, nn.Module)
+    checks.instance("group", group, Group)
     check_unclaimed(module)
     if not any(param.requires_grad for param in module.parameters()):
         raise ArgumentError(

@@ -41,7 +41,7 @@ class DDPOptions:
             checks.whole(name, getattr(self, name))
         checks.one_of("sync", self.sync, get_args(Sync))
         checks.one_of("init", self.init, get_args(Init))
-        checks.one_of("broadcast_buffers", self.broadcast_buffers, (True, False))
+        checks.flag("broadcast_buffers", self.broadcast_buffers)
         checks.floating("gradient_dtype", self.gradient_dtype)
         checks.reduction(self.reduction)
 

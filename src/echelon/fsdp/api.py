@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from echelon import checks
 from echelon.checks import Reduction
 from echelon.comm.agreement import check_agreement, check_model, option_facts
 from echelon.comm.group import Group
@@ -135,8 +136,7 @@ class FSDP(ShardedModule):
         )
         _check_arguments(module, group, strategy, replicate)
         _check_flat(options, group)
-        if materialize is not None and not callable(materialize):
-            raise ArgumentError(f"materialize is {materialize!r:.80}; give a function of a module")
+        checks.function("materialize", materialize, "a module", or_none=True)
         ranks = HybridGroups.of(group, replicate)
         check_model(module, group.device, meta=True)
         skip = ignored_parameters(module, ignored)
@@ -309,10 +309,8 @@ def _check_flat(options: FSDPOptions, group: Group) -> None:
 def _check_arguments(
     module: nn.Module, group: Group, strategy: Strategy, replicate: Group | None
 ) -> None:
-    if not isinstance(module, nn.Module):
-        raise ArgumentError(f"module is {module!r}; give a torch.nn.Module")
-    if not isinstance(group, Group):
-        raise ArgumentError(f"group is {group!r}; give a Group, such as world.group")
+    checks.instance("module", module, nn.Module)
+    checks.instance("group", group, Group)
     given = replicate is not None
     if strategy.hybrid != given or not isinstance(replicate, Group | None):
         raise ArgumentError(

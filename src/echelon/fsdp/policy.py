@@ -86,9 +86,7 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         for name in ("compute", "reduce", "master", "buffers"):
             checks.floating(f"MixedPrecision {name}", getattr(self, name))
-        checks.one_of(
-            "MixedPrecision keep_low_precision_grads", self.keep_low_precision_grads, (False, True)
-        )
+        checks.flag("MixedPrecision keep_low_precision_grads", self.keep_low_precision_grads)
         compute, master = self.compute, self.master
         if compute is not None and master is not None and master.itemsize < compute.itemsize:
             raise ArgumentError(
@@ -140,13 +138,12 @@ class FSDPOptions:
         checks.one_of("strategy", self.strategy, tuple(Strategy))
         checks.one_of("layout", self.layout, get_args(Layout))
         checks.one_of("init", self.init, get_args(Init))
-        if not isinstance(self.precision, MixedPrecision):
-            raise ArgumentError(f"precision is {self.precision!r}; give a MixedPrecision(...)")
+        checks.instance("precision", self.precision, MixedPrecision)
         checks.whole("min_num_params", self.min_num_params)
         checks.one_of("backward_prefetch", self.backward_prefetch, tuple(BackwardPrefetch))
         checks.whole("forward_prefetch", self.forward_prefetch)
-        checks.one_of("limit_all_gathers", self.limit_all_gathers, (True, False))
-        checks.one_of("use_orig_params", self.use_orig_params, (True, False))
+        checks.flag("limit_all_gathers", self.limit_all_gathers)
+        checks.flag("use_orig_params", self.use_orig_params)
         checks.reduction(self.reduction)
         checks.one_of("offload", self.offload, tuple(Offload))
         if self.strategy is Strategy.NO_SHARD and self.offload is Offload.ALL:

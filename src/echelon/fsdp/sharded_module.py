@@ -197,8 +197,8 @@ class ShardedModule(Wrapper, HasShards):
             ArgumentError: an argument is no bool.
             StateError: inside a forward or a backward.
         """
-        checks.one_of("rank0_only", rank0_only, (False, True))
-        checks.one_of("cpu", cpu, (False, True))
+        checks.flag("rank0_only", rank0_only)
+        checks.flag("cpu", cpu)
         self._meet("whole_state_dict()")
         self._take_replaced()
         keep = self._group.rank == 0 or not rank0_only

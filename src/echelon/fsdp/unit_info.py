@@ -146,7 +146,7 @@ def count_parameters(module: nn.Module, storages: Sequence[Storage]) -> int:
 
 def state_nbytes(optimizer: Optimizer) -> int:
     """Bytes of all tensors of an optimizer's state."""
-    checks.optimizer(optimizer)
+    checks.instance("optimizer", optimizer, Optimizer)
     values = (value for state in optimizer.state.values() for value in state.values())
     return sum(value.nbytes for value in values if isinstance(value, Tensor))
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from echelon.checks import one_of, whole
+from echelon import checks
 from echelon.comm.agreement import compare
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, ModelMismatch
@@ -28,8 +28,7 @@ def check_arguments(
     schedule_options: Mapping[str, object],
 ) -> None:
     """Refuse arguments that no pipeline can be made of."""
-    if not isinstance(group, Group):
-        raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
+    checks.instance("group", group, Group)
     if replicate is not None and not isinstance(replicate, Group):
         raise ArgumentError(
             f"replicate is {replicate!r:.80}; give the Group of ranks that have the same stages, "
@@ -52,11 +51,8 @@ def check_arguments(
         )
     if schedule_options and isinstance(schedule, Schedule):
         raise ArgumentError(f"options {sorted(schedule_options)} belong to a schedule's name")
-    whole("microbatches", microbatches)
-    if microbatches == 0:
-        raise ArgumentError("microbatches must be > 0")
-    if loss_fn is not None and not callable(loss_fn):
-        raise ArgumentError(f"loss_fn is {loss_fn!r:.80}; give a function of output and target")
+    checks.whole("microbatches", microbatches, low=1)
+    checks.function("loss_fn", loss_fn, "output and target", or_none=True)
 
 
 def check_options(
@@ -68,13 +64,12 @@ def check_options(
     materialize: object = None,
 ) -> None:
     """Refuse values of those options of a pipeline that say something without its stages."""
-    one_of("loss_reduction", loss_reduction, ("mean", "sum"))
-    one_of("recompute", recompute, (True, False))
-    one_of("reduce_every", reduce_every, get_args(ReduceEvery))
+    checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+    checks.flag("recompute", recompute)
+    checks.one_of("reduce_every", reduce_every, get_args(ReduceEvery))
     if window_nbytes is not None:
-        whole("window_nbytes", window_nbytes)
-    if materialize is not None and not callable(materialize):
-        raise ArgumentError(f"materialize is {materialize!r:.80}; give a function of a module")
+        checks.whole("window_nbytes", window_nbytes)
+    checks.function("materialize", materialize, "a module", or_none=True)
 
 
 def check_choices(

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from echelon.checks import one_of
+from echelon.checks import flag
 from echelon.comm.group import Group
 from echelon.errors import StateError
 from echelon.modules.compiled import keep_plain_names
@@ -100,8 +100,8 @@ class StagedModule(nn.Module, HasShards):
         Raises:
             ArgumentError: an argument is no bool.
         """
-        one_of("rank0_only", rank0_only, (False, True))
-        one_of("cpu", cpu, (False, True))
+        flag("rank0_only", rank0_only)
+        flag("cpu", cpu)
         self._group.barrier(label="whole_state_dict(), which all ranks call")
         keep = self._group.rank == 0 or not rank0_only
         device = torch.device("cpu") if cpu else None

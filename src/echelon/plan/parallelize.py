@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from echelon import checks
 from echelon.comm.group import Group
 from echelon.comm.mesh import Mesh
 from echelon.comm.world import World
@@ -127,15 +128,9 @@ def _check(
     loss_fn: Callable[..., Any] | None,
     units: Rule | None,
 ) -> None:
-    if not isinstance(plan, Plan):
-        raise ArgumentError(f"plan is {plan!r:.80}; give an ec.Plan, such as ec.Plan(dp=2)")
-    if not isinstance(world, World):
-        raise ArgumentError(f"world is {world!r:.80}; give the World that main() got")
-    if plan.num_ranks != world.size:
-        raise ArgumentError(
-            f"the plan is for pp * dp * shard = {plan.pp} * {plan.dp} * {plan.shard} = "
-            f"{plan.num_ranks} ranks, and there are {world.size}"
-        )
+    checks.instance("plan", plan, Plan)
+    plan.check_world(world)
+    checks.function("loss_fn", loss_fn, "output and target", or_none=True)
     if units is not None and plan.shard == 1:
         raise ArgumentError("units are what FSDP gathers, and shard is 1: use shard > 1")
     if loss_fn is not None and plan.pp == 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from inspect import Parameter, signature
 from typing import Any, Self, final
 
-from echelon.checks import one_of, whole
+from echelon.checks import instance, one_of, whole
 from echelon.comm.world import World
 from echelon.ddp import DDP
 from echelon.ddp.options import DDPOptions
@@ -229,14 +229,17 @@ class Plan:
             >>> run(Plan(pp=2, shard=2, microbatches=2).data_rank, ranks=4)
             [0, 1, 0, 1]
         """
-        if not isinstance(world, World):
-            raise ArgumentError(f"world is {world!r:.80}; give the World that main() got")
+        self.check_world(world)
+        return world.rank % self.data_size
+
+    def check_world(self, world: World) -> None:
+        """Refuse a world of another number of ranks than the plan's, by an ArgumentError."""
+        instance("world", world, World)
         if self.num_ranks != world.size:
             raise ArgumentError(
                 f"the plan is for pp * dp * shard = {self.pp} * {self.dp} * {self.shard} = "
                 f"{self.num_ranks} ranks, and there are {world.size}"
             )
-        return world.rank % self.data_size
 
     def __str__(self) -> str:
         return text_of({name: getattr(self, name) for name in AXES})

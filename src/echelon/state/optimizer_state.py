@@ -384,7 +384,7 @@ def check_params(optimizer: Optimizer, shards: ShardsByParam, *, exact: bool) ->
     Raises:
         ArgumentError: says which group has such a parameter.
     """
-    checks.optimizer(optimizer)
+    checks.instance("optimizer", optimizer, torch.optim.Optimizer)
     where = "not among model.parameters()" if exact else "in no stage of this rank"
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:

@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from echelon.checks import one_of, whole
+from echelon import checks
 from echelon.comm.group import Group
 from echelon.comm.start_facts import agree, gather_json
 from echelon.comm.threads.randomness import draws_nothing
@@ -102,11 +102,12 @@ class FiniteGuard:
         first_step: int = 1,
     ) -> None:
         _check_arguments(model, group)
-        one_of("action", action, list(NonFinite))
+        checks.one_of("action", action, list(NonFinite))
         if most_skips is not None and action is not NonFinite.SKIP:
             raise ArgumentError(f"most_skips is {most_skips!r:.80}, and {action} skips nothing")
-        self._most_skips = MOST_SKIPS if most_skips is None else whole("most_skips", most_skips)
-        self.step = whole("first_step", first_step) - 1
+        most_skips = MOST_SKIPS if most_skips is None else most_skips
+        self._most_skips = checks.whole("most_skips", most_skips)
+        self.step = checks.whole("first_step", first_step) - 1
         options = {"action": action.name, "most_skips": self._most_skips, "first_step": first_step}
         agree(group, {f"option {name} of FiniteGuard": value for name, value in options.items()})
         self._model, self._group, self._action = model, group, action
@@ -249,11 +250,9 @@ def _number(name: str, value: object) -> Tensor:
     raise ArgumentError(f"{name} is {value!r:.80}; give a tensor, a number, or None for none")
 
 
-def _check_arguments(model: object, group: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is {model!r:.80}; give a torch.nn.Module")
-    if not isinstance(group, Group):
-        raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
+def _check_arguments(model: nn.Module, group: Group) -> None:
+    checks.instance("model", model, nn.Module)
+    checks.instance("group", group, Group)
     for name, module in model.named_modules():
         for over in module.shared_over() if isinstance(module, HasShards) else ():
             if missing := sorted({*over.ranks} - {*group.ranks}):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.checks import one_of, whole
+from echelon.checks import flag, whole
 from echelon.errors import ArgumentError
 
 _Positions = NDArray[np.uint64]
@@ -46,8 +46,8 @@ class SampleOrder:
         }
         for name, value in found.items():  # as integers of Python, whatever they were
             object.__setattr__(self, name, value)
-        one_of("shuffle", self.shuffle, (True, False))
-        one_of("drop_last", self.drop_last, (True, False))
+        flag("shuffle", self.shuffle)
+        flag("drop_last", self.drop_last)
         if not self.end:
             raise ArgumentError(
                 f"{self.num_samples} samples make no batch of {self.batch_size}: give a smaller "

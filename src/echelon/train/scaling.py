@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from echelon.checks import one_of, positive, whole
+from echelon import checks
 from echelon.comm.group import Group
 from echelon.comm.start_facts import agree
 from echelon.errors import ArgumentError, StateError
@@ -71,15 +71,14 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        if not isinstance(group, Group):
-            raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
+        checks.instance("group", group, Group)
         device = str(group.device).partition(":")[0] if device is None else _kind(device)
-        one_of("enabled", enabled, (False, True))
+        checks.flag("enabled", enabled)
         options: dict[str, Any] = {
-            "init_scale": positive("init_scale", init_scale, _LARGEST),
-            "growth_factor": positive("growth_factor", growth_factor, _LARGEST),
-            "backoff_factor": positive("backoff_factor", backoff_factor),
-            "growth_interval": whole("growth_interval", growth_interval, low=1),
+            "init_scale": checks.positive("init_scale", init_scale, _LARGEST),
+            "growth_factor": checks.positive("growth_factor", growth_factor, _LARGEST),
+            "backoff_factor": checks.positive("backoff_factor", backoff_factor),
+            "growth_interval": checks.whole("growth_interval", growth_interval, low=1),
             "enabled": enabled,
         }
         if not options["backoff_factor"] < 1 < options["growth_factor"]:

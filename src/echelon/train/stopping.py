@@ -17,7 +17,7 @@ from typing import ClassVar, Final, Self, final
 
 import torch
 
-from echelon.checks import positive, whole
+from echelon.checks import instance, positive, whole
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError
 from echelon.process.main_thread import in_main_thread
@@ -149,8 +149,7 @@ class StopSignals:
         every: int = 1,
         grace_s: float | None = None,
     ) -> None:
-        if not isinstance(group, Group):
-            raise ArgumentError(f"group is {group!r:.80}; give a Group, such as world.group")
+        instance("group", group, Group)
         self._group = group
         self._numbers = _numbers(signals)
         self._every = whole("every", every, low=1)

@@ -199,12 +199,12 @@ def test_no_kind_of_schedule_mixes_whole_and_split_backwards_but_dualpipe_v() ->
     ("arguments", "options", "sentence"),
     [
         (("1f2b", 2, 4, 2), {}, "there is no schedule '1f2b'; use one of gpipe, 1f1b, interleaved"),
-        (("1f1b", 2, 0, 2), {}, "microbatches must be > 0 and is 0"),
-        (("1f1b", 2, -1, 2), {}, "microbatches must be > 0 and is -1"),
-        (("1f1b", 2, 1.5, 2), {}, "microbatches must be > 0 and is 1.5"),
-        (("1f1b", 2, True, 2), {}, "microbatches must be > 0 and is True"),
-        (("1f1b", 0, 4, 2), {}, "stages must be > 0 and is 0"),
-        (("1f1b", 2, 4, 0), {}, "world size must be > 0 and is 0"),
+        (("1f1b", 2, 0, 2), {}, "microbatches is 0; give a whole number >= 1"),
+        (("1f1b", 2, -1, 2), {}, "microbatches is -1; give a whole number >= 1"),
+        (("1f1b", 2, 1.5, 2), {}, "microbatches is 1.5; give a whole number >= 1"),
+        (("1f1b", 2, True, 2), {}, "microbatches is True; give a whole number >= 1"),
+        (("1f1b", 0, 4, 2), {}, "stages is 0; give a whole number >= 1"),
+        (("1f1b", 2, 4, 0), {}, "world size is 0; give a whole number >= 1"),
         (("1f1b", 2, 4, 1), {}, "world size must be >= 2: '1f1b' puts one stage on each rank"),
         (
             ("gpipe", 4, 4, 2),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from echelon.checks import whole
 from echelon.errors import ArgumentError
 from echelon.pipeline.schedules import looped, vshaped
 from echelon.pipeline.schedules.controllable import v_half, v_min
@@ -79,8 +79,8 @@ def schedule(
     if name not in FAMILIES:
         raise ArgumentError(f"there is no schedule {name!r:.80}; use one of {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    stages, ranks = _positive("stages", stages), _positive("world size", ranks)
-    microbatches = _positive("microbatches", microbatches)
+    stages, ranks = whole("stages", stages, low=1), whole("world size", ranks, low=1)
+    microbatches = whole("microbatches", microbatches, low=1)
     _fits(name, family, stages, ranks)
     known = family.options
     for option, value in options.items():
@@ -108,16 +108,6 @@ def _fits(name: str, family: Family, stages: int, ranks: int) -> None:
             f"schedule {name!r} cannot spread {stages} stages over {ranks} ranks: "
             f"cut the model into {wanted} stages, or change the number of ranks"
         )
-
-
-def _positive(name: str, value: object) -> int:
-    try:
-        found = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        found = None
-    if found is None or found < 1:
-        raise ArgumentError(f"{name} must be > 0 and is {value!r:.80}; give a whole number")
-    return found
 
 
 def _option(name: str, option: str, value: object, allowed: range | tuple[bool, ...]) -> None:
