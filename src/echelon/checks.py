@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from echelon.errors import ArgumentError, RankError
@@ -24,7 +25,7 @@ LARGEST = sys.float_info.max
 
 # By name of a class: what to give.
 _GIVE = {
-    "DataLoader": "a torch.utils.data.DataLoader",
+    "Console": "a rich.console.Console",
     "Group": "a Group, such as world.group",
     "MixedPrecision": "a MixedPrecision(...)",
     "Module": "a torch.nn.Module",
@@ -136,6 +137,18 @@ def function(name: str, value: object, of: str, *, or_none: bool = False) -> Non
 def flag(name: str, value: object) -> None:
     """Refuse what is neither True nor False."""
     one_of(name, value, (True, False))
+
+
+def mapping(name: str, value: object) -> None:
+    """Refuse what has no values by name."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ArgumentError(f"{name} is {value!r:.80}; give values by name, as in a dict")
+
+
+def path(name: str, value: object) -> None:
+    """Refuse what names no file or folder."""
+    if not isinstance(value, str | os.PathLike):
+        raise ArgumentError(f"{name} is {value!r:.80}; give a path")
 
 
 def rank(name: str, value: object, size: int) -> None:

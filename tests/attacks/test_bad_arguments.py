@@ -7,7 +7,8 @@ All cases of a world run in one start; after each of them the ranks still work t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 import echelon as ec
 from echelon.errors import EchelonError
+from tests.attacks.bad_values import bad_values
 from tests.worlds import KINDS, run_world
 
 NO_TENSORS = [None, 1.0, [1.0, 2.0], "tensor", torch.eye(4).to_sparse()]
@@ -216,3 +218,64 @@ def test_a_bound_beyond_what_torch_takes_as_an_integer_is_a_number_like_others()
     layer.weight.grad = torch.full((1, 1), 3.0)
     assert ec.clip_grad_norm_(layer, 2**70, 2**70).item() == 3.0
     assert layer.weight.grad.item() == 3.0
+
+
+# Constructors and functions, by the types of their arguments --------------------------------------
+
+# To add a call, add a line: its good arguments, of which one at a time is replaced.
+CALLS: dict[Callable[..., Any], Callable[[ec.World], dict[str, Any]]] = {
+    ec.DDP: lambda world: {"module": torch.nn.Linear(1, 1), "group": world.group},
+    ec.FSDP: lambda world: {"module": torch.nn.Linear(1, 1), "group": world.group},
+    ec.Pipeline: lambda world: {
+        "stages": [torch.nn.Linear(1, 1)],
+        "group": world.group,
+        "microbatches": 1,
+    },
+    ec.FiniteGuard: lambda world: {"model": torch.nn.Linear(1, 1), "group": world.group},
+    ec.GradScaler: lambda world: {"group": world.group},
+    ec.StopSignals: lambda world: {"group": world.group},
+    ec.ResumableSampler: lambda world: {"num_samples": 4, "batch_size": 2, "group": world.group},
+    ec.Plan: lambda world: {},
+    ec.MixedPrecision: lambda world: {},
+    ec.parallelize: lambda world: {
+        "model": torch.nn.Linear(1, 1),
+        "plan": ec.Plan(),
+        "world": world,
+    },
+    ec.clip_grad_norm_: lambda world: {"model": torch.nn.Linear(1, 1), "max_norm": 1.0},
+    ec.observe.CommMeter: lambda world: {"rank": 0},
+    ec.observe.MemoryMeter: lambda world: {"rank": 0},
+    ec.observe.Trace: lambda world: {"rank": 0},
+    ec.observe.Progress: lambda world: {"total_steps": 1},
+    ec.observe.RunInfo: lambda world: {"total_steps": 1},
+    ec.observe.tensor_bytes: lambda world: {"model": torch.nn.Linear(1, 1)},
+    ec.observe.Recorder: lambda world: {
+        "world": world,
+        "folder": os.devnull,
+        "info": ec.observe.RunInfo(total_steps=1),
+    },
+    ec.pipeline.schedule: lambda world: {
+        "name": "1f1b",
+        "stages": 2,
+        "microbatches": 4,
+        "ranks": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_what_the_type_of_an_argument_forbids_is_refused(call: Callable[..., Any]) -> None:
+    def main(world: ec.World) -> list[str]:
+        untyped = []
+        for name, value in bad_values(call):
+            try:
+                call(**{**CALLS[call](world), name: value})
+            except ec.ArgumentError:
+                continue
+            except Exception as error:
+                untyped.append(f"{name}={value!r:.60}: {type(error).__name__}: {error}")
+            else:
+                untyped.append(f"{name}={value!r:.60}: accepted")
+        return untyped
+
+    assert ec.run(main, 1) == [[]]

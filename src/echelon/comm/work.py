@@ -101,6 +101,7 @@ class Window:
         local: this rank's region. 1D
         regions: all ranks' regions in rank order; only ``local`` where memory is not shared.
         shared: whether peers can reach it.
+        release: gives the memory back; called once, at the latest when the window is dropped.
     """
 
     local: Tensor

@@ -18,6 +18,8 @@ Init = Literal["broadcast", "verify", "trust"]
 class DDPOptions:
     """The options of ``DDP``; the same on all ranks of its group.
 
+    Law: the constructor of ``DDP`` has an argument of the same name, type and default for each.
+
     Attributes:
         bucket_bytes: cap of a bucket, on the wire.
         first_bucket_bytes: cap of the first bucket, which leaves first.
@@ -28,13 +30,13 @@ class DDPOptions:
         reduction: ``"mean"``, ``"sum"``, or the number that a sum is divided by.
     """
 
-    bucket_bytes: int
-    first_bucket_bytes: int
-    sync: Sync
-    broadcast_buffers: bool
-    init: Init
-    gradient_dtype: torch.dtype | None
-    reduction: Reduction
+    bucket_bytes: int = 25 * 2**20
+    first_bucket_bytes: int = 2**20
+    sync: Sync = "overlap"
+    broadcast_buffers: bool = True
+    init: Init = "broadcast"
+    gradient_dtype: torch.dtype | None = None
+    reduction: Reduction = "mean"
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "first_bucket_bytes"):

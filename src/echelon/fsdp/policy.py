@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, final, get_args
 
@@ -108,6 +108,8 @@ class MixedPrecision:
 class FSDPOptions:
     """The options of ``FSDP``; the same on all ranks of its group.
 
+    Law: the constructor of ``FSDP`` has an argument of the same name, type and default for each.
+
     Attributes:
         strategy: what is sharded.
         layout: how a unit is cut: by element, or every parameter by rows of dim 0.
@@ -122,16 +124,16 @@ class FSDPOptions:
         offload: what lies in the memory of the host.
     """
 
-    strategy: Strategy
-    layout: Layout
-    min_num_params: int
-    init: Init
-    reduction: Reduction
+    strategy: Strategy = Strategy.FULL_SHARD
+    layout: Layout = "flat"
+    precision: MixedPrecision = MixedPrecision()
+    min_num_params: int = 1000
+    init: Init = "broadcast"
+    reduction: Reduction = "mean"
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE
     forward_prefetch: int = 0
     limit_all_gathers: bool = True
     use_orig_params: bool = True
-    precision: MixedPrecision = field(default_factory=MixedPrecision)
     offload: Offload = Offload.NONE
 
     def __post_init__(self) -> None:

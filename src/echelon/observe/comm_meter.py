@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from echelon import checks
 from echelon.events import Event
 
 # Calls on which ranks must agree, but which move no tensors.
@@ -42,7 +43,7 @@ class CommMeter:
     """
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.rank = checks.whole("rank", rank)
         self.totals: dict[str, CommTotal] = {}
         self._lock = threading.Lock()  # hooks of a backward may issue from other threads
 

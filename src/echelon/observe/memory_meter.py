@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from echelon import checks
 from echelon.comm import streams
 from echelon.events import Event
 
@@ -50,7 +51,7 @@ class MemoryMeter:
     """
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.rank = checks.whole("rank", rank)
         self.totals: dict[str, MemoryTotal] = {}
         self._lock = threading.Lock()  # backward may emit from threads of autograd
 
@@ -112,6 +113,8 @@ def tensor_bytes(
         >>> tensor_bytes(nn.Linear(10, 10, bias=False))
         {'parameters': 400, 'buffers': 0, 'gradients': 0, 'optimizer state': 0}
     """
+    checks.instance("model", model, nn.Module)
+    checks.instance("optimizer", optimizer, torch.optim.Optimizer, or_none=True)
     parameters = list(model.parameters())
     states = optimizer.state.values() if optimizer is not None else ()
     categories: dict[str, Iterable[Tensor]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bar
+
+from echelon import checks
 
 
 def duration_text(seconds: float) -> str:
@@ -79,13 +82,16 @@ class Progress:
         interval_s: float = 5.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.total_steps = total_steps
+        self.total_steps = checks.whole("total_steps", total_steps, low=1)
+        checks.instance("unit", unit, str)
+        checks.instance("console", console, Console, or_none=True)
+        checks.function("clock", clock, "nothing, which gives seconds")
         self._unit = unit
         # A pipe has no width; a line must not be folded at 80 columns there.
         self._console = console or Console(
             file=sys.stdout, soft_wrap=True, highlight=False, markup=False, emoji=False
         )
-        self._interval_s = interval_s
+        self._interval_s = checks.number("interval_s", interval_s, 0.0, math.inf)
         self._clock = clock
         self._shown_s = -float("inf")
         self._bar: Bar | None = None

@@ -16,8 +16,7 @@ from typing import Self, final
 import torch
 from torch import nn
 
-from echelon import events
-from echelon.checks import number, whole
+from echelon import checks, events
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
 from echelon.observe.comm_meter import CommMeter
@@ -50,9 +49,12 @@ class RunInfo:
     config: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        whole("total_steps", self.total_steps, low=1)
+        checks.whole("total_steps", self.total_steps, low=1)
+        checks.instance("unit", self.unit, str)
+        checks.mapping("references", self.references)
+        checks.mapping("config", self.config)
         for name, value in self.references.items():
-            number(f"the reference {name!r}", value, -sys.float_info.max)
+            checks.number(f"the reference {name!r}", value, -sys.float_info.max)
 
 
 @final
@@ -86,6 +88,10 @@ class Recorder:
         *,
         trace: bool = False,
     ) -> None:
+        checks.instance("world", world, World)
+        checks.path("folder", folder)
+        checks.instance("info", info, RunInfo)
+        checks.flag("trace", trace)
         self.info = info
         self._world = world
         self.memory = MemoryMeter(world.rank)

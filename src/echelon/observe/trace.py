@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from echelon import checks
 from echelon.events import Event
 
 # Lanes of one rank, as threads of its process in the timeline.
@@ -37,10 +38,10 @@ class Trace:
     """
 
     def __init__(self, rank: int, limit: int = 200_000) -> None:
-        self.rank = rank
+        self.rank = checks.whole("rank", rank)
         self.rows: list[Row] = []
         self.dropped = 0
-        self._limit = limit
+        self._limit = checks.whole("limit", limit)
         self._memory: dict[str, int] = {}
         self._begun: float | None = None
         self._lock = threading.Lock()

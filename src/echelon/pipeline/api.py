@@ -13,11 +13,11 @@ from echelon.errors import ArgumentError, CommError, EchelonError, StateError
 from echelon.launch.run import entered
 from echelon.modules.sharded_gradients import mark_stage_gradients
 from echelon.pipeline.arguments import (
+    PipelineOptions,
     check_agreement,
     check_arguments,
     check_choices,
     check_devices,
-    check_options,
     local_stages,
 )
 from echelon.pipeline.data_parallel import ReduceEvery, StageCollectives
@@ -105,7 +105,7 @@ class Pipeline(StagedModule):
     ) -> None:
         super().__init__()
         check_arguments(stages, group, microbatches, schedule, loss_fn, replicate, schedule_options)
-        check_options(
+        PipelineOptions(
             loss_reduction=loss_reduction,
             recompute=recompute,
             reduce_every=reduce_every,

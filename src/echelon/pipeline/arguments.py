@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, get_args
+from typing import Any, Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -55,21 +56,32 @@ def check_arguments(
     checks.function("loss_fn", loss_fn, "output and target", or_none=True)
 
 
-def check_options(
-    *,
-    loss_reduction: object = "mean",
-    recompute: object = False,
-    reduce_every: object = "step",
-    window_nbytes: object = None,
-    materialize: object = None,
-) -> None:
-    """Refuse values of those options of a pipeline that say something without its stages."""
-    checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
-    checks.flag("recompute", recompute)
-    checks.one_of("reduce_every", reduce_every, get_args(ReduceEvery))
-    if window_nbytes is not None:
-        checks.whole("window_nbytes", window_nbytes)
-    checks.function("materialize", materialize, "a module", or_none=True)
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineOptions:
+    """Those options of ``Pipeline`` that say something without its stages.
+
+    Attributes:
+        loss_reduction: how losses of microbatches become that of the batch.
+        recompute: whether stages keep their inputs only, and run again in backward.
+        reduce_every: when gradients of stages in ``DDP`` or ``FSDP`` are reduced.
+        window_nbytes: bytes of unsharded parameters that a rank may hold; None: all stages'.
+        materialize: gives values to a module on meta; None: its ``reset_parameters()``.
+    """
+
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    recompute: bool = False
+    reduce_every: ReduceEvery = "step"
+    window_nbytes: int | None = None
+    materialize: Callable[[nn.Module], None] | None = None
+
+    def __post_init__(self) -> None:
+        checks.one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        checks.flag("recompute", self.recompute)
+        checks.one_of("reduce_every", self.reduce_every, get_args(ReduceEvery))
+        if self.window_nbytes is not None:
+            checks.whole("window_nbytes", self.window_nbytes)
+        checks.function("materialize", self.materialize, "a module", or_none=True)
 
 
 def check_choices(

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, fields
 from inspect import Parameter, signature
 from typing import Any, Self, final
 
-from echelon.checks import instance, one_of, whole
+from echelon.checks import instance, mapping, one_of, whole
 from echelon.comm.world import World
 from echelon.ddp import DDP
 from echelon.ddp.options import DDPOptions
 from echelon.errors import ArgumentError
 from echelon.fsdp import FSDP, Strategy
-from echelon.fsdp.policy import FSDPOptions, MixedPrecision
+from echelon.fsdp.policy import FSDPOptions
 from echelon.pipeline.api import Pipeline
-from echelon.pipeline.arguments import check_options
+from echelon.pipeline.arguments import PipelineOptions
 from echelon.pipeline.schedules.families import FAMILIES
 from echelon.pipeline.schedules.families import schedule as make_schedule
 from echelon.pipeline.schedules.ir import Schedule
@@ -73,10 +73,8 @@ class Plan:
         for name in (*AXES, "chunks"):
             whole(name, getattr(self, name), low=1)
         for name in ("pipeline", "fsdp", "ddp"):
-            given = getattr(self, name)
-            if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-                raise ArgumentError(f"{name} is {given!r:.80}; give options by name, as in a dict")
-            object.__setattr__(self, name, dict(given))  # which nobody else changes
+            mapping(name, getattr(self, name))
+            object.__setattr__(self, name, dict(getattr(self, name)))  # which nobody else changes
         self._check_pipeline()
         self._check_sharding()
         self._check_replicas()
@@ -130,7 +128,7 @@ class Plan:
         of_schedules = {option for family in FAMILIES.values() for option in family.options}
         unknown = {name: value for name, value in others.items() if name not in of_schedules}
         _check_names("pipeline", Pipeline, {**own, **unknown}, {})
-        check_options(**own)
+        _check_values(PipelineOptions, own)
         made = self.make_schedule()
         found = (made.num_ranks, made.num_stages, made.num_microbatches)
         if found != (self.pp, self.pp * self.chunks, self.microbatches):
@@ -142,9 +140,10 @@ class Plan:
 
     def _check_sharding(self) -> None:
         if self.shard == 1:
-            for name in ("strategy", "fsdp"):
+            defaults: dict[str, Any] = {"strategy": None, "fsdp": {}}
+            for name, default in defaults.items():
                 value = getattr(self, name)
-                if value is not None and value != {}:
+                if value != default:
                     raise ArgumentError(
                         f"{name} is {value!s:.80}, and shard is 1: leave it out, or use shard > 1"
                     )
@@ -157,9 +156,9 @@ class Plan:
             )
             one_of("strategy", self.strategy, allowed)
         strategy = {"strategy": self.strategy or Strategy.FULL_SHARD}
-        precision = {"precision": self.fsdp.get("precision") or MixedPrecision()}
         _check_names("fsdp", FSDP, self.fsdp, self._said())
-        _check_values(FSDP, FSDPOptions, {**self.fsdp, **strategy, **precision})
+        values = {name: value for name, value in self.fsdp.items() if value is not None}
+        _check_values(FSDPOptions, {**values, **strategy})
 
     def _check_replicas(self) -> None:
         only_replicates = self.shard == 1 and (self.dp > 1 or self.pp == 1)
@@ -169,7 +168,7 @@ class Plan:
                 "and shard = 1, or leave it out"
             )
         _check_names("ddp", DDP, self.ddp, self._said())
-        _check_values(DDP, DDPOptions, self.ddp)
+        _check_values(DDPOptions, self.ddp)
 
     def _said(self) -> dict[str, str]:
         """Options that would be without effect."""
@@ -260,8 +259,7 @@ def _check_names(what: str, made: type, given: Mapping[str, Any], said: Mapping[
             )
 
 
-def _check_values(made: type, options: type, given: Mapping[str, Any]) -> None:
-    """Refuse values that ``made`` would refuse."""
-    defaults = {name: one.default for name, one in signature(made).parameters.items()}
-    values = {**defaults, **given}
-    options(**{one.name: values[one.name] for one in fields(options)})
+def _check_values(options: type, given: Mapping[str, Any]) -> None:
+    """Refuse values that the options of a wrapper refuse; some of its arguments are no options."""
+    names = {option.name for option in fields(options)}
+    options(**{name: value for name, value in given.items() if name in names})

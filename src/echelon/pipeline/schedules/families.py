@@ -76,7 +76,7 @@ def schedule(
         >>> schedule("zb", stages=8, microbatches=16, ranks=4, k=2).num_stages
         8
     """
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ArgumentError(f"there is no schedule {name!r:.80}; use one of {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     stages, ranks = whole("stages", stages, low=1), whole("world size", ranks, low=1)
