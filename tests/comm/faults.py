@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 import echelon as ec
-from echelon.process.die_with_parent import tether
+from echelon.process.die_with_parent import signal_on_death_of_parent
 
 __all__ = ["DEATHS", "HANGS", "NEED_PROCESS", "train"]
 
@@ -57,7 +57,7 @@ def waits_for_a_thread() -> None:
 
 
 def waits_for_a_process() -> None:
-    end_with_us = partial(tether, os.getpid(), signal.SIGKILL)
+    end_with_us = partial(signal_on_death_of_parent, os.getpid(), signal.SIGKILL)
     subprocess.run(["sleep", f"{seconds()}"], preexec_fn=end_with_us)
 
 

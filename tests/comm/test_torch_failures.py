@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from echelon.comm.torch_dist import connect, from_process_group, open_store
-from echelon.comm.torch_dist.job import GRACE_LOST_S
 from echelon.comm.torch_dist.peers import Engine
 from echelon.comm.torch_dist.start import _Maker, check_wanted
 from echelon.comm.world import World
@@ -26,6 +25,7 @@ from echelon.errors import (
     WorldError,
 )
 from echelon.process.environment import environment
+from echelon.process.time_limits import READ_RECORD_OF_LOST_S
 from tests.children import environ
 from tests.comm.gloo_ranks import Died, free_port, gloo_outcomes, local_job, start
 
@@ -234,7 +234,7 @@ def test_calls_that_differ_never_meet_and_are_shown_after_the_timeout(
 
 
 def test_a_rank_that_lives_is_given_time_to_say_why_its_connection_closed() -> None:
-    found = errors(say_late_why_it_left, ranks=2, timeout=20.0, args=(GRACE_LOST_S + 1.0,))
+    found = errors(say_late_why_it_left, ranks=2, timeout=20.0, args=(READ_RECORD_OF_LOST_S + 1.0,))
     assert isinstance(found[0], RankFailed)
     assert found[0].cause == "raised ValueError: boom"
 

@@ -24,47 +24,6 @@ __all__ = ["SCENARIOS", "Scenario", "blamed", "play"]
 TIMEOUTS_S = {"threads": 2.0, "processes": 5.0, "gloo": 8.0}
 
 
-<<<<<<< HEAD
-=======
-def _seconds() -> float:
-    return THREAD_S if threading.current_thread() is not threading.main_thread() else FOREVER_S
-
-
-def computes() -> None:
-    end = time.monotonic() + _seconds()
-    while time.monotonic() < end:
-        pass
-
-
-def waits_for_a_lock() -> None:
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire(timeout=_seconds())
-
-
-def waits_for_a_thread() -> None:
-    thread = threading.Thread(target=time.sleep, args=(_seconds(),), daemon=True)
-    thread.start()
-    thread.join()
-
-
-def waits_for_a_process() -> None:
-    end_with_us = partial(signal_on_death_of_parent, os.getpid(), signal.SIGKILL)
-    subprocess.run(["sleep", f"{_seconds()}"], preexec_fn=end_with_us)
-
-
-def waits_for_a_socket() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs, suppress(TimeoutError):
-        ours.settimeout(_seconds())
-        ours.recv(1)
-
-
-def runs_out_of_memory() -> None:
-    torch.empty(1 << 50)
-
-
->>>>>>> d87864e (One failure record, one root cause and one report of it, for launchers, processes and the store; one place for time limits; rooms of errors, values, diagnosis and launch in fewer files)
 def forks() -> None:
     if os.fork() == 0:
         os._exit(0)

@@ -63,7 +63,9 @@ def keys(attempt: int = 0, size: int = 2) -> Iterator[str]:
     groups = ("world", "world.1", "world.2")
     for prefix in (f"echelon/{attempt}", f"echelon/{attempt}/{size}", "echelon", ""):
         for rank in range(size):
-            yield from (f"{prefix}/{name}/{rank}" for name in ("facts", "notice", "closed"))
+            yield from (
+                f"{prefix}/{name}/{rank}" for name in ("facts", "notice", "failure", "closed")
+            )
             for group in groups:
                 for trial in ("", "0/", "1/", "2/"):
                     yield from (
