@@ -1,4 +1,4 @@
-"""What a measurement must reach, and whether it did."""
+"""Performance bars: bounds that a measurement must reach, and whether it did."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from pairs import Samples
-from rich import box
+from report import markdown_table
 from rich.table import Table
 
 __all__ = ["Bar", "Kind", "Outcome", "bar_table", "judge"]
 
 
 class Kind(Enum):
-    """How a bar is read."""
+    """What the bound of a bar means."""
 
     FASTER = "the peer takes at least this many times as long"
     WITHIN = "it takes at most this many times as long as the peer"
@@ -23,12 +23,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One bar.
+    """One performance bar.
 
     Attributes:
-        task: what is measured, in words.
+        task: a description of what is measured.
         name: the variant that is judged.
-        kind: how ``bound`` is read.
+        kind: what ``bound`` means.
         bound: a ratio, or seconds.
         peer: the variant it is compared with; empty for seconds.
     """
@@ -49,7 +49,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A bar and what was measured."""
+    """A bar and the measured value."""
 
     task: str
     variant: str
@@ -77,9 +77,8 @@ def judge(bar: Bar, samples: Samples) -> list[Outcome]:
 
 def bar_table(outcomes: Sequence[Outcome]) -> Table:
     """A row for each bar."""
-    table = Table(title="What it must reach", box=box.MARKDOWN, title_justify="left")
-    for name in ("what", "variant", "bar", "measured", "reached"):
-        table.add_column(name, no_wrap=True)
+    columns = ("what", "variant", "bar", "measured", "reached")
+    table = markdown_table("Performance bars", columns, ())
     for row in outcomes:
         mark = "yes" if row.reached else "[red]no[/]"
         table.add_row(row.task, row.variant, row.bar, f"{row.measured:.4g} {row.unit}", mark)

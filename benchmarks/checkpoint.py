@@ -1,10 +1,10 @@
-"""How long saving and loading take, beside PyTorch's DCP and ``torch.save``.
+"""How long saving and loading take, compared with PyTorch's DCP and ``torch.save``.
 
     python benchmarks/checkpoint.py [--gib 0.25] [--quick]
 
 All variants live in the same two processes and take turns. Each saves the same state, a model and
-its AdamW, into a new folder on the same disk, and sees it onto the disk. Loading finds files in the
-page cache, for all alike. Afterwards what was loaded is compared with what was saved.
+its AdamW, into a new folder on the same disk, and syncs it. Files are in the page cache when any
+variant loads them. Afterwards the loaded state is compared with the saved one.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ import typer
 from bars import Bar, Kind, bar_table, judge
 from pairs import Samples
 from ranks import on_ranks
-from report import console_for_tables, machine, versions, write_json
-from rich import box
+from report import console_for_tables, markdown_table, write_report
 from rich.table import Table
 
 OURS, BARE = "echelon", "echelon, no checksums"
 DCP, DCP2, TORCH = "DCP", "DCP, 2 threads", "torch.save"
-# Into an optimizer that has its states already, and not into a new one.
+# Loads into an optimizer that already has its states, instead of a new one.
 AGAIN, DCP_AGAIN = "echelon, in place", "DCP, in place"
 HASH = "XXH3 of a GiB"
-DISK = "the disk alone"  # as many bytes, written and synced, and nothing else
+DISK = "the disk alone"  # the same number of bytes, only written and synced
 
 
 def bars(task: str, technique: str) -> tuple[Bar, ...]:
-    """What a task must reach."""
+    """The bars of a task."""
     name = f"{technique}, {task}"
     faster = {"save", "load", "reshard 2 to 3"}
     found = []
@@ -65,16 +64,15 @@ def main(
 ) -> None:
     """Measure, print tables, and write a JSON file."""
     console = console_for_tables()
-    facts = {"machine": machine(), "versions": versions(), "gib": gib}
     results: dict[str, Any] = {}
     outcomes = []
     for name in [technique] if technique else ["ddp", "fsdp"]:
         with tempfile.TemporaryDirectory(prefix="echelon-bench-", dir=folder) as place:
             settings = {"gib": gib, "rounds": 2 if quick else rounds, "folder": place}
             settings |= {"technique": name}
-            found = on_ranks("checkpointing:measure_saves", 2, settings)
-            found |= on_ranks("checkpointing:measure_loads", 2, settings)
-            found |= on_ranks("checkpointing:measure_reshard", 3, settings)
+            found = on_ranks("checkpoint_ranks:measure_saves", 2, settings)
+            found |= on_ranks("checkpoint_ranks:measure_loads", 2, settings)
+            found |= on_ranks("checkpoint_ranks:measure_reshard", 3, settings)
         results[name] = found
         for task, record in found.items():
             samples = Samples.of(record).quiet()
@@ -82,14 +80,13 @@ def main(
             for bar in bars(task, name):
                 outcomes += judge(bar, samples)
     console.print(bar_table(outcomes))
-    console.print(f"Samples: {write_json('checkpoint', {**facts, 'results': results}, output)}")
+    path = write_report("checkpoint", outcomes, output, gib=gib, results=results)
+    console.print(f"All samples are in {path}")
 
 
 def table(title: str, samples: Samples) -> Table:
     """A row for each variant."""
-    found = Table(title=title, box=box.MARKDOWN, title_justify="left")
-    for column in ("variant", "ms", "time / echelon"):
-        found.add_column(column, justify="left" if column == "variant" else "right", no_wrap=True)
+    found = markdown_table(title, ["variant"], ["ms", "time / echelon"])
     for name in samples.seconds:
         ratio = f"{samples.ratio(name, OURS):.2f}" if OURS in samples.seconds else ""
         found.add_row(name, f"{samples.median_s(name) * 1e3:.1f}", ratio)

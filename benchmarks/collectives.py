@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,8 +26,7 @@ from bars import Bar, Kind, Outcome, bar_table, judge
 from pairs import Samples, Variant, alternate, num_rounds_within
 from peers import Peers
 from ranks import find_mpiexec, on_ranks
-from report import console_for_tables, machine, versions, write_json
-from rich import box
+from report import console_for_tables, markdown_table, write_report
 from rich.table import Table
 from torch import Tensor
 
@@ -67,7 +66,7 @@ SIMULATED_BAR_S = 2.0
 
 @dataclass(frozen=True)
 class Way:
-    """One way to do a collective, with the tensors that show whether it did it."""
+    """One implementation of a collective, with its input and output tensor."""
 
     name: str
     run: Callable[[], object]
@@ -111,7 +110,7 @@ def measure_case(
 
 @contextmanager
 def ways_to(op: str, nbytes: int, peers: Peers) -> Iterator[list[Way]]:
-    """All ways to do ``op``, with tensors of their own; windows are given back at the end."""
+    """All implementations of ``op``, with their tensors; windows are closed at the end."""
     group, mpi, n = peers.group, peers.mpi, peers.size
     numel = nbytes // 4
     part = numel // n
@@ -235,13 +234,11 @@ def measure_simulated(num_repeats: int) -> dict[str, Any]:
 def table_of(cases: Sequence[dict[str, Any]], ranks: int) -> Table:
     """Medians in ms, and how many times as long the peers take."""
     title = f"{ranks} ranks: medians in ms; how many times as long as echelon the peers take"
-    table = Table(title=title, box=box.MARKDOWN, title_justify="left")
     present = {name for case in cases for name in case["seconds"]}
     names = [n for n in (ECHELON, WINDOW, GLOO, MPICH, MEMCPY) if n in present]
     pairs = [(p, own) for p in (GLOO, MPICH) for own in (ECHELON, WINDOW) if {p, own} <= present]
-    table.add_column("collective", no_wrap=True)
-    for name in ("size", *names, *(f"{peer} / {own}" for peer, own in pairs)):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("size", *names, *(f"{peer} / {own}" for peer, own in pairs))
+    table = markdown_table(title, ["collective"], numbers)
     for case in cases:
         samples = Samples.of(case).quiet()
         has = samples.seconds.keys()
@@ -254,7 +251,7 @@ def table_of(cases: Sequence[dict[str, Any]], ranks: int) -> Table:
 
 
 def judged(cases: Sequence[dict[str, Any]], simulated: dict[str, Any]) -> list[Outcome]:
-    """What was asked of 2 ranks and of simulated ones, and what came out."""
+    """The outcomes of the bars for 2 ranks and for simulated ranks."""
     by_key = {(case["op"], case["nbytes"], case["ranks"]): case for case in cases}
     found: list[Outcome] = []
 
@@ -299,7 +296,6 @@ def main(
         raise typer.BadParameter(
             f"sizes {sizes}: give bytes, whole floats for each of {ranks} ranks"
         )
-    facts = {"benchmark": "collectives", "machine": machine(), "versions": versions()}
     settings: dict[str, Any] = {"ops": op, "sizes": sizes, "seconds": seconds}
     launcher = find_mpiexec() if mpi else None
     cores = len(os.sched_getaffinity(0))
@@ -313,13 +309,11 @@ def main(
     simulated = measure_simulated(1 if quick else 5)
     outcomes = judged(cases, simulated)
     console.print(bar_table(outcomes))
-    content: dict[str, Any] = {
-        **facts,
-        "settings": {**settings, "ranks": ranks, "mpi": launcher is not None},
-    }
-    content |= {"cases": cases, "simulated": simulated}
-    content["bars"] = [asdict(outcome) for outcome in outcomes]
-    console.print(f"All samples are in {write_json('collectives', content, output)}")
+    settings |= {"ranks": ranks, "mpi": launcher is not None}
+    path = write_report(
+        "collectives", outcomes, output, settings=settings, cases=cases, simulated=simulated
+    )
+    console.print(f"All samples are in {path}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import statistics
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +18,7 @@ import torch
 import typer
 from bars import Outcome, bar_table
 from models import Block, GPTConfig, gpt_task
-from report import console_for_tables, machine, versions, write_json
+from report import console_for_tables, write_report
 from torch import nn
 
 import echelon as ec
@@ -70,7 +69,6 @@ def main(
     output: Annotated[Path | None, typer.Option(help="The JSON file.")] = None,
 ) -> None:
     """Measure how much of a step a look at loss and gradients takes."""
-    facts = {"benchmark": "guards", "machine": machine(), "versions": versions()}
     cases: list[dict[str, Any]] = []
     outcomes = []
     for sequences in batch or [2, 8]:
@@ -87,8 +85,8 @@ def main(
                 outcomes.append(Outcome(what, how, bar, 100 * median, "%", median <= BOUND))
     console = console_for_tables()
     console.print(bar_table(outcomes))
-    content = {**facts, "cases": cases, "bars": [asdict(outcome) for outcome in outcomes]}
-    console.print(f"All numbers are in {write_json('guards', content, output)}")
+    path = write_report("guards", outcomes, output, cases=cases)
+    console.print(f"All numbers are in {path}")
 
 
 if __name__ == "__main__":

@@ -10,15 +10,14 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from bars import Outcome, bar_table
 from models import Block, GPTConfig, Task, gpt_task
-from report import console_for_tables, machine, versions, write_json
+from report import console_for_tables, write_report
 from torch import Tensor, nn
 
 import echelon as ec
@@ -60,7 +59,6 @@ def main(
     """Measure one step of many simulated ranks, from start to stop, and compare the weights."""
     torch.set_num_threads(1)
     config = GPTConfig(layers=layers, width=width, vocabulary=512, context=32)
-    facts = {"benchmark": "many_ranks", "machine": machine(), "versions": versions()}
     start_s = time.perf_counter()
     weights = ec.run(step_of_a_rank, ranks, args=(config,))[0]
     seconds = time.perf_counter() - start_s
@@ -77,9 +75,15 @@ def main(
     console.print(bar_table([outcome]))
     console.print(f"The weights differ from those of one process by at most {difference:.1e}")
     settings = {"ranks": ranks, "layers": layers, "width": width}
-    content: dict[str, Any] = {**facts, "settings": settings, "seconds": seconds}
-    content |= {"largest_difference": difference, "bars": [asdict(outcome)]}
-    console.print(f"All numbers are in {write_json('many_ranks', content, output)}")
+    path = write_report(
+        "many_ranks",
+        [outcome],
+        output,
+        settings=settings,
+        seconds=seconds,
+        largest_difference=difference,
+    )
+    console.print(f"All numbers are in {path}")
 
 
 if __name__ == "__main__":

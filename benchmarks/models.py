@@ -1,4 +1,4 @@
-"""The models that benchmarks train, each with batches that differ by rank and a loss.
+"""Models for benchmarks, each with a loss and with batches that differ between ranks.
 
 Shapes: B sequences, L positions, D width, H heads, V vocabulary.
 """
@@ -20,6 +20,7 @@ __all__ = [
     "gpt_task",
     "many_small_task",
     "tiny_task",
+    "token_loss",
 ]
 
 NUM_BATCHES = 4
@@ -32,9 +33,9 @@ class Task:
     Attributes:
         name: in tables.
         build: makes the model; the same weights each time.
-        batches: of this rank, used in turn: inputs and targets.
-        loss: of outputs and targets.
-        num_units: of a model that is there to measure what a unit takes; else None.
+        batches: inputs and targets of this rank, used in turn.
+        loss: a function of outputs and targets.
+        num_units: number of units, if the task measures the cost of a unit; else None.
     """
 
     name: str
@@ -103,7 +104,7 @@ class GPT(nn.Module):
 
 
 class TinyBlock(nn.Sequential):
-    """Six parameters with next to no work."""
+    """Six parameters with almost no work."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__(*(nn.Linear(width, width) for _ in range(3)))
@@ -125,14 +126,16 @@ def gpt_task(rank: int, config: GPTConfig, batch: int = 2) -> Task:
         torch.manual_seed(0)
         return GPT(config)
 
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return Task(name="GPT", build=build, batches=batches, loss=token_loss)
 
-    return Task(name="GPT", build=build, batches=batches, loss=loss)
+
+def token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    """The mean cross entropy of all positions."""
+    return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten())
 
 
 def many_small_task(rank: int, layers: int = 200, width: int = 64, batch: int = 8) -> Task:
-    """Many layers with little work in each, so that what counts is the cost of a parameter."""
+    """Many layers with little work in each, so that the cost of a parameter dominates."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -143,7 +146,7 @@ def many_small_task(rank: int, layers: int = 200, width: int = 64, batch: int = 
 
 
 def tiny_task(rank: int, blocks: int = 16) -> Task:
-    """Blocks with so little work in them that what counts is the cost of a unit."""
+    """Blocks with so little work that the cost of a unit dominates."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """Measures variants of one task against each other in alternation, and compares them pair by pair.
 
-One *round* runs every variant once, so all of them meet the same state of the machine::
+One *round* runs every variant once, so all of them see the same state of the machine::
 
     round 0   A B C        barrier before each; the time of a variant in a round
     round 1   B C A        is that of the slowest rank
@@ -14,29 +14,37 @@ more than one process alone; ``quiet`` keeps the rounds in which it did not.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["Meeting", "Samples", "Variant", "alternate", "num_rounds_within"]
+__all__ = [
+    "RankGroup",
+    "Samples",
+    "Variant",
+    "alternate",
+    "alternate_within",
+    "num_rounds_within",
+]
 
 QUIET_SHARE = 0.01
 FEWEST_QUIET = 5
 
 
-class Meeting(Protocol):
-    """What of a group of ranks is needed to measure; ``echelon``'s groups have it."""
+class RankGroup(Protocol):
+    """A group of ranks that measure together, such as a ``Group`` of echelon."""
 
     @property
     def rank(self) -> int: ...
 
     def barrier(self) -> object:
-        """Line the ranks up."""
+        """Synchronise the ranks."""
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        """What every rank measured."""
+        """The ``item`` of every rank, in rank order."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class Variant:
     Attributes:
         name: in tables.
         run: does the task once.
-        ranks: those that work; the others wait in a barrier. None: all.
+        ranks: the ranks that run it; the others wait in a barrier. None: all.
         prepare: called on all ranks before each sample, and not timed.
     """
 
@@ -58,11 +66,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Samples:
-    """What each variant took in each round, by name.
+    """The time that each variant took in each round, by name.
 
     Attributes:
-        seconds: by the clock.
-        cpu_seconds: of all threads of the process; spinning while waiting counts.
+        seconds: wall time.
+        cpu_seconds: processor time of all threads of the process; spinning while waiting counts.
         stolen: share of the machine's processor time that the host took, round by round.
     """
 
@@ -72,11 +80,11 @@ class Samples:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Samples:
-        """What ``record`` holds, as it lies in a JSON file."""
+        """The samples in a record of a JSON file."""
         return cls(record["seconds"], record["cpu_seconds"], record["stolen"])
 
     def record(self) -> dict[str, Any]:
-        """All of it, for a JSON file."""
+        """All samples as a record for a JSON file."""
         return {
             "seconds": self.seconds,
             "cpu_seconds": self.cpu_seconds,
@@ -84,7 +92,7 @@ class Samples:
         }
 
     def quiet(self) -> Samples:
-        """The rounds of which the host took at most 1 %; all, where those are fewer than 5."""
+        """The rounds with at most 1 % of steal time; all rounds if fewer than 5 are so quiet."""
         kept = [r for r, share in enumerate(self.stolen) if share <= QUIET_SHARE]
         if len(kept) < FEWEST_QUIET:
             return self
@@ -119,15 +127,15 @@ class Samples:
 
 
 def alternate(
-    meeting: Meeting, variants: Sequence[Variant], num_rounds: int, num_calls: int = 1
+    group: RankGroup, variants: Sequence[Variant], num_rounds: int, num_calls: int = 1
 ) -> Samples:
-    """Run all variants in turn, ``num_rounds`` times, with another one first in each round.
+    """Run all variants in turn, ``num_rounds`` times; each round begins with the next variant.
 
     Args:
-        num_calls: calls in a row in one sample; a sample is the time of one of them.
+        num_calls: calls in a row in one sample; a sample is the mean time of a call.
 
     Returns:
-        Seconds a call, of the rank that took most; the same on all ranks.
+        Seconds per call of the slowest rank; the same on all ranks.
     """
     mine: dict[str, list[tuple[float, float]]] = {variant.name: [] for variant in variants}
     stolen: list[float] = []
@@ -135,33 +143,33 @@ def alternate(
         before = _processor_ticks()
         for turn in range(len(variants)):
             variant = variants[(round_ + turn) % len(variants)]
-            mine[variant.name].append(_sample(meeting, variant, num_calls))
+            mine[variant.name].append(_sample(group, variant, num_calls))
         taken, everything = (b - a for a, b in zip(before, _processor_ticks(), strict=True))
         stolen.append(taken / max(1, everything))
-    meeting.barrier()
-    by_rank = meeting.all_gather_object(mine)
+    group.barrier()
+    by_rank = group.all_gather_object(mine)
 
     def most(name: str, clock: int) -> list[float]:
         rounds = zip(*(measured[name] for measured in by_rank), strict=True)
         return [max(sample[clock] for sample in samples) for samples in rounds]
 
     seconds, cpu_seconds = ({name: most(name, clock) for name in mine} for clock in (0, 1))
-    return Samples(seconds, cpu_seconds, meeting.all_gather_object(stolen)[0])
+    return Samples(seconds, cpu_seconds, group.all_gather_object(stolen)[0])
 
 
 def _processor_ticks() -> tuple[int, int]:
-    """Of all processors since the machine started: those that the host took, and all."""
+    """Ticks of all processors since the machine started: stolen by the host, and all."""
     with open("/proc/stat") as file:
         ticks = [int(field) for field in file.readline().split()[1:9]]
     return ticks[7], sum(ticks)
 
 
-def _sample(meeting: Meeting, variant: Variant, num_calls: int) -> tuple[float, float]:
-    """Seconds a call by the clock and of the processor."""
+def _sample(group: RankGroup, variant: Variant, num_calls: int) -> tuple[float, float]:
+    """Wall time and processor time of a call, in seconds."""
     run = variant.run
     variant.prepare()
-    meeting.barrier()
-    if variant.ranks is not None and meeting.rank not in variant.ranks:
+    group.barrier()
+    if variant.ranks is not None and group.rank not in variant.ranks:
         return 0.0, 0.0
     start_cpu_s = time.process_time()
     start_s = time.perf_counter()
@@ -169,6 +177,24 @@ def _sample(meeting: Meeting, variant: Variant, num_calls: int) -> tuple[float, 
         run()
     seconds = time.perf_counter() - start_s
     return seconds / num_calls, (time.process_time() - start_cpu_s) / num_calls
+
+
+def alternate_within(
+    group: RankGroup, variants: Sequence[Variant], budget_s: float, *, sample_s: float
+) -> tuple[int, Samples]:
+    """``alternate`` for about ``budget_s``, at least 3 rounds, after a pilot round.
+
+    Args:
+        sample_s: shortest time of a sample of the slowest variant.
+
+    Returns:
+        The number of calls in a sample, and the samples.
+    """
+    pilot = alternate(group, variants, 1)
+    last_s = [seconds[-1] for seconds in pilot.seconds.values()]
+    num_calls = math.ceil(sample_s / max(last_s))
+    num_rounds = num_rounds_within(budget_s, num_calls * sum(last_s), at_least=3)
+    return num_calls, alternate(group, variants, num_rounds, num_calls)
 
 
 def num_rounds_within(

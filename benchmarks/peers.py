@@ -1,7 +1,7 @@
 """One rank of a benchmark: a member of echelon, of gloo and of MPICH at once.
 
-Because all of them live in the same processes, they can be measured in alternation, and whatever
-disturbs the machine disturbs them alike. A barrier of echelon lines the ranks up for all of them.
+Because all of them live in the same processes, they can be measured in alternation, and a
+disturbance of the machine affects all of them equally. A barrier of echelon synchronises the ranks.
 
 ``ranks`` starts this file under mpiexec, or calls ``on_process``.
 """
@@ -88,7 +88,7 @@ def under_mpiexec(folder: Path) -> None:
 
 
 def join_gloo(rank: int, size: int, folder: Path) -> Any:
-    """Make gloo the default group, over loopback; the store through which the ranks met."""
+    """Make gloo the default group, over loopback; returns the store of the rendezvous."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ def join_gloo(rank: int, size: int, folder: Path) -> Any:
 
 
 def run(target: str, peers: Peers, settings: dict[str, Any]) -> Any:
-    """Call the function that ``"module:function"`` names."""
+    """Call the function of the name ``"module:function"``."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)(peers, settings)
 

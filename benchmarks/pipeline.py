@@ -1,10 +1,10 @@
-"""How long a training step takes when the model is in stages, beside torch.distributed.pipelining.
+"""How long a step of a model in stages takes, compared with torch.distributed.pipelining.
 
     python benchmarks/pipeline.py [--quick]
 
 All variants live in the same two processes and take turns, each with its own copy of the same
-model, cut at the same places where the schedule allows. Then simulated ranks whose stages sleep
-show whether a schedule runs as it was simulated.
+model, cut at the same places where the schedule allows. Then simulated ranks with sleeping stages
+show whether a schedule takes the simulated time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,12 +22,11 @@ import torch
 import typer
 from bars import Bar, Kind, Outcome, bar_table, judge
 from pairs import Samples
-from piped import GPT, LARGE, TINY, VARIANTS
+from pipeline_ranks import GPT, LARGE, TINY, VARIANTS
 from ranks import on_ranks
-from report import console_for_tables, machine, versions, write_json
-from rich import box
+from report import console_for_tables, markdown_table, write_report
 from rich.table import Table
-from sleeps import cases, measure
+from sleeping_stages import cases, measure
 from variants import ALONE
 
 import echelon as ec
@@ -56,7 +54,7 @@ SIZES = {"full": ([2, 4, 8], [8, 16, 32]), "quick": ([2], [8])}
 
 
 def best(samples: Samples) -> list[Outcome]:
-    """The fastest schedule of each, compared."""
+    """Compare the fastest schedules of echelon and PyTorch."""
     ours, theirs = (
         min((n for n in samples.seconds if n.startswith(who)), key=samples.median_s)
         for who in ("echelon", "PyTorch")
@@ -66,7 +64,7 @@ def best(samples: Samples) -> list[Outcome]:
 
 
 def per_action(result: dict[str, Any], samples: Samples) -> Samples:
-    """What a forward or backward takes besides the model's own work, of which a rank has half."""
+    """Time of an action beyond the model's own work, of which each rank has half."""
     own = samples.seconds[ALONE]
     count = result["num_actions"][OURS]
     return Samples(
@@ -79,7 +77,7 @@ def per_action(result: dict[str, Any], samples: Samples) -> Samples:
 
 
 def judged(result: dict[str, Any]) -> list[Outcome]:
-    """What was asked of a task, and what came out."""
+    """The outcomes of the bars of a task."""
     samples, task = Samples.of(result).quiet(), result["task"]
     outcomes = []
     for bar in BARS[task]:
@@ -103,11 +101,8 @@ def table_of(result: dict[str, Any]) -> Table:
         f"{result['microbatches']} microbatches, 2 ranks, {samples.num_rounds} of "
         f"{everything.num_rounds} rounds, of {result['num_calls']} steps"
     )
-    table = Table(title=title, box=box.MARKDOWN, title_justify="left")
-    table.add_column("variant", no_wrap=True)
-    heads = ("ms a step", f"{THEIRS} / it", "messages", "MiB", "MiB kept, by rank", "simulated")
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
+    numbers = ("ms a step", f"{THEIRS} / it", "messages", "MiB", "MiB kept, by rank", "simulated")
+    table = markdown_table(title, ["variant"], numbers)
     for name in samples.seconds:
         calls, nbytes = result["traffic"].get(name, [(0, 0)])[0]
         kept = result["saved_nbytes"].get(name, [])
@@ -127,15 +122,9 @@ def table_of(result: dict[str, Any]) -> Table:
 def sleeping(sizes: tuple[list[int], list[int]]) -> tuple[list[dict[str, Any]], Table]:
     """Every schedule with stages that sleep, and a table of the worst of each number of ranks."""
     rows = [measure(case) for case in cases(*sizes)]
-    table = Table(
-        title="Stages that sleep, on simulated ranks: measured over simulated time of a step",
-        box=box.MARKDOWN,
-        title_justify="left",
-    )
-    table.add_column("schedule", no_wrap=True)
+    title = "Stages that sleep, on simulated ranks: measured over simulated time of a step"
     columns = [(p, m) for p in sizes[0] for m in sizes[1]]
-    for p, m in columns:
-        table.add_column(f"p={p} m={m}", justify="right", no_wrap=True)
+    table = markdown_table(title, ["schedule"], [f"p={p} m={m}" for p, m in columns])
     found = {(r["schedule"], r["ranks"], r["microbatches"]): r for r in rows}
     for name in dict.fromkeys(r["schedule"] for r in rows):
         cells = (found.get((name, p, m)) for p, m in columns)
@@ -167,7 +156,7 @@ PROVEN = [
 
 
 def proven() -> list[Outcome]:
-    """Generators and ``check`` for 64 ranks and 512 microbatches: the slowest, on a processor."""
+    """Processor time of the slowest generator with ``check``, for 64 ranks and 512 microbatches."""
     seconds = {}
     for name, chunks in PROVEN:
         start_s = time.process_time()
@@ -200,7 +189,7 @@ def main(
             "seconds": min(seconds, 8.0) if quick else seconds,
             "compared": [OURS, THEIRS],
         }
-        results.append(on_ranks("piped:measure_rank", 2, settings))
+        results.append(on_ranks("pipeline_ranks:measure_rank", 2, settings))
         console.print(table_of(results[-1]))
         outcomes += judged(results[-1])
     slept = []
@@ -209,16 +198,11 @@ def main(
         console.print(table)
         outcomes += judged_sleeps(slept) + proven()
     console.print(bar_table(outcomes))
-    content: dict[str, Any] = {
-        "benchmark": "pipeline",
-        "machine": machine(),
-        "versions": versions(),
-        "settings": {"tasks": list(task), "seconds": seconds, "quick": quick},
-        "tasks": results,
-        "sleeping": slept,
-        "bars": [asdict(outcome) for outcome in outcomes],
-    }
-    console.print(f"All samples are in {write_json('pipeline', content, output)}")
+    settings = {"tasks": list(task), "seconds": seconds, "quick": quick}
+    path = write_report(
+        "pipeline", outcomes, output, settings=settings, tasks=results, sleeping=slept
+    )
+    console.print(f"All samples are in {path}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a benchmark leaves: a JSON file with every sample and the facts of the machine."""
+"""What a benchmark prints and writes: tables, and a JSON file with every sample and the machine."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
-__all__ = ["RESULTS", "console_for_tables", "machine", "versions", "write_json"]
+if TYPE_CHECKING:
+    from bars import Outcome
+
+__all__ = ["RESULTS", "console_for_tables", "machine", "markdown_table", "versions", "write_report"]
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -50,10 +56,30 @@ def console_for_tables() -> Console:
     return console if console.is_terminal else Console(width=160)
 
 
-def write_json(name: str, content: Mapping[str, Any], output: Path | None) -> Path:
-    """Write ``content``, by default to ``results/name.json``; returns where."""
+def markdown_table(title: str, text: Sequence[str], numbers: Sequence[str]) -> Table:
+    """An empty table, as Markdown, with columns of text and then columns of numbers."""
+    table = Table(title=title, box=box.MARKDOWN, title_justify="left")
+    for name in text:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def write_report(
+    name: str, outcomes: Sequence[Outcome], output: Path | None, **measured: object
+) -> Path:
+    """Write a JSON file, by default ``results/name.json``; returns its path.
+
+    Args:
+        outcomes: of the bars.
+        measured: everything else, by name.
+    """
     path = output or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
+    content: dict[str, Any] = {"benchmark": name, "machine": machine(), "versions": versions()}
+    content |= measured
+    content["bars"] = [asdict(outcome) for outcome in outcomes]
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
 

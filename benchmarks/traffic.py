@@ -1,7 +1,7 @@
-"""How many collectives one process issues, and how many bytes they are about.
+"""Counts the collectives of one process, and their bytes.
 
-A collective is about its whole tensor: what a reduce-scatter takes, what an all-gather gives. That
-is how echelon's events count, and here those of PyTorch are counted in the same way.
+The size of a collective is that of its largest tensor: the input of a reduce-scatter, the output of
+an all-gather. echelon's events count in this way, and PyTorch's collectives are counted alike.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Traffic(TorchDispatchMode):
 
     Attributes:
         calls: collectives.
-        nbytes: of the tensors that they were about.
+        nbytes: total size of these collectives.
     """
 
     def __init__(self, rank: int, size: int) -> None:

@@ -1,30 +1,27 @@
-"""Training steps of several variants in the same ranks: what each takes, adds, sends and weighs.
+"""Training steps of several variants in the same ranks: time, traffic and memory of each.
 
 A variant is a name in ``WRAPPERS``, which says what is put around the model.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from bars import Bar, Outcome, bar_table, judge
+from memory import PeakMemory
 from models import GPTConfig, Task, gpt_task, many_small_task, tiny_task
-from pairs import Samples, Variant, alternate, num_rounds_within
-from peak import PeakMemory
+from pairs import Samples, Variant, alternate_within
 from peers import Peers
 from ranks import on_ranks
-from report import console_for_tables, machine, versions, write_json
-from rich import box
+from report import console_for_tables, markdown_table, write_report
 from rich.table import Table
 from torch import Tensor
-from traffic import Traffic
+from trainee import Trainee, compare_weights
 from variants import ALONE, APART, WRAPPERS
 
 import echelon as ec
@@ -47,53 +44,45 @@ GPT, LARGE_BATCH, MANY_SMALL, TINY = "gpt", "gpt, batch 8", "many-small", "tiny"
 # --- on a rank ---------------------------------------------------------------------------------
 
 
-class Trainee:
-    """One model with its optimizer, trained one batch at a time.
+class WrappedModel(Trainee):
+    """A model in the wrapper of a variant, trained one batch at a time.
 
     Args:
         name: of the variant, which decides the wrapper.
     """
 
     def __init__(self, name: str, task: Task, peers: Peers) -> None:
-        self.name = name
         self.plain = task.build()
-        self.model = WRAPPERS[name](self.plain, peers)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)
+        super().__init__(name, WRAPPERS[name](self.plain, peers))
         self._task = task
-        self.num_steps = 0
         self.losses: list[float] = []
 
-    def step(self) -> None:
-        """One step of a usual training loop."""
-        self.losses.append(self.gradients())
-        self.optimizer.step()
-        self.num_steps += 1
-
-    def gradients(self) -> float:
-        """What of a step the wrapper takes part in; the loss."""
+    def gradients(self) -> None:
+        """Run the part of a step in which the wrapper takes part."""
         batches = self._task.batches
         inputs, targets = batches[self.num_steps % len(batches)]
         self.optimizer.zero_grad()
         loss = self._task.loss(self.model(inputs), targets)
         loss.backward()
-        return loss.item()
+        self.losses.append(loss.item())
 
     @property
     def sample(self) -> Callable[[], object]:
-        """What is timed: a step, or without the optimizer where it is about the wrapper alone."""
+        """What is timed: a step, or its gradients where only the wrapper counts."""
         return self.step if self._task.num_units is None else self.gradients
 
-    def traffic(self, peers: Peers) -> tuple[int, int]:
-        """Collectives and bytes of the third step; the first two set up what stays."""
-        self.step()
-        self.step()
-        with Traffic(peers.rank, peers.size) as traffic:
-            self.step()
-        return traffic.calls, traffic.nbytes
+    def weights(self) -> dict[str, Tensor]:
+        """The full weights by plain name. All ranks call it."""
+        if isinstance(self.model, ec.FSDP):
+            return dict(self.model.state_dict())
+        return {
+            name: param.full_tensor() if hasattr(param, "full_tensor") else param.detach()
+            for name, param in self.plain.named_parameters()
+        }
 
 
 def task_of(settings: dict[str, Any], rank: int) -> Task:
-    """What is trained, with the batches of ``rank``."""
+    """The task of the settings, with the batches of ``rank``."""
     if settings["task"] == MANY_SMALL:
         return many_small_task(rank, layers=settings["layers"] or 200)
     if settings["task"] == TINY:
@@ -106,20 +95,16 @@ def measure_rank(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
     """Time all variants of one task."""
     task = task_of(settings, peers.rank)
     names = settings["variants"]
-    trainees = {n: Trainee(n, task, peers) for n in names if n != ALONE}
-    # Without communication it is the same thing, with the other ranks idle.
-    trainees[ALONE] = trainees.get(APART) or Trainee(ALONE, task, peers)
+    trainees = {n: WrappedModel(n, task, peers) for n in names if n != ALONE}
+    # The same model as without communication, while the other ranks are idle.
+    trainees[ALONE] = trainees.get(APART) or WrappedModel(ALONE, task, peers)
     # The first steps make optimizer states and rebuild buckets.
     traffic = {name: trainee.traffic(peers) for name, trainee in trainees.items()}
     variants = [
         Variant(name, trainees[name].sample, frozenset({0}) if name == ALONE else None)
         for name in names
     ]
-    pilot = alternate(peers.group, variants, 1)
-    lasts = [seconds[-1] for seconds in pilot.seconds.values()]
-    num_calls = math.ceil(0.4 / max(lasts))
-    num_rounds = num_rounds_within(settings["seconds"], num_calls * sum(lasts), at_least=3)
-    samples = alternate(peers.group, variants, num_rounds, num_calls)
+    num_calls, samples = alternate_within(peers.group, variants, settings["seconds"], sample_s=0.4)
     ours, theirs = (trainees[name] for name in settings["compared"])
     plain = task.build()
     return {
@@ -132,44 +117,18 @@ def measure_rank(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
         "traffic": traffic,
         **samples.record(),
         "ours": settings["compared"][0],
-        "same_weights": compare(ours, theirs),
-    }
-
-
-def compare(ours: Trainee, theirs: Trainee) -> dict[str, float]:
-    """How far the weights of two variants are apart after the same steps; fails if far."""
-    assert ours.num_steps == theirs.num_steps
-    difference, largest = 0.0, 0.0
-    expected = weights_of(theirs)
-    for name, a in weights_of(ours).items():
-        difference = max(difference, (a - expected[name]).abs().max().item())
-        largest = max(largest, expected[name].abs().max().item())
-    if not difference <= 1e-3 * largest:
-        raise AssertionError(
-            f"after {ours.num_steps} steps the weights of {ours.name} and {theirs.name} differ by "
-            f"{difference:.3g}, of {largest:.3g}"
-        )
-    return {"steps": ours.num_steps, "largest_difference": difference, "largest_weight": largest}
-
-
-def weights_of(trainee: Trainee) -> dict[str, Tensor]:
-    """The whole weights by plain name. All ranks call it."""
-    if isinstance(trainee.model, ec.FSDP):
-        return dict(trainee.model.state_dict())
-    return {
-        name: param.full_tensor() if hasattr(param, "full_tensor") else param.detach()
-        for name, param in trainee.plain.named_parameters()
+        "same_weights": compare_weights(ours, theirs, ours.weights(), theirs.weights()),
     }
 
 
 def memory_rank(peers: Peers, settings: dict[str, Any]) -> list[float]:
-    """Peak memory of one variant in a few steps: MiB that each rank took for it."""
+    """Peak memory of one variant in a few steps, in MiB by rank."""
     name = settings["variant"]
     task = task_of(settings, peers.rank)
     peers.group.barrier()
     with PeakMemory() as peak:
         if name != ALONE or peers.rank == 0:
-            trainee = Trainee(name, task, peers)
+            trainee = WrappedModel(name, task, peers)
             for _ in range(4):
                 trainee.step()
         peers.group.barrier()
@@ -180,7 +139,7 @@ def memory_rank(peers: Peers, settings: dict[str, Any]) -> list[float]:
 
 
 def table_of(result: dict[str, Any], memory: dict[str, list[float]]) -> Table:
-    """A row for each variant: time of a step, what communication adds, ratios, bytes, memory."""
+    """A row for each variant: time of a step and of communication, ratios, bytes, memory."""
     everything, ours = Samples.of(result), result["ours"]
     samples = everything.quiet()
     title = (
@@ -188,13 +147,10 @@ def table_of(result: dict[str, Any], memory: dict[str, list[float]]) -> Table:
         f"{result['num_tensors']} tensors, {result['ranks']} ranks, "
         f"{samples.num_rounds} of {everything.num_rounds} rounds, of {result['num_calls']} steps"
     )
-    table = Table(title=title, box=box.MARKDOWN, title_justify="left")
     base = APART if APART in samples.seconds else ALONE
-    table.add_column("variant", no_wrap=True)
     columns = ("ms a step", "added ms", "CPU ms", f"/ {ALONE}", f"/ {ours}", "calls", "MiB sent")
     last = "peak MiB a rank" if result["num_units"] is None else "CPU ms a unit"
-    for column in (*columns, last):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = markdown_table(title, ["variant"], [*columns, last])
     units = per_unit(result)
     for name in samples.seconds:
         calls, nbytes = result["traffic"][name]
@@ -231,7 +187,7 @@ def per_unit(result: dict[str, Any]) -> Samples:
 
 
 def judged(results: Sequence[dict[str, Any]], cases: Mapping[str, Case]) -> list[Outcome]:
-    """What was asked of each task, and what came out."""
+    """The outcomes of all bars of all tasks."""
     return [
         outcome
         for result in results
@@ -244,12 +200,12 @@ def judged(results: Sequence[dict[str, Any]], cases: Mapping[str, Case]) -> list
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is compared on one task.
+    """The comparison on one task.
 
     Attributes:
-        variants: all of them; the first is what the others are compared with.
-        weighed: those whose peak memory is measured.
-        bars: what must be reached.
+        variants: all variants; the others are compared with the first one.
+        weighed: variants whose peak memory is measured.
+        bars: performance bars.
     """
 
     variants: Sequence[str]
@@ -259,7 +215,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one benchmark compares.
+    """All comparisons of one benchmark.
 
     Attributes:
         name: of the JSON file.
@@ -289,7 +245,6 @@ def run(
     console = console_for_tables()
     if quick:
         seconds, memory = min(seconds, 8.0), False
-    facts = {"benchmark": comparison.name, "machine": machine(), "versions": versions()}
     settings = {
         "ranks": ranks,
         "seconds": seconds,
@@ -310,9 +265,8 @@ def run(
         console.print(table_of(result, peaks))
     outcomes = judged(results, comparison.cases)
     console.print(bar_table(outcomes))
-    content: dict[str, Any] = {**facts, "settings": settings, "tasks": results}
-    content["bars"] = [asdict(outcome) for outcome in outcomes]
-    console.print(f"All samples are in {write_json(comparison.name, content, output)}")
+    path = write_report(comparison.name, outcomes, output, settings=settings, tasks=results)
+    console.print(f"All samples are in {path}")
 
 
 def command(comparison: Comparison, default_seconds: float = 75.0) -> Callable[..., None]:

@@ -10,7 +10,7 @@ from torch.optim import AdamW
 
 
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> AdamW:
-    """AdamW that lets matrices decay, and leaves biases and norms alone."""
+    """AdamW with weight decay for matrices, but not for biases and norms."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -18,7 +18,7 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> AdamW:
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """A short climb, then half a cosine down to a twentieth."""
+    """A short linear warm-up, then half a cosine down to a twentieth."""
     warmup = max(1, min(50, args.steps // 10))
     if step < warmup:
         return float(args.lr * (step + 1) / warmup)

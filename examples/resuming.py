@@ -1,4 +1,4 @@
-"""Saves a training as it goes, goes on from what was saved, and stops when it is asked to."""
+"""Saves a training periodically, resumes it from the newest step, and stops it on request."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--resume",
         default="never",
         choices=["never", "auto"],
-        help="auto: go on from the newest checkpoint, on any number of ranks, if there is one",
+        help="auto: resume from the newest checkpoint, if there is one, on any number of ranks",
     )
 
 
 class Checkpoints:
-    """Those of one training, in ``runs/NAME-checkpoints``."""
+    """The checkpoints of one training, in ``runs/NAME-checkpoints``."""
 
     def __init__(
         self, args: argparse.Namespace, model: Shared, optimizer: torch.optim.Optimizer
@@ -35,7 +35,7 @@ class Checkpoints:
         self._args, self._model, self._optimizer = args, model, optimizer
 
     def resume(self) -> int:
-        """Load the newest step that is whole; how many steps are done."""
+        """Load the newest intact step; returns the number of steps that are done."""
         known = ec.steps(self.folder)
         if self._args.resume == "never":
             if known and self._args.save_every:  # or a step would be saved twice
@@ -50,11 +50,11 @@ class Checkpoints:
         return loaded.step
 
     def stopping(self, world: ec.World) -> AbstractContextManager[ec.StopSignals | None]:
-        """A block that a signal ends after a step, if there are checkpoints to go on from."""
+        """A block that a signal ends after a step, if checkpoints are saved."""
         return ec.StopSignals(world.group) if self._args.save_every else nullcontext()
 
     def after(self, step: int, stop: ec.StopSignals | None) -> None:
-        """Save if it is time; save and leave if a signal has asked for it."""
+        """Save if a save is due; save and exit if a signal has requested it."""
         if stop is None:
             return
         state = {"model": self._model, "optimizer": self._optimizer, "keep": self._args.keep}
@@ -62,4 +62,4 @@ class Checkpoints:
             ec.save(self.folder, step=step, **state)
             sys.exit(stop.exit_code)
         if step % self._args.save_every == 0:
-            ec.async_save(self.folder, step=step, **state)  # is written while training goes on
+            ec.async_save(self.folder, step=step, **state)  # written while training continues

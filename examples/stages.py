@@ -9,11 +9,11 @@ import echelon as ec
 
 
 def cut(model: GPT, num_stages: int) -> list[nn.Module]:
-    """The model in stages with nearly as many blocks each; they keep its modules and names."""
+    """Cut the model into stages with nearly equal numbers of blocks; names stay the same."""
     return ec.pipeline.split(
         model,
         num_stages,
         cost=[1.0] * len(model.blocks),
-        prefix=["tokens", "positions"],  # what runs before the blocks
-        suffix=["norm", "tokens"],  # after them; the embedding is also the head
+        prefix=["tokens", "positions"],  # run before the blocks
+        suffix=["norm", "tokens"],  # run after the blocks; the embedding is also the head
     )

@@ -1,4 +1,4 @@
-"""What a training does with a model, alone or shared: steps, and an evaluation."""
+"""Training steps and evaluation of a model, plain or wrapped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def gradients(model: GPT | Shared, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Forward and backward; the loss, on every rank."""
+    """Run forward and backward; returns the loss, on every rank."""
     if isinstance(model, ec.Pipeline):
         return model.step(tokens, target=targets, loss_everywhere=True)
     loss = cross_entropy(model(tokens), targets)
@@ -44,7 +44,7 @@ def train(
 ) -> Iterator[Tensor]:
     """Take the optimizer steps, and yield each one's loss on this rank's part of the batch.
 
-    As rank 0 of 1, with a plain model, this is training in one process.
+    With rank 0 of size 1 and a plain model, this is training in one process.
 
     Args:
         first: the number of the first step; those before it are done.
@@ -64,7 +64,7 @@ def train(
 
 @torch.no_grad()
 def evaluate(model: Shared, data: Tensor, args: argparse.Namespace, world: ec.World) -> float:
-    """Bits per byte of held-out text; each rank looks at its part."""
+    """Bits per byte of held-out text; each rank evaluates its share."""
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     rank, size = share(args, world)
     for step in range(EVALUATION_BATCHES):

@@ -1,4 +1,4 @@
-"""Real text as bytes: where it comes from, what is held out, and which part a rank trains on."""
+"""Real text as bytes: its source, the held-out part, and the share of each rank in a batch."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _read(path: Path) -> bytes:
 
 
 def _split(contents: list[bytes]) -> tuple[bytes, bytes]:
-    """What to train on and what to hold out: whole files, or the end where there are few files."""
+    """Split into training and held-out text: by files, or by position if there are few files."""
     if len(contents) < HELD_OUT:
         whole = b"".join(contents)
         cut = len(whole) - len(whole) // HELD_OUT

@@ -1,4 +1,4 @@
-"""Trains a byte-level GPT on real text; each rank has a copy of the model (DDP), a part of all its
+"""Trains a byte-level GPT on real text; each rank has a copy of the model (DDP), a shard of all its
 tensors (FSDP) or some of its layers (pipeline).
 
     echelon run --ranks 2 examples/train_gpt.py
@@ -8,7 +8,8 @@ tensors (FSDP) or some of its layers (pipeline).
     torchrun --nproc-per-node 2 examples/train_gpt.py --data my-notes/
     echelon run --ranks 2 --max-restarts 3 examples/train_gpt.py --save-every 50 --resume auto
 
-The batch is cut over the ranks, or into microbatches: any number of ranks trains the same model.
+The batch is divided among the ranks, or into microbatches, so any number of ranks trains the same
+model.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from wrap import add_options, share, timed, whole, wrap
 import echelon as ec
 
 VERIFIED_STEPS = 4
-WATCHED_STEP = 3  # whose memory is drawn: the first ones make the optimizer's state
-# In float64 the ranks and one process differ in the order of sums only; Adam, which divides by
-# the size of a gradient, makes more of that where gradients are tiny.
+WATCHED_STEP = 3  # its memory is drawn; the first steps create the optimizer's state
+# In float64 the ranks and one process differ only in the order of sums; Adam divides by the size
+# of a gradient, which amplifies the difference where gradients are tiny.
 VERIFIED_DIFFERENCE = 1e-9
 
 

@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def techniques(args: argparse.Namespace) -> set[str]:
-    """Those whose options have an effect."""
+    """The techniques whose options have an effect."""
     if args.plan is None:
         return {args.technique}
     axes = axes_of(args.plan)
@@ -48,7 +48,7 @@ def techniques(args: argparse.Namespace) -> set[str]:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse options of another technique than those that were chosen."""
+    """Refuse options of techniques that were not chosen."""
     defaults = {
         "fsdp": {"strategy": "FULL_SHARD", "layout": "flat", "precision": "full", "shard": 1},
         "pipeline": {"schedule": "1f1b", "microbatches": 4, "chunks": 1},
@@ -68,7 +68,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def plan_of(args: argparse.Namespace, model: GPT) -> ec.Plan:
-    """What ``--plan`` and its options say."""
+    """The plan of ``--plan`` and its options."""
     options = pipeline_options(args)
     if "fsdp" in techniques(args):
         options["strategy"] = ec.Strategy[args.strategy]
@@ -77,19 +77,19 @@ def plan_of(args: argparse.Namespace, model: GPT) -> ec.Plan:
 
 
 def pipeline_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Of a plan that has stages."""
+    """The options of a plan that has stages."""
     names = ("microbatches", "schedule", "chunks") if "pipeline" in techniques(args) else ()
     return {name: getattr(args, name) for name in names}
 
 
 def precision(args: argparse.Namespace, model: GPT) -> ec.MixedPrecision:
-    """The dtypes of a step."""
+    """The dtypes of a step, from ``--precision``."""
     low = args.precision == "bfloat16" and next(model.parameters()).dtype == torch.float32
     return ec.MixedPrecision(compute=torch.bfloat16 if low else None)
 
 
 def wrap(model: GPT, args: argparse.Namespace, world: ec.World, loss: Loss) -> Shared:
-    """The model, shared by the ranks as the options say."""
+    """Wrap the model as the options say."""
     check_options(args)
     if args.plan is not None:
         plan = plan_of(args, model)
@@ -125,7 +125,7 @@ def wrap(model: GPT, args: argparse.Namespace, world: ec.World, loss: Loss) -> S
 
 
 def share(args: argparse.Namespace, world: ec.World) -> tuple[int, int]:
-    """Which part of a batch this rank reads: (0, 1) is the whole, of which a pipeline does some."""
+    """The share of a batch that this rank reads; (0, 1) is all of it, as for a pipeline."""
     if args.plan is not None:
         plan = ec.Plan.parse(args.plan, **pipeline_options(args))
         return plan.data_rank(world), plan.data_size
@@ -133,7 +133,7 @@ def share(args: argparse.Namespace, world: ec.World) -> tuple[int, int]:
 
 
 def timed(model: nn.Module) -> AbstractContextManager[ec.pipeline.Measurement | None]:
-    """A block that measures when a pipeline computed what."""
+    """A block that measures the timeline of a pipeline."""
     return model.measure() if isinstance(model, ec.Pipeline) else nullcontext()
 
 

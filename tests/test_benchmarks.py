@@ -208,9 +208,9 @@ def test_pipelines_are_compared_with_torchs_on_the_same_stages(
 
 
 def test_sleeping_stages_sleep_as_long_as_the_simulation_says() -> None:
-    import sleeps
+    import sleeping_stages
 
-    found = sleeps.measure(sleeps.Case("zb-h1", 2, 2))
+    found = sleeping_stages.measure(sleeping_stages.Case("zb-h1", 2, 2))
     assert found["simulated_s"] <= found["measured_s"] < 2 * found["simulated_s"]
 
 

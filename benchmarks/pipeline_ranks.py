@@ -1,11 +1,10 @@
 """Training steps of a model in stages: echelon's pipelines, PyTorch's, and one process alone.
 
-A variant is a name in ``VARIANTS``, which says with what, on which schedule and over what.
+A variant is a name in ``VARIANTS``, with its schedule, layout and transport.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import Block, GPTConfig, TinyBlock
-from pairs import Variant, alternate, num_rounds_within
+from memory import SavedBytes
+from models import Block, GPTConfig, TinyBlock, token_loss
+from pairs import Variant, alternate_within
 from peers import Peers
-from saved import SavedBytes
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -28,7 +27,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-from traffic import Traffic
+from trainee import Trainee, compare_weights
 from variants import ALONE
 
 import echelon as ec
@@ -44,7 +43,7 @@ CPU = torch.device("cpu")
 
 
 class Embedding(nn.Module):
-    """Tokens to the stream."""
+    """Token ids to embeddings with positions."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -60,10 +59,10 @@ class Task:
     """Something to train in stages.
 
     Attributes:
-        layers: makes all of them; the same weights each time.
-        cuts: layers of each stage, by how stages lie on ranks.
-        batch: the whole one, on every rank.
-        microbatches: of a step.
+        layers: makes all layers; the same weights each time.
+        cuts: number of layers of each stage, by layout.
+        batch: the undivided batch, on every rank.
+        microbatches: number of microbatches of a step.
         loss: of outputs and targets.
     """
 
@@ -88,9 +87,6 @@ def gpt(config: GPTConfig, cuts: dict[str, Sequence[int]], rows: int, microbatch
         blocks = [Block(config) for _ in range(config.layers)]
         return [Embedding(config), *blocks, nn.Sequential(nn.LayerNorm(config.width), head)]
 
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(config.vocabulary, (rows, config.context), generator=generator)
     return Task(
@@ -98,12 +94,12 @@ def gpt(config: GPTConfig, cuts: dict[str, Sequence[int]], rows: int, microbatch
         cuts={k: (n[0] + 1, *n[1:-1], n[-1] + 1) for k, n in cuts.items()},
         batch=(tokens, tokens.roll(-1, dims=1)),
         microbatches=microbatches,
-        loss=loss,
+        loss=token_loss,
     )
 
 
 def task_of(name: str) -> Task:
-    """What is trained under this name."""
+    """The task of this name."""
     if name == GPT:
         cuts = {"line": (5, 3), "loop": (3, 2, 2, 1), "vee": (2, 3, 2, 1)}
         return gpt(GPTConfig(), cuts, rows=8, microbatches=8)
@@ -126,13 +122,13 @@ def task_of(name: str) -> Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """How a variant runs.
+    """The settings of a variant.
 
     Attributes:
         schedule: a name, or a class of PyTorch's.
-        layout: of stages on ranks, a key of ``Task.cuts``.
-        gloo: whether echelon sends over gloo, and not over shared memory.
-        split: whether ``ec.pipeline.split`` cuts, and not ``Task.cuts``.
+        layout: how stages are placed on ranks; a key of ``Task.cuts``.
+        gloo: whether echelon uses gloo instead of shared memory.
+        split: whether ``ec.pipeline.split`` cuts the model instead of ``Task.cuts``.
     """
 
     schedule: str | type
@@ -160,8 +156,8 @@ VARIANTS = {
 }
 
 
-class Trainee:
-    """One way to train the model. Abstract.
+class PipelineTrainee(Trainee):
+    """One way to train the model in stages. Abstract.
 
     Attributes:
         num_actions: forwards and backwards of a step on this rank.
@@ -170,23 +166,16 @@ class Trainee:
     num_actions = 0
 
     def __init__(self, name: str, task: Task, model: nn.Module) -> None:
-        self.name, self.task, self.model = name, task, model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
-        self.num_steps = 0
+        super().__init__(name, model)
+        self.task = task
 
     def step(self) -> None:
-        """One step of a usual training loop."""
+        """Take one step of an ordinary training loop."""
         self.optimizer.zero_grad()
-        self.gradients()
-        self.optimizer.step()
-        self.num_steps += 1
-
-    def gradients(self) -> None:
-        """Forward and backward of the batch."""
-        raise NotImplementedError
+        super().step()
 
 
-class Alone(Trainee):
+class Alone(PipelineTrainee):
     """The whole model in one process, microbatch after microbatch."""
 
     def __init__(self, task: Task) -> None:
@@ -199,7 +188,7 @@ class Alone(Trainee):
             (task.loss(self.model(x), y) / task.microbatches).backward()
 
 
-class Echelon(Trainee):
+class Echelon(PipelineTrainee):
     """``ec.Pipeline``."""
 
     def __init__(self, name: str, task: Task, group: ec.Group) -> None:
@@ -227,7 +216,7 @@ class Echelon(Trainee):
         self.pipe.step(self.task.batch[0], target=self.task.batch[1])
 
 
-class Torch(Trainee):
+class Torch(PipelineTrainee):
     """A schedule of ``torch.distributed.pipelining`` over gloo."""
 
     def __init__(self, name: str, task: Task, peers: Peers) -> None:
@@ -254,7 +243,7 @@ class Torch(Trainee):
             self.schedule.step(*args, return_outputs=False)
 
 
-def make(name: str, task: Task, peers: Peers) -> Trainee:
+def make(name: str, task: Task, peers: Peers) -> PipelineTrainee:
     """The variant of this name."""
     if name == ALONE:
         return Alone(task)
@@ -276,9 +265,9 @@ def measure_rank(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
     task = task_of(settings["task"])
     names = settings["variants"]
     trainees = {name: make(name, task, peers) for name in names if name != ALONE or not peers.rank}
-    # The first steps make optimizer states, and what PyTorch's stages know of each other.
-    traffic = {n: sent(t, peers) for n, t in trainees.items() if n != ALONE}
-    kept = {n: saved(t, peers) for n, t in trainees.items() if n != ALONE}
+    # The first steps make optimizer states, and exchange shapes between PyTorch's stages.
+    traffic = {n: t.traffic(peers) for n, t in trainees.items() if n != ALONE}
+    kept = {n: saved_nbytes(t, peers) for n, t in trainees.items() if n != ALONE}
     tiny = settings["task"] == TINY
     variants = [
         Variant(
@@ -290,11 +279,8 @@ def measure_rank(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
         )
         for name in names
     ]
-    pilot = alternate(peers.group, variants, 1)
-    lasts = [seconds[-1] for seconds in pilot.seconds.values()]
-    num_calls = math.ceil(0.1 / max(lasts))
-    num_rounds = num_rounds_within(settings["seconds"], num_calls * sum(lasts), at_least=3)
-    samples = alternate(peers.group, variants, num_rounds, num_calls)
+    num_calls, samples = alternate_within(peers.group, variants, settings["seconds"], sample_s=0.1)
+    ours, theirs = (trainees[name] for name in settings["compared"])
     return {
         "task": settings["task"],
         "num_calls": num_calls,
@@ -305,12 +291,17 @@ def measure_rank(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
         "predicted": {} if tiny else predicted(trainees, peers),
         "num_actions": {n: t.num_actions for n, t in trainees.items() if t.num_actions},
         **samples.record(),
-        "same_weights": compare(trainees, settings["compared"]),
+        "same_weights": compare_weights(ours, theirs, weights_of(ours), weights_of(theirs)),
     }
 
 
+def weights_of(trainee: PipelineTrainee) -> dict[str, Tensor]:
+    """The parameters on this rank, by their place, which variants with the same cuts share."""
+    return {str(i): param for i, param in enumerate(trainee.model.parameters())}
+
+
 def _nothing() -> None:
-    """What other ranks do while one works alone."""
+    """Do nothing, on the ranks that do not take part in a variant."""
 
 
 def _by_rank(peers: Peers, mine: dict[str, Any]) -> dict[str, list[Any]]:
@@ -318,25 +309,16 @@ def _by_rank(peers: Peers, mine: dict[str, Any]) -> dict[str, list[Any]]:
     return {name: [of_rank[name] for of_rank in everyone] for name in mine}
 
 
-def sent(trainee: Trainee, peers: Peers) -> tuple[int, int]:
-    """Messages and collectives of the third step, both ends counted, and their bytes."""
-    trainee.step()
-    trainee.step()
-    with Traffic(peers.rank, peers.size) as traffic:
-        trainee.step()
-    return traffic.calls, traffic.nbytes
-
-
-def saved(trainee: Trainee, peers: Peers) -> int:
-    """Most bytes of activations that graphs kept at once in a step."""
+def saved_nbytes(trainee: PipelineTrainee, peers: Peers) -> int:
+    """Peak bytes of activations that graphs keep in a step."""
     peers.group.barrier()
     with SavedBytes(trainee.model) as found:
         trainee.step()
     return found.most
 
 
-def predicted(trainees: dict[str, Trainee], peers: Peers) -> dict[str, float]:
-    """Simulated time of a step, from the costs of that step, over its measured time."""
+def predicted(trainees: dict[str, PipelineTrainee], peers: Peers) -> dict[str, float]:
+    """Simulated over measured time of a step; the simulation uses the costs of the same step."""
     found = {}
     for name, trainee in trainees.items():
         if isinstance(trainee, Echelon):
@@ -348,18 +330,3 @@ def predicted(trainees: dict[str, Trainee], peers: Peers) -> dict[str, float]:
                 shares.append(measured.simulation.makespan / measured.timeline.makespan)
             found[name] = statistics.median(shares)
     return found
-
-
-def compare(trainees: dict[str, Trainee], names: Sequence[str]) -> dict[str, float]:
-    """How far the weights of two variants with the same cuts are apart; fails if far."""
-    ours, theirs = (trainees[name] for name in names)
-    assert ours.num_steps == theirs.num_steps
-    pairs = list(zip(ours.model.parameters(), theirs.model.parameters(), strict=True))
-    difference = max((a - b).abs().max().item() for a, b in pairs)
-    largest = max(b.abs().max().item() for _, b in pairs)
-    if not difference <= 1e-3 * largest:
-        raise AssertionError(
-            f"after {ours.num_steps} steps the weights of {ours.name} and {theirs.name} differ by "
-            f"{difference:.3g}, of {largest:.3g}"
-        )
-    return {"steps": ours.num_steps, "largest_difference": difference, "largest_weight": largest}

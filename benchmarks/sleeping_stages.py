@@ -1,4 +1,4 @@
-"""Pipelines whose stages sleep for a known time, on simulated ranks: what runs beside the plan."""
+"""Pipelines on simulated ranks whose stages sleep for a known time: measured and simulated."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Sleeps(nn.Module):
     """Sleeps in forward, and in backward; ``_sleeping_weights`` adds what W takes.
 
     Args:
-        splits: whether the weight gradient is put off, and sleeps by itself.
+        splits: whether the weight gradient is deferred, and sleeps separately.
 
     Attributes:
         unit_s: of F, I and W.
@@ -117,7 +117,7 @@ def _rank(world: ec.World, case: Case, unit_s: float) -> float:
         loss_fn=lambda y, target: (y - target).square().mean(),
     )
     x = torch.ones(case.microbatches, 2)
-    pipe.step(x, target=x)  # makes the forms of messages known
+    pipe.step(x, target=x)  # exchanges the forms of messages
     for stage in stages:
         stage.unit_s = unit_s
     with pipe.measure() as measured:
@@ -126,7 +126,7 @@ def _rank(world: ec.World, case: Case, unit_s: float) -> float:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """The time of a step, and what the simulation says of these sleeps."""
+    """The time of a step, measured and simulated."""
     chunks = CHUNKS[case.name]
     unit_s = UNIT_S / chunks
     with _sleeping_weights(unit_s):

@@ -1,4 +1,4 @@
-"""The ranks of the benchmark of checkpoints: what each variant saves and loads."""
+"""Saves and loads of the checkpoint benchmark, on its ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def measure_saves(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
-    """Saving, whole and aside, on as many ranks; one step of each kind stays for loading."""
+    """Measure synchronous and asynchronous saves; one step of each kind is kept for loading."""
     rounds, blocks = settings["rounds"], num_blocks(settings)
     found = {}
     if settings["technique"] == "ddp":
@@ -48,9 +48,9 @@ def measure_saves(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_loads(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
-    """Loading on as many ranks as have saved; what was loaded is what was saved.
+    """Measure loads on as many ranks as have saved, and compare the loaded state.
 
-    Ranks of their own do it: with both halves in memory, 2 GiB would take more than 20.
+    Separate ranks do this: with both halves in memory, 2 GiB would take more than 20 GiB.
     """
     loads = _Loads(peers, settings)
     found = {"load": warm(peers, loads.variants(), settings["rounds"])}
@@ -59,9 +59,9 @@ def measure_loads(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_reshard(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
-    """Loading on three ranks what two have saved.
+    """Measure loads on three ranks of a step that two ranks have saved.
 
-    Only the one that loads has states then: with both, 2 GiB on three ranks take more than 24.
+    Only the variant that loads has optimizer states: with both, 2 GiB would take more than 24 GiB.
     """
     loads = _Loads(peers, settings)
     variants = [
@@ -71,12 +71,12 @@ def measure_reshard(peers: Peers, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def num_blocks(settings: dict[str, Any]) -> int:
-    """Layers of a model that, with its optimizer, has as many bytes as are asked for."""
+    """The number of layers for which model and optimizer have the requested size."""
     return max(1, round(settings["gib"] * 2**30 / BLOCK_NBYTES))
 
 
 def warm(peers: Peers, variants: Sequence[Variant], rounds: int) -> dict[str, Any]:
-    """All variants in turn, after each has run once: files are in the page cache, memory is had."""
+    """Measure all variants after each has run once, so that files are in the page cache."""
     for one in variants:
         one.prepare()
         one.run()
@@ -132,7 +132,7 @@ def make_theirs(settings: dict[str, Any], blocks: int, seed: int = 0) -> Trained
 
 @contextmanager
 def no_checksums() -> Iterator[None]:
-    """What reading and writing alone take: a checksum that looks at nothing."""
+    """Replace checksums by no-ops, to measure reading and writing alone."""
 
     class Nothing:
         def update(self, data: object) -> None: ...
@@ -167,7 +167,7 @@ class _Saves:
         self._waiting: list[Callable[[], object]] = []
 
     def variants(self) -> list[Variant]:
-        """Until everything is on the disk."""
+        """Saves that return when everything is on the disk."""
         return [
             self._variant(OURS, self._save),
             self._variant(BARE, self._save_bare),
@@ -178,7 +178,7 @@ class _Saves:
         ]
 
     def blocking(self) -> list[Variant]:
-        """How long training stands still; what goes on afterwards is not timed."""
+        """Asynchronous saves: only the time for which training is blocked counts."""
         return [
             self._variant(OURS, self._async_save),
             self._variant("echelon, whole", self._save),
@@ -225,19 +225,19 @@ class _Saves:
         dcp.save(state, storage_writer=dcp.FileSystemWriter(path, thread_count=threads))
 
     def _disk(self, path: Path) -> None:
-        """What no save can go below: the bytes of this rank, from a piece that is in the cache."""
+        """A lower bound of a save: write as many bytes from a piece that is in the cache."""
         path.mkdir(exist_ok=True)
         with no_checksums(), files.NewFile(path / f"{self._peers.rank}.bytes") as file:
             for start in range(0, self._share_nbytes, len(self._piece)):
                 file.write(self._piece[: self._share_nbytes - start])
 
     def _torch(self, path: Path) -> None:
-        """As a script does by hand: each rank what it has, or rank 0 alone where all are alike."""
+        """Save by hand: each rank its shards, or rank 0 alone where ranks are replicas."""
         model, optimizer = self._ours
-        alike = isinstance(model, ec.DDP)
-        if not alike or self._peers.rank == 0:
+        replicated = isinstance(model, ec.DDP)
+        if not replicated or self._peers.rank == 0:
             path.mkdir(exist_ok=True)
-            state = model.state_dict() if alike else model.sharded_state_dict()
+            state = model.state_dict() if replicated else model.sharded_state_dict()
             with open(path / f"{self._peers.rank}.pt", "wb") as file:
                 torch.save([state, optimizer.state_dict()], file)
                 file.flush()
@@ -245,7 +245,7 @@ class _Saves:
         self._peers.group.barrier()
 
     def keep(self) -> None:
-        """Leave one of each for loading, and nothing else."""
+        """Keep one step of each kind for loading, and remove all others."""
         self._clear()
         self._save(self._place / "ours")
         self._dcp(self._place / "dcp", 1)
@@ -253,7 +253,7 @@ class _Saves:
 
 
 class _Loads:
-    """New models that load what was saved; afterwards they have it."""
+    """Loads into new models."""
 
     def __init__(self, peers: Peers, settings: dict[str, Any]) -> None:
         self._place, self._technique = Path(settings["folder"]), settings["technique"]
@@ -313,7 +313,7 @@ class _Loads:
             optimizer.load_state_dict(states)
 
     def compare(self, saved: Trained) -> None:
-        """The bits must be those that were saved."""
+        """Fail unless the loaded bits are the saved ones."""
         self._load()
         for mine, theirs in zip(self._ours[0].parameters(), saved[0].parameters(), strict=True):
             assert torch.equal(mine.data, theirs.data)
