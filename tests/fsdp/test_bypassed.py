@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import echelon as ec
-from echelon.fsdp import bypassed
+from echelon.fsdp import units
 from tests.fsdp.models import Block, build
 
 
@@ -27,8 +27,8 @@ def test_no_two_ranks_parse_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None
             return parse(*args, **kwargs)
 
     monkeypatch.setattr(ast, "parse", slowly)
-    bypassed._tree_of.cache_clear()
-    bypassed._uses_of.cache_clear()
+    units._tree_of.cache_clear()
+    units._uses_of.cache_clear()
     ec.run(wrap, 4)
     assert most
     assert set(most) == {1}

@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echelon.errors import ArgumentError
-from echelon.fsdp.shard_layout import cut_flat, cut_rows, numel_of, place_order
+from echelon.fsdp.shard_layout import layout_by_element, layout_by_rows, numel_of, place_order
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=5)
 
@@ -22,7 +22,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1
     ],
 )
 def test_a_flat_cut_gives_the_first_ranks_one_more(numel, ranks, sizes) -> None:
-    info = cut_flat([(numel,)], ranks).info(0)
+    info = layout_by_element([(numel,)], ranks).info(0)
     assert [one.size for one in info] == sizes
     assert [one.start for one in info] == [sum(sizes[:r]) for r in range(ranks)]
     assert [one.rank for one in info] == list(range(ranks))
@@ -40,7 +40,7 @@ def test_a_flat_cut_gives_the_first_ranks_one_more(numel, ranks, sizes) -> None:
     ],
 )
 def test_rows_are_never_torn_and_some_ranks_may_own_none(rows, ranks, counts) -> None:
-    info = cut_rows([(rows, 3)], ranks).info(0)
+    info = layout_by_rows([(rows, 3)], ranks).info(0)
     assert [one.size for one in info] == [3 * count for count in counts]
     assert all(one.shape == (rows, 3) for one in info)
 
@@ -48,13 +48,13 @@ def test_rows_are_never_torn_and_some_ranks_may_own_none(rows, ranks, counts) ->
 @example(shapes=[(1, 1025, 3), (65, 7), ()], ranks=64, rows=True)
 @given(shapes=SHAPES, ranks=st.integers(1, 7), rows=st.booleans())
 def test_every_element_has_one_owner(shapes, ranks, rows) -> None:
-    cut = (cut_rows if rows else cut_flat)(shapes, ranks)
-    assert cut.numel == sum(map(numel_of, shapes)) == sum(cut.splits)
+    cut = (layout_by_rows if rows else layout_by_element)(shapes, ranks)
+    assert cut.numel == sum(map(numel_of, shapes)) == sum(cut.numels_by_rank)
     for member, shape in enumerate(shapes):
         owned = [i for one in cut.info(member) for i in range(one.start, one.start + one.size)]
         assert owned == list(range(numel_of(shape)))
     if not rows:
-        assert max(cut.splits) - min(cut.splits) <= 1
+        assert max(cut.numels_by_rank) - min(cut.numels_by_rank) <= 1
 
 
 @given(numels=st.lists(st.integers(0, 300), max_size=8), itemsize=st.sampled_from([1, 2, 4, 8]))
@@ -75,4 +75,4 @@ def test_parameters_of_whole_cache_lines_keep_the_order_of_the_model() -> None:
 
 def test_no_ranks_are_refused() -> None:
     with pytest.raises(ArgumentError, match="0 ranks"):
-        cut_flat([(3,)], 0)
+        layout_by_element([(3,)], 0)

@@ -14,7 +14,7 @@ import echelon as ec
 from echelon import Offload
 from echelon.comm import streams
 from echelon.comm.world import World
-from echelon.fsdp import shard_devices
+from echelon.fsdp import local_shard
 
 
 class Recording(streams.Stream):
@@ -76,10 +76,10 @@ def step(world: World, log: list[str], offload: Offload) -> list[str]:
 def record(patch: pytest.MonkeyPatch, offload: Offload) -> tuple[list[str], list[str]]:
     log: list[str] = []
     names = iter("GR")
-    patch.setattr(shard_devices, "new_stream", lambda device, own: Recording(next(names), log))
+    patch.setattr(local_shard, "new_stream", lambda device, own: Recording(next(names), log))
     # A rank that is alone shares memory with nobody, so its parts are gathered as over NCCL.
     patch.setattr(
-        shard_devices, "has_two_memories", lambda offload, device: offload is not Offload.NONE
+        local_shard, "has_two_memories", lambda offload, device: offload is not Offload.NONE
     )
     found: list[Any] = ec.run(step, 1, args=(log, offload))
     at = found[0].index("|")

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.comm.world import World
-from echelon.fsdp.backward_pass import Pass
-from echelon.fsdp.uses import Uses
+from echelon.fsdp.pass_state import BackwardPass, UnitForwards
 from tests.fsdp.checking import shard
 from tests.worlds import run_world
 
@@ -117,7 +116,11 @@ def test_a_forward_whose_graph_is_gone_delays_nothing() -> None:
 
 
 def test_uses_are_awaited_while_their_graph_lives_and_once_a_pass() -> None:
-    uses, first, second = Uses(), Pass(lambda: None, True, 1), Pass(lambda: None, True, 1)
+    uses, first, second = (
+        UnitForwards(),
+        BackwardPass(lambda: None, True, 1),
+        BackwardPass(lambda: None, True, 1),
+    )
     one, two = uses.add(), uses.add()
     assert two.reach(first)
     assert not two.reach(first)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from echelon import Offload
 from echelon.comm.backend import Backend
-from echelon.fsdp import shard_devices
+from echelon.fsdp import local_shard
 
 _COPIES = {
     torch.ops.aten.copy_.default,
@@ -88,8 +88,8 @@ _plain_check = Backend._check
 
 def separate(patch: Callable[[object, str, object], None] = setattr) -> None:
     """Make offloaded state lie in another memory; for good, or as ``monkeypatch.setattr`` does."""
-    patch(shard_devices, "has_two_memories", lambda offload, device: offload is not Offload.NONE)
-    patch(shard_devices, "host_memory", _host_memory)
+    patch(local_shard, "has_two_memories", lambda offload, device: offload is not Offload.NONE)
+    patch(local_shard, "host_memory", _host_memory)
     patch(Backend, "_check", _check)
 
 

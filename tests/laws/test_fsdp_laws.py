@@ -51,7 +51,7 @@ def train_late(world: World, every: int) -> list[dict[str, torch.Tensor]]:
     """A rank is late before gathers, reductions and the optimizer; each rank elsewhere."""
     global _chance
     _chance = random.Random(world.rank)
-    gather, start = Unit.gather, Reduction.start
+    gather, start = Unit.unshard, Reduction.start
 
     def late_gather(unit: Unit) -> None:
         late("gather")
@@ -61,7 +61,7 @@ def train_late(world: World, every: int) -> list[dict[str, torch.Tensor]]:
         late("reduction")
         start(reduction, gradients)
 
-    Unit.gather, Reduction.start = late_gather, late_start  # in a process of its own
+    Unit.unshard, Reduction.start = late_gather, late_start  # in a process of its own
     return train_every(world, every)
 
 

@@ -1,4 +1,4 @@
-"""``FSDP``: a module of which each rank keeps its part only."""
+"""``FSDP``: a module of which each rank keeps a shard only."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from echelon.checks import Reduction
 from echelon.comm.agreement import check_agreement, check_model, option_facts
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
-from echelon.fsdp.build import build_units
+from echelon.fsdp.build import InitialValues, build_units
+from echelon.fsdp.guards import explain_sharded_use
 from echelon.fsdp.hybrid_groups import HybridGroups
-from echelon.fsdp.initial_values import InitialValues
-from echelon.fsdp.policy import FSDPOptions, Init, Layout, MixedPrecision, Offload, Strategy
-from echelon.fsdp.prefetch import BackwardPrefetch
-from echelon.fsdp.released import released_parameter
+from echelon.fsdp.policy import (
+    BackwardPrefetch,
+    FSDPOptions,
+    Init,
+    Layout,
+    MixedPrecision,
+    Offload,
+    Strategy,
+)
 from echelon.fsdp.sharded_module import ShardedModule
 from echelon.fsdp.units import Rule, plan_units, whole
 from echelon.modules.autograd import has_tangent, in_backward, in_transform
@@ -35,15 +41,15 @@ class FSDP(ShardedModule):
 
     Law: after k steps the weights are those of one process on all batches together.
 
-    A *unit* is gathered before its forward, released after it, gathered again for its backward, and
-    its gradients are reduced while backward goes on. Parameter objects keep their identity: outside
-    of a unit's forward and backward, ``.data`` is this rank's part and ``.grad`` the reduced
-    gradient of it. So an optimizer over ``parameters()`` steps the part of this rank, and may be
-    made before or after wrapping. Units, in the sense of Zhao et al., "PyTorch FSDP: Experiences on
-    Scaling Fully Sharded Data Parallel", 2023, section 3.
+    A *unit* is unsharded before its forward, resharded after it, unsharded again for its backward,
+    and its gradients are reduced while backward goes on. Parameter objects keep their identity:
+    outside of a unit's forward and backward, ``.data`` is this rank's shard and ``.grad`` the
+    reduced gradient of it. So an optimizer over ``parameters()`` steps the shard of this rank, and
+    may be made before or after wrapping. Units are those of Zhao et al., "PyTorch FSDP: Experiences
+    on Scaling Fully Sharded Data Parallel", 2023, section 3.
 
-    Where ranks share memory, the whole parameters of a unit are one piece of memory for all of them
-    and the parts are views of it: an optimizer step is a gather, and nothing is copied.
+    Where ranks share memory, the unsharded parameters of a unit are one piece of memory for all of
+    them and the shards are views of it: an optimizer step is an unshard, and nothing is copied.
 
     ``copy.deepcopy``, which all ranks call, gives an FSDP on the same group, in memory of its own.
 
@@ -53,7 +59,7 @@ class FSDP(ShardedModule):
         units: which modules are units: ``ec.units.by_size``, ``by_type``, ``by_function``,
             ``whole``.
         strategy: what is sharded.
-        layout: ``"flat"`` cuts a unit by element, ``"rows"`` every parameter by rows of dim 0.
+        layout: ``"flat"`` shards a unit by element, ``"rows"`` every parameter by rows of dim 0.
         precision: dtypes of a step.
         min_num_params: a unit with fewer parameters is kept whole on every rank, and its gradients
             are averaged as in DDP.
@@ -62,16 +68,16 @@ class FSDP(ShardedModule):
             ``"trust"`` that they are. Names, shapes and dtypes are compared always. To broadcast,
             only rank 0 needs values: the others may have the model on the meta device.
         reduction: ``"mean"``, ``"sum"``, or a number that the sum is divided by.
-        replicate: for ``HYBRID_SHARD``: the ranks that hold the same parts as this one, each in a
+        replicate: for ``HYBRID_SHARD``: the ranks with the same shards as this one, each in a
             group of its own; another axis of the mesh that ``group`` is an axis of.
-        backward_prefetch: when the next unit of backward is gathered, in the order of the last
+        backward_prefetch: when the next unit of backward is unsharded, in the order of the last
             step. This and the next two matter where memory is not shared: elsewhere nothing moves.
-        forward_prefetch: how many units of forward are gathered before they are needed.
-        limit_all_gathers: at most two units are gathered before they are needed, whatever
+        forward_prefetch: how many units of forward are unsharded before they are needed.
+        limit_all_gathers: at most two units are unsharded before they are needed, whatever
             ``forward_prefetch`` is.
         use_orig_params: whether ``parameters()`` gives the parameters of the model. False: one
             flat parameter, 1D, for each unit and combination of dtypes and ``requires_grad``, named
-            ``blocks.0.flat_0``, in the root ``flat_0``; it is this rank's part. Fewer tensors for
+            ``blocks.0.flat_0``, in the root ``flat_0``; it is this rank's shard. Fewer tensors for
             the optimizer, which must then be made after wrapping. States keep the plain names.
         offload: what lies in the memory of the host and not of the device. On the CPU the two are
             one, and nothing changes.
@@ -137,20 +143,20 @@ class FSDP(ShardedModule):
         _check_arguments(module, group, strategy, replicate)
         _check_flat(options, group)
         checks.function("materialize", materialize, "a module", or_none=True)
-        ranks = HybridGroups.of(group, replicate)
+        groups = HybridGroups.of(group, replicate)
         check_model(module, group.device, meta=True)
-        skip = ignored_parameters(module, ignored)
+        skipped = ignored_parameters(module, ignored)
         rule = whole() if units is None else units
-        plans = plan_units(module, rule, skip)
-        choices = {**option_facts(options), "units": repr(rule), "ignored": str(len(skip))}
+        plans = plan_units(module, rule, skipped)
+        choices = {**option_facts(options), "units": repr(rule), "ignored": str(len(skipped))}
         choices["materialize"] = "none" if materialize is None else "given"
         facts = {"unit": {plan.name or "root": plan.text for plan in plans}}
-        on_meta = check_agreement(module, choices, ranks, values=init == "verify", more=facts)
+        on_meta = check_agreement(module, choices, groups, values=init == "verify", more=facts)
         if not group.shares_memory or offload is Offload.ALL:
-            ranks = ranks.separated()
-        start = InitialValues(module, ranks, init, on_meta, materialize)
-        built = build_units(module, ranks, plans, options, start)
-        self._attach(module, ranks, options, built)
+            groups = groups.separated()
+        values = InitialValues(module, groups, init, on_meta, materialize)
+        built = build_units(module, groups, plans, options, values)
+        self._attach(module, groups, options, built)
 
     # Training --------------------------------------------------------------------------------
 
@@ -158,7 +164,7 @@ class FSDP(ShardedModule):
         """Run the module. Call it on all ranks.
 
         Raises:
-            StateError: it used a parameter of a unit that is released; names both.
+            StateError: it used a parameter of a unit that is sharded; names both.
             UnsupportedError: inside of ``torch.func``, or of forward-mode differentiation.
         """
         _check_transforms((args, kwargs))
@@ -166,26 +172,27 @@ class FSDP(ShardedModule):
         if precision.compute is not None:
             args, kwargs = cast_floats((args, kwargs), lambda t: t.to(precision.compute))
         if not self._hooks.depth:
-            if not in_backward():
+            is_nested = in_backward()
+            if not is_nested:
                 self._hooks.discard_aborted()
             self._census.check()
-            if not in_backward():
+            if not is_nested:
                 self._take_replaced()
         with self._hooks.forward((args, kwargs)):
             try:
                 output = self.module(*args, **kwargs)
             except (RuntimeError, IndexError) as error:
-                better = released_parameter(error, self._units)
+                better = explain_sharded_use(error, self._units)
                 if better is None:
                     raise
                 raise better from error
         if not self._hooks.depth:
-            self._hooks.after_forward(0, output)
+            self._hooks.end_forward(output)
         return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep the whole gradients of a ``backward`` inside the block, without communication.
+        """Keep the unsharded gradients of a ``backward`` inside the block, without communication.
 
         The next backward outside reduces the sum of all.
         """
@@ -208,18 +215,18 @@ class FSDP(ShardedModule):
         """
         self._hooks.reduce_now(may_be_none=may_be_none)
 
-    # For schedules that run a part of a model many times before an optimizer step --------------
+    # For schedules that run a model many times before an optimizer step ----------------------
 
     @property
     def whole_nbytes(self) -> int:
-        """Bytes of the parameters when they are whole."""
-        storages = [one for one in self._storages() if one.sharded]
-        return sum(one.cut.numel * one.compute_dtype.itemsize for one in storages)
+        """Bytes of the parameters when they are unsharded."""
+        sharded = [storage for storage in self._storages() if storage.sharded]
+        return sum(one.layout.numel * one.compute_dtype.itemsize for one in sharded)
 
     def gather_parameters(self) -> None:
-        """Begin to make all units whole; forwards and backwards leave them so. All ranks call it.
+        """Begin to unshard all units; forwards and backwards leave them so. All ranks call it.
 
-        Outside of forwards and backwards, parameters are the parts of this rank nevertheless.
+        Outside of forwards and backwards, parameters are the shards of this rank nevertheless.
 
         Raises:
             StateError: inside a forward or a backward.
@@ -227,27 +234,27 @@ class FSDP(ShardedModule):
         if self._hooks.busy:
             raise StateError("gather_parameters() inside a forward or a backward: call it outside")
         self._take_replaced()
-        self._hooks.hold()
+        self._hooks.unshard_all()
 
     def release_parameters(self) -> None:
-        """Give the memory of whole parameters back. Does not communicate."""
-        self._hooks.let_go()
+        """Give the memory of unsharded parameters back. Does not communicate."""
+        self._hooks.reshard_all()
 
     def await_readers(self) -> None:
-        """Return when no rank reads the parts of this one, so that they may be written.
+        """Return when no rank reads the shards of this one, so that they may be written.
 
-        All ranks call it, after whole parameters were released and nothing was reduced.
+        All ranks call it, after parameters were resharded and nothing was reduced.
         """
-        self._hooks.rest("whole parameters are released")
+        self._hooks.wait_for_readers("parameters are resharded")
 
     def accumulate_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
-        """Add a whole gradient to those that ``no_sync`` keeps, for ``sync_gradients`` to reduce.
+        """Add an unsharded gradient to those that ``no_sync`` keeps until ``sync_gradients``.
 
         Args:
             param: one of this model that needs a gradient.
-            gradient: in the shape of the whole parameter.
+            gradient: in the shape of the unsharded parameter.
         """
-        self._hooks.add(param, gradient)
+        self._hooks.add_gradient(param, gradient)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of the whole model; a plain scalar tensor, equal on all ranks.
@@ -259,7 +266,7 @@ class FSDP(ShardedModule):
             [
                 unmarked(param.grad).detach()
                 for storage in storages
-                for param in storage.exposed
+                for param in storage.optimizer_params
                 if storage.sharded is is_sharded
                 if param.grad is not None and param.grad.numel()
             ]
@@ -277,7 +284,7 @@ class FSDP(ShardedModule):
 
         @wraps(value)
         def method(*args: Any, **kwargs: Any) -> Any:
-            if not self._units[0].gathered:
+            if not self._units[0].is_unsharded:
                 raise StateError(
                     f"{name}() of a sharded model needs whole parameters: call it inside "
                     "`with model.full_parameters():`, which all ranks enter"
@@ -298,7 +305,7 @@ def _check_transforms(inputs: Any) -> None:
 
 def _check_flat(options: FSDPOptions, group: Group) -> None:
     views = options.layout == "rows" and group.shares_memory
-    if views and not options.use_orig_params and options.strategy is not Strategy.NO_SHARD:
+    if views and not options.use_orig_params and options.traits.shards:
         raise UnsupportedError(
             "use_orig_params=False with layout='rows' where ranks share memory: the rows of a rank "
             "do not lie end to end there, so they cannot be one flat parameter. Use layout='flat', "

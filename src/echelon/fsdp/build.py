@@ -1,47 +1,53 @@
-"""From a module to units with memory."""
+"""From a module to units with memory and initial values, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from enum import Enum
+from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.comm.group import Group
 from echelon.comm.streams import is_cpu
-from echelon.fsdp.flat_parameters import hide
+from echelon.errors import ModelMismatch
 from echelon.fsdp.gradients import GradientShard, Slots
+from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.hybrid_groups import HybridGroups
-from echelon.fsdp.initial_values import InitialValues
-from echelon.fsdp.level import Level
-from echelon.fsdp.policy import FSDPOptions, Offload, Strategy
-from echelon.fsdp.shard_devices import ShardDevices
+from echelon.fsdp.local_shard import ShardDevices
+from echelon.fsdp.policy import FSDPOptions, Init, Offload
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.storages import copy_storage, make_storage
-from echelon.fsdp.unit import Unit
+from echelon.fsdp.unit import PeakBytes, Unit
 from echelon.fsdp.units import Member, UnitPlan
+from echelon.state.initialization import Initializer, ParameterPlace, draw_seed, own_tensors
+
+# Units ---------------------------------------------------------------------------------------
 
 
 def build_units(
     module: nn.Module,
-    ranks: HybridGroups,
+    groups: HybridGroups,
     plans: Sequence[UnitPlan],
     options: FSDPOptions,
-    start: InitialValues,
+    values: InitialValues,
 ) -> tuple[list[Unit], list[Slots]]:
-    """The units of ``module``, the root first, and where their gradients travel.
+    """The units of ``module``, the root first, and the slots in which their gradients travel.
 
-    All ranks call it. Each parameter arrives whole and becomes this rank's part before
-    the next one comes, so the start takes the parts, and the memory of one unit.
+    All ranks call it. Each parameter gets its whole value and becomes this rank's shard before the
+    next one does, so the start takes the memory of all shards and of one unit.
     """
-    places = ShardDevices(ranks, options.offload)
-    start.begin()
-    storages = [_fill(plan, _storages_of(plan, places, options), start) for plan in plans]
-    start.finish()
+    devices = ShardDevices(groups, options.offload)
+    values.begin()
+    storages = [_fill(plan, _storages_of(plan, devices, options), values) for plan in plans]
+    values.finish()
     if options.offload is not Offload.NONE:
-        masters = [part for unit in storages for one in unit for part in one.locals]
-        assert all(is_cpu(part.device) for part in masters)
-    built = _units_of([(plan.name, plan.module) for plan in plans], storages, ranks.shard, options)
+        shards = [shard for of_unit in storages for one in of_unit for shard in one.shards]
+        assert all(is_cpu(shard.device) for shard in shards)
+    modules = [(plan.name, plan.module) for plan in plans]
+    built = _units_of(modules, storages, groups.shard, options)
     if (dtype := options.precision.buffers) is not None:
         for buffer in module.buffers():
             if buffer.is_floating_point():
@@ -50,74 +56,98 @@ def build_units(
 
 
 def copy_units(
-    units: Sequence[Unit], module: nn.Module, ranks: HybridGroups, options: FSDPOptions
+    units: Sequence[Unit], module: nn.Module, groups: HybridGroups, options: FSDPOptions
 ) -> tuple[list[Unit], list[Slots]]:
     """The same units of ``module``, a copy of theirs, in memory of their own.
 
     All ranks call it. Members are found by name, so a module may copy itself its way.
     """
 
-    def renewed(member: Member) -> Member:
+    def copied(member: Member) -> Member:
         owner = module.get_submodule(member.name.rpartition(".")[0])
         return Member(member.name, module.get_parameter(member.name), owner)
 
     storages = [
-        [copy_storage(one, [renewed(member) for member in one.members]) for one in unit.storages]
+        [copy_storage(one, [copied(member) for member in one.members]) for one in unit.storages]
         for unit in units
     ]
-    named = [(unit.name, module.get_submodule(unit.name)) for unit in units]
-    return _units_of(named, storages, ranks.shard, options)
+    modules = [(unit.name, module.get_submodule(unit.name)) for unit in units]
+    return _units_of(modules, storages, groups.shard, options)
+
+
+def restore_parameters(
+    hooks: Hooks, storages: Sequence[Storage], values: Mapping[int, Tensor]
+) -> None:
+    """Give parameters these values, by their ``id``, and their unsharded gradients.
+
+    All ranks call it.
+    """
+    gradients = [storage.gather_gradients() for storage in storages]
+    hooks.wait_for_readers("gradients were copied")
+    for storage, unsharded in zip(storages, gradients, strict=True):
+        for param, gradient in zip(storage.params, unsharded, strict=True):
+            param.grad = None
+            param.data = values[id(param)]
+            param.grad = gradient
+
+
+def broadcast_copies(storages: Sequence[Storage], groups: HybridGroups) -> None:
+    """Give all ranks with the same shard that of the first of them. All ranks call it."""
+    for storage in storages:
+        for member, shard in zip(storage.members, storage.shards, strict=True):
+            label = f"initial {member.name}"
+            if not storage.sharded:
+                groups.broadcast(shard, label)
+            elif groups.replicas is not None:
+                groups.replicas.broadcast(shard, 0, label=label)
 
 
 def _units_of(
-    named: Sequence[tuple[str, nn.Module]],
+    modules: Sequence[tuple[str, nn.Module]],
     storages: Sequence[Sequence[Storage]],
     group: Group,
     options: FSDPOptions,
 ) -> tuple[list[Unit], list[Slots]]:
     """Units with what their gradients and optimizers need."""
-    slots = _Lots(group, options, storages)
-    units, precision, level = [], options.precision, Level()
-    for (name, module), own in zip(named, storages, strict=True):
-        shards = []
-        for i, one in enumerate(own):
+    slots = _SlotsByStorage(group, options, storages)
+    units, precision, unsharded_bytes = [], options.precision, PeakBytes()
+    for (name, module), of_unit in zip(modules, storages, strict=True):
+        gradient_shards = []
+        for storage in of_unit:
             if not options.use_orig_params:
-                one.flatten()
-                hide(one.params, behind=f"{name}.flat_{i}".lstrip("."))
-            if one.requires_grad:
-                wire_dtype = _wire_dtype(one, options)
-                grad_dtype = wire_dtype if precision.keep_low_precision_grads else one.dtype
-                lot = slots.of(one, wire_dtype)
-                shards.append(GradientShard(one, wire_dtype, grad_dtype, lot))
-        units.append(Unit(name, module, own, shards, group, level))
+                storage.flatten()
+            if storage.requires_grad:
+                wire_dtype = _wire_dtype(storage, options)
+                grad_dtype = wire_dtype if precision.keep_low_precision_grads else storage.dtype
+                shard = GradientShard(storage, wire_dtype, grad_dtype, slots.of(storage))
+                gradient_shards.append(shard)
+        units.append(Unit(name, module, of_unit, gradient_shards, group, unsharded_bytes))
     return units, slots.all
 
 
-def _fill(plan: UnitPlan, storages: list[Storage], start: InitialValues) -> list[Storage]:
-    """The storages of a unit with their initial values, and its parameters as their parts."""
+def _fill(plan: UnitPlan, storages: list[Storage], values: InitialValues) -> list[Storage]:
+    """The storages of a unit with their initial values, and its parameters sharded."""
     homes = {id(param): (one, i) for one in storages for i, param in enumerate(one.params)}
     # In the order of the model: the parameters of one module come together.
     for member in plan.members:
         storage, i = homes[id(member.param)]
-        start.arrive(member.param)
-        storage.settle(i)
+        values.materialize(member.param)
+        storage.shard_param(i)
     return storages
 
 
-def _storages_of(plan: UnitPlan, places: ShardDevices, options: FSDPOptions) -> list[Storage]:
+def _storages_of(plan: UnitPlan, devices: ShardDevices, options: FSDPOptions) -> list[Storage]:
     """One storage for each combination of shard dtype, compute dtype and ``requires_grad``."""
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[Member]] = {}
     for member in plan.members:
         compute = _compute_dtype(member, options)
         key = _shard_dtype(member, options), compute, member.param.requires_grad
         kinds.setdefault(key, []).append(member)
-    sharded = (
-        options.strategy is not Strategy.NO_SHARD and plan.num_parameters >= options.min_num_params
-    )
+    sharded = options.traits.shards and plan.num_parameters >= options.min_num_params
     return [
         make_storage(
             members,
-            places,
+            devices,
             options.layout,
             dtype,
             compute,
@@ -146,39 +176,149 @@ def _wire_dtype(storage: Storage, options: FSDPOptions) -> torch.dtype:
     return storage.dtype if reduce is None or not storage.dtype.is_floating_point else reduce
 
 
-class _Lots:
-    """Who travels in which slots: one or two for all units in turn, one for each root storage.
+class _SlotsByStorage:
+    """Which gradients travel in which slots.
 
-    Where memory is not shared, two units are whole in backward, one of which has its gradients
-    beside it: a second slot would exceed two units with their gradients.
-    The root's gradients begin to come first and are complete last. With ``SHARD_OPTIMIZER`` every
-    storage has a slot of its own, so no reduction waits for another.
+    One or two slots serve all units in turn, but the root's have their own: they begin to come
+    first and are complete last. With ``SHARD_OPTIMIZER`` every storage has a slot, so no reduction
+    waits for another. Where memory is not shared, two units are unsharded in backward, one of which
+    has its gradients beside it: a second slot would exceed two units with their gradients.
     """
 
     def __init__(
         self, group: Group, options: FSDPOptions, storages: Sequence[Sequence[Storage]]
     ) -> None:
         self.all: list[Slots] = []
-        self._own: dict[int, Slots] = {}
-        self._shared: dict[torch.dtype, Slots] = {}
-        largest: dict[torch.dtype, int] = {}
-        for u, unit in enumerate(storages):
-            for one in unit:
-                if not one.requires_grad:
+        self._by_storage: dict[int, Slots] = {}
+        takes_turns: dict[torch.dtype, list[Storage]] = {}
+        for u, of_unit in enumerate(storages):
+            for storage in of_unit:
+                dtype = _wire_dtype(storage, options)
+                if not storage.requires_grad:
                     continue
-                dtype = _wire_dtype(one, options)
-                if u == 0 or options.strategy is Strategy.SHARD_OPTIMIZER:
-                    self._own[id(one)] = self._make(group, one.cut.numel, dtype, 1)
+                if u == 0 or options.traits.keeps_gradient_buffers:
+                    self._add(group, [storage], dtype, 1)
                 else:
-                    largest[dtype] = max(largest.get(dtype, 0), one.cut.numel)
-        for dtype, numel in largest.items():
-            count = 2 if group.shares_memory else 1
-            self._shared[dtype] = self._make(group, numel, dtype, count)
+                    takes_turns.setdefault(dtype, []).append(storage)
+        for dtype, users in takes_turns.items():
+            self._add(group, users, dtype, 2 if group.shares_memory else 1)
 
-    def _make(self, group: Group, numel: int, dtype: torch.dtype, count: int) -> Slots:
+    def _add(self, group: Group, users: Sequence[Storage], dtype: torch.dtype, count: int) -> None:
+        numel = max(storage.layout.numel for storage in users)
         self.all.append(Slots(group, numel, dtype, count))
-        return self.all[-1]
+        self._by_storage |= dict.fromkeys(map(id, users), self.all[-1])
 
-    def of(self, storage: Storage, wire_dtype: torch.dtype) -> Slots:
-        """The slots of a storage whose gradients travel in ``wire_dtype``."""
-        return self._own.get(id(storage)) or self._shared[wire_dtype]
+    def of(self, storage: Storage) -> Slots:
+        """The slots of a storage that needs a gradient."""
+        return self._by_storage[id(storage)]
+
+
+# Initial values ------------------------------------------------------------------------------
+
+
+class _Source(Enum):
+    """Where the initial value of a parameter or a buffer comes from."""
+
+    RANK_0 = "rank 0 sends it"
+    ITSELF = "each rank has it"
+    MODULE = "its module makes it, alike on every rank"
+
+
+@final
+class InitialValues:
+    """Gives parameters and buffers their initial values, one at a time.
+
+    Law: what a module makes depends on the base seed and on its name; neither on the number of
+    ranks nor on how the model is sharded.
+
+    Args:
+        module: the same on all ranks, but for values.
+        groups: the ranks that share it.
+        init: what ``FSDP`` was told.
+        on_meta: by rank, the names of what it has on the meta device.
+        materialize: makes values in the place of ``reset_parameters``.
+
+    Raises:
+        ModelMismatch: a value is needed of a rank that does not have it.
+        ArgumentError: a module cannot make its values.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: HybridGroups,
+        init: Init,
+        on_meta: Sequence[AbstractSet[str]],
+        materialize: Callable[[nn.Module], None] | None,
+    ) -> None:
+        self._groups = groups
+        self._places: dict[int, ParameterPlace] = {}
+        self._sources: dict[int, _Source] = {}
+        for owner_name, owner in module.named_modules():
+            for local, tensor in own_tensors(owner):
+                name = f"{owner_name}.{local}".lstrip(".")
+                if id(tensor) not in self._places:
+                    self._sources[id(tensor)] = _source_of(name, init, on_meta)
+                    self._places[id(tensor)] = ParameterPlace(
+                        name, owner_name, owner, tuple(tensor.shape)
+                    )
+        self._waiting = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
+        self._initializer = Initializer(self._places, groups.shard.device, materialize)
+        from_modules = [key for key, source in self._sources.items() if source is _Source.MODULE]
+        for key in from_modules:
+            self._initializer.check(self._places[key])
+        # One draw on every rank, so that equal random streams stay equal.
+        self._seed: int = groups.broadcast_object(draw_seed()) if from_modules else 0
+
+    def begin(self) -> None:
+        """Make the buffers valid that no module makes: a module that makes others may read them."""
+        for tensor in list(self._waiting.values()):
+            is_parameter = isinstance(tensor, nn.Parameter)
+            if not is_parameter and self._sources[id(tensor)] is not _Source.MODULE:
+                self.materialize(tensor)
+
+    def materialize(self, tensor: Tensor) -> None:
+        """Give ``tensor`` its value, on the group's device and in the same object. Once for each.
+
+        All ranks call it in the same order.
+        """
+        if self._waiting.pop(id(tensor), None) is None:
+            return
+        place = self._places[id(tensor)]
+        source = self._sources[id(tensor)]
+        if source is _Source.MODULE:
+            if tensor.is_meta:
+                self._make(place.owner_name, place.owner)
+        elif source is _Source.RANK_0:
+            if tensor.is_meta:
+                self._initializer.allocate(tensor)
+            with torch.no_grad():
+                self._groups.broadcast(tensor.data, f"initial {place.name}")
+
+    def finish(self) -> None:
+        """Make valid what is in no unit: ignored parameters, and buffers."""
+        for tensor in list(self._waiting.values()):
+            self.materialize(tensor)
+
+    def _make(self, name: str, module: nn.Module) -> None:
+        """Let a module initialise what it is the first owner of."""
+        owned = {
+            id(tensor)
+            for _, tensor in own_tensors(module)
+            if self._sources[id(tensor)] is _Source.MODULE
+            and self._places[id(tensor)].owner is module
+        }
+        self._initializer.make(name, module, owned, self._seed)
+
+
+def _source_of(name: str, init: Init, on_meta: Sequence[AbstractSet[str]]) -> _Source:
+    without = [name in names for names in on_meta]
+    if all(without):
+        return _Source.MODULE
+    if any(without) and (init != "broadcast" or without[0]):
+        needs = "rank 0's values" if init == "broadcast" else "the values of every rank"
+        raise ModelMismatch(
+            f"the device of {name!r}, and init={init!r} takes {needs}",
+            {rank: "meta" if missing else "real" for rank, missing in enumerate(without)},
+        )
+    return _Source.RANK_0 if init == "broadcast" and len(on_meta) > 1 else _Source.ITSELF

@@ -1,18 +1,18 @@
-"""From whole gradients on every rank to reduced ones on their owners.
+"""From unsharded gradients on every rank to reduced shards of them.
 
 ::
 
-    gradients of a unit ─ one fused copy ─> slot (a window) ─ reduce-scatter ─> this rank's part
+    gradients of a unit ─ one fused copy ─> slot (a window) ─ reduce-scatter ─> this rank's shard
 
 A slot is used by one reduction after another; who needs it next waits until the last one is over.
 
 Gradients are copied into a slot in the current order of execution, so their memory may be freed at
-once; what follows is on the stream of reductions. Where gradients are kept on the host, the reduced
+once; what follows is on the reduce stream. Where gradients are kept on the host, the reduced
 ones are copied there on that stream, and the host waits for them when it hands them over.
 
 [Note: a reduction that others are late for]
-Where gathers communicate, a rank must not wait for a reduction while others may wait for its next
-gather before they send their part of it: a rank that got no gradient for some parameter of a unit
+Where unshards communicate, a rank must not wait for a reduction while others may wait for its next
+unshard before they join it: a rank that got no gradient for some parameter of a unit
 learns only at the end of its backward that none will come. There, on the CPU, a slot is waited for
 with patience once. From then on gradients that find their slot in use travel in memory of their
 own. On an accelerator waiting is for its streams, and the program runs far ahead of them, so every
@@ -37,7 +37,7 @@ from echelon.comm.streams import StreamEvent, is_cpu
 from echelon.comm.work import Work
 from echelon.errors import CommTimeout
 from echelon.fsdp.policy import FSDPOptions
-from echelon.fsdp.storage import Storage, shaped_part
+from echelon.fsdp.storage import Storage, shaped_shard
 from echelon.modules.sharded_gradients import GradientScope, mark
 
 PATIENCE_S = 1.0  # far more than a reduction takes once all ranks have sent it
@@ -77,14 +77,15 @@ class Slots:
 
 @final
 class GradientShard:
-    """This rank's part of the gradients of one storage.
+    """This rank's shard of the gradients of one storage.
 
     Attributes:
         storage: whose.
         wire_dtype: in which gradients are reduced and accumulated.
         grad_dtype: of ``views``.
         slots: where they travel.
-        views: what ``.grad`` is, for each of ``storage.exposed``; empty before the first use.
+        views: what ``.grad`` is, for each of ``storage.optimizer_params``; empty before their first
+            use.
     """
 
     def __init__(
@@ -97,20 +98,20 @@ class GradientShard:
         self._rounds = torch.promote_types(wire_dtype, grad_dtype) != grad_dtype
         self._sum: Tensor | None = None  # where ``views`` round: what they are rounded from
         self._version = 0  # of ``flat``, when it was the rounded sum
-        self._places: dict[int, list[list[Tensor]]] = {}  # by address of a slot
+        self._slot_views: dict[int, list[list[Tensor]]] = {}  # by address of a slot
         if grad_dtype != storage.dtype:
-            for param in storage.exposed:
+            for param in storage.optimizer_params:
                 param.grad_dtype = None  # otherwise torch insists on the parameter's own
 
     @property
     def nbytes(self) -> int:
         """Bytes of ``views``, and of the sum that they are rounded from, on the device."""
-        return 0 if self.storage.places.offloads else self._all_nbytes
+        return 0 if self.storage.devices.offloads else self._all_nbytes
 
     @property
     def host_nbytes(self) -> int:
         """The same on the host, where that is another memory."""
-        return self._all_nbytes if self.storage.places.offloads else 0
+        return self._all_nbytes if self.storage.devices.offloads else 0
 
     @property
     def _all_nbytes(self) -> int:
@@ -121,7 +122,7 @@ class GradientShard:
         """The memory of ``views``, made when it is first used."""
         if self._flat is None:
             storage = self.storage
-            self._flat = storage.places.kept(storage.own_numel, self.grad_dtype).zero_()
+            self._flat = storage.devices.empty_shard(storage.shard_numel, self.grad_dtype).zero_()
             self.views = self._views_of(self._flat)
             if storage.sharded and storage.group.size > 1:
                 scope = GradientScope(storage.group, storage.rows)
@@ -132,58 +133,58 @@ class GradientShard:
         storage = self.storage
         if storage.is_flat:
             return [flat]
-        parts = flat.split([piece.numel for piece in storage.own])
-        return [part.view(local.shape) for part, local in zip(parts, storage.locals, strict=True)]
+        parts = storage.split_by_param(flat)
+        return [part.view(shard.shape) for part, shard in zip(parts, storage.shards, strict=True)]
 
     def fill(self, memory: Tensor, gradients: Sequence[Tensor | None], *, is_slot: bool) -> None:
-        """Copy whole gradients to their places, the parts of all ranks end to end; None is 0."""
+        """Copy unsharded gradients into ``memory``, rank by rank if by rows; None is 0."""
         targets, sources = [], []
-        all_places = self._places_in_slot(memory) if is_slot else self._places_in(memory)
-        for places, gradient in zip(all_places, gradients, strict=True):
+        all_views = self._views_in_slot(memory) if is_slot else self._views_in(memory)
+        for views, gradient in zip(all_views, gradients, strict=True):
             if gradient is None:
-                torch._foreach_zero_(places)
-            elif len(places) == 1:
-                targets.append(places[0])
+                torch._foreach_zero_(views)
+            elif len(views) == 1:
+                targets.append(views[0])
                 sources.append(gradient)
             else:
                 rows = gradient if gradient.dim() else gradient.view(1)
-                targets += places
-                sources += rows.split([place.shape[0] for place in places])
+                targets += views
+                sources += rows.split([view.shape[0] for view in views])
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _places_in_slot(self, memory: Tensor) -> list[list[Tensor]]:
-        places = self._places.get(memory.data_ptr())
-        if places is None:
-            places = self._places[memory.data_ptr()] = self._places_in(memory)
-        return places
+    def _views_in_slot(self, memory: Tensor) -> list[list[Tensor]]:
+        views = self._slot_views.get(memory.data_ptr())
+        if views is None:
+            views = self._slot_views[memory.data_ptr()] = self._views_in(memory)
+        return views
 
-    def _places_in(self, memory: Tensor) -> list[list[Tensor]]:
-        """Where the gradient of each parameter goes: in one place, or in one for each rank."""
+    def _views_in(self, memory: Tensor) -> list[list[Tensor]]:
+        """Where the gradient of each parameter goes: one view, or by rows one for each rank."""
         if self.storage.rows:
             return self._by_rank(memory)
-        return [[view] for view in self.storage.whole_views(memory)]
+        return [[view] for view in self.storage.views_in(memory)]
 
     def _by_rank(self, memory: Tensor) -> list[list[Tensor]]:
-        cut = self.storage.cut
-        places: list[list[Tensor]] = [[] for _ in cut.shapes]
+        layout = self.storage.layout
+        views: list[list[Tensor]] = [[] for _ in layout.shapes]
         end = 0
-        for own in cut.pieces:
-            for piece in own:
-                part = memory[end : end + piece.numel]
-                places[piece.member].append(shaped_part(part, cut.shapes[piece.member], True))
-                end += piece.numel
-        return places
+        for ranges in layout.ranges:
+            for part in ranges:
+                flat = memory[end : end + part.numel]
+                views[part.member].append(shaped_shard(flat, layout.shapes[part.member], True))
+                end += part.numel
+        return views
 
     def set_aside(self) -> list[bool] | None:
-        """Take reduced gradients off their parameters, so that backward writes whole new ones.
+        """Take reduced gradients off their parameters, so that backward writes unsharded new ones.
 
         They stay in ``views``, to be added to.
 
         Returns:
-            Which of ``storage.exposed`` had one; None if none had.
+            Which of ``storage.optimizer_params`` had one; None if none had.
         """
-        params = self.storage.exposed
+        params = self.storage.optimizer_params
         had = [param.grad is not None for param in params]
         if not any(had):
             return None
@@ -199,9 +200,11 @@ class GradientShard:
         return had
 
     def put_back(self, had: Sequence[bool] | None) -> None:
-        """Undo ``set_aside``, which returned ``had``, when parameters are parts again."""
+        """Undo ``set_aside``, which returned ``had``, when parameters are sharded again."""
         if had is not None:
-            for param, view, old in zip(self.storage.exposed, self.views, had, strict=True):
+            for param, view, old in zip(
+                self.storage.optimizer_params, self.views, had, strict=True
+            ):
                 if old:
                     param.grad = view
 
@@ -213,7 +216,7 @@ class GradientShard:
         return self._views_of(self._sum)
 
     def take(self, reduced: Tensor, *, add: bool) -> None:
-        """Take new gradients of the own part, in the wire dtype, instead of the old or on top."""
+        """Take reduced gradients, in the wire dtype, in the place of the old ones or on top."""
         flat = self.flat
         if self._rounds:
             if add and self._sum is not None:
@@ -239,8 +242,8 @@ class Reduction:
         shard: where they go.
         had: what ``set_aside`` returned; new gradients are added to those.
         options: how gradients of ranks become one.
-        replicas: ranks that hold the same part, each for a group of its own.
-        gathers_come: whether other ranks may wait for a gather of this one in the same backward.
+        replicas: ranks with the same shard, each in another shard group.
+        unshards_come: whether other ranks may wait for an unshard of this one in this backward.
     """
 
     def __init__(
@@ -250,31 +253,31 @@ class Reduction:
         options: FSDPOptions,
         replicas: Group | None,
         *,
-        gathers_come: bool,
+        unshards_come: bool,
     ) -> None:
         self.shard, self.had = shard, had
         self.present: list[bool] = []  # parameters that have a gradient here
         self.came: Sequence[bool] = []  # what optimizers see and some rank has a gradient for
-        self._options, self._replicas, self._gathers_come = options, replicas, gathers_come
-        self._places = shard.storage.places
+        self._options, self._replicas, self._unshards_come = options, replicas, unshards_come
+        self._devices = shard.storage.devices
         self._work: Work | None = None
         self._output: Tensor | None = None
-        self._mark: StreamEvent | None = None  # when the result is where it is kept
+        self._event: StreamEvent | None = None  # when the result is where it is kept
         self._is_over = False
 
     def start(self, gradients: list[Tensor | None]) -> None:
-        """Send whole gradients off; empties the list when they are copied, before they travel."""
-        shard, stream = self.shard, self._places.reductions
+        """Launch the reduction; empties ``gradients`` when they are copied, before they travel."""
+        shard, stream = self.shard, self._devices.reduce_stream
         self.present = [gradient is not None for gradient in gradients]
-        numel = shard.storage.cut.numel
+        numel = shard.storage.layout.numel
         slot = shard.slots.take(self, wait=self._may_wait)
         if slot is None:
-            memory = torch.empty(numel, dtype=shard.wire_dtype, device=self._places.device)
+            memory = torch.empty(numel, dtype=shard.wire_dtype, device=self._devices.device)
         else:
             memory = slot[:numel]
         shard.fill(memory, gradients, is_slot=slot is not None)
         gradients.clear()
-        stream.wait_for_current()
+        stream.wait_for_current()  # or it sends a slot that is still being filled
         with stream.as_current():
             self._work = self._send(memory, async_op=not stream.queued)
         if self._work is None:
@@ -286,9 +289,9 @@ class Reduction:
         if not storage.sharded:
             self._output = memory
             return group.all_reduce(memory, op, async_op, label=label)
-        direct = self._is_direct and not self._places.offloads
-        self._output = shard.flat if direct else memory.new_empty(storage.own_numel)
-        splits = storage.cut.splits
+        direct = self._is_direct and not self._devices.offloads
+        self._output = shard.flat if direct else memory.new_empty(storage.shard_numel)
+        splits = storage.layout.numels_by_rank
         return group.reduce_scatter_single(
             self._output, memory, op, async_op, splits=splits, label=label
         )
@@ -299,7 +302,7 @@ class Reduction:
         group = self.shard.storage.group
         if group.shares_memory or self._replicas is not None or not is_cpu(group.device):
             return True  # replicas reduce when this has landed, and in one order
-        return not self._gathers_come
+        return not self._unshards_come
 
     def comes_within(self, seconds: float) -> bool:
         """Whether the reduction is over by then, so that ``vacate`` returns at once."""
@@ -329,30 +332,30 @@ class Reduction:
         """The reduction is over, in its stream: move the result to where it is kept."""
         output = self._output
         assert output is not None
-        with self._places.reductions.as_current():
+        with self._devices.reduce_stream.as_current():
             if self._replicas is not None:
                 self._replicas.all_reduce(output, self._options.op, label=self._label)
             if (divisor := self._options.divisor()) != 1:
                 output.div_(divisor)
-            if self._places.offloads:
+            if self._devices.offloads:
                 landed = self.shard.flat
                 if not self._is_direct:
-                    landed = self._places.on_host(output.numel(), output.dtype)
+                    landed = self._devices.empty_on_host(output.numel(), output.dtype)
                 self._output = landed.copy_(output, non_blocking=True)
             else:
                 self.shard.take(output, add=self.had is not None)
                 self._output = None
-        self._mark = self._places.reductions.record_event()
+        self._event = self._devices.reduce_stream.record_event()
 
     def vacate(self) -> None:
         """From now on the slot may be used again; on CUDA the host goes on."""
         work, self._work = self._work, None
         if work is not None:
-            with self._places.reductions.as_current():
+            with self._devices.reduce_stream.as_current():
                 work.wait()
             self._land()
-        if self._mark is not None:  # it left
-            self._mark.wait()
+        if self._event is not None:  # it left
+            self._event.wait()
 
     def finish(self) -> None:
         """Wait, and leave the result in the views."""
@@ -361,8 +364,8 @@ class Reduction:
         self._is_over = True
         self.vacate()
         if self._output is not None:  # on the host, which does not add before it has come
-            assert self._mark is not None
-            self._mark.synchronize()
+            assert self._event is not None
+            self._event.synchronize()
             self.shard.take(self._output, add=self.had is not None)
             self._output = None
 
@@ -375,6 +378,8 @@ class Reduction:
         storage = self.shard.storage
         self.came = came = [any(anywhere)] if storage.is_flat else anywhere
         had = self.had or [False] * len(came)
-        for param, view, new, old in zip(storage.exposed, self.shard.views, came, had, strict=True):
+        for param, view, new, old in zip(
+            storage.optimizer_params, self.shard.views, came, had, strict=True
+        ):
             if new or old:
                 param.grad = view

@@ -1,10 +1,10 @@
-"""The ranks of a sharded model: those that share its parts, and those that hold the same part.
+"""The ranks of a sharded model: those that it is sharded over, and those with the same shard.
 
 ::
 
     world.mesh(replicate=2, shard=3)      rank 0 | rank 1 | rank 2     <- one group that shards
                                           rank 3 | rank 4 | rank 5     <- another one
-                                             └ ranks 0 and 3 are replicas of one part
+                                             └ ranks 0 and 3 have the same shard
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ class HybridGroups:
     """All ranks of a sharded model, seen from one of them.
 
     Attributes:
-        shard: those that share the parameters; gathers and reduce-scatters stay inside.
-        replicas: those that hold the same part as this one; None where there is one of each.
-        gathers: the ranks of ``shard``, for gathers. Ranks that skip units gather and reduce in
-            different turns, so where either communicates each needs an order of its own.
+        shard: those that share the parameters; all-gathers and reduce-scatters stay inside.
+        replicas: those with the same shard as this one; None where no other has it.
+        unshard: the ranks of ``shard``, for all-gathers. Ranks that skip units unshard and reduce
+            in different turns, so where either communicates each needs an order of its own.
     """
 
     shard: Group
     replicas: Group | None
-    gathers: Group
+    unshard: Group
 
     @classmethod
     def of(cls, shard: Group, replicas: Group | None) -> HybridGroups:
-        """All of them; gathers are not separate yet."""
+        """All of them; all-gathers are not separate yet."""
         return cls(shard, replicas, shard)
 
     def separated(self) -> HybridGroups:
-        """The same, with a communicator for gathers. All ranks call it."""
+        """The same, with a communicator for all-gathers. All ranks call it."""
         if self.shard.size == 1:
             return self
-        gathers = self.shard.subgroup(range(self.shard.size))
-        assert gathers is not None, "this rank is in its own group"
-        return replace(self, gathers=gathers)
+        unshard = self.shard.subgroup(range(self.shard.size))
+        assert unshard is not None, "this rank is in its own group"
+        return replace(self, unshard=unshard)
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -52,14 +52,14 @@ class HybridGroups:
         return (self.shard,) if self.replicas is None else (self.replicas, self.shard)
 
     @property
-    def copy_of_part(self) -> tuple[int, int]:
-        """Which of those that hold the same part this rank is, and how many they are."""
+    def copy_of_shard(self) -> tuple[int, int]:
+        """Which of those with the same shard this rank is, and how many they are."""
         return (0, 1) if self.replicas is None else (self.replicas.rank, self.replicas.size)
 
     @property
     def copy_of_all(self) -> tuple[int, int]:
         """Which of all ranks this one is, and how many they are: replica by replica."""
-        replica, num_replicas = self.copy_of_part
+        replica, num_replicas = self.copy_of_shard
         return replica * self.shard.size + self.shard.rank, num_replicas * self.shard.size
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
@@ -79,7 +79,7 @@ class HybridGroups:
         items = self.shard.all_gather_object(item)
         if self.replicas is None:
             return items
-        return [one for part in self.replicas.all_gather_object(items) for one in part]
+        return [item for others in self.replicas.all_gather_object(items) for item in others]
 
     def all_reduce(self, tensor: Tensor, op: str, label: str) -> None:
         """Reduce over all ranks."""
@@ -87,7 +87,7 @@ class HybridGroups:
             if group.size > 1:
                 group.all_reduce(tensor, op, label=label)
 
-    def meet(self, what: str) -> None:
-        """Where parts are shared memory, wait until those who share them are here."""
+    def barrier_if_shared(self, what: str) -> None:
+        """Where shards are shared memory, wait until all who share them are here."""
         if self.shard.shares_memory and self.shard.size > 1:
             self.shard.barrier(label=what)

@@ -1,4 +1,12 @@
-"""This rank's part of a storage: what the optimizer sees, and what a gather reads."""
+"""This rank's shard of a storage: in which memory it lies, and on which streams it moves.
+
+::
+
+    host     masters, .grad, optimizer state         (offloaded; else on the device)
+                │ cast, copy                ▲ copy
+    device   own shard ─ all-gather ─> unsharded   reduced shard <─ reduce-scatter ─ gradients
+                on `unshard_stream`                               on `reduce_stream`
+"""
 
 from __future__ import annotations
 
@@ -8,33 +16,87 @@ from typing import final
 import torch
 from torch import Tensor
 
+from echelon.comm.streams import Stream, host_memory, is_cpu, new_stream
+from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.policy import Offload
-from echelon.fsdp.shard_devices import ShardDevices
+
+
+def has_two_memories(offload: Offload, device: torch.device) -> bool:
+    """Whether the shards of a model are kept in another memory than that of ``device``."""
+    return offload is not Offload.NONE and not is_cpu(device)
+
+
+@final
+class ShardDevices:
+    """The memories of one model on one rank, and its streams.
+
+    Attributes:
+        group: ranks that share the model.
+        unshard_group: the same ranks, for all-gathers.
+        device: where the model computes and communicates.
+        offload: what is kept on the host; NONE where that is the same memory.
+        unshard_stream: all-gathers of parameters.
+        reduce_stream: reductions of gradients.
+    """
+
+    def __init__(self, groups: HybridGroups, offload: Offload) -> None:
+        group = groups.shard
+        self.group, self.unshard_group, self.device = group, groups.unshard, group.device
+        self.offload = offload if has_two_memories(offload, group.device) else Offload.NONE
+        # Simulated ranks do each other's work, so on a device they need one order for all of it.
+        own = not group.shares_memory
+        self.unshard_stream: Stream = new_stream(group.device, own=own)
+        self.reduce_stream: Stream = new_stream(group.device, own=own)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether masters and gradients are in another memory than the device's."""
+        return self.offload is not Offload.NONE
+
+    def empty_shard(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for masters or gradients."""
+        if self.offloads:
+            return self.empty_on_host(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def empty_on_host(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the host from and to which copies are asynchronous."""
+        return host_memory(numel, dtype, self.device)
+
+    def to_device(self, shard: Tensor) -> Tensor:
+        """A shard where it is computed and communicated; a copy if that is another memory."""
+        return shard.to(self.device, non_blocking=True, copy=self.offloads)
+
+    def wait_for_unshards(self) -> None:
+        """Return when no unshard reads the host's memory any more, so that it may be written."""
+        if self.offloads:
+            self.unshard_stream.record_event().synchronize()
 
 
 class LocalShard(ABC):
-    """The part of one rank.
+    """The shard of one rank.
 
     Attributes:
         masters: what the optimizer sees. 1D
-        staged: the same after ``prepare``, as others read it; ``masters`` themselves if they can.
+        staged: the same after ``refresh``, in the dtype in which others read it; ``masters``
+            themselves if they can. 1D
     """
 
     masters: Tensor
     staged: Tensor
 
     @abstractmethod
-    def prepare(self) -> None:
-        """The masters may have changed: bring the rest up to date. No gather reads it now."""
+    def refresh(self) -> None:
+        """Bring everything else up to date with the masters. No unshard reads it now."""
 
     @abstractmethod
-    def sent(self) -> Tensor:
-        """The part on the device, in the compute dtype; called on the stream of gathers."""
+    def send_buffer(self) -> Tensor:
+        """The shard on the device, in the compute dtype; called on the unshard stream."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes on the device between gathers."""
+        """Bytes on the device while the unit is sharded."""
 
     @property
     @abstractmethod
@@ -43,46 +105,36 @@ class LocalShard(ABC):
 
 
 def make_masters(
-    numel: int, dtype: torch.dtype, compute: torch.dtype, places: ShardDevices
+    numel: int, dtype: torch.dtype, compute: torch.dtype, devices: ShardDevices
 ) -> LocalShard:
-    """The part of a storage whose whole buffer is always on the device.
-
-    Args:
-        dtype: of the masters.
-        compute: in which the device wants them.
-    """
-    return (HostShard if places.offloads else DeviceShard)(numel, dtype, compute, places)
+    """The shard of a storage whose unsharded buffer is always on the device."""
+    return (HostShard if devices.offloads else DeviceShard)(numel, dtype, compute, devices)
 
 
 def make_local_shard(
-    numel: int, dtype: torch.dtype, compute: torch.dtype, places: ShardDevices
+    numel: int, dtype: torch.dtype, compute: torch.dtype, devices: ShardDevices
 ) -> LocalShard:
-    """The part of a storage that gathers read.
-
-    Args:
-        dtype: of the masters.
-        compute: in which others get it.
-    """
-    if places.offload is Offload.OPTIMIZER:
-        return MirroredShard(HostShard(numel, dtype, compute, places), places)
-    return make_masters(numel, dtype, compute, places)
+    """The shard of a storage that all-gathers read; ``compute`` is the dtype that they move."""
+    if devices.offload is Offload.OPTIMIZER:
+        return MirroredShard(HostShard(numel, dtype, compute, devices), devices)
+    return make_masters(numel, dtype, compute, devices)
 
 
 @final
 class DeviceShard(LocalShard):
-    """Masters on the device; cast for each gather where the dtypes differ."""
+    """Masters on the device; cast for each all-gather where the dtypes differ."""
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, compute: torch.dtype, places: ShardDevices
+        self, numel: int, dtype: torch.dtype, compute: torch.dtype, devices: ShardDevices
     ) -> None:
-        self.masters = places.kept(numel, dtype)
+        self.masters = devices.empty_shard(numel, dtype)
         self.staged = self.masters
         self._compute = compute
 
-    def prepare(self) -> None:
-        pass  # every gather takes the masters as they are
+    def refresh(self) -> None:
+        pass  # every all-gather takes the masters as they are
 
-    def sent(self) -> Tensor:
+    def send_buffer(self) -> Tensor:
         return self.masters.to(self._compute)
 
     @property
@@ -96,25 +148,25 @@ class DeviceShard(LocalShard):
 
 @final
 class HostShard(LocalShard):
-    """Masters on the host, cast there once a step; every gather brings them to the device.
+    """Masters on the host, cast there once a step; every all-gather brings them to the device.
 
     The host casts, and not the device, so that half the bytes cross the bus for a dtype of half
     the width.
     """
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, compute: torch.dtype, places: ShardDevices
+        self, numel: int, dtype: torch.dtype, compute: torch.dtype, devices: ShardDevices
     ) -> None:
-        self._places = places
-        self.masters = places.kept(numel, dtype)
-        self.staged = self.masters if dtype == compute else places.on_host(numel, compute)
+        self._devices = devices
+        self.masters = devices.empty_shard(numel, dtype)
+        self.staged = self.masters if dtype == compute else devices.empty_on_host(numel, compute)
 
-    def prepare(self) -> None:
+    def refresh(self) -> None:
         if self.staged is not self.masters:
             self.staged.copy_(self.masters)
 
-    def sent(self) -> Tensor:
-        return self._places.on_device(self.staged)
+    def send_buffer(self) -> Tensor:
+        return self._devices.to_device(self.staged)
 
     @property
     def nbytes(self) -> int:
@@ -122,27 +174,25 @@ class HostShard(LocalShard):
 
     @property
     def host_nbytes(self) -> int:
-        own = 0 if self.staged is self.masters else self.staged.nbytes
-        return self.masters.nbytes + own
+        return self.masters.nbytes + (0 if self.staged is self.masters else self.staged.nbytes)
 
 
 @final
 class MirroredShard(LocalShard):
     """Masters on the host, and their values in the compute dtype on the device."""
 
-    def __init__(self, on_host: HostShard, places: ShardDevices) -> None:
-        self._on_host, self._places = on_host, places
+    def __init__(self, on_host: HostShard, devices: ShardDevices) -> None:
+        self._on_host, self._devices = on_host, devices
         self.masters, self.staged = on_host.masters, on_host.staged
-        self._mirror = torch.empty(
-            self.staged.numel(), dtype=self.staged.dtype, device=places.device
-        )
+        numel, dtype = self.staged.numel(), self.staged.dtype
+        self._mirror = torch.empty(numel, dtype=dtype, device=devices.device)
 
-    def prepare(self) -> None:
-        self._on_host.prepare()
-        with self._places.gathers.as_current():
+    def refresh(self) -> None:
+        self._on_host.refresh()
+        with self._devices.unshard_stream.as_current():
             self._mirror.copy_(self.staged, non_blocking=True)
 
-    def sent(self) -> Tensor:
+    def send_buffer(self) -> Tensor:
         return self._mirror
 
     @property

@@ -12,14 +12,13 @@ from torch import nn
 from echelon import checks
 from echelon.checks import Reduction
 from echelon.errors import ArgumentError
-from echelon.fsdp.prefetch import BackwardPrefetch
 
 Layout = Literal["flat", "rows"]
 Init = Literal["broadcast", "verify", "trust"]
 
 
 class Strategy(Enum):
-    """What each rank keeps only its part of.
+    """What each rank keeps only its shard of; ``StrategyTraits`` says what follows from it.
 
     The stages are those of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
     Parameter Models", 2020, section 5.
@@ -29,20 +28,48 @@ class Strategy(Enum):
     SHARD_GRAD_OP = (
         "gradients and optimizer state; parameters between backward and forward (ZeRO-2)"
     )
-    SHARD_OPTIMIZER = "optimizer state; gradient buffers of all units are kept whole (ZeRO-1)"
+    SHARD_OPTIMIZER = "optimizer state; every unit has a buffer of unsharded gradients (ZeRO-1)"
     NO_SHARD = "nothing: every rank keeps everything, as in DDP"
-    HYBRID_SHARD = "as FULL_SHARD inside the group, whose parts other groups replicate"
-    HYBRID_SHARD_ZERO2 = "as SHARD_GRAD_OP inside the group, whose parts other groups replicate"
+    HYBRID_SHARD = "as FULL_SHARD inside the group, whose shards other groups replicate"
+    HYBRID_SHARD_ZERO2 = "as SHARD_GRAD_OP inside the group, whose shards other groups replicate"
 
     @property
     def hybrid(self) -> bool:
-        """Whether several groups hold the same parts."""
-        return self in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
+        """Whether several groups have the same shards."""
+        return _TRAITS[self].hybrid
 
     @property
     def regathers(self) -> bool:
-        """Whether a unit is released between its forward and its backward."""
-        return self in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
+        """Whether a unit is resharded between its forward and its backward."""
+        return _TRAITS[self].reshards_after_forward
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyTraits:
+    """One row of the table of strategies: all that the rest of the package asks of one.
+
+    Attributes:
+        shards: whether parameters are sharded; if not, all storages are replicated.
+        reshards_after_forward: whether a unit is resharded between its forward and its backward.
+        keeps_gradient_buffers: whether every storage has a slot for its gradients.
+        hybrid: whether several groups have the same shards.
+    """
+
+    shards: bool = True
+    reshards_after_forward: bool = False
+    keeps_gradient_buffers: bool = False
+    hybrid: bool = False
+
+
+_TRAITS = {
+    Strategy.FULL_SHARD: StrategyTraits(reshards_after_forward=True),
+    Strategy.SHARD_GRAD_OP: StrategyTraits(),
+    Strategy.SHARD_OPTIMIZER: StrategyTraits(keeps_gradient_buffers=True),
+    Strategy.NO_SHARD: StrategyTraits(shards=False),
+    Strategy.HYBRID_SHARD: StrategyTraits(reshards_after_forward=True, hybrid=True),
+    Strategy.HYBRID_SHARD_ZERO2: StrategyTraits(hybrid=True),
+}
 
 
 class Offload(Enum):
@@ -54,8 +81,20 @@ class Offload(Enum):
     """
 
     NONE = "nothing"
-    OPTIMIZER = "parts, gradients and optimizer state; the device keeps parts in the compute dtype"
-    ALL = "the same, and between gathers the device keeps nothing of a part"
+    OPTIMIZER = "shards, gradients and optimizer state; the device has shards in the compute dtype"
+    ALL = "the same, and the device keeps nothing of a unit that is sharded"
+
+
+class BackwardPrefetch(Enum):
+    """When the next unit of backward is unsharded. Where ranks share memory that is free.
+
+    The names are those of Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
+    Parallel", 2023, section 3.3.2.
+    """
+
+    PRE = "before the gradients of the unit before it: most overlap, one unit more is unsharded"
+    POST = "after them"
+    NONE = "when backward reaches it"
 
 
 @final
@@ -64,7 +103,7 @@ class MixedPrecision:
     """Dtypes of one training step. ``.grad`` has that of the shards, and so have optimizer states.
 
     Attributes:
-        compute: of floating-point parameters in forward and backward, and of what gathers move;
+        compute: of floating-point parameters in forward and backward, and of what all-gathers move;
             None: the parameter's own. Inputs of the model are cast, too.
         reduce: in which gradients are reduced over ranks, and accumulated over backwards; None:
             that of the parameter's shard.
@@ -112,14 +151,14 @@ class FSDPOptions:
 
     Attributes:
         strategy: what is sharded.
-        layout: how a unit is cut: by element, or every parameter by rows of dim 0.
+        layout: how a unit is sharded: by element, or every parameter by rows of dim 0.
         precision: dtypes of a step.
-        min_num_params: a unit with fewer parameters is kept whole on every rank.
+        min_num_params: a unit with fewer parameters is replicated.
         init: how parameters become equal at the start.
         reduction: ``"mean"``, ``"sum"``, or the number that a sum is divided by.
-        backward_prefetch: when the next unit of backward is gathered.
-        forward_prefetch: how many units of forward are gathered before they are needed.
-        limit_all_gathers: at most two units are gathered before they are needed.
+        backward_prefetch: when the next unit of backward is unsharded.
+        forward_prefetch: how many units of forward are unsharded before they are needed.
+        limit_all_gathers: at most two units are unsharded before they are needed.
         use_orig_params: whether optimizers see the parameters of the model, or flat ones.
         offload: what lies in the memory of the host.
     """
@@ -148,11 +187,16 @@ class FSDPOptions:
         checks.flag("use_orig_params", self.use_orig_params)
         checks.reduction(self.reduction)
         checks.one_of("offload", self.offload, tuple(Offload))
-        if self.strategy is Strategy.NO_SHARD and self.offload is Offload.ALL:
+        if not self.traits.shards and self.offload is Offload.ALL:
             raise ArgumentError(
                 f"{self.strategy} keeps all parameters whole on the device, and {self.offload} "
-                "keeps none there between gathers: use Offload.OPTIMIZER, or another strategy"
+                "keeps none there between uses: use Offload.OPTIMIZER, or another strategy"
             )
+
+    @property
+    def traits(self) -> StrategyTraits:
+        """What follows from the strategy."""
+        return _TRAITS[self.strategy]
 
     def divisor(self) -> float:
         """What the sums of gradients still have to be divided by after the reduction."""

@@ -1,8 +1,8 @@
-"""Pure arithmetic of one flat unit: where parameters lie in it, and which rank owns what.
+"""Pure arithmetic of a flat buffer: where parameters lie in it, and which rank has what of them.
 
 ::
 
-    full buffer   | w (3x4) ................ | b (3) ... |        parameters end to end, no padding
+    unsharded     | w (3x4) ................ | b (3) ... |        parameters end to end, no padding
 
     layout="flat" |  rank 0   |  rank 1   |  rank 2 ...  |        by element
     layout="rows" | 0  | 1  | 2 ............ | 0 | 1 | 2 |        each parameter by rows of dim 0
@@ -24,8 +24,8 @@ Shape = tuple[int, ...]
 
 @final
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """A part of one parameter that one rank owns.
+class ShardRange:
+    """What one rank has of one parameter.
 
     Attributes:
         member: which parameter.
@@ -41,13 +41,13 @@ class Shard:
 @final
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """What one rank owns of a parameter.
+    """Which elements of a parameter one rank has.
 
     Attributes:
         rank: in the group.
         start: first element, in the flattened parameter.
         size: number of elements.
-        shape: of the whole parameter.
+        shape: of the unsharded parameter.
         is_local: whether that rank is this one.
     """
 
@@ -61,32 +61,32 @@ class ShardInfo:
 @final
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """How one flat buffer is shared out.
+    """How the parameters of one flat buffer are sharded.
 
     Attributes:
         shapes: of the parameters.
-        starts: where each begins in the full buffer.
-        numel: of the full buffer.
-        pieces: by rank; every rank has a piece of every parameter, in order, some of them empty.
+        starts: where each begins in the unsharded buffer.
+        numel: of the unsharded buffer.
+        ranges: by rank, then by parameter, in order; some of them are empty.
     """
 
     shapes: tuple[Shape, ...]
     starts: tuple[int, ...]
     numel: int
-    pieces: tuple[tuple[Shard, ...], ...]
+    ranges: tuple[tuple[ShardRange, ...], ...]
 
     @property
-    def splits(self) -> list[int]:
+    def numels_by_rank(self) -> list[int]:
         """Number of elements of each rank."""
-        return [sum(piece.numel for piece in pieces) for pieces in self.pieces]
+        return [sum(part.numel for part in ranges) for ranges in self.ranges]
 
     def info(self, member: int, rank: int | None = None) -> list[ShardInfo]:
-        """Who owns what of one parameter, in rank order, seen from ``rank``."""
+        """Which rank has what of one parameter, in rank order, seen from ``rank``."""
         shape = self.shapes[member]
-        own = [pieces[member] for pieces in self.pieces]
+        parts = [ranges[member] for ranges in self.ranges]
         return [
-            ShardInfo(owner, piece.start, piece.numel, shape, owner == rank)
-            for owner, piece in enumerate(own)
+            ShardInfo(owner, part.start, part.numel, shape, owner == rank)
+            for owner, part in enumerate(parts)
         ]
 
 
@@ -116,52 +116,52 @@ def place_order(numels: Sequence[int], itemsize: int) -> list[int]:
     return sorted(range(len(numels)), key=lambda i: -alignment(i))
 
 
-def cut_flat(shapes: Sequence[Shape], size: int) -> ShardLayout:
-    """Cut by element; the first ranks own one more where it does not come out even.
+def layout_by_element(shapes: Sequence[Shape], size: int) -> ShardLayout:
+    """Shard by element; the first ranks have one more where it does not come out even.
 
     Example:
-        >>> [(info.start, info.size) for info in cut_flat([(10,)], 4).info(0)]
+        >>> [(info.start, info.size) for info in layout_by_element([(10,)], 4).info(0)]
         [(0, 3), (3, 3), (6, 2), (8, 2)]
     """
     _check(size)
     placement = pack([numel_of(shape) for shape in shapes])
-    pieces = []
+    by_rank = []
     for rank in range(size):
         low, high = shard_range(placement.numel, size, rank)
-        own = []
+        ranges = []
         for member, (start, numel) in enumerate(
             zip(placement.starts, placement.numels, strict=True)
         ):
             first = min(max(low, start), start + numel)
             last = max(min(high, start + numel), first)
-            own.append(Shard(member, first - start, last - first))
-        pieces.append(tuple(own))
-    return ShardLayout(tuple(shapes), placement.starts, placement.numel, tuple(pieces))
+            ranges.append(ShardRange(member, first - start, last - first))
+        by_rank.append(tuple(ranges))
+    return ShardLayout(tuple(shapes), placement.starts, placement.numel, tuple(by_rank))
 
 
-def cut_rows(shapes: Sequence[Shape], size: int) -> ShardLayout:
-    """Cut every parameter by whole rows of dim 0; with fewer rows than ranks, some own none.
+def layout_by_rows(shapes: Sequence[Shape], size: int) -> ShardLayout:
+    """Shard each parameter by whole rows of dim 0; with fewer rows than ranks, some have none.
 
     A parameter without dims is one row.
 
     Example:
-        >>> [info.size for info in cut_rows([(2, 3)], 4).info(0)]
+        >>> [info.size for info in layout_by_rows([(2, 3)], 4).info(0)]
         [3, 3, 0, 0]
     """
     _check(size)
     placement = pack([numel_of(shape) for shape in shapes])
-    pieces = []
+    by_rank = []
     for rank in range(size):
-        own = []
+        ranges = []
         for member, shape in enumerate(shapes):
             rows = shape[0] if shape else 1
             row = placement.numels[member] // rows if rows else 0
             first, last = shard_range(rows, size, rank)
-            own.append(Shard(member, first * row, (last - first) * row))
-        pieces.append(tuple(own))
-    return ShardLayout(tuple(shapes), placement.starts, placement.numel, tuple(pieces))
+            ranges.append(ShardRange(member, first * row, (last - first) * row))
+        by_rank.append(tuple(ranges))
+    return ShardLayout(tuple(shapes), placement.starts, placement.numel, tuple(by_rank))
 
 
 def _check(size: int) -> None:
     if size < 1:
-        raise ArgumentError(f"cannot cut for {size} ranks")
+        raise ArgumentError(f"cannot shard over {size} ranks")

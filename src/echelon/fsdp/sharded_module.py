@@ -1,9 +1,9 @@
-"""A module of which each rank keeps its part: its parameters, its state, copies and facts."""
+"""A module of which each rank keeps a shard: its parameters, its state, copies and facts."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -14,24 +14,19 @@ from echelon import checks
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError
 from echelon.fsdp import unit_info
-from echelon.fsdp.build import copy_units
-from echelon.fsdp.detached import Detached, make_whole
-from echelon.fsdp.flat_parameters import flat_parameters
+from echelon.fsdp.build import broadcast_copies, copy_units, restore_parameters
 from echelon.fsdp.gradients import Slots
+from echelon.fsdp.guards import Detached, allow_copies, guard, unguard
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.hybrid_groups import HybridGroups
-from echelon.fsdp.overtaken import let_steps_wait
 from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.shard_layout import ShardInfo
 from echelon.fsdp.shards import holdings_of_shards, parameter_shards_of
 from echelon.fsdp.state_dict import copy_parameters, copy_parts, no_assign, part_loader
-from echelon.fsdp.storage import Storage, await_readers
+from echelon.fsdp.storage import Storage, wait_for_unshards
 from echelon.fsdp.unit import Unit
-from echelon.fsdp.whole_only import allow_copies, guard_modules
-from echelon.fsdp.written import make_copies_equal, take_replaced
 from echelon.modules.compiled import keep_plain_names, plain_name
-from echelon.modules.elementwise import refuse_other_steps
-from echelon.modules.parameters import ParameterGuard, claim
+from echelon.modules.parameters import ParameterGuard, claim, disclaim
 from echelon.modules.wrapper import Wrapper
 from echelon.state.model_state import load_model_state, state_of_copies
 from echelon.state.optimizer_state import gather_optimizer_state, load_optimizer_state
@@ -44,37 +39,36 @@ class ShardedModule(Wrapper, HasShards):
     def _attach(
         self,
         module: nn.Module,
-        ranks: HybridGroups,
+        groups: HybridGroups,
         options: FSDPOptions,
         built: tuple[list[Unit], list[Slots]],
     ) -> None:
         self.module = module
         self._wear_forward()
         self.training = module.training
-        self._ranks = ranks
-        self._group = ranks.shard
+        self._groups = groups
+        self._group = groups.shard
         self._options = options
         self._units, self._slots = built
-        self._hooks = Hooks(self._units, ranks, options)
+        self._hooks = Hooks(self._units, groups, options)
         keep_plain_names(module)
         self._census = ParameterGuard(module, "FSDP", keeps_names=True)
         for storage in self._storages():
-            claim([*storage.params, *storage.exposed], self, for_good=True)  # it leaves parts
-            if storage.sharded:
-                let_steps_wait(storage.exposed, self._hooks)
-            if storage.sharded and ranks.shard.size > 1:
-                refuse_other_steps(storage.exposed, "FSDP gives ranks parts", has_tensors=False)
-        guard_modules(module, self._storages(), self._hooks.check_root)
+            claim([*storage.params, *storage.optimizer_params], self, for_good=True)
+        guard(module, list(self._named_storages()), self._hooks)
         loader = part_loader(self._storages(), module)
         self.register_load_state_dict_pre_hook(loader)  # type: ignore[no-untyped-call]
 
     def _take_replaced(self) -> None:
-        take_replaced(self._units)
+        """Take over what users gave to sharded parameters as other memory."""
+        for unit in self._units:
+            for storage in () if unit.is_unsharded else unit.storages:
+                storage.take_replaced()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Call ``fn`` with each module while parameters are whole, such as to initialise them.
+        """Call ``fn`` with each module while parameters are unsharded, such as to initialise them.
 
-        All ranks call it. Each keeps its parts of what ``fn`` wrote there; of what several ranks
+        All ranks call it. Each keeps its shards of what ``fn`` wrote there; of what several ranks
         keep, all get that of the first.
 
         Raises:
@@ -84,8 +78,8 @@ class ShardedModule(Wrapper, HasShards):
             return super().apply(fn)
         with self.full_parameters(writeback=True):
             super().apply(fn)
-        make_copies_equal(self._storages(), self._ranks)
-        self._hooks.rest("parameters were initialised")
+        broadcast_copies(self._storages(), self._groups)
+        self._hooks.wait_for_readers("parameters were initialised")
         return self
 
     # Parameters ------------------------------------------------------------------------------
@@ -101,22 +95,28 @@ class ShardedModule(Wrapper, HasShards):
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
         dot = f"{prefix}." if prefix else ""
-        flat = flat_parameters([(unit.name, unit.storages) for unit in self._units])
-        yield from ((dot + name, param) for name, param in flat)
+        for name, storage in self._named_storages():
+            yield dot + name, storage.optimizer_params[0]
         inside = {id(param) for storage in self._storages() for param in storage.params}
         for name, param in self.module.named_parameters(prefix, recurse, remove_duplicate):
             if id(param) not in inside:
                 yield prefix + plain_name(name.removeprefix(prefix)), param
 
+    def _named_storages(self) -> Iterator[tuple[str, Storage]]:
+        """All storages, with the names that their flat parameters have, if they have them."""
+        for unit in self._units:
+            for i, storage in enumerate(unit.storages):
+                yield f"{unit.name}.flat_{i}".lstrip("."), storage
+
     @contextmanager
     def full_parameters(self, *names: str, writeback: bool = False) -> Iterator[None]:
-        """Make all parameters whole inside the block, or those of some units. All ranks enter it.
+        """Unshard all parameters inside the block, or those of some units. All ranks enter it.
 
         Args:
-            names: of units, modules or parameters, the same on all ranks: their units become whole,
-                and the others stay parts. Without names all do.
-            writeback: keep what the block wrote; each rank keeps its own part. Where ranks share
-                memory, each of them has whole parameters of its own meanwhile.
+            names: of units, modules or parameters, the same on all ranks: their units are
+                unsharded, and the others stay sharded. Without names all are.
+            writeback: keep what the block wrote; each rank keeps its shard. Where ranks share
+                memory, each of them has unsharded parameters of its own meanwhile.
 
         Raises:
             StateError: inside a forward or a backward; or the block wrote and ``writeback`` is
@@ -130,54 +130,54 @@ class ShardedModule(Wrapper, HasShards):
                 "call it outside"
             )
         self._take_replaced()
-        self._hooks.prepare()
+        self._hooks.publish_shards()
         for unit in units:
             if writeback:
-                unit.isolate()
+                unit.unshard_privately()
             else:
-                unit.gather()
+                unit.unshard()
         versions = [unit.versions() for unit in units]
         self._hooks.pinned = True
         try:
             yield
             if writeback:
-                # Every rank has its copies: from now on the parts of others may be written.
-                self._hooks.rest("what was written is kept")
+                # Every rank has its copies: from now on the shards of others may be written.
+                self._hooks.wait_for_readers("what was written is kept")
                 with torch.no_grad():
                     for unit in units:
                         for storage in unit.storages:
-                            storage.keep()
+                            storage.write_back()
             else:
-                _check_unwritten(units, versions)
+                for unit, before in zip(units, versions, strict=True):
+                    unit.check_unwritten(before, in_forward=False)
         finally:
             self._hooks.pinned = False
             for unit in self._units:
-                unit.release()
-            self._hooks.rest("whole parameters are released")
+                unit.reshard()
+            self._hooks.wait_for_readers("parameters are resharded")
 
     def update_shards(self, flat: Tensor) -> None:
-        """Write this rank's parts from one tensor, in the order of ``parameters()``, in place.
+        """Write this rank's shards from one tensor, in the order of ``parameters()``, in place.
 
         Raises:
-            ArgumentError: ``flat`` has another number of elements than the parts.
+            ArgumentError: ``flat`` has another number of elements than the shards.
         """
-        parts = [param.data for param in self.parameters()]
-        numel = sum(part.numel() for part in parts)
+        shards = [param.data for param in self.parameters()]
+        numels = [shard.numel() for shard in shards]
+        numel = sum(numels)
         if flat.numel() != numel:
             raise ArgumentError(f"update_shards: expected {numel} elements but got {flat.numel()}")
-        await_readers(self._storages())
+        wait_for_unshards(self._storages())
         with torch.no_grad():
-            for part, value in zip(
-                parts, flat.reshape(-1).split([part.numel() for part in parts]), strict=True
-            ):
-                part.copy_(value.view(part.shape))
+            for shard, value in zip(shards, flat.reshape(-1).split(numels), strict=True):
+                shard.copy_(value.view(shard.shape))
 
     # State -----------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The whole state, with the plain module's keys and shapes, as copies. All ranks call it.
 
-        One unit is gathered at a time.
+        One unit is unsharded at a time.
 
         Raises:
             StateError: inside a forward or a backward.
@@ -190,7 +190,7 @@ class ShardedModule(Wrapper, HasShards):
         """What ``state_dict`` returns, for rank 0 alone, or not on the device. All ranks call it.
 
         Args:
-            rank0_only: other ranks get an empty dict, and hold one whole unit at a time.
+            rank0_only: other ranks get an empty dict, and hold one unsharded unit at a time.
             cpu: every copy goes to the memory of the host when it is made.
 
         Raises:
@@ -207,14 +207,14 @@ class ShardedModule(Wrapper, HasShards):
         return state_of_copies(self.module, copies, device=device) if keep else {}
 
     def _meet(self, call: str) -> None:
-        """Wait for all ranks, so that one that calls alone hears of that, and not of a gather."""
+        """Wait for all ranks, so that one that calls alone hears of this, and not of an unshard."""
         if not self._hooks.busy:
             self._group.barrier(label=f"{call}, which all ranks call")
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Copies of this rank's parts, by the plain module's keys. Nothing is communicated.
+        """Copies of this rank's shards, by the plain module's keys. Nothing is communicated.
 
-        Buffers and what is not sharded are whole.
+        Buffers and parameters that are not sharded are whole.
         """
         self._take_replaced()
         return state_of_copies(self.module, copy_parts(self._storages()))
@@ -222,7 +222,7 @@ class ShardedModule(Wrapper, HasShards):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a whole state; every rank takes its parts, in place. Nothing is communicated.
+        """Load a whole state; every rank takes its shards, in place. Nothing is communicated.
 
         Raises:
             ArgumentError: keys (if ``strict``), shapes, dtypes or ``assign`` do not fit; nothing
@@ -231,7 +231,7 @@ class ShardedModule(Wrapper, HasShards):
         if assign:
             raise no_assign()
         self._take_replaced()
-        self._hooks.await_forwards()
+        self._hooks.wait_for_forwards()
         (shards,) = self.parameter_shards()
         return load_model_state(self.module, shards, state_dict, strict=strict)
 
@@ -239,11 +239,11 @@ class ShardedModule(Wrapper, HasShards):
         """Load what ``sharded_state_dict`` returned on this rank. Nothing is communicated.
 
         Raises:
-            ArgumentError: keys (if ``strict``), sizes of parts or dtypes do not fit; nothing was
+            ArgumentError: keys (if ``strict``), sizes of shards or dtypes do not fit; nothing was
                 loaded.
         """
         self._take_replaced()
-        self._hooks.await_forwards()
+        self._hooks.wait_for_forwards()
         (shards,) = self.parameter_shards()
         return load_model_state(self.module, shards, state, strict=strict, parts=True)
 
@@ -262,15 +262,15 @@ class ShardedModule(Wrapper, HasShards):
             )
         self._take_replaced()
         hooks = self._hooks
-        return holdings_of_shards(self.module, self._storages(), self._ranks, hooks.before_write)
+        return holdings_of_shards(self.module, self._storages(), self._groups, hooks.before_write)
 
     def parameter_shards(self) -> tuple[ParameterShards, ...]:
         """This rank's ranges of the parameters. Nothing is communicated."""
-        return (parameter_shards_of(self.module, self._storages(), self._ranks),)
+        return (parameter_shards_of(self.module, self._storages(), self._groups),)
 
     def shared_over(self) -> tuple[Group, ...]:
         """The group, and that of the replicas where there are several."""
-        return self._ranks.groups
+        return self._groups.groups
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The whole state of ``optimizer`` by the names of parameters. All ranks call it.
@@ -289,7 +289,7 @@ class ShardedModule(Wrapper, HasShards):
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Load a whole state by name; every rank takes its parts. Nothing is communicated.
+        """Load a whole state by name; every rank takes its shards. Nothing is communicated.
 
         Raises:
             ArgumentError: names, groups or shapes do not fit; nothing was loaded.
@@ -302,37 +302,45 @@ class ShardedModule(Wrapper, HasShards):
             raise StateError(
                 "a copy inside a forward, a backward or full_parameters(): copy the model outside"
             )
-        self._hooks.release()
+        self._hooks.reshard_between_passes()
         self._take_replaced()
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         nn.Module.__init__(clone)
         allow_copies(self.module, memo)
         module = copy.deepcopy(self.module, memo)
-        self._hooks.leave(module)
-        built = copy_units(self._units, module, self._ranks, self._options)
-        clone._attach(module, self._ranks, self._options, built)
-        for mine, theirs in zip(self.module.parameters(), module.parameters(), strict=True):
-            theirs.requires_grad_(mine.requires_grad)  # it may have changed since wrapping
-        for mine, theirs in zip(self.parameters(), clone.parameters(), strict=True):
-            theirs.requires_grad_(mine.requires_grad)
+        self._hooks.remove_from_copy(module)
+        built = copy_units(self._units, module, self._groups, self._options)
+        clone._attach(module, self._groups, self._options, built)
+        for original, copied in ((self.module, module), (self, clone)):
+            for param, its_copy in zip(original.parameters(), copied.parameters(), strict=True):
+                its_copy.requires_grad_(param.requires_grad)  # it may have changed since wrapping
         return clone
 
     def unwrap(self) -> nn.Module:
-        """Take the wrapper off; the module has whole parameters and gradients. All ranks call it.
+        """Take the wrapper off a module, whose parameters are whole again. All ranks call it.
 
         Each rank then holds the whole model, in memory of its own, in the same parameter objects.
-        An optimizer keeps states of parts, of no use to it: take ``optimizer_state_dict`` before.
+        An optimizer keeps states of shards, of no use to it: take ``optimizer_state_dict`` before.
         The wrapper cannot be used afterwards; the module can be wrapped again.
 
         Raises:
             StateError: inside a forward, a backward or ``full_parameters()``.
         """
-        module = self.module
+        module, hooks, storages = self.module, self._hooks, self._storages()
         self._take_replaced()
-        make_whole(module, self._hooks, self._storages())
+        if hooks.busy:
+            raise StateError(
+                "unwrap() inside a forward, a backward or full_parameters(): call it outside"
+            )
+        restore_parameters(hooks, storages, copy_parameters(hooks))
+        hooks.remove_from_copy(module)
+        hooks.detach()
+        unguard(module, storages)
+        for storage in storages:
+            disclaim([*storage.params, *storage.optimizer_params])
         detached: Any = Detached()
-        self._hooks = self._units = self._slots = self._ranks = self._census = detached
+        self._hooks = self._units = self._slots = self._groups = self._census = detached
         return module
 
     # What is where ---------------------------------------------------------------------------
@@ -348,12 +356,12 @@ class ShardedModule(Wrapper, HasShards):
         return unit_info.unit_facts(self._units)
 
     def shard_info(self, name: str) -> list[ShardInfo]:
-        """Which part of a parameter every rank owns, in rank order.
+        """Which shard of a parameter every rank has, in rank order.
 
         Raises:
             ArgumentError: no unit has a parameter of that name.
         """
-        return unit_info.owners_of(self._storages(), name)
+        return unit_info.shards_of(self._storages(), name)
 
     def num_parameters(self) -> int:
         """Elements of all parameters of the model, the same on every rank."""
@@ -374,7 +382,7 @@ class ShardedModule(Wrapper, HasShards):
         return unit_info.memory_of(self._units, self._slots, self._hooks, optimizer)
 
     def buffer_bytes(self) -> dict[str, tuple[int, int]]:
-        """What is held beside the parts, by category: bytes now, and the most so far."""
+        """What is held beside the shards, by category: bytes now, and the most so far."""
         stats = self.memory_stats()
         return {
             "whole parameters": (stats.gathered, stats.peak_gathered),
@@ -386,13 +394,3 @@ class ShardedModule(Wrapper, HasShards):
 
     def _storages(self) -> list[Storage]:
         return [storage for unit in self._units for storage in unit.storages]
-
-
-def _check_unwritten(units: Sequence[Unit], before: Sequence[Sequence[object]]) -> None:
-    for unit, versions in zip(units, before, strict=True):
-        name = unit.written(versions)
-        if name is not None:
-            raise StateError(
-                f"parameter {name!r} was written inside full_parameters(), where that is lost "
-                "or seen by some ranks only: use full_parameters(writeback=True)"
-            )

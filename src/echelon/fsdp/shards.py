@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.state_dict import homes_of
-from echelon.fsdp.storage import Storage, await_readers
+from echelon.fsdp.storage import Storage, wait_for_unshards
 from echelon.state.sharded_state import ParameterShards, ShardedState, named_extras, named_state
 from echelon.state.tensor_shard import Replication, TensorShard, whole, whole_parameter
 
@@ -56,14 +56,14 @@ def parameter_shards_of(
         home = homes.get(shard.identity)
         if home is None:
             return values.detach().clone()
-        return home.storage.assembled(home.i, values, label=label)
+        return home.storage.gather_tensor(home.i, values, label=label)
 
     by_param = _by_param(shards, storages, ranks)
     return ParameterShards(
         by_param=by_param,
         group=ranks.shard,
         assemble=assemble,
-        before_write=lambda: await_readers(storages),
+        before_write=lambda: wait_for_unshards(storages),
     )
 
 
@@ -92,7 +92,7 @@ def _by_param(
     }
     for storage in flat:
         members = zip(storage.params, storage.members, strict=True)
-        by_param[storage.exposed[0]] = tuple(
+        by_param[storage.optimizer_params[0]] = tuple(
             shards.get(param) or _part(storage, i, (member.name,), ranks)
             for i, (param, member) in enumerate(members)
         )
@@ -100,12 +100,12 @@ def _by_param(
 
 
 def _part(storage: Storage, i: int, names: tuple[str, ...], ranks: HybridGroups) -> TensorShard:
-    copy, num_copies = ranks.copy_of_part if storage.sharded else ranks.copy_of_all
+    copy, num_copies = ranks.copy_of_shard if storage.sharded else ranks.copy_of_all
     return TensorShard(
         names=names,
-        shape=storage.cut.shapes[i],
-        start=storage.own[i].start,
-        values=storage.locals[i],
+        shape=storage.layout.shapes[i],
+        start=storage.local_ranges[i].start,
+        values=storage.shards[i],
         copy=copy,
         num_copies=num_copies,
         tensor=storage.params[i],

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from echelon.errors import ArgumentError, StateError
 from echelon.fsdp.hooks import Hooks
-from echelon.fsdp.storage import Storage, await_readers
+from echelon.fsdp.storage import Storage, wait_for_unshards
 from echelon.modules.compiled import plain_name
 from echelon.state.model_state import copy_of
 
@@ -51,20 +51,20 @@ def copy_parameters(
     if hooks.busy and not hooks.pinned:
         raise StateError("the whole state inside a forward or a backward: ask for it outside")
     if not hooks.pinned:  # inside full_parameters() all units are whole, and stay so
-        hooks.prepare()
+        hooks.publish_shards()
     copies: dict[int, Tensor] = {}
     for unit in hooks.units:
-        was_gathered = unit.gathered
+        was_unsharded = unit.is_unsharded
         if any(map(_shows_its_values, unit.storages)):
-            unit.gather()
+            unit.unshard()
         for storage in unit.storages:
             for i, param in enumerate(storage.params):
                 value = _whole_value(storage, i)
                 if keep:
-                    copies[id(param)] = copy_of(value, device or storage.locals[i].device)
-        if not was_gathered:
-            unit.release()
-    hooks.rest("the state was copied")
+                    copies[id(param)] = copy_of(value, device or storage.shards[i].device)
+        if not was_unsharded:
+            unit.reshard()
+    hooks.wait_for_readers("the state was copied")
     return copies
 
 
@@ -76,11 +76,11 @@ def _shows_its_values(storage: Storage) -> bool:
 def _whole_value(storage: Storage, i: int) -> Tensor:
     """A whole parameter in its own dtype."""
     if not storage.sharded:
-        return storage.locals[i]
+        return storage.shards[i]
     if _shows_its_values(storage):
-        return storage.wholes[i]
+        return storage.unsharded[i]
     label = f"state of {storage.members[i].name}"
-    return storage.assembled(i, storage.locals[i], label=label)
+    return storage.gather_tensor(i, storage.shards[i], label=label)
 
 
 def copy_parts(storages: Sequence[Storage]) -> dict[int, Tensor]:
@@ -88,7 +88,7 @@ def copy_parts(storages: Sequence[Storage]) -> dict[int, Tensor]:
     return {
         id(param): part.detach().clone()
         for storage in storages
-        for param, part in zip(storage.params, storage.locals, strict=True)
+        for param, part in zip(storage.params, storage.shards, strict=True)
     }
 
 
@@ -107,16 +107,16 @@ def part_loader(storages: Sequence[Storage], module: nn.Module) -> Callable[...,
     ) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise no_assign()
-        await_readers(storages)
+        wait_for_unshards(storages)
         homes = homes_of(storages)
         own = module.state_dict(keep_vars=True)
         for key in [key for key in state if key.startswith(prefix)]:
             value, plain = state.pop(key), plain_name(key.removeprefix(prefix))
             home = homes.get(id(own.get(plain)))
             if home is not None and isinstance(value, Tensor):
-                shape = home.storage.cut.shapes[home.i]
+                shape = home.storage.layout.shapes[home.i]
                 if tuple(value.shape) == shape:
-                    value = home.storage.part_of(home.i, value)
+                    value = home.storage.shard_of(home.i, value)
             state[f"{prefix}module.{plain}"] = value
 
     return hook

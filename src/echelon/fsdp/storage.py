@@ -1,9 +1,8 @@
-"""The memory of one group of parameters of a unit: own parts, whole parameters, gradient shards.
+"""The memory of one group of parameters of a unit: this rank's shards, and unsharded parameters.
 
 All shards of a storage have one dtype; its parameters compute in one dtype, and all need a gradient
-or none does.
-``locals`` are this rank's parts, which the optimizer sees; ``wholes`` are what forward sees. The
-kinds of storage are in ``storages``.
+or none does. ``shards`` are what the optimizer sees, ``unsharded`` is what forward sees. The kinds
+of storage are in ``storages``.
 """
 
 from __future__ import annotations
@@ -14,46 +13,46 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from echelon.fsdp.local_shard import LocalShard
-from echelon.fsdp.shard_devices import ShardDevices
+from echelon.errors import StateError
+from echelon.fsdp.local_shard import LocalShard, ShardDevices
 from echelon.fsdp.shard_layout import ShardLayout, numel_of
 from echelon.fsdp.units import Member
+from echelon.modules.sharded_gradients import unmarked
 
 
 class Storage(ABC):
-    """What the three kinds share. Abstract: a kind says where its memory lies.
+    """What all kinds share. Abstract: a kind says where its memory lies and how it is filled.
 
     Attributes:
         members: the parameters, in the order of the buffer.
         params: the parameter objects.
-        cut: who owns what.
-        sharded: whether ranks own different parts.
-        moves: whether a gather communicates.
-        shares_wholes: whether all ranks see one and the same ``wholes``.
-        rows: whether parts are whole rows.
+        layout: which rank has what.
+        local_ranges: what this rank has of each parameter.
+        sharded: whether ranks have different shards.
+        communicates: whether an unshard communicates.
+        shares_unsharded: whether all ranks see one and the same ``unsharded``.
+        rows: whether shards are whole rows.
         requires_grad: of all parameters.
-        places: where its memory lies.
+        devices: where its memory lies.
         group: the ranks that share it.
-        dtype: of the own parts.
+        dtype: of the shards.
         compute_dtype: in forward and backward.
-        locals: this rank's part of each parameter: 1D by element, or whole rows.
-        wholes: each parameter in its own shape.
-        part: this rank's parts end to end, 1D; None where they do not lie so.
-        exposed: what optimizers see: the parameters, or one that is all of this rank's part.
+        shards: this rank's shard of each parameter: 1D by element, or whole rows.
+        unsharded: each parameter in its own shape.
+        flat_shard: this rank's shards end to end, 1D; None where they do not lie so.
+        optimizer_params: the parameters, or a flat one that is all of this rank's shards.
         label: what errors and events call it.
     """
 
     sharded = True
-    moves = shares_wholes = False
-    _part: LocalShard | None = (
-        None  # none where own parts are views of a whole buffer that all share
-    )
+    communicates = shares_unsharded = False
+    _local: LocalShard | None = None  # None where shards are views of a buffer that all ranks share
 
     def __init__(
         self,
         members: Sequence[Member],
-        cut: ShardLayout,
-        places: ShardDevices,
+        layout: ShardLayout,
+        devices: ShardDevices,
         dtype: torch.dtype,
         compute: torch.dtype,
         label: str,
@@ -62,210 +61,246 @@ class Storage(ABC):
     ) -> None:
         self.members = tuple(members)
         self.params: list[nn.Parameter] = [member.param for member in members]
-        self.places, self.group = places, places.group
-        self.cut, self.label, self.rows = cut, label, rows
+        self.devices, self.group = devices, devices.group
+        self.layout, self.label, self.rows = layout, label, rows
         self.dtype, self.compute_dtype = dtype, compute
         self.requires_grad = self.params[0].requires_grad
-        self.own = cut.pieces[self.group.rank]
-        self.own_numel = sum(piece.numel for piece in self.own)
-        self.locals: list[Tensor] = []
-        self.wholes: list[Tensor] = []
-        self.part: Tensor | None = None
+        self.local_ranges = layout.ranges[self.group.rank]
+        self.shard_numel = sum(part.numel for part in self.local_ranges)
+        self.shards: list[Tensor] = []
+        self.unsharded: list[Tensor] = []
+        self.flat_shard: Tensor | None = None
         self._allocate()
-        self.exposed = self.params
+        self.optimizer_params = self.params
 
     @abstractmethod
     def _allocate(self) -> None:
-        """Make ``locals``, ``wholes`` and ``part``."""
+        """Make ``shards``, ``unsharded`` and ``flat_shard``."""
 
     @abstractmethod
-    def prepare(self) -> None:
-        """The own parts may have changed: make them ready for the others."""
+    def refresh(self) -> None:
+        """The shards may have changed: make them ready for the next unshard."""
 
     @abstractmethod
-    def gather(self, ahead: bool = False) -> None:
-        """Begin to make ``wholes`` valid; with ``ahead`` others go on meanwhile."""
+    def unshard(self, *, ahead: bool = False) -> None:
+        """Begin to make ``unsharded`` valid; with ``ahead`` the program goes on meanwhile."""
 
     @abstractmethod
-    def arrive(self) -> None:
-        """Return when ``wholes`` are valid, after ``gather``."""
+    def wait_for_unshard(self) -> None:
+        """Return when ``unsharded`` is valid, after ``unshard``."""
 
     @abstractmethod
-    def release(self) -> None:
-        """Give the memory of ``wholes`` back, if it is this rank's alone."""
+    def reshard(self) -> None:
+        """Give the memory of ``unsharded`` back, if it is this rank's alone."""
 
-    def keep(self) -> None:
-        """Take over what was written into the whole parameters that are shown."""
-        self.adopt([param.data for param in self.params])
+    @property
+    @abstractmethod
+    def unsharded_nbytes(self) -> int:
+        """Bytes of ``unsharded`` now, beyond the shards; this rank's share of shared memory."""
 
-    def isolated(self) -> list[Tensor]:
-        """Whole parameters that no other rank sees, with the values of ``wholes``."""
-        if not self.shares_wholes:
-            return self.wholes
-        copy = torch.empty(self.cut.numel, dtype=self.compute_dtype, device=self.places.device)
-        views = self.whole_views(copy)
-        torch._foreach_copy_(views, self.wholes)
+    # Values of parameters --------------------------------------------------------------------
+
+    def private_copies(self) -> list[Tensor]:
+        """Unsharded parameters that no other rank sees, with the values of ``unsharded``."""
+        if not self.shares_unsharded:
+            return self.unsharded
+        memory = torch.empty(
+            self.layout.numel, dtype=self.compute_dtype, device=self.devices.device
+        )
+        views = self.views_in(memory)
+        torch._foreach_copy_(views, self.unsharded)
         return views
 
-    def adopt(self, values: Sequence[Tensor]) -> None:
-        """Take this rank's parts of whole parameters."""
-        for i, value in enumerate(values):
-            self.adopt_one(i, value)
+    def write_back(self) -> None:
+        """Take this rank's shards of what was written into the unsharded parameters."""
+        for i, param in enumerate(self.params):
+            self.write_shard(i, param.data)
 
-    def adopt_one(self, i: int, value: Tensor) -> None:
-        """Take this rank's part of one whole parameter."""
-        self.locals[i].copy_(self.part_of(i, value))
+    def write_shard(self, i: int, value: Tensor) -> None:
+        """Take this rank's shard of an unsharded parameter."""
+        self.shards[i].copy_(self.shard_of(i, value))
 
-    def part_of(self, i: int, value: Tensor) -> Tensor:
-        """This rank's part of a whole tensor that is like parameter ``i``; a view if it can be."""
-        piece = self.own[i]
-        flat = value.detach().reshape(-1)[piece.start : piece.start + piece.numel]
-        return flat.view(self.locals[i].shape)
+    def shard_of(self, i: int, value: Tensor) -> Tensor:
+        """This rank's shard of a tensor with the shape of parameter ``i``; a view if possible."""
+        part = self.local_ranges[i]
+        flat = value.detach().reshape(-1)[part.start : part.start + part.numel]
+        return flat.view(self.shards[i].shape)
 
-    def assembled(self, i: int, part: Tensor, *, label: str) -> Tensor:
-        """The whole tensor of which every rank has a part like that of parameter ``i``.
+    def gather_tensor(self, i: int, shard: Tensor, *, label: str) -> Tensor:
+        """The tensor of which every rank has a shard like that of parameter ``i``.
 
         All ranks call it; where nothing is sharded, it copies. Dtype and device are those of
-        ``part``.
+        ``shard``.
         """
         if not self.sharded:
-            return part.detach().clone()
-        mine = self.places.on_device(part.detach())
-        whole = mine.new_empty(self.cut.shapes[i])
-        # Both layouts give the ranks consecutive pieces of one parameter, in rank order.
-        lengths = [pieces[i].numel for pieces in self.cut.pieces]
-        self.group.all_gather(whole.view(-1).split(lengths), mine, label=label)
-        return whole.to(part.device)
+            return shard.detach().clone()
+        sent = self.devices.to_device(shard.detach())
+        gathered = sent.new_empty(self.layout.shapes[i])
+        # Both layouts give the ranks consecutive ranges of one parameter, in rank order.
+        lengths = [ranges[i].numel for ranges in self.layout.ranges]
+        self.group.all_gather(gathered.view(-1).split(lengths), sent, label=label)
+        return gathered.to(shard.device)
 
-    def settle(self, i: int) -> None:
-        """Take this rank's part of a whole parameter, which becomes that part.
+    def gather_gradients(self) -> list[Tensor | None]:
+        """The unsharded gradient of each parameter; None where there is none. All ranks call it."""
+        shards: list[Tensor | None] = [
+            None if param.grad is None else unmarked(param.grad) for param in self.optimizer_params
+        ]
+        if self.is_flat:
+            flat = shards[0]
+            shards = [None] * len(self.params) if flat is None else [*self.split_by_param(flat)]
+        with torch.no_grad():
+            return [
+                None
+                if shard is None
+                else self.gather_tensor(i, shard, label=f"gradient of {member.name}").view(
+                    self.layout.shapes[i]
+                )
+                for i, (shard, member) in enumerate(zip(shards, self.members, strict=True))
+            ]
+
+    def shard_param(self, i: int) -> None:
+        """Make parameter ``i``, which has its whole value, this rank's shard of it.
 
         Nothing else here refers to its old memory, so that is free.
         """
         param = self.params[i]
         with torch.no_grad():
-            self.adopt_one(i, param)
-            # Of a gradient from before wrapping the rank keeps its part, too.
-            gradient = None if param.grad is None else self.part_of(i, param.grad)
+            self.write_shard(i, param)
+            # Of a gradient from before wrapping the rank keeps its shard, too.
+            gradient = None if param.grad is None else self.shard_of(i, param.grad)
             param.grad = None
-            param.data = self.locals[i]
+            param.data = self.shards[i]
             if gradient is not None:
                 param.grad = gradient.to(param, copy=True)
 
-    def replaced(self) -> list[tuple[str, nn.Parameter, Tensor]]:
-        """Parameters, shown as parts, that somebody has given other memory: name, object, part."""
+    def take_replaced(self) -> None:
+        """Take over the values of shards that were given other memory, as by ``param.data = x``.
+
+        Raises:
+            StateError: it has not the shape of this rank's shard.
+        """
+        for name, param, shard in self._replaced():
+            if param.shape != shard.shape:
+                raise StateError(
+                    f"parameter {name!r} was given a value of {list(param.shape)}, and this "
+                    f"rank's shard is {list(shard.shape)}: give whole values inside `with "
+                    "model.full_parameters(writeback=True):`, which all ranks enter, or to "
+                    "load_state_dict()"
+                )
+            self.devices.wait_for_unshards()
+            with torch.no_grad():
+                shard.copy_(param.data)
+            param.data = shard
+
+    def _replaced(self) -> list[tuple[str, nn.Parameter, Tensor]]:
+        """Sharded parameters that somebody has given other memory: name, object, shard."""
         names = [member.name for member in self.members]
-        known = [*zip(names, self.params, self.locals, strict=True)]
+        known = [*zip(names, self.params, self.shards, strict=True)]
         if self.is_flat:
-            assert self.part is not None
-            known.append((f"flat parameter of {self.label}", self.exposed[0], self.part))
+            assert self.flat_shard is not None
+            known.append(
+                (f"flat parameter of {self.label}", self.optimizer_params[0], self.flat_shard)
+            )
         with torch._C.DisableTorchFunction():
             return [
-                (name, param, part)
-                for name, param, part in known
-                if param.data_ptr() != part.data_ptr() and (part.numel() or param.numel())
+                (name, param, shard)
+                for name, param, shard in known
+                if param.data_ptr() != shard.data_ptr() and (shard.numel() or param.numel())
             ]
 
+    # One flat parameter ----------------------------------------------------------------------
+
     def flatten(self) -> None:
-        """Expose one parameter, 1D, in the place of all."""
-        assert self.part is not None, "refused before anything was built"
-        self.exposed = [nn.Parameter(self.part, requires_grad=self.requires_grad)]
+        """Give optimizers one parameter, 1D, in the place of all."""
+        assert self.flat_shard is not None, "refused before anything was built"
+        flat = nn.Parameter(self.flat_shard, requires_grad=self.requires_grad)
+        self.optimizer_params = [flat]
         gradients = [param.grad for param in self.params]
         if any(gradient is not None for gradient in gradients):
-            flat = torch.zeros_like(self.part)
-            for piece, gradient in zip(
-                flat.split([piece.numel for piece in self.own]), gradients, strict=True
-            ):
+            flat.grad = torch.zeros_like(self.flat_shard)
+            for view, gradient in zip(self.split_by_param(flat.grad), gradients, strict=True):
                 if gradient is not None:
-                    piece.copy_(gradient.view(-1))
-            self.exposed[0].grad = flat
+                    view.copy_(gradient.view(-1))
         for param in self.params:
             param.grad = None
 
     @property
     def is_flat(self) -> bool:
         """Whether optimizers see one flat parameter."""
-        return self.exposed is not self.params
+        return self.optimizer_params is not self.params
+
+    def split_by_param(self, flat: Tensor) -> list[Tensor]:
+        """What is like ``flat_shard``, split into what is like each shard; 1D."""
+        return list(flat.split([part.numel for part in self.local_ranges]))
+
+    # Facts -----------------------------------------------------------------------------------
 
     @property
     def recasts(self) -> bool:
-        """Whether whole parameters are never the parts themselves: other dtype, other memory."""
-        return self.places.offloads or self.dtype != self.compute_dtype
+        """Whether unsharded parameters are never the shards: other dtype, or other memory."""
+        return self.devices.offloads or self.dtype != self.compute_dtype
 
-    def holds(self, address: int) -> bool:
-        """Whether ``address`` lies in the memory of ``wholes``."""
-        for start, whole in zip(self.cut.starts, self.wholes, strict=True):
-            if whole.numel():
-                itemsize = whole.element_size()
-                first = whole.data_ptr() - start * itemsize
-                return first <= address < first + self.cut.numel * itemsize
+    def contains(self, address: int) -> bool:
+        """Whether ``address`` lies in the memory of ``unsharded``."""
+        for start, param in zip(self.layout.starts, self.unsharded, strict=True):
+            if param.numel():
+                itemsize = param.element_size()
+                first = param.data_ptr() - start * itemsize
+                return first <= address < first + self.layout.numel * itemsize
         return False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's parts on the device."""
-        return self.own_numel * self.dtype.itemsize if self._part is None else self._part.nbytes
+        """Bytes of this rank's shards on the device."""
+        return self.shard_numel * self.dtype.itemsize if self._local is None else self._local.nbytes
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of this rank's parts on the host, where that is another memory."""
-        return 0 if self._part is None else self._part.host_nbytes
+        """Bytes of this rank's shards on the host, where that is another memory."""
+        return 0 if self._local is None else self._local.host_nbytes
 
-    @property
-    @abstractmethod
-    def whole_nbytes(self) -> int:
-        """Bytes of ``wholes`` now, beyond the own parts; this rank's share of shared memory."""
+    # Views of buffers ------------------------------------------------------------------------
 
-    def _scattered(self, full: Tensor, by_rank: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Places in the whole buffer, and the pieces of all ranks that belong there."""
-        places, pieces, end = [], [], 0
-        for own in self.cut.pieces:
-            for piece in own:
-                start = self.cut.starts[piece.member] + piece.start
-                places.append(full[start : start + piece.numel])
-                pieces.append(by_rank[end : end + piece.numel])
-                end += piece.numel
-        return places, pieces
-
-    def _cut_out(self, flat: Tensor, *, offsets: Sequence[int]) -> list[Tensor]:
-        """This rank's pieces, at ``offsets`` of ``flat``, in the shape that users see."""
+    def views_in(self, buffer: Tensor) -> list[Tensor]:
+        """Each parameter in its own shape, where it lies in an unsharded buffer."""
         return [
-            shaped_part(flat[at : at + piece.numel], self.cut.shapes[piece.member], self.rows)
-            for at, piece in zip(offsets, self.own, strict=True)
+            buffer[start : start + numel_of(shape)].view(shape)
+            for start, shape in zip(self.layout.starts, self.layout.shapes, strict=True)
         ]
 
-    def whole_views(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter in its own shape, where it lies in a whole buffer."""
+    def _shard_views(self, buffer: Tensor, offsets: Sequence[int]) -> list[Tensor]:
+        """This rank's shards, which begin at ``offsets``, in the shape that users see."""
         return [
-            flat[start : start + numel_of(shape)].view(shape)
-            for start, shape in zip(self.cut.starts, self.cut.shapes, strict=True)
+            shaped_shard(buffer[at : at + part.numel], self.layout.shapes[part.member], self.rows)
+            for at, part in zip(offsets, self.local_ranges, strict=True)
         ]
 
     def _packed_offsets(self) -> list[int]:
-        """Where the own pieces begin when they lie end to end."""
+        """Where this rank's shards begin when they lie end to end."""
         offsets, end = [], 0
-        for piece in self.own:
+        for part in self.local_ranges:
             offsets.append(end)
-            end += piece.numel
+            end += part.numel
         return offsets
 
 
-def await_readers(storages: Iterable[Storage]) -> None:
-    """Return when no gather reads the own parts any more, so that they may be written."""
-    for places in {storage.places for storage in storages}:
-        places.rest()
+def wait_for_unshards(storages: Iterable[Storage]) -> None:
+    """Return when no unshard of this rank reads its shards, so that they may be written."""
+    for devices in {storage.devices for storage in storages}:
+        devices.wait_for_unshards()
 
 
-def prepare(storages: Sequence[Storage]) -> None:
-    """Make the own parts ready for the others, as they are now. All ranks meet after that."""
-    await_readers(storages)  # once: each storage writes what gathers read
+def refresh(storages: Sequence[Storage]) -> None:
+    """Make the shards ready for the others, as they are now. All ranks meet after that."""
+    wait_for_unshards(storages)  # once: each storage writes what unshards read
     with torch.no_grad():
         for storage in storages:
-            storage.prepare()
+            storage.refresh()
 
 
-def shaped_part(flat: Tensor, shape: tuple[int, ...], rows: bool) -> Tensor:
-    """A part as users see it: whole rows where a unit is cut by rows, else 1D."""
+def shaped_shard(flat: Tensor, shape: tuple[int, ...], rows: bool) -> Tensor:
+    """A shard as users see it: whole rows where a unit is sharded by rows, else 1D."""
     if not rows or not shape:
         return flat
     row = numel_of(shape[1:])

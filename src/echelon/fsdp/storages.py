@@ -1,13 +1,13 @@
-"""The kinds of storage, and which one a unit gets.
+"""The kinds of storage, and which one a group of parameters gets.
 
-- ``SharedStorage``: the whole buffer is one piece of memory that all ranks see. Where the compute
-  dtype is the shards' own, the parts are views of it: an optimizer step is a gather, and nothing
-  is copied.
-- ``GatheredStorage``: every rank has its parts, and a buffer that collectives fill and release
+- ``SharedStorage``: the unsharded buffer is one piece of memory that all ranks see. Where the
+  compute dtype is the shards' own, the shards are views of it: an optimizer step is an unshard, and
+  nothing is copied.
+- ``GatheredStorage``: every rank has its shards, and a buffer that all-gathers fill and a reshard
   empties.
 - ``ReplicatedStorage``: every rank has everything.
 
-Where own parts are on the host (``ShardDevices``), they are never views of what the device has.
+Where shards are on the host (``ShardDevices``), they are never views of what the device has.
 """
 
 from __future__ import annotations
@@ -19,126 +19,139 @@ import torch
 from torch import Tensor
 
 from echelon.comm.work import Work
-from echelon.fsdp.local_shard import LocalShard, make_local_shard, make_masters
+from echelon.fsdp.local_shard import LocalShard, ShardDevices, make_local_shard, make_masters
 from echelon.fsdp.policy import Layout, Offload
-from echelon.fsdp.shard_devices import ShardDevices
-from echelon.fsdp.shard_layout import cut_flat, cut_rows, place_order
+from echelon.fsdp.shard_layout import layout_by_element, layout_by_rows, place_order
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.units import Member
 
 
 @final
 class SharedStorage(Storage):
-    """One whole buffer for all ranks of the group, who share memory."""
+    """One unsharded buffer for all ranks of the group, who share memory."""
 
-    shares_wholes = True
+    shares_unsharded = True
 
     def _allocate(self) -> None:
-        self.full = self.group.shared_tensor(self.cut.numel, self.compute_dtype)
-        self.wholes = self.whole_views(self.full)
-        in_full = [self.cut.starts[piece.member] + piece.start for piece in self.own]
+        buffer = self.group.shared_tensor(self.layout.numel, self.compute_dtype)
+        self.unsharded = self.views_in(buffer)
+        in_buffer = [self.layout.starts[part.member] + part.start for part in self.local_ranges]
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
-        if self.compute_dtype == self.dtype and not self.places.offloads:
-            self.locals = self._cut_out(self.full, offsets=in_full)
+        if not self.recasts:
+            self.shards = self._shard_views(buffer, in_buffer)
             if not self.rows:
-                first = sum(self.cut.splits[: self.group.rank])
-                self.part = self.full[first : first + self.own_numel]
+                first = sum(self.layout.numels_by_rank[: self.group.rank])
+                self.flat_shard = buffer[first : first + self.shard_numel]
         else:
-            self._part = make_masters(self.own_numel, self.dtype, self.compute_dtype, self.places)
-            self.part, packed = self._part.masters, self._packed_offsets()
-            self.locals = self._cut_out(self._part.masters, offsets=packed)
-            self._sources = self._cut_out(self._part.staged, offsets=packed)
-            self._targets = self._cut_out(self.full, offsets=in_full)
+            self._local = make_masters(
+                self.shard_numel, self.dtype, self.compute_dtype, self.devices
+            )
+            self.flat_shard, packed = self._local.masters, self._packed_offsets()
+            self.shards = self._shard_views(self._local.masters, packed)
+            self._sources = self._shard_views(self._local.staged, packed)
+            self._targets = self._shard_views(buffer, in_buffer)
 
-    def prepare(self) -> None:
-        if self._part is not None:
-            self._part.prepare()
+    def refresh(self) -> None:
+        if self._local is not None:
+            self._local.refresh()
             torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
 
-    def gather(self, ahead: bool = False) -> None:
-        pass  # valid since all ranks have prepared
+    def unshard(self, *, ahead: bool = False) -> None:
+        pass  # the shared buffer has been valid since all ranks met after their refresh
 
-    def arrive(self) -> None:
-        pass  # so is it now
+    def wait_for_unshard(self) -> None:
+        pass  # nothing is under way
 
-    def release(self) -> None:
-        pass  # it is everyone's
+    def reshard(self) -> None:
+        pass  # the buffer belongs to all ranks
 
     @property
-    def whole_nbytes(self) -> int:
-        return 0 if self._part is None else self.own_numel * self.compute_dtype.itemsize
+    def unsharded_nbytes(self) -> int:
+        return 0 if self._local is None else self.shard_numel * self.compute_dtype.itemsize
 
 
 @final
 class GatheredStorage(Storage):
-    """Own parts in one buffer, and a whole buffer that exists between gather and release.
+    """Shards in one buffer, and an unsharded buffer that has memory from unshard to reshard.
 
     [Note: one buffer, many lives]
-    Autograd saves views of the whole buffer in forward and reads them in backward, so it is one
-    storage that loses and gets memory, not one tensor after another. The memory belongs to the
-    stream of gathers: a release lets that stream follow the last use before it gives memory back.
+    Autograd saves views of the unsharded buffer in forward and reads them in backward, so it is one
+    tensor storage that loses and gets memory, not one tensor after another. The memory belongs to
+    the unshard stream.
     """
 
-    moves = True
-    _part: LocalShard
+    communicates = True
+    _local: LocalShard
 
     def _allocate(self) -> None:
-        places = self.places
-        self._part = make_local_shard(self.own_numel, self.dtype, self.compute_dtype, places)
-        self.part = self._part.masters
-        self.locals = self._cut_out(self._part.masters, offsets=self._packed_offsets())
-        places.gathers.wait_for_current()
-        with places.gathers.as_current():
-            self.full = torch.empty(self.cut.numel, dtype=self.compute_dtype, device=places.device)
-        self.wholes = self.whole_views(self.full)
-        self._by_rank = self.full  # where a gather puts the parts of all ranks, end to end
-        self._work: Work | None = None  # a gather under way
-        self._mark = places.gathers.record_event()  # the end of the last gather
-        self._nbytes = self.full.untyped_storage().nbytes()
-        self.release()
+        devices = self.devices
+        self._local = make_local_shard(self.shard_numel, self.dtype, self.compute_dtype, devices)
+        self.flat_shard = self._local.masters
+        self.shards = self._shard_views(self._local.masters, self._packed_offsets())
+        devices.unshard_stream.wait_for_current()
+        with devices.unshard_stream.as_current():
+            self._buffer = torch.empty(
+                self.layout.numel, dtype=self.compute_dtype, device=devices.device
+            )
+        self.unsharded = self.views_in(self._buffer)
+        self._by_rank = self._buffer  # where an all-gather puts the shards of all ranks, end to end
+        self._work: Work | None = None  # an all-gather under way
+        self._event = devices.unshard_stream.record_event()  # the end of the last all-gather
+        self._nbytes = self._buffer.untyped_storage().nbytes()
+        self.reshard()
 
-    def prepare(self) -> None:
-        self.places.gathers.wait_for_current()
-        self._part.prepare()
+    def refresh(self) -> None:
+        # The unshard stream waits for the optimizer step, or the next all-gather sends old shards.
+        self.devices.unshard_stream.wait_for_current()
+        self._local.refresh()
 
-    def gather(self, ahead: bool = False) -> None:
-        stream = self.places.gathers
+    def unshard(self, *, ahead: bool = False) -> None:
+        stream = self.devices.unshard_stream
         with stream.as_current():
-            storage = self.full.untyped_storage()
-            if storage.nbytes() != self._nbytes:
-                storage.resize_(self._nbytes)
-            self._by_rank = torch.empty_like(self.full) if self.rows else self.full
-            self._work = self.places.gather_group.all_gather(
-                self._by_rank.split(self.cut.splits),
-                self._part.sent(),
+            memory = self._buffer.untyped_storage()
+            if memory.nbytes() != self._nbytes:
+                memory.resize_(self._nbytes)
+            self._by_rank = torch.empty_like(self._buffer) if self.rows else self._buffer
+            self._work = self.devices.unshard_group.all_gather(
+                self._by_rank.split(self.layout.numels_by_rank),
+                self._local.send_buffer(),
                 async_op=ahead and not stream.queued,
                 label=self.label,
             )
             if self._work is None:
-                self._put()
-        self._mark = stream.record_event()
+                self._reorder()
+        self._event = stream.record_event()
 
-    def arrive(self) -> None:
+    def wait_for_unshard(self) -> None:
         work, self._work = self._work, None
         if work is not None:
             work.wait()
-            self._put()
-        self._mark.wait()
+            self._reorder()
+        # The current stream waits for the all-gather, or forward reads a buffer that is half full.
+        self._event.wait()
 
-    def _put(self) -> None:
-        """Bring what came to its place."""
+    def _reorder(self) -> None:
+        """By rows, copy the shards of all ranks from where they arrived to their parameters."""
         if self.rows:
-            torch._foreach_copy_(*self._scattered(self.full, self._by_rank))
-        self._by_rank = self.full
+            targets, sources, end = [], [], 0
+            for ranges in self.layout.ranges:
+                for part in ranges:
+                    start = self.layout.starts[part.member] + part.start
+                    targets.append(self._buffer[start : start + part.numel])
+                    sources.append(self._by_rank[end : end + part.numel])
+                    end += part.numel
+            torch._foreach_copy_(targets, sources)
+        self._by_rank = self._buffer
 
-    def release(self) -> None:
-        self.places.gathers.wait_for_current()
-        self.full.untyped_storage().resize_(0)
+    def reshard(self) -> None:
+        # The unshard stream waits for the current one, or it reuses memory that is still read.
+        self.devices.unshard_stream.wait_for_current()
+        self._buffer.untyped_storage().resize_(0)
 
     @property
-    def whole_nbytes(self) -> int:
-        return self.full.untyped_storage().nbytes()
+    def unsharded_nbytes(self) -> int:
+        return self._buffer.untyped_storage().nbytes()
 
 
 @final
@@ -146,46 +159,46 @@ class ReplicatedStorage(Storage):
     """Everything on every rank: small units, and ``NO_SHARD``."""
 
     sharded = False
-    _part: LocalShard
+    _local: LocalShard
 
     def _allocate(self) -> None:
-        self.own = tuple(cut_flat(self.cut.shapes, 1).pieces[0])
-        self.own_numel = self.cut.numel
-        numel, compute = self.cut.numel, self.compute_dtype
-        self._part = make_masters(numel, self.dtype, compute, self.places)
-        self.part = self._whole = self._part.masters
+        numel, compute = self.layout.numel, self.compute_dtype
+        self.local_ranges = layout_by_element(self.layout.shapes, 1).ranges[0]
+        self.shard_numel = numel
+        self._local = make_masters(numel, self.dtype, compute, self.devices)
+        self.flat_shard = self._buffer = self._local.masters
         if self.recasts:
-            self._whole = torch.empty(numel, dtype=compute, device=self.places.device)
-        self.locals = self.whole_views(self._part.masters)
-        self.wholes = self.whole_views(self._whole)
+            self._buffer = torch.empty(numel, dtype=compute, device=self.devices.device)
+        self.shards = self.views_in(self._local.masters)
+        self.unsharded = self.views_in(self._buffer)
 
-    def prepare(self) -> None:
-        if self._whole is self._part.masters:
+    def refresh(self) -> None:
+        if self._buffer is self._local.masters:
             return
-        stream = self.places.gathers
-        stream.wait_for_current()
-        self._part.prepare()
+        stream = self.devices.unshard_stream
+        stream.wait_for_current()  # or it reads masters that the optimizer is still writing
+        self._local.refresh()
         with stream.as_current():
-            self._whole.copy_(self._part.staged, non_blocking=True)
-        stream.record_event().wait()
+            self._buffer.copy_(self._local.staged, non_blocking=True)
+        stream.record_event().wait()  # or forward reads old values
 
-    def gather(self, ahead: bool = False) -> None:
+    def unshard(self, *, ahead: bool = False) -> None:
         pass  # always there
 
-    def arrive(self) -> None:
+    def wait_for_unshard(self) -> None:
         pass  # always there
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         pass  # always there
 
     @property
-    def whole_nbytes(self) -> int:
-        return 0 if self._whole is self._part.masters else self._whole.nbytes
+    def unsharded_nbytes(self) -> int:
+        return 0 if self._buffer is self._local.masters else self._buffer.nbytes
 
 
 def make_storage(
     members: Sequence[Member],
-    places: ShardDevices,
+    devices: ShardDevices,
     layout: Layout,
     dtype: torch.dtype,
     compute: torch.dtype,
@@ -193,37 +206,36 @@ def make_storage(
     *,
     sharded: bool,
 ) -> Storage:
-    """Memory for ``members``, without values: ``settle`` takes each parameter in."""
+    """Memory for ``members``, without values: ``shard_param`` takes each parameter in."""
     numels = [member.param.numel() for member in members]
-    order = place_order(numels, dtype.itemsize)
-    placed = [members[i] for i in order]
-    shapes = [tuple(member.param.shape) for member in placed]
+    ordered = [members[i] for i in place_order(numels, dtype.itemsize)]
+    shapes = [tuple(member.param.shape) for member in ordered]
     rows = layout == "rows"
-    cut = (cut_rows if rows else cut_flat)(shapes, places.group.size)
+    ranges = (layout_by_rows if rows else layout_by_element)(shapes, devices.group.size)
     # Shared memory of the device is always there, so what is to leave it cannot be in that.
-    shared = places.group.shares_memory and places.offload is not Offload.ALL
+    shared = devices.group.shares_memory and devices.offload is not Offload.ALL
     kind = ReplicatedStorage if not sharded else SharedStorage if shared else GatheredStorage
-    return kind(placed, cut, places, dtype, compute, label, rows=rows and sharded)
+    return kind(ordered, ranges, devices, dtype, compute, label, rows=rows and sharded)
 
 
 def copy_storage(storage: Storage, members: Sequence[Member]) -> Storage:
-    """Memory of its own for copies of the members of ``storage``, cut in the same way.
+    """Memory of its own for copies of the members of ``storage``, with the same layout.
 
-    All ranks call it where memory is shared. The copies hold this rank's parts; nothing is sent.
+    All ranks call it where memory is shared. The copies hold this rank's shards; nothing is sent.
     """
     for member in members:
         member.param.requires_grad_(storage.requires_grad)
     clone = type(storage)(
         members,
-        storage.cut,
-        storage.places,
+        storage.layout,
+        storage.devices,
         storage.dtype,
         storage.compute_dtype,
         storage.label,
         rows=storage.rows,
     )
     with torch.no_grad():
-        for param, part, value in zip(clone.params, clone.locals, storage.locals, strict=True):
-            part.copy_(value)
-            param.data = part
+        for param, shard, value in zip(clone.params, clone.shards, storage.shards, strict=True):
+            shard.copy_(value)
+            param.data = shard
     return clone

@@ -20,14 +20,14 @@ from echelon.modules.compiled import plain_name
 
 @dataclass(frozen=True, slots=True)
 class UnitInfo:
-    """Parameters that are gathered together.
+    """Parameters that are unsharded together.
 
     Attributes:
         name: of the module; empty for the root.
         names: of the parameters, in the order of the buffers.
-        numel: of the whole unit.
-        sharded: whether ranks keep different parts.
-        gathered: whether it is whole now.
+        numel: of the unsharded unit.
+        sharded: whether ranks have different shards.
+        gathered: whether it is unsharded now.
     """
 
     name: str
@@ -44,18 +44,18 @@ class MemoryStats:
     All but ``offloaded`` are on the device of the group.
 
     Attributes:
-        shards: parts of parameters: masters, or what is kept of them on the device.
-        gathered: whole parameters, now; the share of this rank where ranks share the memory.
-        gradients: parts of gradients.
-        slots: where whole gradients travel.
+        shards: of parameters: masters, or what is kept of them on the device.
+        gathered: unsharded parameters, now; the share of this rank where ranks share the memory.
+        gradients: shards of gradients.
+        slots: where unsharded gradients travel.
         optimizer: state of the optimizer that was given, or None.
         peak_gathered: the most of ``gathered`` so far.
-        peak_gradients: ``gradients``, and the most of whole ones that were complete and had not
-            left for a slot, or were kept under ``no_sync``.
+        peak_gradients: ``gradients``, and the most of unsharded ones that were complete and had
+            not left for a slot, or were kept under ``no_sync``.
         saved: parameters and gradients that DDP would hold more.
-        offloaded: parts of parameters and of gradients, and copies for the device, in the memory
+        offloaded: shards of parameters and of gradients, and copies for the device, in the memory
             of the host; 0 where that is the device's.
-        num_all_gathers: how often a unit was made whole.
+        num_all_gathers: how often a unit was unsharded.
         num_reduce_scatters: how often the gradients of a unit's storage were reduced.
     """
 
@@ -73,13 +73,13 @@ class MemoryStats:
 
     def by_category(self) -> dict[str, int]:
         """Live bytes, for a drawing; only what is known."""
-        found = {
+        nbytes = {
             "shards": self.shards,
             "gathered": self.gathered,
             "gradients": self.gradients,
             "slots": self.slots,
         }
-        return found if self.optimizer is None else {**found, "optimizer": self.optimizer}
+        return nbytes if self.optimizer is None else {**nbytes, "optimizer": self.optimizer}
 
 
 def unit_facts(units: Sequence[Unit]) -> tuple[UnitInfo, ...]:
@@ -88,9 +88,9 @@ def unit_facts(units: Sequence[Unit]) -> tuple[UnitInfo, ...]:
         UnitInfo(
             plain_name(unit.name),
             tuple(plain_name(member.name) for one in unit.storages for member in one.members),
-            sum(one.cut.numel for one in unit.storages),
+            sum(one.layout.numel for one in unit.storages),
             any(one.sharded for one in unit.storages),
-            unit.gathered,
+            unit.is_unsharded,
         )
         for unit in units
     )
@@ -120,8 +120,8 @@ def units_of(units: Sequence[Unit], names: Sequence[str]) -> list[Unit]:
     return [units[u] for u in sorted(found)] if names else list(units)
 
 
-def owners_of(storages: Sequence[Storage], name: str) -> list[ShardInfo]:
-    """Which part of a parameter every rank owns.
+def shards_of(storages: Sequence[Storage], name: str) -> list[ShardInfo]:
+    """Which shard of a parameter every rank has.
 
     Raises:
         ArgumentError: no storage has a parameter of that name.
@@ -131,17 +131,17 @@ def owners_of(storages: Sequence[Storage], name: str) -> list[ShardInfo]:
             if plain_name(member.name) == plain_name(name):
                 rank, size = storage.group.rank, storage.group.size
                 if storage.sharded:
-                    return storage.cut.info(i, rank)
-                shape, numel = storage.cut.shapes[i], storage.own[i].numel
+                    return storage.layout.info(i, rank)
+                shape, numel = storage.layout.shapes[i], storage.local_ranges[i].numel
                 return [ShardInfo(r, 0, numel, shape, r == rank) for r in range(size)]
     raise ArgumentError(f"Parameter {name!r} is in no unit of this model")
 
 
 def count_parameters(module: nn.Module, storages: Sequence[Storage]) -> int:
-    """Elements of all parameters, whole ones of those that are sharded."""
+    """Elements of all parameters on all ranks, each counted once."""
     ids = {id(param) for storage in storages for param in storage.params}
     others = sum(param.numel() for param in module.parameters() if id(param) not in ids)
-    return others + sum(storage.cut.numel for storage in storages)
+    return others + sum(storage.layout.numel for storage in storages)
 
 
 def state_nbytes(optimizer: Optimizer) -> int:
@@ -157,25 +157,25 @@ def memory_of(
     """Bytes by category, and counts."""
     storages = [storage for unit in units for storage in unit.storages]
     shards = sum(storage.nbytes for storage in storages)
-    everything = sum(storage.cut.numel * storage.dtype.itemsize for storage in storages)
-    gradients = sum(shard.nbytes for unit in units for shard in unit.shards)
+    everything = sum(storage.layout.numel * storage.dtype.itemsize for storage in storages)
+    gradients = sum(shard.nbytes for unit in units for shard in unit.gradient_shards)
     trainable = sum(
-        shard.storage.cut.numel * shard.storage.dtype.itemsize
+        shard.storage.layout.numel * shard.storage.dtype.itemsize
         for unit in units
-        for shard in unit.shards
+        for shard in unit.gradient_shards
     )
-    gathered = sum(storage.whole_nbytes for storage in storages)
+    gathered = sum(storage.unsharded_nbytes for storage in storages)
     return MemoryStats(
         shards=shards,
         gathered=gathered,
         gradients=gradients,
         slots=sum(one.nbytes for one in slots),
         optimizer=None if optimizer is None else state_nbytes(optimizer),
-        peak_gathered=max([gathered, *(unit.level.peak for unit in units)]),
-        peak_gradients=gradients + hooks.peak_whole_gradients,
+        peak_gathered=max([gathered, *(unit.unsharded_bytes.peak for unit in units)]),
+        peak_gradients=gradients + hooks.peak_unsharded_gradients,
         saved=everything - shards + trainable - gradients,
         offloaded=sum(storage.host_nbytes for storage in storages)
-        + sum(shard.host_nbytes for unit in units for shard in unit.shards),
-        num_all_gathers=sum(unit.num_gathers for unit in units),
+        + sum(shard.host_nbytes for unit in units for shard in unit.gradient_shards),
+        num_all_gathers=sum(unit.num_unshards for unit in units),
         num_reduce_scatters=hooks.num_reductions,
     )

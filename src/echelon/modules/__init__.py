@@ -8,5 +8,6 @@
 ``deferred_hooks``     hooks of users on gradients, called when these are reduced
 ``norms``              the norm of gradients of which each rank may have parts
 ``sharded_gradients``  gradients that know that they are shards, whoever asks for their norm
+``optimizer_hooks``    checks before each step of an optimizer
 ``elementwise``        optimizers that need more than what one rank has
 """

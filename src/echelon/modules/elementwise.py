@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from functools import cache
-from typing import Any
+from typing import final
 
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.optim.optimizer import Optimizer
 
 from echelon.errors import UnsupportedError
+from echelon.modules.optimizer_hooks import (
+    StepCheck,
+    add_step_check,
+    has_step_check,
+    remove_step_check,
+)
 
 # By their names, as most of them are not torch's: what each one looks at.
 _OVER_PARAMETERS = {"LBFGS": "all parameters of the model at once"}
@@ -26,8 +30,26 @@ _OVER_TENSORS = {
     **dict.fromkeys(("LAMB", "LARS", "Lamb", "Lars", "FusedLAMB"), "the norms of whole tensors"),
 }
 
-# By parameter: what is refused, why, and whether that holds still.
-_limits: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+@final
+class _ElementwiseOnly(StepCheck):
+    """Refuses the steps of optimizers that look beyond single elements."""
+
+    def __init__(self, what: str, *, has_tensors: bool, owner: nn.Module | None) -> None:
+        self._refused = _OVER_PARAMETERS if has_tensors else _OVER_TENSORS
+        self._what = what
+        self._owner = None if owner is None else weakref.ref(owner)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        names = (cls.__name__ for cls in type(optimizer).__mro__)
+        name = next((name for name in names if name in self._refused), None)
+        if name is None or (self._owner is not None and self._owner() is None):
+            return
+        raise UnsupportedError(
+            f"a step of {name} looks at {self._refused[name]}, and {self._what}, so the ranks "
+            "would train something else: use an optimizer that takes each element by itself, "
+            "such as AdamW, or ec.DDP, where every rank has the whole model"
+        )
 
 
 def refuse_other_steps(
@@ -36,44 +58,16 @@ def refuse_other_steps(
     """Have optimizers refused, at a step over ``params``, that look beyond single elements.
 
     Args:
-        params: of which some may be refused more by somebody else already, as parts are.
-        what: has them, and how, such as ``"FSDP gives ranks parts"``.
+        params: of which some may be refused more by somebody else already, as shards are.
+        what: has them, and how, such as ``"FSDP shards parameters"``.
         has_tensors: whether this rank has whole tensors, though not all of the model.
         owner: as long as it is there; None: until ``allow_other_steps``.
     """
-    _watch()
-    found = None if owner is None else weakref.ref(owner)
-
-    def is_there() -> bool:
-        return found is None or found() is not None
-
-    for param in params:
-        if not (has_tensors and param in _limits):
-            _limits[param] = _OVER_PARAMETERS if has_tensors else _OVER_TENSORS, what, is_there
+    if has_tensors:
+        params = [param for param in params if not has_step_check(param, _ElementwiseOnly)]
+    add_step_check(params, _ElementwiseOnly(what, has_tensors=has_tensors, owner=owner))
 
 
 def allow_other_steps(params: Iterable[nn.Parameter]) -> None:
     """This rank has ``params`` whole again, and all of their model."""
-    for param in params:
-        _limits.pop(param, None)
-
-
-@cache
-def _watch() -> None:
-    register_optimizer_step_pre_hook(_check)
-
-
-def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    names = [cls.__name__ for cls in type(optimizer).__mro__]
-    if not any(name in _OVER_TENSORS for name in names):
-        return
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            refused, what, is_there = _limits.get(param, ({}, "", bool))
-            name = next((name for name in names if name in refused), None)
-            if name is not None and is_there():
-                raise UnsupportedError(
-                    f"a step of {name} looks at {refused[name]}, and {what}, so the ranks would "
-                    "train something else: use an optimizer that takes each element by itself, "
-                    "such as AdamW, or ec.DDP, where every rank has the whole model"
-                )
+    remove_step_check(params, _ElementwiseOnly)

@@ -6,45 +6,45 @@ import itertools
 
 import pytest
 
-from echelon.fsdp.lineup import Lineup, common_order
+from echelon.fsdp.execution_order import PassOrder, common_order
 
 
-def gathered(lineup: Lineup, used: list[int]) -> list[int]:
+def gathered(order: PassOrder, used: list[int]) -> list[int]:
     """All gathers of a pass that reaches these units."""
-    lineup.begin()
-    return [v for u in used for v in (*lineup.reached(u), u)] + lineup.rest()
+    order.begin()
+    return [v for u in used for v in (*order.reach(u), u)] + order.take_rest()
 
 
 def test_whatever_ranks_leave_out_they_gather_the_same() -> None:
     expected = [3, 1, 2, 3, 4]
     for length in range(len(expected) + 1):
         for used in itertools.combinations(expected, length):
-            lineup = Lineup(expected)
-            assert gathered(lineup, list(used)) == expected
-            assert not lineup.strayed
+            order = PassOrder(expected)
+            assert gathered(order, list(used)) == expected
+            assert not order.strayed
 
 
 def test_units_in_another_order_are_gathered_when_they_are_reached() -> None:
-    lineup = Lineup([1, 2, 3])
-    assert gathered(lineup, [2, 1, 3]) == [1, 2, 1, 3]
-    assert lineup.strayed
-    assert lineup.real == [2, 1, 3]
-    lineup.begin()
-    assert not lineup.strayed
+    order = PassOrder([1, 2, 3])
+    assert gathered(order, [2, 1, 3]) == [1, 2, 1, 3]
+    assert order.strayed
+    assert order.reached == [2, 1, 3]
+    order.begin()
+    assert not order.strayed
 
 
 def test_nothing_is_predicted_from_a_guess_or_after_another_order() -> None:
-    assert Lineup([1, 2], guess=True).next() is None
-    lineup = Lineup([1, 2, 3, 4])
-    assert lineup.next() == 1
-    lineup.advance()
-    lineup.arrived(1)
-    assert lineup.reached(3) == [2]
-    assert lineup.next() == 4
-    lineup.reached(1)
-    assert lineup.next() is None
-    assert lineup.rest() == [4]
-    assert lineup.real == [1, 3, 1]
+    assert PassOrder([1, 2], guess=True).peek() is None
+    order = PassOrder([1, 2, 3, 4])
+    assert order.peek() == 1
+    order.take_next()
+    order.reach_prefetched(1)
+    assert order.reach(3) == [2]
+    assert order.peek() == 4
+    order.reach(1)
+    assert order.peek() is None
+    assert order.take_rest() == [4]
+    assert order.reached == [1, 3, 1]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_the_common_order_contains_that_of_every_rank(
     found = common_order(orders, usual=[1, 2, 3, 4])
     assert found == common
     for order in orders:
-        assert gathered(Lineup(found), order) == found
+        assert gathered(PassOrder(found), order) == found
 
 
 def test_what_no_backward_needs_is_left_out() -> None:

@@ -1,0 +1,317 @@
+"""Keeps code outside of FSDP from taking this rank's shards for whole parameters.
+
+The wrapper knows that parameters are sharded. The modules inside of it do not: torch asks each for
+its state, pickles it or copies it as it stands, and its code may use a parameter while that is
+sharded. Optimizers do not know that other ranks read what they write. Each of them is refused with
+the parameter's name, or waits.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn, final
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from echelon.errors import EchelonError, StateError
+from echelon.fsdp.hooks import Hooks
+from echelon.fsdp.state_dict import no_assign
+from echelon.fsdp.storage import Storage, wait_for_unshards
+from echelon.fsdp.unit import Unit
+from echelon.modules.elementwise import allow_other_steps, refuse_other_steps
+from echelon.modules.optimizer_hooks import StepCheck, add_step_check, remove_step_check
+
+
+def guard(module: nn.Module, storages: Sequence[tuple[str, Storage]], hooks: Hooks) -> None:
+    """Guard a module and its storages, whose flat parameters have the given names."""
+    _guard_steps(storages, hooks)
+    _guard_modules(module, [storage for _, storage in storages], hooks.check_root)
+
+
+def unguard(module: nn.Module, storages: Sequence[Storage]) -> None:
+    """The parameters are those of a plain module again."""
+    _unguard_modules(module)
+    _unguard_steps(storages)
+
+
+# States of modules ---------------------------------------------------------------------------
+
+
+@final
+class ModuleGuard:
+    """The hooks on one module that has sharded parameters: before calls, and around its state.
+
+    Args:
+        homes: by its own name of a parameter: the name in the model, the storage, the place there.
+        check_call: called before each forward of the module.
+    """
+
+    def __init__(
+        self,
+        homes: dict[str, tuple[str, Storage, int]],
+        check_call: Callable[[], None] | None = None,
+    ) -> None:
+        self._homes, self._check_call = homes, check_call
+
+    def before_call(self, module: nn.Module, inputs: object) -> None:
+        """Refuse a forward that would use shards."""
+        if self._check_call is not None:
+            self._check_call()
+
+    def before_state(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Refuse the values of shards; with ``keep_vars`` the parameters themselves are asked for.
+
+        Raises:
+            StateError: a parameter of the module is sharded now.
+        """
+        for local, (name, storage, i) in self._homes.items():
+            param, shape = module._parameters.get(local), storage.layout.shapes[i]
+            if not keep_vars and param is not None and tuple(param.shape) != shape:
+                raise StateError(
+                    f"state_dict() of a module inside of FSDP, where {name!r} is this rank's "
+                    f"shard, {list(param.shape)} of {list(shape)}: nobody could load it. Take "
+                    "model.state_dict() of the FSDP itself on all ranks and save that, such as "
+                    "with save_pretrained(folder, state_dict=...), or call ec.save; or do it "
+                    "inside `with model.full_parameters():`, which all ranks enter"
+                )
+
+    def before_load(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: object
+    ) -> None:
+        """Put this rank's shards in the place of unsharded values, as far as those fit.
+
+        Raises:
+            ArgumentError: with ``assign=True``, which would replace parameters.
+        """
+        if metadata.get("assign_to_params_buffers"):
+            raise no_assign()
+        wait_for_unshards({home[1] for home in self._homes.values()})
+        for local, (_name, storage, i) in self._homes.items():
+            param, shape = module._parameters.get(local), storage.layout.shapes[i]
+            value = state.get(prefix + local)
+            if param is None or not isinstance(value, Tensor) or tuple(value.shape) != shape:
+                continue  # for torch to name
+            if tuple(param.shape) != shape:
+                state[prefix + local] = storage.shard_of(i, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise self._not_by_itself("copied")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise self._not_by_itself("pickled, saved as an object or sent")
+
+    def _not_by_itself(self, what: str) -> StateError:
+        return StateError(
+            f"a module inside of FSDP cannot be {what}: it has this rank's shards of its "
+            "parameters, and hooks that need the group. Save model.state_dict() of the FSDP "
+            "itself, which all ranks call; copy.deepcopy(model), called by all ranks, is another "
+            "FSDP, and model.unwrap() the plain module"
+        )
+
+
+def _guard_modules(
+    module: nn.Module, storages: Sequence[Storage], check_call: Callable[[], None]
+) -> None:
+    """Put hooks on each module below ``module`` that has a sharded parameter, and on itself.
+
+    Args:
+        check_call: called before each forward of ``module`` itself.
+    """
+    _unguard_modules(module)
+    homes = {
+        id(member.param): (member.name, storage, i)
+        for storage in storages
+        if storage.sharded
+        for i, member in enumerate(storage.members)
+    }
+    for submodule in module.modules():
+        own = {
+            local: homes[id(param)]
+            for local, param in submodule._parameters.items()
+            if id(param) in homes
+        }
+        if own or submodule is module:
+            guard = ModuleGuard(own, check_call if submodule is module else None)
+            if submodule is module:
+                submodule.register_forward_pre_hook(guard.before_call, prepend=True)
+            submodule.register_state_dict_pre_hook(guard.before_state)
+            submodule.register_load_state_dict_pre_hook(guard.before_load)
+
+
+def _unguard_modules(module: nn.Module) -> None:
+    """Take the hooks off again, also those that a copy has got from its original."""
+    for submodule in module.modules():
+        kinds: Sequence[dict[int, Any]] = (
+            submodule._forward_pre_hooks,
+            submodule._state_dict_pre_hooks,
+            submodule._load_state_dict_pre_hooks,
+        )
+        for hooks in kinds:
+            for key in [key for key, hook in hooks.items() if _guard_of(hook) is not None]:
+                del hooks[key]
+
+
+def allow_copies(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Let ``module`` be copied with ``memo``; the copy then has hooks of the original."""
+    for guard in _guards(module):
+        memo[id(guard)] = guard
+
+
+def _guards(module: nn.Module) -> Iterable[ModuleGuard]:
+    for submodule in module.modules():
+        for hook in submodule._state_dict_pre_hooks.values():
+            if (guard := _guard_of(hook)) is not None:
+                yield guard
+
+
+def _guard_of(hook: Any) -> ModuleGuard | None:
+    owner = getattr(getattr(hook, "hook", hook), "__self__", None)  # torch wraps those of loading
+    return owner if isinstance(owner, ModuleGuard) else None
+
+
+# Forwards that failed ------------------------------------------------------------------------
+
+
+class _Sharded(NamedTuple):
+    """A parameter that is this rank's shard now."""
+
+    name: str
+    param: nn.Parameter
+    unit: str
+    shape: tuple[int, ...]
+
+
+def explain_sharded_use(error: BaseException, units: Sequence[Unit]) -> StateError | None:
+    """What to raise instead of the ``error`` of a forward; None if no sharded parameter caused it.
+
+    A sharded parameter has another shape, so torch complains about shapes and names nothing. Only
+    after a failure the lines that ran are searched for such a parameter; nothing is watched.
+    """
+    if isinstance(error, EchelonError) or not isinstance(error, RuntimeError | IndexError):
+        return None
+    frames = list(traceback.walk_tb(error.__traceback__))
+    # Those that ran were unsharded; they have been resharded since, on the way up.
+    ran = {id(frame.f_locals.get("self")) for frame, _ in frames}
+    sharded = [
+        _Sharded(member.name, member.param, unit.label, shape)
+        for unit in units
+        if not unit.is_unsharded and id(unit.module) not in ran
+        for storage in unit.storages
+        if storage.sharded
+        for member, shape in zip(storage.members, storage.layout.shapes, strict=True)
+    ]
+    for frame, line in reversed(frames):
+        used = next(_used(frame, line, sharded), None)
+        if used is not None:
+            file = frame.f_code.co_filename.rpartition("/")[2]
+            return StateError(
+                f"parameter {used.name!r} was used at {file}:{line} while its unit "
+                f"{used.unit!r} was sharded, so it was this rank's shard, "
+                f"{list(used.param.shape)} of {list(used.shape)}: use it inside of the forward "
+                "of its unit, make no unit of that module (then it belongs to the one around it), "
+                "or call what uses it inside `with model.full_parameters():`, on all ranks"
+            )
+    return None
+
+
+def _used(frame: FrameType, line: int, sharded: Sequence[_Sharded]) -> Iterator[_Sharded]:
+    """The sharded parameters that a line of code works with."""
+    values = {id(value) for value in frame.f_locals.values()}
+    yield from (known for known in sharded if id(known.param) in values)
+    source = linecache.getline(frame.f_code.co_filename, line)
+    names = set(re.findall(r"[\w.]+", re.sub(r"\[(\d+)\]", r".\1", source)))
+    for known in sharded:
+        owner, _, local = known.name.rpartition(".")
+        tail = f"{owner.rpartition('.')[2]}.{local}".lstrip(".")
+        if any(f".{name}.".find(f".{tail}.") >= 0 for name in names):
+            yield known
+
+
+# Steps of optimizers -------------------------------------------------------------------------
+
+
+@final
+class WaitForForwards(StepCheck):
+    """Lets no optimizer write shards that another rank still reads.
+
+    A backward that reduces needs all ranks, and comes after their last use of the parameters; so
+    the step that follows it overtakes nobody. But a forward may have no such backward: an
+    evaluation without ``no_grad``, or one under ``no_sync``. Then the ranks meet before the step.
+    """
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = weakref.ref(hooks)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        hooks = self._hooks()
+        if hooks is not None:
+            hooks.wait_for_forwards()
+
+
+@final
+class BehindFlatParameter(StepCheck):
+    """Refuses optimizers over parameters that are part of a flat one.
+
+    Their ``.grad`` is None outside of backward, so a step would do nothing and say nothing.
+
+    Args:
+        name: of the flat parameter.
+        params: that it consists of.
+    """
+
+    def __init__(self, name: str, params: Iterable[nn.Parameter]) -> None:
+        self._name, self._ids = name, {id(param) for param in params}
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        for i, group in enumerate(optimizer.param_groups):
+            if any(id(param) in self._ids for param in group["params"]):
+                raise StateError(
+                    f"group {i} of {type(optimizer).__name__} has a parameter that FSDP has put "
+                    f"into the flat parameter {self._name!r}, so its step would change nothing: "
+                    "make the optimizer after wrapping, with model.parameters(), or wrap with "
+                    "use_orig_params=True"
+                )
+
+
+def _guard_steps(storages: Iterable[tuple[str, Storage]], hooks: Hooks) -> None:
+    for name, storage in storages:
+        params = storage.optimizer_params
+        if storage.is_flat:
+            add_step_check(storage.params, BehindFlatParameter(name, storage.params))
+        if storage.sharded and storage.group.size > 1:
+            refuse_other_steps(params, "FSDP shards parameters", has_tensors=False)
+        if storage.sharded:
+            add_step_check(params, WaitForForwards(hooks))
+
+
+def _unguard_steps(storages: Iterable[Storage]) -> None:
+    for storage in storages:
+        remove_step_check(storage.params, BehindFlatParameter)
+        remove_step_check(storage.optimizer_params, WaitForForwards)
+        allow_other_steps([*storage.params, *storage.optimizer_params])
+
+
+# After unwrap() ------------------------------------------------------------------------------
+
+
+@final
+class Detached:
+    """Stands where a wrapper had what it works with, after ``unwrap()``."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self._error()
+
+    def __iter__(self) -> NoReturn:
+        raise self._error()
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise self._error()
+
+    def _error(self) -> StateError:
+        return StateError("this FSDP was taken off its module by unwrap(): wrap the module again")

@@ -1,0 +1,72 @@
+"""Checks that run before each step of any optimizer over some parameters.
+
+A wrapper gives optimizers parameters that are not what they seem: shards, or what nobody steps any
+more. Optimizers do not ask it, so torch's global pre-hook of ``step`` looks up here which checks
+the parameters of an optimizer have, and runs each of them once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class StepCheck(ABC):
+    """What happens before a step over some parameters; it may refuse the step, or wait.
+
+    It must not keep the owner of the parameters alive.
+    """
+
+    @abstractmethod
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Called once before each step of an optimizer that has at least one of the parameters."""
+
+
+# By parameter, its checks: at most one of each class.
+_checks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# By optimizer, the ids of its parameters when it was last looked at, and their checks.
+_known: WeakKeyDictionary[Optimizer, tuple[list[int], list[StepCheck]]] = WeakKeyDictionary()
+
+
+def add_step_check(params: Iterable[nn.Parameter], check: StepCheck) -> None:
+    """Run ``check`` before steps over ``params``, in the place of one of the same class."""
+    _register()
+    _known.clear()  # an optimizer may have stepped before
+    for param in params:
+        _checks.setdefault(param, {})[type(check)] = check
+
+
+def remove_step_check(params: Iterable[nn.Parameter], kind: type[StepCheck]) -> None:
+    """Run no check of this class before steps over ``params`` any more."""
+    _known.clear()
+    for param in params:
+        _checks.get(param, {}).pop(kind, None)
+
+
+def has_step_check(param: nn.Parameter, kind: type[StepCheck]) -> bool:
+    """Whether a check of this class runs before steps over ``param``."""
+    return kind in _checks.get(param, {})
+
+
+@cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    known, checks = _known.get(optimizer, ([], []))
+    if ids != known:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        by_param = (_checks.get(param, {}).values() for param in params)
+        checks = list(dict.fromkeys(check for checks in by_param for check in checks))
+        _known[optimizer] = ids, checks
+    for check in checks:
+        check.before_step(optimizer)
