@@ -21,7 +21,7 @@ def name_in_model(stage: nn.Module, index: int, name: str) -> str:
         '3.bias'
     """
     name = plain_name(name)
-    return name if part_in(stage) is not None else f"{index}.{name}".rstrip(".")
+    return name if find_submodule(stage) is not None else f"{index}.{name}".rstrip(".")
 
 
 def names_of_state(stage: nn.Module, index: int, names: Iterable[str]) -> dict[str, str]:
@@ -31,15 +31,15 @@ def names_of_state(stage: nn.Module, index: int, names: Iterable[str]) -> dict[s
         >>> names_of_state(nn.Linear(1, 1), 3, ["3.bias", "4.bias"])
         {'bias': '3.bias'}
     """
-    part = part_in(stage)
-    if part is not None:
-        return {plain_name(name): name for name in names if plain_name(name) in part.names}
+    submodule = find_submodule(stage)
+    if submodule is not None:
+        return {plain_name(name): name for name in names if plain_name(name) in submodule.names}
     start = f"{index}."
     own = [name for name in names if name.startswith(start)]
     return {plain_name(name.removeprefix(start)): name for name in own}
 
 
-def part_in(stage: nn.Module) -> Submodule | None:
+def find_submodule(stage: nn.Module) -> Submodule | None:
     """What ``split`` made, which may be compiled, or wrapped for data parallelism."""
     found: nn.Module | None = stage
     while found is not None and not isinstance(found, Submodule):

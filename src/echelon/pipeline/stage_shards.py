@@ -18,7 +18,7 @@ from torch import nn
 
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
-from echelon.pipeline.stage_initialization import part_in
+from echelon.pipeline.stage_initialization import find_submodule
 from echelon.state.sharded_state import ShardedState, axes_in, named_state, sharded_state_of
 from echelon.state.tensor_shard import Replication, TensorShard
 
@@ -170,4 +170,4 @@ def _together(told: Sequence[Sequence[tuple[str, ...]]]) -> dict[str, _Shared]:
 
 def _name(stage: nn.Module, index: int, local: str) -> str:
     """The name in the model of what a stage calls ``local``."""
-    return f"{index}.{local}" if part_in(stage) is None else local
+    return f"{index}.{local}" if find_submodule(stage) is None else local

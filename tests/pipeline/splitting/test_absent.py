@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.errors import UnsupportedError
 from echelon.pipeline.splitting.fake_tensors import (
-    Absent,
-    Recall,
-    absent_copy,
-    absent_like,
-    missing_in,
+    FakeTensor,
+    FakeTensorCache,
+    fake_copy,
+    fake_tensor,
+    missing_names,
 )
 from echelon.pipeline.splitting.split import split
 from tests.pipeline.split_models import LENGTH, VOCABULARY, Decoder
@@ -41,9 +41,9 @@ MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_absence_spreads(name: str) -> None:
     # Several of these give numbers out of nothing for a plain meta tensor.
     real = torch.ones(3, 3)
-    found = MIXED[name](real, absent_like((3, 3), torch.float32, CPU, "w", Recall()))
-    assert isinstance(found, Absent)
-    assert missing_in({"y": found}) == ["w"]
+    found = MIXED[name](real, fake_tensor((3, 3), torch.float32, CPU, "w", FakeTensorCache()))
+    assert isinstance(found, FakeTensor)
+    assert missing_names({"y": found}) == ["w"]
     same = MIXED[name](real, torch.ones(3, 3)) if name != "index" else found
     assert found.shape == same.shape
     assert found.device == CPU
@@ -62,14 +62,14 @@ def test_absence_spreads(name: str) -> None:
 def test_a_real_tensor_cannot_be_written_from_an_absent_one(write) -> None:
     real = torch.ones(3, 3)
     with pytest.raises(UnsupportedError, match="only a stage before it has"):
-        write(real, absent_like((3, 3), torch.float32, CPU, "w", Recall()))
+        write(real, fake_tensor((3, 3), torch.float32, CPU, "w", FakeTensorCache()))
     assert torch.equal(real, torch.ones(3, 3))
 
 
 def test_an_absent_module_has_no_parameters_and_tells_what_is_missing() -> None:
     layer = nn.Linear(3, 2)
-    copied = absent_copy(layer, "head", Recall())
-    assert missing_in(copied(torch.ones(4, 3))) == ["head.bias", "head.weight"]
+    copied = fake_copy(layer, "head", FakeTensorCache())
+    assert missing_names(copied(torch.ones(4, 3))) == ["head.bias", "head.weight"]
     assert not [p for p in copied.parameters() if isinstance(p, nn.Parameter)]
     assert not layer.weight.is_meta
 
@@ -108,11 +108,11 @@ def test_a_steady_stage_computes_nothing_absent_and_a_new_shape_once() -> None:
 
 
 def test_equal_calls_with_other_real_values_are_not_taken_for_each_other() -> None:
-    recall = Recall()
-    absent = absent_like((3,), torch.float32, CPU, "w", recall)
+    cache = FakeTensorCache()
+    absent = fake_tensor((3,), torch.float32, CPU, "w", cache)
 
     def run() -> tuple[Tensor, Tensor]:
-        recall.begin()
+        cache.begin_forward()
         return absent * torch.ones(3), absent * torch.zeros(3)
 
     once, again = run(), run()
@@ -122,11 +122,11 @@ def test_equal_calls_with_other_real_values_are_not_taken_for_each_other() -> No
 
 
 def test_an_absent_tensor_that_is_written_is_not_remembered() -> None:
-    recall = Recall()
-    absent = absent_like((3,), torch.float32, CPU, "w", recall)
+    cache = FakeTensorCache()
+    absent = fake_tensor((3,), torch.float32, CPU, "w", cache)
 
     def run() -> Tensor:
-        recall.begin()
+        cache.begin_forward()
         return (absent * 2).unsqueeze_(0)
 
     assert [tuple(run().shape) for _ in range(3)] == [(1, 3)] * 3

@@ -1,4 +1,4 @@
-"""What the atoms of a model cost: operations and bytes by shapes alone, or seconds."""
+"""What the blocks of a model cost: operations and bytes by shapes alone, or seconds."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from echelon.comm import streams
 from echelon.errors import ArgumentError
-from echelon.pipeline.splitting.submodule import Row, Submodule
+from echelon.pipeline.splitting.submodule import Blocks, Submodule
 from echelon.pipeline.stage import Stage
 
 _RUNS = 3  # of which the median counts, after one to warm up
 
-_MakeRow = Callable[[nn.Module], Row]
+MakeBlocks = Callable[[nn.Module], Blocks]
 
 
 @final
 @dataclass(frozen=True)
-class Dry:
-    """What one atom does with the example, by shapes alone.
+class DryRun:
+    """What one block does with the example, by shapes alone.
 
     Attributes:
         flops: of its forward.
-        activations: bytes that its backward needs of it, parameters not counted.
+        activation_nbytes: what its forward saves for its backward, parameters not counted.
     """
 
     flops: int
-    activations: int
+    activation_nbytes: int
 
 
-def num_parameters(row: Row) -> list[int]:
-    """Elements of the parameters of each atom; a shared one counts in every atom that has it."""
-    return [sum(param.numel() for param in row.parameters(i)) for i in range(row.num_atoms)]
+def num_parameters(blocks: Blocks) -> list[int]:
+    """Elements of the parameters of each block; a shared one counts in every block that has it."""
+    return [sum(param.numel() for param in blocks.parameters(i)) for i in range(blocks.num_blocks)]
 
 
-def dry_run(model: nn.Module, make_row: _MakeRow, example: tuple[Any, ...]) -> list[Dry]:
-    """Run each atom once on the meta device."""
-    row = make_row(_on_meta(model))
+def dry_run(model: nn.Module, make_blocks: MakeBlocks, example: tuple[Any, ...]) -> list[DryRun]:
+    """Run each block once on the meta device."""
+    blocks = make_blocks(_on_meta(model))
     value: Any = pytree.tree_map(_to_meta, example)
-    found = []
-    for index in range(row.num_atoms):
-        part = row.part(index, index + 1)
-        known = {id(tensor) for tensor in [*part.parameters(), *part.buffers()]}
+    runs = []
+    for index in range(blocks.num_blocks):
+        submodule = blocks.submodule(index, index + 1)
+        parameters = {id(tensor) for tensor in [*submodule.parameters(), *submodule.buffers()]}
         saved: dict[int, Tensor] = {}
 
         def keep(
-            tensor: Tensor, known: set[int] = known, saved: dict[int, Tensor] = saved
+            tensor: Tensor, parameters: set[int] = parameters, saved: dict[int, Tensor] = saved
         ) -> Tensor:
             base = tensor if tensor._base is None else tensor._base
-            if id(base) not in known:
+            if id(base) not in parameters:
                 saved[id(base)] = base
             return tensor
 
@@ -68,37 +68,37 @@ def dry_run(model: nn.Module, make_row: _MakeRow, example: tuple[Any, ...]) -> l
             saved_tensors_hooks(keep, lambda x: x),
             _ByShapes(),  # type: ignore[no-untyped-call]
         ):
-            value = _call_by_shapes(index, part, value)
+            value = _call_by_shapes(index, submodule, value)
         nbytes = sum(tensor.numel() * tensor.itemsize for tensor in saved.values())
-        found.append(Dry(counter.get_total_flops(), nbytes))
-        value = _handed_on(value)
-    return found
+        runs.append(DryRun(counter.get_total_flops(), nbytes))
+        value = _as_input(value)
+    return runs
 
 
-def seconds(row: Row, example: tuple[Any, ...], device: torch.device) -> list[float]:
-    """Time a forward and backward of each atom on ``device``; atoms that are alike, once.
+def seconds(blocks: Blocks, example: tuple[Any, ...], device: torch.device) -> list[float]:
+    """Time a forward and backward of each block on ``device``; equal blocks only once.
 
     The model is left as it was: copies run, and so do random numbers.
     """
     value: Any = pytree.tree_map(
         lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, example
     )
-    known: dict[Any, tuple[float, Any]] = {}
-    found = []
-    for index in range(row.num_atoms):
-        part = row.part(index, index + 1)
-        key = _likeness(part, value)
-        if key not in known:
+    timed: dict[Any, tuple[float, Any]] = {}
+    times = []
+    for index in range(blocks.num_blocks):
+        submodule = blocks.submodule(index, index + 1)
+        key = _cost_key(submodule, value)
+        if key not in timed:
             with streams.seeded(device, 0):
-                known[key] = _timed(_copy_on(part, device), value, device)
-        spent, value = known[key]
-        found.append(spent)
-    return found
+                timed[key] = _time(_copy_on(submodule, device), value, device)
+        seconds_of_block, value = timed[key]
+        times.append(seconds_of_block)
+    return times
 
 
-def _timed(part: nn.Module, value: Any, device: torch.device) -> tuple[float, Any]:
-    """The time of a microbatch that is not the first, and what the next atom gets of it."""
-    stage = Stage(part, 0)
+def _time(submodule: nn.Module, value: Any, device: torch.device) -> tuple[float, Any]:
+    """The time of a microbatch that is not the first, and what the next block gets of it."""
+    stage = Stage(submodule, 0)
     times = []
     for _ in range(_RUNS + 1):
         streams.synchronize(device)
@@ -106,16 +106,16 @@ def _timed(part: nn.Module, value: Any, device: torch.device) -> tuple[float, An
         with torch.enable_grad():
             output = stage.forward(0, value, {})
         output.require_grad()
-        stage.backward(0, [torch.ones_like(one) for one in output.tensors if one.requires_grad])
+        stage.backward(0, [torch.ones_like(y) for y in output.tensors if y.requires_grad])
         streams.synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:]), output.unflatten()
 
 
-def _call_by_shapes(index: int, part: nn.Module, value: Any) -> Any:
+def _call_by_shapes(index: int, submodule: nn.Module, value: Any) -> Any:
     try:
         with torch.enable_grad():
-            return part(*value) if isinstance(value, tuple) else part(value)
+            return submodule(*value) if isinstance(value, tuple) else submodule(value)
     except Exception as error:
         raise ArgumentError(
             f"layer {index} of the model cannot run by shapes alone, which cost='flops' and "
@@ -147,7 +147,7 @@ class _ByShapes(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _handed_on(value: Any) -> Any:
+def _as_input(value: Any) -> Any:
     """As the next stage gets it: leaves that need a gradient if one comes back."""
     return pytree.tree_map(
         lambda leaf: (
@@ -157,40 +157,42 @@ def _handed_on(value: Any) -> Any:
     )
 
 
-def _likeness(part: Submodule, value: Any) -> Any:
-    """What two atoms have in common that take the same time."""
-    own = tuple(
-        (type(module).__name__, tuple((name, tuple(p.shape), p.dtype) for name, p in _own(module)))
-        for module in part.modules()
+def _cost_key(submodule: Submodule, value: Any) -> Any:
+    """What is equal for two blocks that take the same time."""
+    modules = tuple(
+        (
+            type(module).__name__,
+            tuple(
+                (name, tuple(param.shape), param.dtype)
+                for name, param in module.named_parameters(recurse=False)
+            ),
+        )
+        for module in submodule.modules()
     )
-    leaves, spec = pytree.tree_flatten(value)
-    forms = tuple(
+    leaves, treespec = pytree.tree_flatten(value)
+    specs = tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
         for leaf in leaves
     )
-    return own, forms, spec
+    return modules, specs, treespec
 
 
-def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(module.named_parameters(recurse=False))
-
-
-def _copy_on(part: Submodule, device: torch.device) -> nn.Module:
+def _copy_on(submodule: Submodule, device: torch.device) -> nn.Module:
     """A copy with values: zeros where the model is on meta."""
     memo: dict[int, Any] = {}
-    for tensor in [*part.parameters(), *part.buffers()]:
+    for tensor in [*submodule.parameters(), *submodule.buffers()]:
         value = (
             torch.zeros_like(tensor, device=device)
             if tensor.is_meta
             else tensor.detach().to(device, copy=True)
         )
         memo[id(tensor)] = _as(tensor, value)
-    return copy.deepcopy(part, memo)
+    return copy.deepcopy(submodule, memo)
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
     tensors = [*model.parameters(), *model.buffers()]
-    memo: dict[int, Any] = {id(one): _as(one, one.detach().to("meta")) for one in tensors}
+    memo: dict[int, Any] = {id(tensor): _as(tensor, _to_meta(tensor)) for tensor in tensors}
     return copy.deepcopy(model, memo)
 
 
@@ -199,5 +201,6 @@ def _to_meta(leaf: Any) -> Any:
 
 
 def _as(tensor: Tensor, value: Tensor) -> Tensor:
+    """``value`` as a parameter, if ``tensor`` is one."""
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(value, tensor.requires_grad) if is_parameter else value

@@ -7,14 +7,14 @@
     stage 1:  (prefix) . .  | entry b2 b3 | exit
     stage 2:  (prefix) . .          . . | entry b4 b5  suffix
 
-At the first block of the next stage the forward ends by an exception, and what that block was given
-is the value that goes on: its arguments, with every mask and table in them. The next stage runs the
-same forward; the prefix and the blocks that it lacks compute shapes only (see "values that are not
-there"), and its first block gets what came. Later blocks may be given the same masks and tables
-again: an absent argument is replaced by what came in its place, if it is the very tensor that the
-first block was given, and refused otherwise. Keyword arguments of the model have values in every
-stage whose rank is given them. Nothing is traced, and what depends on a value that
-the stage does not have is an error, never a number.
+At the first block of the next stage the forward ends by an exception, and the arguments of that
+block, with every mask and table in them, are what the stage sends. The next stage runs the same
+forward; the prefix and the blocks that it lacks compute shapes only (see "values that are not
+there"), and its first block gets the arguments that were received. Later blocks may be given the
+same masks and tables again: a fake argument is replaced by what was received in its place, if it is
+the very tensor that the first block was given, and refused otherwise. Keyword arguments of the
+model have values in every stage whose rank is given them. Nothing is traced, and what depends on a
+value that the stage does not have is an error, never a number.
 """
 
 from __future__ import annotations
@@ -30,17 +30,23 @@ from torch.utils import _pytree as pytree
 
 from echelon.errors import ArgumentError, UnsupportedError
 from echelon.pipeline.splitting.fake_tensors import (
-    Absent,
+    FakeTensor,
+    FakeTensorCache,
     NeedsValues,
-    Recall,
-    absent_copy,
-    absent_like,
-    missing_in,
+    fake_copy,
+    fake_tensor,
+    missing_names,
 )
-from echelon.pipeline.splitting.submodule import Row, Submodule, carve, hollow, pass_on, register
+from echelon.pipeline.splitting.submodule import (
+    Blocks,
+    Submodule,
+    empty_block,
+    partial_model,
+    return_input,
+)
 
 
-def find_trunk(model: nn.Module) -> str | None:
+def find_module_list(model: nn.Module) -> str | None:
     """The name of the longest ``ModuleList`` that is in no other; None if there is none.
 
     Raises:
@@ -51,27 +57,27 @@ def find_trunk(model: nn.Module) -> str | None:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module)
     }
-    outer = {
+    lengths = {
         name: len(module)
         for name, module in lists.items()
         if not any(name.startswith(f"{other}.") for other in lists)
     }
-    longest = [name for name, length in outer.items() if length == max(outer.values())]
+    longest = [name for name, length in lengths.items() if length == max(lengths.values())]
     if len(longest) > 1:
         raise ArgumentError(
-            f"the model has several ModuleLists of {outer[longest[0]]} blocks, {longest}: give it "
-            "a method pipeline_layers() that returns its layers in order"
+            f"the model has several ModuleLists of {lengths[longest[0]]} blocks, {longest}: give "
+            "it a method pipeline_layers() that returns its layers in order"
         )
     return longest[0] if longest else None
 
 
 @final
-class TrunkRow(Row):
+class ModuleListBlocks(Blocks):
     """The blocks of a ``ModuleList``, with what comes before them and after them.
 
     Args:
         model: whose forward calls the blocks in order.
-        trunk: the name of the list.
+        list_name: the name of the list.
         prefix: names of what runs before the blocks; those registered before the list if None.
         suffix: names of what runs after them; those registered after it if None.
     """
@@ -79,19 +85,17 @@ class TrunkRow(Row):
     def __init__(
         self,
         model: nn.Module,
-        trunk: str,
+        list_name: str,
         prefix: Sequence[str] | None,
         suffix: Sequence[str] | None,
     ) -> None:
-        self._model, self._trunk = model, trunk
-        self._blocks = list(model.get_submodule(trunk).children())
-        before, after = _around(model, trunk)
-        self._prefix = _named(
-            model, "prefix", prefix, [n for n in before if n not in (suffix or ())]
-        )
-        self._suffix = _named(
-            model, "suffix", suffix, [n for n in after if n not in (prefix or ())]
-        )
+        self._model, self._list_name = model, list_name
+        self._blocks = list(model.get_submodule(list_name).children())
+        before, after = _names_around(model, list_name)
+        default_prefix = [name for name in before if name not in (suffix or ())]
+        default_suffix = [name for name in after if name not in (prefix or ())]
+        self._prefix = _checked_names(model, "prefix", prefix, default_prefix)
+        self._suffix = _checked_names(model, "suffix", suffix, default_suffix)
         missing = {*before, *after} - {*self._prefix, *self._suffix}
         if missing:
             raise ArgumentError(
@@ -99,195 +103,204 @@ class TrunkRow(Row):
             )
 
     @property
-    def num_atoms(self) -> int:
-        """One for each block; the first has the prefix, the last the suffix."""
+    def num_blocks(self) -> int:
+        """One for each item of the list; the first has the prefix, the last the suffix."""
         return len(self._blocks)
 
-    def part(self, start: int, stop: int) -> Submodule:
-        """A stage that runs the whole forward around its blocks."""
-        is_first, is_last = start == 0, stop == self.num_atoms
+    def submodule(self, start: int, stop: int) -> Submodule:
+        """A stage that runs the model's forward around its blocks."""
+        is_first, is_last = start == 0, stop == self.num_blocks
         names = {*(self._prefix if is_first else ()), *(self._suffix if is_last else ())}
         blocks = [
-            block if start <= i < stop else hollow(block, _leave if i == stop else pass_on)
+            block if start <= i < stop else empty_block(block, _exit if i == stop else return_input)
             for i, block in enumerate(self._blocks)
         ]
-        recall = Recall()
-        stand_in = partial(absent_copy, recall=recall)
-        shell, own, bare = carve(self._model, self._trunk, blocks, names, stand_in, recall)
-        own |= {f"{self._trunk}.{i}": self._blocks[i] for i in range(start, stop)}
-        inside = self._blocks[start:stop]
-        part = Submodule(_Forward(shell, inside, is_first, is_last, self._hint(), recall))
-        register(part, own, bare)
-        return part
+        cache = FakeTensorCache()
+        make_stand_in = partial(fake_copy, cache=cache)
+        copied = partial_model(self._model, self._list_name, blocks, names, make_stand_in, cache)
+        modules = copied.modules | {
+            f"{self._list_name}.{i}": self._blocks[i] for i in range(start, stop)
+        }
+        body = _PartialForward(
+            copied.model, self._blocks[start:stop], is_first, is_last, self._hint(), cache
+        )
+        return Submodule(body, modules, copied.containers)
 
     def _hint(self) -> str:
         return (
-            f"the split has prefix={self._prefix} before the blocks {self._trunk!r} and "
+            f"the split has prefix={self._prefix} before the blocks {self._list_name!r} and "
             f"suffix={self._suffix} after them: name them with prefix=[...] and suffix=[...] (a "
             "name may be in both), give all ranks the keyword arguments that blocks use, or give "
             "the model a method pipeline_layers()"
         )
 
 
-def _around(model: nn.Module, trunk: str) -> tuple[list[str], list[str]]:
-    """What is registered before the trunk, and after it, at every level on the way to it."""
+def _names_around(model: nn.Module, list_name: str) -> tuple[list[str], list[str]]:
+    """What is registered before the list and after it, at every level on the way to it."""
     before: list[str] = []
     after: list[str] = []
     module, path = model, ""
-    late: list[str] = []
-    for step in trunk.split("."):
+    for step in list_name.split("."):
         names = [f"{path}.{local}".lstrip(".") for local in module._modules]
-        here = names.index(f"{path}.{step}".lstrip("."))
+        position = names.index(f"{path}.{step}".lstrip("."))
         before += [f"{path}.{local}".lstrip(".") for local in module._parameters]
-        before += names[:here]
-        late = names[here + 1 :] + late
-        module, path = module.get_submodule(step), names[here]
-    return before, after + late
+        before += names[:position]
+        after = names[position + 1 :] + after
+        module, path = module.get_submodule(step), names[position]
+    return before, after
 
 
-def _named(model: nn.Module, what: str, given: Sequence[str] | None, found: list[str]) -> list[str]:
+def _checked_names(
+    model: nn.Module, option: str, given: Sequence[str] | None, default: list[str]
+) -> list[str]:
     if given is None:
-        return found
+        return default
     known = {name for name, _ in [*model.named_modules(), *model.named_parameters()]}
     for name in given:
         if name not in known:
-            raise ArgumentError(f"{what} has {name!r}, which is no name in the model")
+            raise ArgumentError(f"{option} has {name!r}, which is no name in the model")
     return list(given)
 
 
-def _leave(*args: Any, **kwargs: Any) -> Any:
+def _exit(*args: Any, **kwargs: Any) -> Any:
+    """The forward of the block at which the next stage begins."""
     raise _Exit(args, kwargs)
 
 
 class _Exit(BaseException):  # so that no ``except Exception`` of the model stops it
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
-        self.value = args, kwargs
+        self.block_call = args, kwargs
 
 
 @final
-class _Forward(nn.Module):
-    """The model's forward from an entry to an exit. See the note above."""
+class _PartialForward(nn.Module):
+    """The model's forward from an entry to an exit. See [Note: a forward in pieces]."""
 
     def __init__(
         self,
-        shell: nn.Module,
+        model: nn.Module,
         blocks: Sequence[nn.Module],
         is_first: bool,
         is_last: bool,
         hint: str,
-        recall: Recall,
+        cache: FakeTensorCache,
     ) -> None:
         super().__init__()
-        self.shell, self._is_first, self._is_last = shell, is_first, is_last
-        self.__dict__["own"] = list(blocks)
-        self._hint, self._recall = hint, recall
-        self.training = shell.training
+        self.model, self._is_first, self._is_last = model, is_first, is_last
+        self.__dict__["blocks"] = list(blocks)
+        self._hint, self._cache = hint, cache
+        self.training = model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_first:
-            forms = None if self._is_last else _forms((args, kwargs))
-            return self._result(args, kwargs, forms, lambda value: value)
-        value = args[0]
+            call = None if self._is_last else _dump_call((args, kwargs))
+            return self._run(args, kwargs, call, lambda value: value)
+        received = args[0]
         device = next(
-            (leaf.device for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)),
+            (leaf.device for leaf in pytree.tree_leaves(received) if isinstance(leaf, Tensor)),
             torch.device("cpu"),
         )
-        self._recall.begin()
-        forms = value["model"]
-        leaves, spec = self._recall.made(
-            [*forms, device], lambda: _absent(forms, device, self._recall)
+        self._cache.begin_forward()
+        call = received["model"]
+        leaves, treespec = self._cache.get_or_make(
+            [*call, device], lambda: _load_fake_call(call, device, self._cache)
         )
-        call_args, call_kwargs = pytree.tree_unflatten(leaves, spec)
-        if not kwargs.keys() <= call_kwargs.keys():
+        fake_args, fake_kwargs = pytree.tree_unflatten(leaves, treespec)
+        if not kwargs.keys() <= fake_kwargs.keys():
             raise ArgumentError(
-                f"this stage was given {sorted(kwargs)} and the first one {sorted(call_kwargs)}: "
+                f"this stage was given {sorted(kwargs)} and the first one {sorted(fake_kwargs)}: "
                 "give no rank a keyword argument that the rank of the first stage is not given"
             )
-        call_kwargs |= kwargs  # these have values here, too
+        fake_kwargs |= kwargs  # these have values here, too
         with ExitStack() as hooks:
-            entry = _BlockEntry(value["block"], self._hint)
-            for i, block in enumerate(self.__dict__["own"]):
-                hook = entry.replace if i == 0 else entry.fill
+            entry = _BlockEntry(received["block"], self._hint)
+            for i, block in enumerate(self.__dict__["blocks"]):
+                hook = entry.replace_call if i == 0 else entry.fill_call
                 handle = block.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
                 hooks.callback(handle.remove)
-            return self._result(call_args, call_kwargs, value["model"], entry.filled)
+            return self._run(fake_args, fake_kwargs, call, entry.fill)
 
-    def _result(self, args: Any, kwargs: Any, forms: Any, fill: Callable[[Any], Any]) -> Any:
+    def _run(self, args: Any, kwargs: Any, call: Any, fill: Callable[[Any], Any]) -> Any:
+        """The output of the model, or what goes to the next stage."""
         try:
-            found = self.shell(*args, **kwargs)
+            output = self.model(*args, **kwargs)
         except NeedsValues as error:
             raise UnsupportedError(f"{error}: {self._hint}") from error
         except _Exit as exit:
-            found = {"block": fill(exit.value), "model": forms}
+            output = {"block": fill(exit.block_call), "model": call}
         else:
             if not self._is_last:
                 raise UnsupportedError(
                     "the model's forward ended without calling the block at which this stage ends: "
                     + self._hint
                 )
-        missing = missing_in(found)
+        missing = missing_names(output)
         if missing:
             raise UnsupportedError(
                 f"what this stage gives depends on {missing}, which other stages have: {self._hint}"
             )
-        return found
+        return output
 
 
 @final
 class _BlockEntry:
-    """Puts what came from the stage before in the place of absent arguments."""
+    """Puts what was received from the stage before in the place of fake arguments."""
 
-    def __init__(self, value: tuple[tuple[Any, ...], dict[str, Any]], hint: str) -> None:
-        self._value, self._hint = value, hint
-        self._came: dict[int, Any] = {}
-        self._held: Any = None  # so that no other tensor gets the identity of one in _came
+    def __init__(self, received: tuple[tuple[Any, ...], dict[str, Any]], hint: str) -> None:
+        self._received, self._hint = received, hint
+        self._received_for: dict[int, Any] = {}  # by the identity of a fake argument
+        self._fake_call: Any = None  # keeps these identities from being used again
 
-    def replace(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The first block runs on what came."""
-        self._held = args, kwargs
-        absent, came = pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(self._value)
-        if len(absent) == len(came):
-            self._came = {id(one): other for one, other in zip(absent, came, strict=True)}
-        return self._value
+    def replace_call(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The first block runs on what was received."""
+        self._fake_call = args, kwargs
+        fakes, received = pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(self._received)
+        if len(fakes) == len(received):
+            pairs = zip(fakes, received, strict=True)
+            self._received_for = {id(fake): value for fake, value in pairs}
+        return self._received
 
-    def fill(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A later block gets what came for what the first one was given, too."""
-        filled: tuple[Any, Any] = self.filled((args, kwargs))
+    def fill_call(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A later block gets what was received for arguments that the first one was given, too."""
+        filled: tuple[Any, Any] = self.fill((args, kwargs))
         return filled
 
-    def filled(self, value: Any) -> Any:
-        """The same with what came in the place of what is absent."""
+    def fill(self, value: Any) -> Any:
+        """The same with what was received in the place of fake tensors."""
 
-        def one(leaf: Any) -> Any:
-            if not isinstance(leaf, Absent):
+        def fill_leaf(leaf: Any) -> Any:
+            if not isinstance(leaf, FakeTensor):
                 return leaf
-            if id(leaf) not in self._came:
+            if id(leaf) not in self._received_for:
                 raise UnsupportedError(
-                    f"a block is given a tensor that depends on {missing_in(leaf)} and that the "
+                    f"a block is given a tensor that depends on {missing_names(leaf)} and that the "
                     f"first block of its stage is not given, so this stage has no value for it: "
                     + self._hint
                 )
-            return self._came[id(leaf)]
+            return self._received_for[id(leaf)]
 
-        return pytree.tree_map(one, value)
+        return pytree.tree_map(fill_leaf, value)
 
 
-def _forms(call: Any) -> tuple[Any, ...]:
+def _dump_call(call: Any) -> tuple[Any, ...]:
     """The arguments of the model, with shapes for tensors, as plain values."""
-    leaves, spec = pytree.tree_flatten(call)
-    forms = [
+    leaves, treespec = pytree.tree_flatten(call)
+    dumped = [
         (True, leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (False, leaf)
         for leaf in leaves
     ]
-    return pytree.treespec_dumps(spec), forms
+    return pytree.treespec_dumps(treespec), dumped
 
 
-def _absent(forms: Any, device: torch.device, recall: Recall) -> tuple[list[Any], Any]:
-    """These arguments with absent tensors, flat, and how they are nested."""
-    spec, found = forms
+def _load_fake_call(
+    call: Any, device: torch.device, cache: FakeTensorCache
+) -> tuple[list[Any], Any]:
+    """The arguments that ``_dump_call`` wrote, with fake tensors: leaves and treespec."""
+    treespec, dumped = call
     name = "the input of the model"
     leaves = [
-        absent_like(one[1], one[2], device, name, recall) if one[0] else one[1] for one in found
+        fake_tensor(leaf[1], leaf[2], device, name, cache) if leaf[0] else leaf[1]
+        for leaf in dumped
     ]
-    return leaves, pytree.treespec_loads(spec)
+    return leaves, pytree.treespec_loads(treespec)

@@ -1,20 +1,21 @@
-"""Tensors of which this rank has the shape and not the values, and what comes of using them.
+"""Tensors of which this rank has the shape and not the values, and a cache of operations on them.
 
 [Note: values that are not there]
-A stage in the middle of a model runs the model's own ``forward``, with the real parts on this rank
-only. What comes before them works on ``Absent`` tensors, which lie on the meta device and cost
-nothing. Meta tensors alone would not do: ``F.linear(real, meta)`` and ``real.add_(meta)`` give
-numbers out of nothing, without an error. So here absence spreads: whatever is computed with an
-absent operand is absent, and to write it into a real tensor is an error. A result that is real
-therefore cannot depend on a value that was not there.
+A stage in the middle of a model runs the model's own ``forward``, with real modules only where this
+rank has them. What comes before them works on ``FakeTensor``s, which lie on the meta device and
+cost nothing. Meta tensors alone would not do: ``F.linear(real, meta)`` and ``real.add_(meta)`` give
+numbers out of nothing, without an error. So here fakeness spreads: whatever is computed with a fake
+operand is fake, and to write it into a real tensor is an error. A result that is real therefore
+cannot depend on a value that was not there. (Torch's own ``FakeTensorMode`` makes *all* tensors
+fake and refuses to mix them with real ones.)
 
-[Note: the same absence again]
+[Note: a cache of fake operations]
 A stage runs the model's forward for every microbatch, and most of what comes before its blocks is
-absent: shapes in, shapes out, the same each time. So the outcome of an operation is remembered by
-its place in the forward, its function, and its operands: an absent one is itself, for it has
-nothing but a shape; a real one is its shape, dtype, strides and device, for nothing else of it can
-reach an absent outcome; a plain value is its value. The place keeps apart what two equal
-calls give, which is not the same where a real operand or a random number is in it.
+fake: shapes in, shapes out, the same each time. So the result of an operation is cached by its
+place in the forward, its function, and its operands: a fake one is itself, for it has nothing but a
+shape; a real one is its shape, dtype, strides and device, for nothing else of it can reach a fake
+result; a plain value is its value. The place keeps apart the results of two equal calls, which
+differ where a real operand or a random number is in them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from echelon.errors import UnsupportedError
 
-_MOST = 4096  # outcomes; a model of ever new shapes begins again from there
+_MAX_RESULTS = 4096  # a model of ever new shapes begins again from there
 _PLAIN = (
     bool,
     int,
@@ -41,124 +42,123 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
+_CACHED = (Tensor, *_PLAIN)  # results that nobody can change
 
 
 @final
-class Recall:
-    """The outcomes of one stage; whether they are there or not, the stage computes the same."""
+class FakeTensorCache:
+    """The results of fake operations of one stage, which computes the same without it."""
 
     def __init__(self) -> None:
-        self._outcomes: dict[Hashable, Any] = {}
-        self._held: dict[int, Any] = {}  # tensors by identity, which no other gets while they live
-        self._standing: dict[int, Any] | None = None  # those of modules that the stage lacks
-        self._place = 0
-        self._is_on = True
+        self._results: dict[Hashable, Any] = {}
+        # Fake tensors by identity, which no other object gets while they live.
+        self._fakes: dict[int, Tensor] = {}
+        self._lasting_fakes: dict[int, Tensor] | None = None  # those of stand-ins for modules
+        self._place = 0  # of the next operation in the forward
+        self._is_enabled = True
 
-    def begin(self) -> None:
+    def begin_forward(self) -> None:
         """A forward begins."""
         self._place = 0
-        if self._standing is None:
-            self._standing = dict(self._held)
-        if len(self._outcomes) > _MOST:
-            self._forget()
+        if self._lasting_fakes is None:
+            self._lasting_fakes = dict(self._fakes)
+        if len(self._results) > _MAX_RESULTS:
+            self._clear()
 
-    def stop(self) -> None:
-        """An absent tensor was written, so it is no longer what it was: remember nothing more."""
-        self._is_on = False
-        self._forget()
+    def disable(self) -> None:
+        """A fake tensor was written in place, so it is no longer what it was: cache no more."""
+        self._is_enabled = False
+        self._clear()
 
-    def _forget(self) -> None:
-        self._outcomes.clear()
-        self._held = dict(self._standing or {})
+    def _clear(self) -> None:
+        self._results.clear()
+        self._fakes = dict(self._lasting_fakes or {})
 
-    def hold(self, tensor: Tensor) -> None:
-        """``tensor`` is absent, and will be an operand again."""
-        self._held[id(tensor)] = tensor
+    def add_fake(self, tensor: Tensor) -> None:
+        """``tensor`` is fake, and will be an operand again."""
+        self._fakes[id(tensor)] = tensor
 
-    def made(self, plain: Sequence[Any], make: Callable[[], Any]) -> Any:
-        """What ``make`` gives, once for all plain values that are equal to these."""
+    def get_or_make(self, plain: Sequence[Any], make: Callable[[], Any]) -> Any:
+        """What ``make`` gives, called once for all plain values that are equal to these."""
         try:
-            key = "made", self._form(plain)
-        except _Unknown:
+            key = "made", self._key_of(plain)
+        except _Uncacheable:
             return make()
-        if not self._is_on:
+        if not self._is_enabled:
             return make()
-        if key not in self._outcomes:
-            self._outcomes[key] = make()
-        return self._outcomes[key]
+        if key not in self._results:
+            self._results[key] = make()
+        return self._results[key]
 
-    def key(
+    def next_key(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Hashable | None:
-        """Under which the outcome of the next operation is remembered; None if it is not."""
+        """The key of the next operation of the forward; None if it is not cached."""
         self._place += 1
-        if not self._is_on:
+        if not self._is_enabled:
             return None
         try:
-            named = self._form(tuple(kwargs.items())) if kwargs else None
-            return self._place, func, self._form(args), named
-        except _Unknown:
+            named = self._key_of(tuple(kwargs.items())) if kwargs else None
+            return self._place, func, self._key_of(args), named
+        except _Uncacheable:
             return None
 
-    def find(self, key: Hashable | None) -> tuple[Any] | None:
-        """The outcome, in a tuple; None if there is none."""
-        return None if key is None else self._outcomes.get(key)
+    def get(self, key: Hashable | None) -> tuple[Any] | None:
+        """The result, in a tuple; None if there is none."""
+        return None if key is None else self._results.get(key)
 
-    def keep(self, key: Hashable | None, outcome: Any) -> None:
-        """Remember an outcome, if it is such that nobody can change it."""
-        parts = outcome if isinstance(outcome, tuple) else (outcome,)
-        if key is None or not all(one is None or isinstance(one, _KEPT) for one in parts):
+    def put(self, key: Hashable | None, result: Any) -> None:
+        """Cache a result, if nobody can change it."""
+        items = result if isinstance(result, tuple) else (result,)
+        if key is None or not all(item is None or isinstance(item, _CACHED) for item in items):
             return
-        for one in parts:
-            if isinstance(one, Tensor):
-                self.hold(one)
-        self._outcomes[key] = (outcome,)
+        for item in items:
+            if isinstance(item, Tensor):
+                self.add_fake(item)
+        self._results[key] = (result,)
 
-    def _form(self, value: Any) -> Hashable:
+    def _key_of(self, value: Any) -> Hashable:
         kind = type(value)
-        if id(value) in self._held:  # absent
+        if id(value) in self._fakes:
             return id(value)
         if kind in _PLAIN or value is None or value is ...:
             return kind, value
         if kind in (tuple, list, torch.Size):
-            return kind, tuple([self._form(one) for one in value])
+            return kind, tuple([self._key_of(item) for item in value])
         if kind in (Tensor, torch.nn.Parameter):
             return value.shape, value.dtype, value.stride(), value.device
         if kind is slice:
-            return slice, self._form((value.start, value.stop, value.step))
-        raise _Unknown
+            return slice, self._key_of((value.start, value.stop, value.step))
+        raise _Uncacheable
 
 
-_KEPT = (Tensor, *_PLAIN)
-
-
-class _Unknown(Exception):
+class _Uncacheable(Exception):
     """An operand that cannot be told from another."""
 
 
 _META = torch.device("meta")
-_STAYS = {"cpu", "cuda", "xpu"}  # methods that move a tensor to the device that it seems to be on
+_MOVES = {"cpu", "cuda", "xpu"}  # methods that move a tensor to the device that it seems to be on
 
 
 class NeedsValues(UnsupportedError):
-    """An operation on absent tensors, of which torch does not know the shape of the result."""
+    """An operation on fake tensors, of which torch does not know the shape of the result."""
 
 
 @final
-class Absent(Tensor):
-    """A tensor without values. See the note above.
+class FakeTensor(Tensor):
+    """A tensor without values. See [Note: values that are not there].
 
     Attributes:
-        seems_on: the device that it says it is on, so that what is made beside it is real.
-        missing: names of what it was computed from and is not there.
-        recall: what came of the same operations before.
+        fake_device: the device that it says it is on, so that what is made beside it is real.
+        missing: the names of what it was computed from and is not there.
+        cache: of the stage that lacks the values.
     """
 
-    seems_on: torch.device
+    fake_device: torch.device
     missing: frozenset[str]
-    recall: Recall
+    cache: FakeTensorCache
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
+    def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensor:
         return self  # there is nothing in it that a copy could change
 
     @classmethod
@@ -170,92 +170,87 @@ class Absent(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func == _DEVICE:
-            seems_on: torch.device = vars(args[0])["seems_on"]
-            return seems_on
-        recall = _recall_of(args) or _recall_of(pytree.tree_leaves((args, kwargs)))
-        assert recall is not None, "else this would not be called"
-        key = recall.key(func, args, kwargs)
-        before = recall.find(key)
-        if before is not None:
-            return before[0]
-        found = _outcome(func, args, kwargs)
-        recall.keep(key, found)
-        return found
+        if func == _GET_DEVICE:
+            fake_device: torch.device = vars(args[0])["fake_device"]
+            return fake_device
+        # Most operations have a fake tensor among their arguments, and not deeper.
+        cache = _cache_of(args) or _cache_of(pytree.tree_leaves((args, kwargs)))
+        assert cache is not None, "else this would not be called"
+        key = cache.next_key(func, args, kwargs)
+        cached = cache.get(key)
+        if cached is not None:
+            return cached[0]
+        result = _run(func, args, kwargs)
+        cache.put(key, result)
+        return result
 
 
-def _recall_of(values: Iterable[Any]) -> Recall | None:
-    """That of the first absent tensor; most operations have one among their arguments."""
+_GET_DEVICE = Tensor.device.__get__
+
+
+def _cache_of(values: Iterable[Any]) -> FakeTensorCache | None:
+    """The cache of the first fake tensor."""
     for value in values:
-        if type(value) is Absent:
-            recall: Recall = vars(value)["recall"]
-            return recall
+        if type(value) is FakeTensor:
+            cache: FakeTensorCache = vars(value)["cache"]
+            return cache
     return None
 
 
-def _outcome(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    absent = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
-    first, name = vars(absent[0]), getattr(func, "__name__", "")
-    if name in _STAYS:
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the meta device; tensors in its result are fake."""
+    fakes = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+    first, name = vars(fakes[0]), getattr(func, "__name__", "")
+    if name in _MOVES:
         return args[0]
-    _check_target(name, args, kwargs, first["recall"])
-    args, kwargs = pytree.tree_map(_without_values, (args, kwargs))
+    _check_target(name, args, kwargs, first["cache"])
+    args, kwargs = pytree.tree_map(_to_meta, (args, kwargs))
     if name == "to":
-        args = tuple(_META if isinstance(one, str) else one for one in args)
+        args = tuple(_META if isinstance(arg, str) else arg for arg in args)
     if "device" in kwargs:
         kwargs["device"] = _META
-    missing = frozenset[str]().union(*(vars(one)["missing"] for one in absent))
+    missing = frozenset[str]().union(*(vars(fake)["missing"] for fake in fakes))
     try:
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **kwargs)
+            result = func(*args, **kwargs)
     except (NotImplementedError, RuntimeError) as error:
         raise NeedsValues(
             f"{name}() depends on {sorted(missing)}, which other stages have, and cannot run by "
             f"shapes alone ({type(error).__name__}: {error})"
         ) from error
 
-    def mark(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and not isinstance(leaf, Absent):
-            return _mark(leaf, first["seems_on"], missing, first["recall"])
+    def fake(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
+            return _as_fake(leaf, first["fake_device"], missing, first["cache"])
         return leaf
 
-    return pytree.tree_map(mark, found)
+    return pytree.tree_map(fake, result)
 
 
-_DEVICE = Tensor.device.__get__
-
-
-def _mark(
-    tensor: Tensor, seems_on: torch.device, missing: frozenset[str], recall: Recall
-) -> Absent:
-    with torch._C.DisableTorchFunctionSubclass():
-        marked: Absent = Tensor._make_subclass(Absent, tensor.detach().to(_META))
-    vars(marked).update(seems_on=seems_on, missing=missing, recall=recall)
-    return marked
-
-
-def _without_values(leaf: Any) -> Any:
-    """The same on the meta device."""
+def _to_meta(leaf: Any) -> Any:
+    """A device or a real tensor, on the meta device; everything else as it is."""
     if isinstance(leaf, torch.device):
         return _META
-    if isinstance(leaf, Tensor) and not isinstance(leaf, Absent):
+    if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
         return leaf.detach().to(_META)
     return leaf
 
 
-def _check_target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], recall: Recall) -> None:
-    """A real tensor would keep its old values where absent ones are to be written."""
-    writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    target = kwargs.get("out", args[0] if writes and args else None)
+def _check_target(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], cache: FakeTensorCache
+) -> None:
+    """Refuse to write into a real tensor, which would keep its old values."""
+    is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    target = kwargs.get("out", args[0] if is_in_place and args else None)
     for leaf in pytree.tree_leaves(target):
-        if isinstance(leaf, Tensor) and not isinstance(leaf, Absent):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
             raise UnsupportedError(
                 f"{name or 'an operation'} writes into a tensor of this stage what only a stage "
                 "before it has: compute it without changing a tensor in place, or let the model "
                 "say its layers with pipeline_layers()"
             )
     if target is not None:
-        recall.stop()
+        cache.disable()
 
 
 _IN_PLACE = {"__setitem__"} | {
@@ -264,36 +259,49 @@ _IN_PLACE = {"__setitem__"} | {
 }
 
 
-def absent_like(
-    shape: Iterable[int], dtype: torch.dtype, seems_on: torch.device, name: str, recall: Recall
-) -> Absent:
-    """A tensor of this shape, without values.
+def _as_fake(
+    tensor: Tensor, fake_device: torch.device, missing: frozenset[str], cache: FakeTensorCache
+) -> FakeTensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        fake: FakeTensor = Tensor._make_subclass(FakeTensor, tensor.detach().to(_META))
+    vars(fake).update(fake_device=fake_device, missing=missing, cache=cache)
+    return fake
+
+
+def fake_tensor(
+    shape: Iterable[int],
+    dtype: torch.dtype,
+    fake_device: torch.device,
+    name: str,
+    cache: FakeTensorCache,
+) -> FakeTensor:
+    """A fake tensor of this shape.
 
     Args:
-        name: what it is, in errors.
-        recall: of the stage that lacks it.
+        name: what it stands for, in errors.
+        cache: of the stage that lacks its values.
     """
-    empty = torch.empty(tuple(shape), dtype=dtype, device=_META)
-    absent = _mark(empty, seems_on, frozenset([name]), recall)
-    recall.hold(absent)
-    return absent
+    meta = torch.empty(tuple(shape), dtype=dtype, device=_META)
+    fake = _as_fake(meta, fake_device, frozenset([name]), cache)
+    cache.add_fake(fake)
+    return fake
 
 
-def absent_copy(module: nn.Module, name: str, recall: Recall) -> nn.Module:
+def fake_copy(module: nn.Module, name: str, cache: FakeTensorCache) -> nn.Module:
     """A copy of a submodule that computes shapes only and shares nothing that has values.
 
     Its tensors are no ``nn.Parameter``, so no optimizer finds them.
     """
     memo: dict[int, Any] = {
-        id(tensor): absent_like(
-            tensor.shape, tensor.dtype, tensor.device, f"{name}.{local}", recall
-        )
+        id(tensor): fake_tensor(tensor.shape, tensor.dtype, tensor.device, f"{name}.{local}", cache)
         for local, tensor in [*module.named_parameters(), *module.named_buffers()]
     }
     return copy.deepcopy(module, memo)
 
 
-def missing_in(value: Any) -> list[str]:
-    """Names of what the absent tensors in ``value`` were computed from."""
+def missing_names(value: Any) -> list[str]:
+    """The names of what the fake tensors in ``value`` were computed from."""
     leaves = pytree.tree_leaves(value)
-    return sorted({name for leaf in leaves if isinstance(leaf, Absent) for name in leaf.missing})
+    return sorted(
+        {name for leaf in leaves if isinstance(leaf, FakeTensor) for name in leaf.missing}
+    )

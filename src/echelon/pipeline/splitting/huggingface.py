@@ -20,13 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import ArgumentError
-from echelon.pipeline.splitting.fake_tensors import Recall, absent_copy
-from echelon.pipeline.splitting.submodule import Row, Submodule, carve, hollow, pass_on, register
+from echelon.pipeline.splitting.fake_tensors import FakeTensorCache, fake_copy
+from echelon.pipeline.splitting.submodule import (
+    Blocks,
+    Submodule,
+    empty_block,
+    partial_model,
+    return_input,
+)
 
 
 @final
-class _Nothing(nn.Module):
-    """Stands for an embedding of positions that is in the hidden state already."""
+class _ZeroEmbedding(nn.Module):
+    """Stands for an embedding of positions, which the hidden state has already."""
 
     def forward(self, positions: Tensor) -> Tensor:
         return torch.zeros((), device=positions.device)
@@ -34,40 +40,40 @@ class _Nothing(nn.Module):
 
 @final
 @dataclass(frozen=True)
-class _Family:
+class _Architecture:
     """How the models of one class are built.
 
     Attributes:
-        trunk: the name of the blocks.
-        prefix: what is only before them.
-        suffix: what is only after them.
+        list_name: the name of the list of blocks.
+        prefix: what only the first stage has.
+        suffix: what only the last stage has.
         everywhere: what every stage needs; it has no parameters.
         inert: what does nothing in a stage that begins at a hidden state.
     """
 
-    trunk: str
+    list_name: str
     prefix: tuple[str, ...]
     suffix: tuple[str, ...]
     everywhere: tuple[str, ...]
     inert: Mapping[str, Callable[[], nn.Module]]
 
 
-_LLAMA = _Family(
-    trunk="model.layers",
+_LLAMA = _Architecture(
+    list_name="model.layers",
     prefix=("model.embed_tokens",),
     suffix=("model.norm", "lm_head"),
     everywhere=("model.rotary_emb",),
     inert={},
 )
-_GPT2 = _Family(
-    trunk="transformer.h",
+_GPT2 = _Architecture(
+    list_name="transformer.h",
     prefix=("transformer.wte", "transformer.wpe", "transformer.drop"),
     suffix=("transformer.ln_f", "lm_head"),
     everywhere=(),
-    inert={"transformer.wpe": _Nothing, "transformer.drop": nn.Identity},
+    inert={"transformer.wpe": _ZeroEmbedding, "transformer.drop": nn.Identity},
 )
 # By class, not by shape: a model that scales its embeddings looks the same from outside.
-_FAMILIES = {
+_ARCHITECTURES = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
     "MixtralForCausalLM": _LLAMA,
@@ -80,14 +86,14 @@ _KWARGS = {"attention_mask", "position_ids"}
 
 def find_known(model: nn.Module) -> tuple[str, nn.Module] | None:
     """The model of a class that this file can cut which ``model`` runs, and its name in it."""
-    path = _adapted(model)
+    path = _path_in_peft_model(model)
     inner = model.get_submodule(path)
     cls = type(inner)
-    known = cls.__module__.startswith("transformers.") and cls.__name__ in _FAMILIES
+    known = cls.__module__.startswith("transformers.") and cls.__name__ in _ARCHITECTURES
     return (path, inner) if known else None
 
 
-def _adapted(model: nn.Module) -> str:
+def _path_in_peft_model(model: nn.Module) -> str:
     """The name of the model that ``peft`` has given adapters and runs as it is; itself if none."""
     cls: Any = type(model)
     if cls.__module__ == "peft.peft_model" and cls.__name__ in (
@@ -114,7 +120,7 @@ def _names_of_tensors(model: nn.Module) -> Iterator[str]:
 
 
 @final
-class CausalRow(Row):
+class CausalLMBlocks(Blocks):
     """The blocks of a causal language model; the first has the embedding, the last the head.
 
     Args:
@@ -124,61 +130,60 @@ class CausalRow(Row):
 
     def __init__(self, model: nn.Module, path: str = "") -> None:
         self._path = f"{path}." if path else ""
-        self._model, self._family = model, _FAMILIES[type(model).__name__]
+        self._model, self._architecture = model, _ARCHITECTURES[type(model).__name__]
         if getattr(model.config, "output_router_logits", False):
             raise ArgumentError(
                 f"this {type(model).__name__} gives the logits of its routers, of which a stage "
                 "knows those of its own blocks only: set config.output_router_logits = False"
             )
-        self._blocks = list(model.get_submodule(self._family.trunk).children())
+        self._blocks = list(model.get_submodule(self._architecture.list_name).children())
 
     @property
-    def num_atoms(self) -> int:
+    def num_blocks(self) -> int:
         """One for each block."""
         return len(self._blocks)
 
-    def part(self, start: int, stop: int) -> Submodule:
-        """A stage that runs the whole forward around its blocks."""
-        family = self._family
-        is_first, is_last = start == 0, stop == self.num_atoms
-        prefix, suffix = family.prefix if is_first else (), family.suffix if is_last else ()
+    def submodule(self, start: int, stop: int) -> Submodule:
+        """A stage that runs the model's forward around its blocks."""
+        architecture, cache = self._architecture, FakeTensorCache()
+        is_first, is_last = start == 0, stop == self.num_blocks
 
-        recall = Recall()
-
-        def stand_in(module: nn.Module, name: str) -> nn.Module:
-            if name in family.inert:
-                return family.inert[name]()
+        def make_stand_in(module: nn.Module, name: str) -> nn.Module:
+            if name in architecture.inert:
+                return architecture.inert[name]()
             # Without norm and head, what the model calls logits is the hidden state.
-            return (
-                nn.Identity()
-                if name in family.suffix
-                else absent_copy(module, self._path + name, recall)
-            )
+            if name in architecture.suffix:
+                return nn.Identity()
+            return fake_copy(module, self._path + name, cache)
 
+        list_name = architecture.list_name
         blocks = [
-            block if start <= i < stop else hollow(block, pass_on)
+            block if start <= i < stop else empty_block(block, return_input)
             for i, block in enumerate(self._blocks)
         ]
-        names = {*prefix, *suffix, *family.everywhere}
-        shell, own, bare = carve(self._model, family.trunk, blocks, names, stand_in, recall)
-        own |= {f"{family.trunk}.{i}": self._blocks[i] for i in range(start, stop)}
-        part = Submodule(_Between(shell, is_first, is_last))
-        register(part, self._named(own), self._named(bare))
-        return part
+        names = {
+            *(architecture.prefix if is_first else ()),
+            *(architecture.suffix if is_last else ()),
+            *architecture.everywhere,
+        }
+        copied = partial_model(self._model, list_name, blocks, names, make_stand_in, cache)
+        modules = copied.modules | {f"{list_name}.{i}": self._blocks[i] for i in range(start, stop)}
+        body = _HiddenToHidden(copied.model, is_first, is_last)
+        return Submodule(body, self._named(modules), self._named(copied.containers))
 
     def _named(self, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         return {(self._path + name).removesuffix("."): module for name, module in modules.items()}
 
 
 @final
-class _Between(nn.Module):
+class _HiddenToHidden(nn.Module):
     """The model's forward from a hidden state to a hidden state."""
 
-    def __init__(self, shell: nn.Module, is_first: bool, is_last: bool) -> None:
+    def __init__(self, model: nn.Module, is_first: bool, is_last: bool) -> None:
         super().__init__()
-        self.shell, self._is_first, self._is_last = shell, is_first, is_last
-        self._signature = inspect.signature(shell.forward)
-        self.training = shell.training
+        self.model, self._is_first, self._is_last = model, is_first, is_last
+        self._signature = inspect.signature(model.forward)
+        self.training = model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_first:
@@ -186,8 +191,9 @@ class _Between(nn.Module):
             tokens = {key: call.pop(key) for key in ("input_ids", "inputs_embeds") if key in call}
             given = tuple(sorted(key for key, value in call.items() if value is not None))
         else:
-            (came,) = args
-            call, tokens, given = kwargs, {"inputs_embeds": came["hidden"]}, came["given"]
+            (received,) = args
+            call, given = kwargs, received["given"]
+            tokens = {"inputs_embeds": received["hidden"]}
         self._check(call, given)
         first: Tensor = next(iter(tokens.values()), torch.empty(0))
         if first.is_meta:
@@ -195,19 +201,20 @@ class _Between(nn.Module):
             # values here, unless the mask is complete already.
             size, length = first.shape[:2]
             call["attention_mask"] = first.new_ones((size, 1, length, length), dtype=torch.bool)
-        output = self.shell(**tokens, **call, use_cache=False)
+        output = self.model(**tokens, **call, use_cache=False)
         return output if self._is_last else {"hidden": output.logits, "given": given}
 
     def _check(self, call: Mapping[str, Any], given: tuple[str, ...]) -> None:
-        found = tuple(sorted(key for key, value in call.items() if value is not None))
-        if not set(found) <= _KWARGS:
+        own_given = tuple(sorted(key for key, value in call.items() if value is not None))
+        if not set(own_given) <= _KWARGS:
             raise ArgumentError(
-                f"a stage of {type(self.shell).__name__} was given {sorted({*found} - _KWARGS)}; "
-                f"it takes {sorted(_KWARGS)} (labels are the target of step(), and the loss is "
-                "Pipeline's loss_fn; a cache of keys and values is not kept by stages)"
+                f"a stage of {type(self.model).__name__} was given "
+                f"{sorted({*own_given} - _KWARGS)}; it takes {sorted(_KWARGS)} "
+                "(labels are the target of step(), and the loss is Pipeline's loss_fn; a cache of "
+                "keys and values is not kept by stages)"
             )
-        if found != given:
+        if own_given != given:
             raise ArgumentError(
-                f"this stage was given {list(found)} and the first one {list(given)}: give all "
+                f"this stage was given {list(own_given)} and the first one {list(given)}: give all "
                 "ranks the same keyword arguments, since every stage makes its own mask"
             )

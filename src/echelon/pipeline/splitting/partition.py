@@ -14,6 +14,7 @@ from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.ir import Schedule
 from echelon.pipeline.schedules.simulate import simulate
 
+Partition = tuple[range, ...]  # the blocks of each stage
 # First and second criterion, compared in this order. NEVER is worse than all that is allowed.
 Pair = tuple[float, float]
 NEVER = (math.inf, math.inf)
@@ -30,7 +31,7 @@ def partition(
     alive: Sequence[float] | None = None,
     cap: float | None = None,
     cuts: Sequence[float] | None = None,
-) -> tuple[range, ...]:
+) -> Partition:
     """Cut blocks into consecutive stages so that the slowest stage is as fast as possible.
 
     Law: no cut has a smaller largest cost. Of the cuts that reach it, one is taken whose largest
@@ -78,7 +79,7 @@ def partition(
     return _decide(measures, n, stages, math.inf if cap is None else cap)
 
 
-def _decide(measures: _Measures, n: int, stages: int, cap: float) -> tuple[range, ...]:
+def _decide(measures: _Measures, n: int, stages: int, cap: float) -> Partition:
     """One criterion after the other, each with those before it as limits.
 
     Deciding them together would not be exact: a prefix with a better second criterion may have been
@@ -184,19 +185,17 @@ def _numbers(name: str, numbers: Sequence[float], length: int) -> None:
             raise ArgumentError(f"{name} has {number!r:.80}; give numbers >= 0")
 
 
-Cut = tuple[range, ...]
-
 _THIRDS = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3, "F&B": 1.0}
 
 
-def makespan(schedule: Schedule, cut: Cut, costs: Sequence[float]) -> float:
+def makespan(schedule: Schedule, stages: Partition, costs: Sequence[float]) -> float:
     """How long a step takes if backward takes twice as long as forward.
 
     Args:
         costs: of each block, forward and backward.
     """
-    totals = [sum(costs[i] for i in blocks) for blocks in cut]
-    by_kind = {kind: [share * one for one in totals] for kind, share in _THIRDS.items()}
+    totals = [sum(costs[i] for i in blocks) for blocks in stages]
+    by_kind = {kind: [share * total for total in totals] for kind, share in _THIRDS.items()}
     return simulate(schedule, by_kind).makespan
 
 
@@ -208,25 +207,25 @@ def most_alive(schedule: Schedule) -> list[int]:
         >>> most_alive(schedule("1f1b", 4, 8, 4))
         [4, 3, 2, 1]
     """
-    found = []
+    most = []
     for stage, rank in enumerate(schedule.placement):
-        one = [int(other == stage) for other in range(schedule.num_stages)]
-        peak = simulate(schedule, stage_nbytes=one).peak_nbytes
+        one_byte = [int(other == stage) for other in range(schedule.num_stages)]
+        peak = simulate(schedule, stage_nbytes=one_byte).peak_nbytes
         assert peak is not None
-        found.append(peak[rank])
-    return found
+        most.append(peak[rank])
+    return most
 
 
 def refine(
-    cut: Cut, costs: Sequence[float], schedule: Schedule, fits: Callable[[Cut], bool]
-) -> Cut:
+    stages: Partition, costs: Sequence[float], schedule: Schedule, fits: Callable[[Partition], bool]
+) -> Partition:
     """Move one block at a time across a cut while the schedule ends earlier for it.
 
-    Law: the result ends no later than ``cut``, and no single move makes it end earlier.
+    Law: the result ends no later than ``stages``, and no single move makes it end earlier.
 
     Args:
         costs: of each block, forward and backward.
-        fits: whether a cut is allowed.
+        fits: whether a partition is allowed.
 
     Example:
         >>> from echelon.pipeline.schedules.families import schedule
@@ -234,23 +233,24 @@ def refine(
         >>> refine((range(0, 1), range(1, 4)), [1, 1, 1, 1], two, lambda cut: True)
         (range(0, 2), range(2, 4))
     """
-    best = makespan(schedule, cut, costs)
+    best = makespan(schedule, stages, costs)
     while True:
-        moves = [other for other in _moves(cut) if fits(other)]
-        timed = [(makespan(schedule, other, costs), index) for index, other in enumerate(moves)]
-        found, index = min(timed, default=(best, -1))
+        moves = [moved for moved in _moves(stages) if fits(moved)]
+        timed = [(makespan(schedule, moved, costs), index) for index, moved in enumerate(moves)]
+        fastest, index = min(timed, default=(best, -1))
         # A gain within rounding could be taken for ever.
-        if found >= best * (1 - 1e-9):
-            return cut
-        best, cut = found, moves[index]
+        if fastest >= best * (1 - 1e-9):
+            return stages
+        best, stages = fastest, moves[index]
 
 
-def _moves(cut: Cut) -> list[Cut]:
+def _moves(stages: Partition) -> list[Partition]:
+    """The partitions that differ by one block on the other side of one cut."""
     moves = []
-    for j, (left, right) in enumerate(pairwise(cut)):
+    for j, (left, right) in enumerate(pairwise(stages)):
         for step in (-1, 1):
             middle = left.stop + step
             if left.start < middle < right.stop:
                 moved = (range(left.start, middle), range(middle, right.stop))
-                moves.append((*cut[:j], *moved, *cut[j + 2 :]))
+                moves.append((*stages[:j], *moved, *stages[j + 2 :]))
     return moves

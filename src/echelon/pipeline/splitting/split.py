@@ -13,12 +13,12 @@ from echelon.comm.group import Group
 from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.ir import Schedule, check_type
 from echelon.pipeline.splitting import huggingface
-from echelon.pipeline.splitting.block_costs import dry_run, num_parameters, seconds
-from echelon.pipeline.splitting.blocks import TrunkRow, find_trunk
-from echelon.pipeline.splitting.partition import Cut, most_alive, partition, refine
-from echelon.pipeline.splitting.submodule import LayerRow, Row
+from echelon.pipeline.splitting.block_costs import MakeBlocks, dry_run, num_parameters, seconds
+from echelon.pipeline.splitting.blocks import ModuleListBlocks, find_module_list
+from echelon.pipeline.splitting.partition import Partition, most_alive, partition, refine
+from echelon.pipeline.splitting.submodule import Blocks, SequentialBlocks
 
-_STATES = 4  # of a parameter: itself, its gradient, the two moments of Adam
+_NUM_COPIES = 4  # of a parameter: itself, its gradient, the two moments of Adam
 
 
 def split(
@@ -38,8 +38,8 @@ def split(
     A model is cut between its layers: those that its method ``pipeline_layers()`` returns, of
     which each takes what the one before gave; else the children of an ``nn.Sequential``; else the
     blocks of a Llama, Mistral, Mixtral, Qwen 2 or 3 or GPT-2 of ``transformers``, also with
-    adapters of ``peft``; else the blocks of its
-    longest ``nn.ModuleList``, where every stage runs the model's own ``forward``.
+    adapters of ``peft``; else the blocks of its longest ``nn.ModuleList``, where every stage runs
+    the model's own ``forward``.
 
     Law: the stages, one after the other, compute what the model does, and their states together
     are its state, name by name. They share its parameters and modules.
@@ -73,23 +73,25 @@ def split(
     """
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"module is {module!r:.80}; give a torch.nn.Module")
-    make_row = partial(_row_of, prefix=prefix, suffix=suffix)
-    row = make_row(module)
-    _check_stages(module, row, num_stages, schedule)
+    make_blocks = partial(_blocks_of, prefix=prefix, suffix=suffix)
+    blocks = make_blocks(module)
+    _check_num_stages(module, blocks, num_stages, schedule)
     args = example if isinstance(example, tuple) else None if example is None else (example,)
-    costs = _costs(module, row, make_row, cost, args, group)
-    cut = _cut(module, row, make_row, costs, num_stages, schedule, memory_cap, args)
-    return [row.part(blocks.start, blocks.stop) for blocks in cut]
+    costs = _costs(module, blocks, make_blocks, cost, args, group)
+    stages = _stages(module, blocks, make_blocks, costs, num_stages, schedule, memory_cap, args)
+    return [blocks.submodule(stage.start, stage.stop) for stage in stages]
 
 
-def _check_stages(module: nn.Module, row: Row, num_stages: int, schedule: Schedule | None) -> None:
+def _check_num_stages(
+    module: nn.Module, blocks: Blocks, num_stages: int, schedule: Schedule | None
+) -> None:
     whole("num_stages", num_stages, 1)
     if schedule is not None:
         check_type(schedule)
-    if num_stages > row.num_atoms:
+    if num_stages > blocks.num_blocks:
         raise ArgumentError(
-            f"{type(module).__name__} has {row.num_atoms} layers to cut between, fewer than the "
-            f"{num_stages} stages: use at most {row.num_atoms} stages"
+            f"{type(module).__name__} has {blocks.num_blocks} layers to cut between, fewer than "
+            f"the {num_stages} stages: use at most {blocks.num_blocks} stages"
         )
     if schedule is not None and schedule.num_stages != num_stages:
         raise ArgumentError(
@@ -97,54 +99,56 @@ def _check_stages(module: nn.Module, row: Row, num_stages: int, schedule: Schedu
         )
 
 
-def _row_of(module: nn.Module, prefix: Sequence[str] | None, suffix: Sequence[str] | None) -> Row:
+def _blocks_of(
+    module: nn.Module, prefix: Sequence[str] | None, suffix: Sequence[str] | None
+) -> Blocks:
+    """The blocks of a model; this is where it is decided how a model is cut."""
     layers = getattr(module, "pipeline_layers", None)
-    row: Row | None = None
+    blocks: Blocks
     if callable(layers):
-        row = LayerRow(module, layers())
+        blocks = SequentialBlocks(module, layers())
     elif isinstance(module, nn.Sequential):
-        row = LayerRow(module, list(module.children()))
+        blocks = SequentialBlocks(module, list(module.children()))
     elif (known := huggingface.find_known(module)) is not None:
         path, inner = known
-        row = huggingface.CausalRow(inner, path)
-    if row is None:
-        trunk = find_trunk(module)
-        if trunk is None:
-            raise ArgumentError(
-                f"{type(module).__name__} is no nn.Sequential and has no nn.ModuleList of blocks: "
-                "give it a method pipeline_layers() that returns its layers in order, each of "
-                "which takes what the one before gave, or give ec.Pipeline a list of stages"
-            )
-        return TrunkRow(module, trunk, prefix, suffix)
+        blocks = huggingface.CausalLMBlocks(inner, path)
+    elif (list_name := find_module_list(module)) is not None:
+        return ModuleListBlocks(module, list_name, prefix, suffix)
+    else:
+        raise ArgumentError(
+            f"{type(module).__name__} is no nn.Sequential and has no nn.ModuleList of blocks: "
+            "give it a method pipeline_layers() that returns its layers in order, each of "
+            "which takes what the one before gave, or give ec.Pipeline a list of stages"
+        )
     for name, given in (("prefix", prefix), ("suffix", suffix)):
         if given is not None:
             raise ArgumentError(
                 f"{name} is for models with an nn.ModuleList of blocks; how "
                 f"{type(module).__name__} is cut is known without it"
             )
-    return row
+    return blocks
 
 
 def _costs(
     module: nn.Module,
-    row: Row,
-    make_row: Any,
+    blocks: Blocks,
+    make_blocks: MakeBlocks,
     cost: str | Sequence[float],
     example: tuple[Any, ...] | None,
     group: Group | None,
 ) -> list[float]:
-    """The cost of each atom; the same on all ranks."""
+    """The cost of each block; the same on all ranks."""
     if not isinstance(cost, str):
         if isinstance(cost, Tensor) or not isinstance(cost, Sequence):
             raise ArgumentError(f"cost is {cost!r:.80}; give its name or a list of numbers")
-        if len(cost) != row.num_atoms:
+        if len(cost) != blocks.num_blocks:
             raise ArgumentError(
-                f"cost has {len(cost)} numbers and {type(module).__name__} {row.num_atoms} layers "
-                "to cut between: give one for each"
+                f"cost has {len(cost)} numbers and {type(module).__name__} {blocks.num_blocks} "
+                "layers to cut between: give one for each"
             )
-        return [number(f"cost[{i}]", one, 0.0) for i, one in enumerate(cost)]
+        return [number(f"cost[{i}]", value, 0.0) for i, value in enumerate(cost)]
     if cost == "parameters":
-        return [float(one) for one in num_parameters(row)]
+        return [float(numel) for numel in num_parameters(blocks)]
     if cost not in ("flops", "time"):
         raise ArgumentError(
             f"cost is {cost!r}; give 'time', 'parameters', 'flops' or a list of numbers"
@@ -152,63 +156,67 @@ def _costs(
     if example is None:
         raise ArgumentError(f"cost={cost!r} needs example=..., the arguments of one microbatch")
     if cost == "flops":
-        return [float(dry.flops) for dry in dry_run(module, make_row, example)]
+        return [float(run.flops) for run in dry_run(module, make_blocks, example)]
     if group is None:
         raise ArgumentError(
             "cost='time' needs group=..., such as world.group: one rank measures for all, since "
             "ranks that measured each for itself would cut differently"
         )
-    return _measured(row, example, group)
+    return _measured_on_rank_0(blocks, example, group)
 
 
-def _measured(row: Row, example: tuple[Any, ...], group: Group) -> list[float]:
-    found: list[float] | str | None = None
+def _measured_on_rank_0(blocks: Blocks, example: tuple[Any, ...], group: Group) -> list[float]:
+    times: list[float] | None = None
     failure: Exception | None = None
     if group.rank == 0:
         try:
-            found = seconds(row, example, group.device)
-        except Exception as error:  # told to the others, who would wait for ever, and raised below
-            found, failure = f"{type(error).__name__}: {error}", error
-    told = group.broadcast_object(found, 0)
+            times = seconds(blocks, example, group.device)
+        except Exception as error:  # the others hear of it, who would wait for ever; raised below
+            failure = error
+    problem = None if failure is None else f"{type(failure).__name__}: {failure}"
+    times, problem = group.broadcast_object((times, problem), 0)
     if failure is not None:
         raise failure
-    if isinstance(told, str):
-        raise ArgumentError(f"rank 0 could not measure the layers of the model: {told}")
-    times: list[float] = told
+    if problem is not None:
+        raise ArgumentError(f"rank 0 could not measure the layers of the model: {problem}")
+    assert times is not None
     return times
 
 
-def _cut(
+def _stages(
     module: nn.Module,
-    row: Row,
-    make_row: Any,
+    blocks: Blocks,
+    make_blocks: MakeBlocks,
     costs: Sequence[float],
     num_stages: int,
     schedule: Schedule | None,
     memory_cap: float | None,
     example: tuple[Any, ...] | None,
-) -> Cut:
+) -> Partition:
+    """The blocks of each stage."""
     if memory_cap is None:
-        cut = partition(costs, num_stages)
-        return cut if schedule is None else refine(cut, costs, schedule, lambda _: True)
+        stages = partition(costs, num_stages)
+        return stages if schedule is None else refine(stages, costs, schedule, lambda _: True)
     if schedule is None or example is None:
         raise ArgumentError(
             "memory_cap needs schedule=..., which says how many microbatches are alive, and "
             "example=..., a microbatch"
         )
     cap = number("memory_cap", memory_cap, 0.0)
-    kept = [
-        _STATES * sum(param.numel() * param.itemsize for param in row.parameters(i))
-        for i in range(row.num_atoms)
+    nbytes = [
+        _NUM_COPIES * sum(param.numel() * param.itemsize for param in blocks.parameters(i))
+        for i in range(blocks.num_blocks)
     ]
-    activations = [dry.activations for dry in dry_run(module, make_row, example)]
+    activations = [run.activation_nbytes for run in dry_run(module, make_blocks, example)]
     alive = most_alive(schedule)
 
-    def fits(cut: Cut) -> bool:
+    def fits(stages: Partition) -> bool:
         return all(
-            sum(kept[i] + alive[stage] * activations[i] for i in blocks) <= cap
-            for stage, blocks in enumerate(cut)
+            sum(nbytes[i] + alive[stage] * activations[i] for i in indices) <= cap
+            for stage, indices in enumerate(stages)
         )
 
-    cut = partition(costs, num_stages, nbytes=kept, activations=activations, alive=alive, cap=cap)
-    return refine(cut, costs, schedule, fits)
+    stages = partition(
+        costs, num_stages, nbytes=nbytes, activations=activations, alive=alive, cap=cap
+    )
+    return refine(stages, costs, schedule, fits)

@@ -1,6 +1,15 @@
-"""Stages as submodules that keep the model's own names, and the blocks that they are made of.
+"""How a model is cut: into blocks, of which consecutive ones become a ``Submodule``, a stage.
 
-A stage that runs the model's own forward has a copy of the model's containers, with other children.
+::
+
+    model     ──>  Blocks            what the model is made of, in order, and is not cut any further
+    blocks    ──>  partition         which of them go to which stage
+    a range   ──>  Submodule         runs them, and has their state under the names of the model
+
+There are three kinds of ``Blocks``: layers that run one after the other (below), the blocks of a
+``ModuleList`` (``blocks``), and those of causal language models (``huggingface``). In the last two
+each stage runs the model's own ``forward``, on a copy of the model's containers with stand-ins for
+the modules that other stages have.
 """
 
 from __future__ import annotations
@@ -9,121 +18,120 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 
 from echelon.errors import ArgumentError
 from echelon.modules.compiled import plain_name
-from echelon.pipeline.splitting.fake_tensors import Recall, absent_like
+from echelon.pipeline.splitting.fake_tensors import FakeTensorCache, fake_tensor
 
 
 @final
 class Submodule(nn.Module):
-    """A stage of a model: it has the state of its own modules, under the names of the model.
+    """A stage of a model, whose state has the names of the model.
 
-    Law: the ``state_dict`` of a model is the union of those of its parts.
+    Law: the ``state_dict`` of a model is the union of those of its submodules.
 
     Args:
-        body: what runs. It is no submodule: it may hold stand-ins for what other stages have.
+        body: what runs. It is no child: it may hold stand-ins for what other stages have.
+        modules: what the stage has, by name in the model.
+        containers: modules by name of which the stage has only their own tensors. Their tables are
+            shared, so that what ``submodule.to(...)`` puts there is there for both.
+
+    Attributes:
+        names: of the state in the model.
     """
 
-    def __init__(self, body: nn.Module) -> None:
+    def __init__(
+        self,
+        body: nn.Module,
+        modules: Mapping[str, nn.Module],
+        containers: Mapping[str, nn.Module] | None = None,
+    ) -> None:
         super().__init__()
         self.__dict__["body"] = body
-        self.names: frozenset[str] = frozenset()  # of its state; ``register`` fills it
         self.training = body.training
+        for name, container in (containers or {}).items():
+            copied = _descendant(self, name)
+            for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+                copied.__dict__[table] = container.__dict__[table]
+        for name, module in modules.items():
+            path, _, local = name.rpartition(".")
+            _descendant(self, path).add_module(local, module)
+        self.names = frozenset(map(plain_name, self.state_dict(keep_vars=True)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the body gives for what the part before gave."""
+        """Run the body on what the stage before gave."""
         return self.__dict__["body"](*args, **kwargs)
 
     def train(self, mode: bool = True) -> Submodule:
-        """Set the mode of the body, too, which has modules that are not ours."""
+        """Set the mode of the body, too, whose modules are not all children of this one."""
         self.__dict__["body"].train(mode)
         super().train(mode)
         return self
 
 
-def register(part: Submodule, own: Mapping[str, nn.Module], bare: Mapping[str, nn.Module]) -> None:
-    """Give ``part`` modules under the names of the model.
-
-    Args:
-        own: whole modules by name.
-        bare: modules by name of which only the tensors that they hold themselves are meant. Their
-            tables are shared, so that what ``part.to(...)`` puts there is there for both.
-    """
-    for name, module in bare.items():
-        home = _home(part, name)
-        for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
-            home.__dict__[table] = module.__dict__[table]
-    for name, module in own.items():
-        path, _, local = name.rpartition(".")
-        _home(part, path).add_module(local, module)
-    part.names = frozenset(map(plain_name, part.state_dict(keep_vars=True)))
-
-
-def _home(part: nn.Module, path: str) -> nn.Module:
+def _descendant(module: nn.Module, path: str) -> nn.Module:
+    """The module of that name, made with those on the way to it where they are missing."""
     for local in path.split(".") if path else ():
-        if local not in part._modules:
-            part.add_module(local, nn.Module())
-        found = part._modules[local]
-        assert found is not None
-        part = found
-    return part
+        if local not in module._modules:
+            module.add_module(local, nn.Module())
+        child = module._modules[local]
+        assert child is not None
+        module = child
+    return module
 
 
-class Row(ABC):
-    """What a model is made of, in order: atoms, which are not cut any further."""
+class Blocks(ABC):
+    """What a model is made of, in order: blocks, which are not cut any further."""
 
     @property
     @abstractmethod
-    def num_atoms(self) -> int:
-        """How many there are."""
+    def num_blocks(self) -> int:
+        """How many blocks the model has."""
 
     @abstractmethod
-    def part(self, start: int, stop: int) -> Submodule:
-        """The atoms ``start..stop-1`` as one stage."""
+    def submodule(self, start: int, stop: int) -> Submodule:
+        """The blocks ``start..stop-1`` as one stage."""
 
     @final
     def parameters(self, index: int) -> Iterator[nn.Parameter]:
-        """Those of one atom."""
-        return self.part(index, index + 1).parameters()
+        """The parameters of one block."""
+        return self.submodule(index, index + 1).parameters()
 
 
 @final
-class LayerRow(Row):
-    """Modules that each take what the one before gave: a tuple is its positional arguments.
+class SequentialBlocks(Blocks):
+    """Layers that each take what the one before gave: a tuple is its positional arguments.
 
     Args:
-        model: which has them.
+        model: has the layers as submodules.
         layers: in order.
+
+    Raises:
+        ArgumentError: a layer has state that is none of the model's, or is no module.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._layers = list(layers)
-        self._names = names_of(model, layers)
+        self._names = _names_of(model, layers)
 
     @property
-    def num_atoms(self) -> int:
+    def num_blocks(self) -> int:
         """One for each layer."""
         return len(self._layers)
 
-    def part(self, start: int, stop: int) -> Submodule:
-        """Layers one after the other."""
+    def submodule(self, start: int, stop: int) -> Submodule:
+        """Some layers, one after the other."""
         layers = self._layers[start:stop]
-        part = Submodule(_Chain(layers))
-        own = {
-            name: layer
-            for name, layer in zip(self._names[start:stop], layers, strict=True)
-            if name is not None
-        }
-        register(part, own, {})
-        return part
+        named = zip(self._names[start:stop], layers, strict=True)
+        modules = {name: layer for name, layer in named if name is not None}
+        return Submodule(_Sequence(layers), modules)
 
 
 @final
-class _Chain(nn.Module):
+class _Sequence(nn.Module):
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
@@ -136,14 +144,10 @@ class _Chain(nn.Module):
         return value
 
 
-def names_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[str | None]:
-    """The names of ``layers`` in ``model``; None for one that the model lacks and needs no state.
-
-    Raises:
-        ArgumentError: a layer has state that is none of the model's, or is no module.
-    """
+def _names_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[str | None]:
+    """The names of ``layers`` in ``model``; None for one that the model lacks and has no state."""
     names = {id(module): name for name, module in model.named_modules()}
-    found: list[str | None] = []
+    names_of_layers: list[str | None] = []
     for index, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise ArgumentError(f"layer {index} of the model is {layer!r:.60}, not a nn.Module")
@@ -153,8 +157,8 @@ def names_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[str | None]:
                 f"layer {index} of the model, a {type(layer).__name__}, has parameters or buffers "
                 "and is no submodule of the model, so its state would have no name: make it one"
             )
-        found.append(name)
-    return found
+        names_of_layers.append(name)
+    return names_of_layers
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -162,92 +166,102 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def graft(
-    model: nn.Module, path: str, replace: Callable[[str, nn.Module], nn.Module]
-) -> tuple[nn.Module, dict[str, nn.Module]]:
-    """A copy of the modules on the way to ``path``, with other children.
+# --- a model with some of its modules ----------------------------------------------------------
 
-    Args:
-        replace: gives what stands in the place of a child by its name; ``path`` itself included.
 
-    Returns:
-        the copied model, and the copies by name.
+class PartialModel(NamedTuple):
+    """A copy of a model's containers that has some of its modules and stand-ins for the others.
+
+    Attributes:
+        model: the copy, whose forward is that of the model.
+        modules: those that it has outside of the list of blocks, by name.
+        containers: the copied containers, by name; they have all buffers of their own, and the
+            parameters that the stage has.
     """
-    copies: dict[str, nn.Module] = {}
 
-    def copied(module: nn.Module, name: str) -> nn.Module:
-        twin: nn.Module = module.__class__.__new__(module.__class__)
-        twin.__dict__ = dict(module.__dict__)
-        for table in ("_parameters", "_buffers", "_modules"):
-            twin.__dict__[table] = dict(module.__dict__[table])
-        copies[name] = twin
-        for local, child in module._modules.items():
-            below = f"{name}.{local}".lstrip(".")
-            if child is None:
-                continue
-            on_way = path.startswith(f"{below}.")
-            twin._modules[local] = copied(child, below) if on_way else replace(below, child)
-        return twin
-
-    return copied(model, ""), copies
+    model: nn.Module
+    modules: dict[str, nn.Module]
+    containers: dict[str, nn.Module]
 
 
-def carve(
+def partial_model(
     model: nn.Module,
-    trunk: str,
+    list_name: str,
     blocks: Sequence[nn.Module],
     names: AbstractSet[str],
-    stand_in: Callable[[nn.Module, str], nn.Module],
-    recall: Recall,
-) -> tuple[nn.Module, dict[str, nn.Module], dict[str, nn.Module]]:
-    """A model that has some of its modules and stand-ins for the others.
+    make_stand_in: Callable[[nn.Module, str], nn.Module],
+    cache: FakeTensorCache,
+) -> PartialModel:
+    """Copy the containers of ``model`` on the way to its list of blocks.
 
     Args:
-        trunk: the name of the ModuleList.
-        blocks: what stands in it.
-        names: of the modules and parameters around the trunk that the copy has.
-        stand_in: given a module that it has not, and its name.
-        recall: for tensors that it has not.
-
-    Returns:
-        the copy; the modules that it has around the trunk, by name; and its containers, by name,
-        of whose own tensors it has the parameters among ``names`` and all buffers.
+        list_name: the name of the ModuleList.
+        blocks: the items of the list in the copy.
+        names: of the modules and parameters outside of the list that the copy has.
+        make_stand_in: given a module that the copy does not have, and its name.
+        cache: for fake tensors in the place of parameters that the copy does not have.
     """
-    own: dict[str, nn.Module] = {}
-    memo: dict[int, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
+    stand_ins: dict[int, nn.Module] = {}
 
-    def replace(name: str, child: nn.Module) -> nn.Module:
-        if name == trunk:
-            row = copy.copy(child)
-            row._modules = {str(i): block for i, block in enumerate(blocks)}
-            return row
+    def child_in_copy(name: str, child: nn.Module) -> nn.Module:
+        if name == list_name:
+            block_list = copy.copy(child)
+            block_list._modules = {str(i): block for i, block in enumerate(blocks)}
+            return block_list
         if name in names:
-            own[name] = child
+            modules[name] = child
             return child
-        if id(child) not in memo:
-            memo[id(child)] = stand_in(child, name)
-        return memo[id(child)]
+        if id(child) not in stand_ins:
+            stand_ins[id(child)] = make_stand_in(child, name)
+        return stand_ins[id(child)]
 
-    shell, containers = graft(model, trunk, replace)
+    containers: dict[str, nn.Module] = {}
+    copied = _copy_containers(model, "", list_name, child_in_copy, containers)
     for path, container in containers.items():
         for local, param in list(container._parameters.items()):
             name = f"{path}.{local}".lstrip(".")
             if param is not None and name not in names:
                 del container._parameters[local]
-                absent = absent_like(param.shape, param.dtype, param.device, name, recall)
-                container.__dict__[local] = absent
-    return shell, own, containers
+                fake = fake_tensor(param.shape, param.dtype, param.device, name, cache)
+                container.__dict__[local] = fake
+    return PartialModel(copied, modules, containers)
 
 
-def hollow(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+def _copy_containers(
+    module: nn.Module,
+    name: str,
+    path: str,
+    child_in_copy: Callable[[str, nn.Module], nn.Module],
+    containers: dict[str, nn.Module],
+) -> nn.Module:
+    """Copy ``module`` and what is on the way from it to ``path``; other children are given."""
+    copied: nn.Module = module.__class__.__new__(module.__class__)
+    copied.__dict__ = dict(module.__dict__)
+    for table in ("_parameters", "_buffers", "_modules"):
+        copied.__dict__[table] = dict(module.__dict__[table])
+    containers[name] = copied
+    for local, child in module._modules.items():
+        child_name = f"{name}.{local}".lstrip(".")
+        if child is None:
+            continue
+        copied._modules[local] = (
+            _copy_containers(child, child_name, path, child_in_copy, containers)
+            if path.startswith(f"{child_name}.")
+            else child_in_copy(child_name, child)
+        )
+    return copied
+
+
+def empty_block(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     """A block of the same class and with the same plain attributes, without tensors."""
-    found: nn.Module = block.__class__.__new__(block.__class__)
-    nn.Module.__init__(found)
-    plain = {key: value for key, value in vars(block).items() if key not in vars(found)}
-    found.__dict__.update(plain, forward=forward)
-    return found
+    empty: nn.Module = block.__class__.__new__(block.__class__)
+    nn.Module.__init__(empty)
+    plain = {key: value for key, value in vars(block).items() if key not in vars(empty)}
+    empty.__dict__.update(plain, forward=forward)
+    return empty
 
 
-def pass_on(*args: Any, **kwargs: Any) -> Any:
+def return_input(*args: Any, **kwargs: Any) -> Any:
     """The forward of a block that another stage has: it gives what it was given."""
     return args[0] if args else next(iter(kwargs.values()))
