@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import echelon as ec
 from echelon.errors import CollectiveMismatch, CommError
 from tests.comm.gloo_ranks import gloo_outcomes
 from tests.fsdp.models import Block
+from tests.reference import train_alone
 from tests.worlds import run_world
 
 WIDTH, BLOCKS = 6, 6
@@ -83,13 +85,13 @@ def train(world: ec.World, **options: Any) -> dict[str, Tensor]:
 def plain(size: int) -> dict[str, Tensor]:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for step, used in enumerate(USED):
+
+    def losses(step: int) -> Iterator[Tensor]:
         for rank in range(size):
             both = (step + rank) % 2 == 0
-            (model(inputs(step, rank), used[rank], both).square().mean() / size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
+            yield model(inputs(step, rank), USED[step][rank], both).square().mean() / size
+
+    return train_alone(model, optimizer, len(USED), losses)
 
 
 OPTIONS: list[dict[str, Any]] = [

@@ -1,5 +1,6 @@
 """``torch.autograd.grad`` inside of a forward: units that it is in stay whole."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from tests.reference import train_alone
 
 
 class Inner(nn.Linear):
@@ -55,14 +57,13 @@ def rows(step: int, rank: int) -> Tensor:
 def plain(num_ranks: int) -> dict[str, Tensor]:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
+
+    def losses(step: int) -> Iterator[Tensor]:
         for rank in range(num_ranks):
-            (model(rows(step, rank)).square().mean() / num_ranks).backward()
-            (model(rows(step, rank + 5)).square().mean() / num_ranks).backward()
-            (model(rows(step, rank + 9)).square().mean() / num_ranks).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
+            for other in (0, 5, 9):
+                yield model(rows(step, rank + other)).square().mean() / num_ranks
+
+    return train_alone(model, optimizer, 3, losses)
 
 
 def train(world: ec.World, options: dict[str, Any]) -> dict[str, Tensor]:

@@ -1,13 +1,14 @@
 """Parameters are frozen and thawed between steps, as in GANs and gradual unfreezing."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import nn
 
 import echelon as ec
+from tests.reference import train_alone
 from tests.worlds import run_world
 
 MICROBATCHES = 2
@@ -36,13 +37,13 @@ def rows(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 def plain_weights(steps: int, size: int) -> dict[str, torch.Tensor]:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for step in range(steps):
+
+    def losses(step: int) -> Iterator[torch.Tensor]:
         freeze(model, step)
         x, y = rows(step, size)
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
+        yield nn.functional.mse_loss(model(x), y)
+
+    return train_alone(model, optimizer, steps, losses)
 
 
 Wrap = Callable[[nn.Module, ec.Group], nn.Module]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from tests.reference import train_alone
 from tests.worlds import run_world
 
 STEPS = 4
@@ -41,11 +42,7 @@ def plain() -> dict[str, Tensor]:
     """What one process has after ``STEPS`` steps on the batches of all ranks."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, rows(step)).backward()
-        optimizer.step()
-    return model.state_dict()
+    return train_alone(model, optimizer, STEPS, lambda step: [loss_of(model, rows(step))])
 
 
 def step_in_backward(model: nn.Module, shapes: list[Any]) -> list[Any]:

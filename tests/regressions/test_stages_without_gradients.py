@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import echelon as ec
+from tests.reference import train_alone
 from tests.worlds import run_world
 
 WIDTH, ROWS = 4, 4
@@ -95,15 +96,15 @@ def train(world: ec.World) -> list[dict[str, Tensor]]:
 def of_one_process(first: Callable[[], nn.Module]) -> dict[str, Tensor]:
     model = nn.Sequential(*copy.deepcopy(stages(first)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
+
+    def losses(step: int) -> Iterator[Tensor]:
         for replica in range(2):
             x, y = data(step, replica)
             for half in range(2):
                 rows = slice(half * 2, half * 2 + 2)
-                (nn.functional.mse_loss(model(x[rows]), y[rows]) / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
+                yield nn.functional.mse_loss(model(x[rows]), y[rows]) / 4
+
+    return train_alone(model, optimizer, STEPS, losses)
 
 
 @pytest.mark.parametrize("kind", ["threads", "gloo"])

@@ -4,7 +4,7 @@ A forward leaves units whole for its backward: the root, and with some strategie
 step, or a load, makes these values old.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from tests.reference import train_alone
 from tests.worlds import KINDS, run_world
 
 WIDTH, BLOCKS, LR = 4, 4, 0.5
@@ -223,14 +224,14 @@ def train_with_looks(world: ec.World, num_forwards: int, **options: Any) -> Stat
 def train_plain(size: int, num_forwards: int) -> State:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(6):
+
+    def losses(step: int) -> Iterator[Tensor]:
         for rank in range(size):
             for i in range(num_forwards):
                 output = model(rows(rank, step + i), used_by(rank, step + i))
-                (output.square().mean() / size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
+                yield output.square().mean() / size
+
+    return train_alone(model, optimizer, 6, losses)
 
 
 def train_all_with_looks(world: ec.World) -> None:

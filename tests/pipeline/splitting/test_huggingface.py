@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import echelon as ec
+from tests.reference import train_alone
 from tests.transformers_models import of_gpt2, of_llama
 from tests.worlds import run_world
 
@@ -68,11 +69,12 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 def in_one_process(start: nn.Module) -> dict[str, Tensor]:
     model = copy.deepcopy(start)
     optimizer = optimizer_of(model)
-    for step in range(2):
-        token_loss(model(input_ids=tokens(step)), tokens(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
+    return train_alone(
+        model,
+        optimizer,
+        2,
+        lambda step: [token_loss(model(input_ids=tokens(step)), tokens(step))],
+    )
 
 
 def in_stages(world: ec.World, start: nn.Module, shard: int) -> dict[str, Tensor]:
