@@ -21,7 +21,7 @@ from tests.architecture.sources import (
 # to it. A module imports its own room and the layers below, so rooms side by side never meet.
 LAYERS: list[set[str]] = [
     {"errors", "version"},
-    {"checks", "events", "ranges", "values"},
+    {"checks", "events", "page", "ranges", "values"},
     {"process"},
     {"diagnosis"},
     {"comm"},

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
+from echelon import checks
 from echelon.errors import ArgumentError
+from echelon.page import page, section, table
 from echelon.pipeline.schedules.ir import BACKWARD, FORWARD, INPUT, Item, Kind
 from echelon.pipeline.schedules.simulate import Simulation, Step, Timeline
 
@@ -121,16 +123,6 @@ def _meaning(item: Item) -> str:
     return {FORWARD: "forward", BACKWARD: "backward", INPUT: "inputs"}.get(item.kind, "weights")
 
 
-STYLE = """
-:root { color-scheme: light dark }
-body { font: 14px/1.5 system-ui, sans-serif; max-width: 1240px; margin: 2em auto; padding: 0 1em }
-table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .8em; text-align: right }
-th { border-bottom: 1px solid #8888 } td:first-child, th:first-child { text-align: left }
-.key span { padding: .1em .5em; margin-right: .5em; border-radius: 3px; color: #fff }
-.scroll { overflow-x: auto }
-"""
-
-
 def to_page(simulation: Simulation, measured: Timeline | None = None, unit: str = "") -> str:
     """The simulated timeline, the measured one under it on the same scale, and both in numbers.
 
@@ -149,8 +141,7 @@ def to_page(simulation: Simulation, measured: Timeline | None = None, unit: str 
         >>> page.count("<svg"), "measured" in page
         (1, True)
     """
-    if not isinstance(unit, str):
-        raise ArgumentError(f"unit is {unit!r:.80}; give its name, such as 's'")
+    checks.instance("unit", unit, str)
     found = simulation.schedule
     timelines = {"simulated": simulation.timeline}
     if measured is not None:
@@ -160,17 +151,19 @@ def to_page(simulation: Simulation, measured: Timeline | None = None, unit: str 
                 f"{found.num_ranks}; draw two runs of the same schedule"
             )
         timelines["measured"] = measured
-    title = escape(
+    title = (
         f"{found.name}: {found.num_ranks} ranks, {found.num_stages} stages, "
         f"{found.num_microbatches} microbatches"
     )
     key = " ".join(f'<span style="background:{c}">{name}</span>' for name, c in COLOURS.items())
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
-        f"<style>{STYLE}</style></head>\n<body><h1>{title}</h1>\n"
-        f'<p class="key">{key}</p>\n<div class="scroll">{to_svg(timelines)}</div>\n'
-        f"{_totals(timelines, unit)}{_ranks(simulation, measured, unit)}</body></html>\n"
-    )
+    drawing = f'<p class="key">{key}</p>\n{to_svg(timelines)}'
+    body = [
+        section("Timelines", "", drawing + _totals(timelines, unit)),
+        section(
+            "Simulated, by rank", f"Time in {unit}." if unit else "", _ranks(simulation, measured)
+        ),
+    ]
+    return page(title, "A pipeline's schedule", body)
 
 
 def _totals(timelines: dict[str, Timeline], unit: str) -> str:
@@ -179,10 +172,10 @@ def _totals(timelines: dict[str, Timeline], unit: str) -> str:
         busy = sum(step.end - step.start for step in timeline.steps)
         bubble = 1 - busy / (timeline.num_ranks * timeline.makespan) if timeline.makespan else 0.0
         rows.append([name, f"{timeline.makespan:.6g} {unit}".rstrip(), f"{bubble:.2%}"])
-    return _table(["timeline", "time", "bubble"], rows)
+    return table(["timeline", "time", "bubble"], rows)
 
 
-def _ranks(simulation: Simulation, measured: Timeline | None, unit: str) -> str:
+def _ranks(simulation: Simulation, measured: Timeline | None) -> str:
     """Per rank: what it keeps, and where its idle time comes from."""
     head = ["rank", "peak", "busy", "warm-up", "steady", "drain", "messages", "waiting on"]
     rows = []
@@ -196,13 +189,4 @@ def _ranks(simulation: Simulation, measured: Timeline | None, unit: str) -> str:
         rows.append(row)
     if measured is not None:
         head.append("measured busy")
-    caption = f" (time in {escape(unit)})" if unit else ""
-    return f"<h2>Simulated, by rank{caption}</h2>\n{_table(head, rows)}"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows
-    )
-    return f"<table><tr>{top}</tr>\n{body}</table>\n"
+    return table(head, rows)

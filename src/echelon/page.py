@@ -1,0 +1,88 @@
+"""Pages of HTML that are one file: their style, their sections and their tables.
+
+Reports of runs and drawings of schedules look alike. Texts are escaped here; contents, such as
+drawings, are HTML. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #f4f6f9; color: #1f2933; line-height: 1.5;
+  font: 15px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+main { max-width: 1180px; margin: 0 auto; padding: 32px 24px 64px; }
+header h1 { margin: 0; font-size: 28px; font-weight: 650; letter-spacing: -0.01em; }
+header p { margin: 4px 0 20px; color: #616e7c; }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; }
+.fact, section { background: white; border: 1px solid #e1e6ec; border-radius: 10px; }
+.fact { padding: 12px 16px; }
+.fact b { display: block; font-size: 21px; font-weight: 600; white-space: nowrap; }
+.fact span { color: #616e7c; font-size: 13px; }
+section { margin-top: 16px; padding: 18px 22px; overflow-x: auto; }
+h2 { margin: 0 0 2px; font-size: 18px; font-weight: 600; }
+h2::first-letter { text-transform: uppercase; }
+section > p { margin: 0 0 8px; color: #616e7c; font-size: 13.5px; }
+table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
+th, td { padding: 5px 12px; text-align: right; border-top: 1px solid #e8ecf1;
+  font-variant-numeric: tabular-nums; white-space: nowrap; }
+thead th { border-top: 0; color: #616e7c; font-weight: 500; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+.key span { padding: 1px 7px; margin-right: 7px; border-radius: 3px; color: #fff; }
+pre { margin: 8px 0 0; padding: 14px 16px; background: #f7f9fb; border-radius: 8px;
+  font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
+  white-space: pre-wrap; overflow-wrap: anywhere; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(210px, 1fr));
+  gap: 6px 20px; margin: 8px 0 0; font-size: 13.5px; }
+dl div { display: flex; justify-content: space-between; gap: 10px; }
+dt { color: #616e7c; } dd { margin: 0; overflow-wrap: anywhere; text-align: right; }
+"""
+
+
+def page(title: str, subtitle: str, body: Iterable[str], script: str = "") -> str:
+    """A whole page; ``script`` is JavaScript that drawings in it need."""
+    name = escape(title)
+    head = f"<script>{script}</script>\n" if script else ""
+    parts = "\n".join(body)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width">\n<title>{name} · echelon</title>\n'
+        f"<style>{STYLE}</style>\n{head}</head>\n<body>\n<main>\n"
+        f"<header><h1>{name}</h1><p>{escape(subtitle)}</p></header>\n{parts}\n"
+        "</main>\n</body>\n</html>\n"
+    )
+
+
+def section(title: str, about: str, content: str) -> str:
+    """A part of a page under a title, with a sentence about it if there is one."""
+    text = f"<p>{escape(about)}</p>" if about else ""
+    return f"<section><h2>{escape(title)}</h2>{text}{content}</section>"
+
+
+def facts(values: Iterable[tuple[str, str]]) -> str:
+    """Numbers that people look for first, each with what it is."""
+    cells = "".join(
+        f'<div class="fact"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
+        for value, label in values
+    )
+    return f'<div class="facts">{cells}</div>'
+
+
+def definitions(values: Iterable[tuple[str, str]]) -> str:
+    """Names and what each one is."""
+    rows = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in values
+    )
+    return f"<dl>{rows}</dl>"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of texts."""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
+    body = "\n".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
