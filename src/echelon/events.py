@@ -51,6 +51,28 @@ class Event:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class PeakBytes:
+    """Live and peak bytes of one category, such as ``memory`` events tell.
+
+    Example:
+        >>> counter = PeakBytes()
+        >>> for nbytes in (400, 200, -400):
+        ...     counter.add(nbytes)
+        >>> counter
+        PeakBytes(live=200, peak=600)
+    """
+
+    live: int = 0
+    peak: int = 0
+
+    def add(self, nbytes: int) -> None:
+        """Add ``nbytes``, which is negative when memory is given back."""
+        self.live += nbytes
+        if self.live > self.peak:
+            self.peak = self.live
+
+
 Listener = Callable[[Event], None]
 
 _lock = threading.Lock()

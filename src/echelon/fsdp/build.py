@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from echelon.comm.group import Group
 from echelon.comm.streams import is_cpu
 from echelon.errors import ModelMismatch
+from echelon.events import PeakBytes
 from echelon.fsdp.gradients import GradientShard, Slots
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.hybrid_groups import HybridGroups
@@ -20,7 +21,7 @@ from echelon.fsdp.local_shard import ShardDevices
 from echelon.fsdp.policy import FSDPOptions, Init, Offload
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.storages import copy_storage, make_storage
-from echelon.fsdp.unit import PeakBytes, Unit
+from echelon.fsdp.unit import Unit
 from echelon.fsdp.units import Member, UnitPlan
 from echelon.state.initialization import Initializer, ParameterPlace, draw_seed, own_tensors
 

@@ -15,35 +15,12 @@ from torch import Tensor, nn
 from echelon import events
 from echelon.comm.group import Group
 from echelon.errors import StateError
+from echelon.events import PeakBytes
 from echelon.fsdp.gradients import GradientShard
 from echelon.fsdp.storage import Storage
 
 _version = attrgetter("_version")
 _no_modes = torch._C.DisableTorchFunction  # simulated ranks have modes, of no use to what is below
-
-
-@final
-class PeakBytes:
-    """Live and peak bytes of one category.
-
-    Example:
-        >>> counter = PeakBytes()
-        >>> for nbytes in (400, 200, -400):
-        ...     counter.add(nbytes)
-        >>> counter.live, counter.peak
-        (200, 600)
-    """
-
-    __slots__ = ("live", "peak")
-
-    def __init__(self) -> None:
-        self.live = self.peak = 0
-
-    def add(self, nbytes: int) -> None:
-        """Add ``nbytes``, which is negative when memory is given back."""
-        self.live += nbytes
-        if self.live > self.peak:
-            self.peak = self.live
 
 
 class UnitState(Enum):

@@ -1,7 +1,15 @@
-"""What a run did: subscribers to events, the files they write, and a page that shows them."""
+"""What a run did: subscribers to events, the files they write, and a page that shows them.
 
-from echelon.observe.comm_meter import CommMeter, CommTotal
-from echelon.observe.memory_meter import MemoryMeter, tensor_bytes
+``meters``    what one rank communicates and holds
+``trace``     events as a timeline for Perfetto
+``metrics``   ``metrics.jsonl``, line by line
+``progress``  how a run is going, for a person who watches
+``figures``   drawings of what ``metrics.jsonl`` says
+``report``    ``report.html``, made of them
+``recorder``  all of these, for a training loop
+"""
+
+from echelon.observe.meters import CommMeter, CommTotal, MemoryMeter, tensor_bytes
 from echelon.observe.metrics import MetricsWriter, read_metrics
 from echelon.observe.progress import Progress
 from echelon.observe.recorder import Recorder, RunInfo

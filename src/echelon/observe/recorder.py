@@ -19,11 +19,16 @@ from torch import nn
 from echelon import checks, events
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
-from echelon.observe.comm_meter import CommMeter
-from echelon.observe.memory_meter import MemoryMeter, hidden_bytes, tensor_bytes
+from echelon.observe.meters import (
+    CommMeter,
+    Look,
+    MemoryMeter,
+    MemoryTimeline,
+    hidden_bytes,
+    tensor_bytes,
+)
 from echelon.observe.metrics import MetricsWriter
 from echelon.observe.progress import Progress
-from echelon.observe.rank_timeline import Look, RankTimeline
 from echelon.observe.report import write_report
 from echelon.observe.trace import Trace, write_trace
 
@@ -102,7 +107,7 @@ class Recorder:
         self._writer: MetricsWriter | None = None
         self._progress: Progress | None = None
         self._steps = 0
-        self._timeline: tuple[RankTimeline, ExitStack] | None = None  # of the step under way
+        self._timeline: tuple[MemoryTimeline, ExitStack] | None = None  # of the step under way
         self._recent_s: deque[float] = deque(maxlen=_SHOWN_STEPS)
         self._start_s = self._mark_s = time.perf_counter()
 
@@ -200,7 +205,7 @@ class Recorder:
             >>> # recorder.watch(lambda: model.memory_stats(optimizer).by_category())
         """
         if self.folder is not None and self._timeline is None:
-            timeline, listening = RankTimeline(self._world.rank, look), ExitStack()
+            timeline, listening = MemoryTimeline(self._world.rank, look), ExitStack()
             listening.enter_context(events.listen(timeline))
             self._stack.callback(listening.close)
             self._timeline = timeline, listening
