@@ -1,10 +1,11 @@
 """Which rank is to blame: from records of failures, and from who waits for whom."""
 
+import pytest
 import torch
 
 from echelon.diagnosis.collective_call import CallSignature, CallSite, CollectiveCall
-from echelon.diagnosis.failure_record import FailureRecord
-from echelon.diagnosis.root_cause import peer_failure
+from echelon.diagnosis.failure_record import FailureRecord, Reason
+from echelon.diagnosis.root_cause import held_up_by, peer_failure, root_cause
 from echelon.errors import CollectiveMismatch, CommTimeout, RankFailed
 
 
@@ -69,3 +70,72 @@ def test_of_a_rank_whose_process_lives_nobody_says_that_it_died() -> None:
     mine = FailureRecord.of_call(ticket(0, REDUCE), late=False, missing=[1], seconds=0.1)
     error, _ = peer_failure(mine, {}, (0, 1), alive=[1], seconds=10.0)
     assert "its process lives, but has not said why in 10.0 s" in str(error)
+
+
+def stopped(rank: int, reason: Reason, **facts: object) -> FailureRecord:
+    return FailureRecord(rank=rank, reason=reason, **facts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("records", "cause"),
+    [
+        ([], None),
+        ([stopped(0, Reason.ENDED), stopped(1, Reason.ENDED)], None),  # nobody failed by itself
+        ([stopped(0, Reason.RAISED), stopped(1, Reason.DIED)], 1),  # it could not say why
+        ([stopped(0, Reason.EXITED, exit_code=1), stopped(1, Reason.RAISED)], 1),
+        ([stopped(0, Reason.RAISED, time_s=2.0), stopped(1, Reason.RAISED, time_s=1.0)], 1),
+        ([stopped(0, Reason.LOST, failed_rank=1), stopped(1, Reason.TIMEOUT, missing=(0,))], 1),
+        # It wants to be started again.
+        ([stopped(0, Reason.EXITED, exit_code=75), stopped(1, Reason.EXITED, exit_code=3)], 1),
+        # One has looked at the rank that it waited for.
+        ([stopped(0, Reason.TIMEOUT), stopped(1, Reason.TIMEOUT, time_s=9.0, stuck="sleeps")], 1),
+        # Rank 1 has waited in vain itself, for one that has said nothing.
+        (
+            [
+                stopped(0, Reason.TIMEOUT, failed_rank=1, time_s=1.0),
+                stopped(1, Reason.TIMEOUT, failed_rank=2, time_s=2.0),
+            ],
+            1,
+        ),
+        (
+            [
+                stopped(0, Reason.LOST, failed_rank=1, time_s=1.0),
+                stopped(1, Reason.LOST, failed_rank=2, time_s=2.0),
+            ],
+            1,
+        ),
+    ],
+)
+def test_who_ended_by_itself_comes_before_those_that_report_it_and_who_knows_most_before_the_others(
+    records: list[FailureRecord], cause: int | None
+) -> None:
+    for ordered in (records, records[::-1]):
+        first = root_cause(ordered)
+        assert (None if first is None else first.rank) == cause
+
+
+def test_a_rank_that_raised_is_blamed_before_one_that_only_left() -> None:
+    mine = FailureRecord.of_call(ticket(0, REDUCE), late=True, missing=[1, 2], seconds=3.0)
+    others = {
+        1: FailureRecord(rank=1, reason=Reason.LEFT),
+        2: FailureRecord.of(ValueError("boom"), 2),
+    }
+    error, final = peer_failure(mine, others, (0, 1, 2))
+    assert str(error).startswith("rank 2 raised ValueError: boom, while this rank was in ")
+    assert final
+
+
+@pytest.mark.parametrize(
+    ("waits", "root"),
+    [
+        ({1: None}, 1),
+        ({1: 2, 2: 3, 3: None}, 3),
+        ({1: 2}, 2),  # of which nothing is known
+        ({1: 0, 0: 1}, 1),  # a circle
+        ({1: 2, 2: 3, 3: 2}, 1),
+    ],
+)
+def test_who_holds_up_a_rank_is_found_through_others_that_wait(
+    waits: dict[int, int | None], root: int
+) -> None:
+    assert held_up_by(1, waits, reporter=0) == root

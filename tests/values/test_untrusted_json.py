@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import ArgumentError, CheckpointCorrupt
-from echelon.values.untrusted_json import MAX_DEPTH, brief, read_json, write_json
+from echelon.values.untrusted_json import MAX_JSON_DEPTH, brief, read_json, write_json
 from tests.checkpoint.manifests import JSON
 
 MEMORY = 2**20
@@ -42,13 +42,17 @@ def nested(depth: int) -> bytes:
 
 
 def test_nesting_is_allowed_up_to_the_limit() -> None:
-    found: Any = read_json(nested(MAX_DEPTH), "x", memory=MEMORY)
-    for _ in range(MAX_DEPTH - 1):
+    found: Any = read_json(nested(MAX_JSON_DEPTH), "x", memory=MEMORY)
+    for _ in range(MAX_JSON_DEPTH - 1):
         (found,) = found
     assert found == []
-    wide = b"[" + b",".join([nested(MAX_DEPTH - 1)] * 300) + b"]"
+    wide = b"[" + b",".join([nested(MAX_JSON_DEPTH - 1)] * 300) + b"]"
     assert len(read_json(wide, "x", memory=2**24)) == 300  # type: ignore[arg-type]
-    for data in (nested(MAX_DEPTH + 1), b"[" * (MAX_DEPTH + 1), b'{"a":' * (MAX_DEPTH + 1)):
+    for data in (
+        nested(MAX_JSON_DEPTH + 1),
+        b"[" * (MAX_JSON_DEPTH + 1),
+        b'{"a":' * (MAX_JSON_DEPTH + 1),
+    ):
         with pytest.raises(CheckpointCorrupt, match="more than 256 deep"):
             read_json(data, "x", memory=MEMORY)
 

@@ -17,7 +17,7 @@ from echelon.comm.shm import ShmGroup
 from echelon.comm.work import Work
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, caller
 from echelon.errors import CommTimeout
-from echelon.process.background import run_in_background
+from echelon.process.background_threads import run_in_background
 
 # How often a receive from any rank looks for a message: often at first, later to spare the core.
 _LOOK_S = (0.00005, 0.001)

@@ -26,7 +26,7 @@ from echelon.comm import streams
 from echelon.comm.group import Group
 from echelon.errors import CheckpointError
 from echelon.launch.run import entered
-from echelon.process.background import run_in_background
+from echelon.process.background_threads import run_in_background
 
 # Has a function called at the end of the world or the script; gives what takes that back.
 AtEnd = Callable[[Callable[[], None]], Callable[[], None]]

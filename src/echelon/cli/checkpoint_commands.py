@@ -1,13 +1,34 @@
-"""The commands of ``echelon checkpoint``, as typer shows them."""
+"""``echelon checkpoint``: list, verify, convert and compare what was saved.
+
+What needs torch is imported where it is used, so that help and mistakes answer at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from echelon.errors import (
+    ArgumentError,
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointTooNew,
+)
+from echelon.errors.message_text import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from echelon.checkpoint.convert.convert import ConvertOptions
+
+_MAX_ROWS = 40  # of differences
 
 app = typer.Typer(
     help="List, verify, convert and compare what ec.save() wrote.",
@@ -33,17 +54,13 @@ Folder = Annotated[
 @app.command("ls")
 def _ls(folder: Folder) -> None:
     """List the steps of a run."""
-    from echelon.cli import checkpoint_text
-
-    _run(lambda: checkpoint_text.list_steps(folder))
+    _run(lambda: _list_steps(folder))
 
 
 @app.command("verify")
 def _verify(folder: Folder) -> None:
     """Compare every byte of each step with its checksum."""
-    from echelon.cli import checkpoint_text
-
-    _run(lambda: checkpoint_text.verify_steps(folder))
+    _run(lambda: _verify_steps(folder))
 
 
 @app.command("convert")
@@ -70,7 +87,6 @@ def _convert(
 ) -> None:
     """Write a state in another form; what was written is read again and compared."""
     from echelon.checkpoint.convert.convert import ConvertOptions, Form
-    from echelon.cli import checkpoint_text
 
     options = ConvertOptions(
         to=None if to is None else Form(to.value),
@@ -80,25 +96,134 @@ def _convert(
         shard_nbytes=None if shard_mib is None else shard_mib << 20,
         trust_pickle=trust_pickle,
     )
-    _run(lambda: checkpoint_text.convert_state(source, target, options))
+    _run(lambda: _convert_state(source, target, options))
 
 
 @app.command("diff")
 def _diff(one: Folder, other: Folder) -> None:
     """Say how two steps differ; of a run, the newest."""
-    from echelon.cli import checkpoint_text
-
-    _run(lambda: checkpoint_text.compare_steps(one, other))
+    _run(lambda: _compare_steps(one, other))
 
 
 def _run(command: Callable[[], int]) -> None:
     """Run a command; what cannot be done is a sentence and exit code 2."""
-    from echelon.errors import ArgumentError, CheckpointError
-    from echelon.errors.message_text import printable
-
     try:
         code = command()
     except (ArgumentError, CheckpointError, OSError) as error:
         typer.echo(printable(f"echelon checkpoint: {error}"), err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(code)
+
+
+def _list_steps(folder: Path) -> int:
+    """Print a row for each step; 1 if one cannot be read."""
+    from rich import box
+    from rich.table import Table
+
+    from echelon.checkpoint.step import SavedStep
+    from echelon.observe.progress import bytes_text
+
+    table = Table(box=box.MARKDOWN)
+    for name in ("step", "ranks", "tensors", "size", "torch", "holds"):
+        table.add_column(name, overflow="fold")
+    code = 0
+    for path in _steps(folder):
+        try:
+            with SavedStep(path) as step:
+                manifest = step.manifest
+                row = (
+                    str(manifest.step),
+                    str(manifest.world["size"]),
+                    f"{len(manifest.tensors):,}",
+                    bytes_text(sum(file.nbytes for file in manifest.files)),
+                    manifest.versions.get("torch", ""),
+                    ", ".join(sorted(step.sections)),
+                )
+        except CheckpointCorrupt as error:
+            row = (path.name, "", "", "", "", f"damaged: {error}")
+            code = 1
+        except CheckpointTooNew as error:
+            row = (path.name, "", "", "", "", f"not known here: {error}")
+            code = 1
+        table.add_row(*map(printable, row))  # somebody else may have written the files
+    _console().print(table)
+    return code
+
+
+def _verify_steps(folder: Path) -> int:
+    """Compare all bytes with their checksums, and print a line a step; 1 unless all are whole."""
+    from echelon.checkpoint.step import SavedStep
+
+    code = 0
+    for path in _steps(folder):
+        try:
+            with SavedStep(path) as step:
+                step.verify(0, 1)
+            _print(f"{path.name}: whole")
+        except CheckpointCorrupt as error:
+            _print(f"{path.name}: damaged: {error}")
+            code = 1
+        except CheckpointTooNew as error:
+            _print(f"{path.name}: not known here: {error}")
+            code = 1
+    return code
+
+
+def _convert_state(source: Path, target: Path, options: ConvertOptions) -> int:
+    """Write another form, and print what was written."""
+    from echelon.checkpoint.convert.convert import convert
+
+    done = convert(source, target, options)
+    for path in done.written:
+        _print(f"wrote {path}")
+    if done.left_out:
+        more = len(done.left_out) - _MAX_ROWS
+        names = ", ".join(done.left_out[:_MAX_ROWS]) + (f" and {more} more" if more > 0 else "")
+        _print(f"left out: {names}")
+    return 0
+
+
+def _compare_steps(one: Path, other: Path) -> int:
+    """Print how two steps differ, of which every byte was verified; 1 if they do."""
+    from echelon.checkpoint.convert.convert import step_at
+    from echelon.checkpoint.difference import differences
+    from echelon.checkpoint.step import SavedStep
+
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(SavedStep(step_at(path))) for path in (one, other))
+        for step in (first, second):
+            step.verify(0, 1)
+        rows = list(differences(first, second))
+    for name, what in rows[:_MAX_ROWS]:
+        _print(f"{name}: {what}")
+    if len(rows) > _MAX_ROWS:
+        _print(f"and {len(rows) - _MAX_ROWS} more")
+    if not rows:
+        _print("the same")
+    return 1 if rows else 0
+
+
+def _steps(folder: Path) -> Iterable[Path]:
+    from echelon.checkpoint import files
+    from echelon.checkpoint.convert.convert import step_at
+    from echelon.checkpoint.names import step_of
+
+    if step_of(folder.name) is not None and folder.is_dir():
+        return [folder]
+    known = files.steps(folder)
+    if not known:
+        inside = [path for path in folder.glob("*") if path.is_dir() and os.access(path, os.R_OK)]
+        below = sorted(path.name for path in inside if files.steps(path))
+        there = f"; there are steps in {', '.join(map(repr, below[:10]))} below it" if below else ""
+        raise CheckpointNotFound(f"no step was committed here{there}", folder)
+    return [step_at(folder, step) for step in known]
+
+
+def _print(text: str) -> None:
+    _console().print(printable(text))
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(soft_wrap=True, highlight=False, markup=False, emoji=False)

@@ -1,1 +1,12 @@
-"""What each rank is doing, who waits for whom, and which failure was the first."""
+"""What each rank is doing, who waits for whom, and which failure was the first.
+
+``collective_call``  an issued call, how it reads, and how ranks compare theirs in eight bytes
+``flight_recorder``  where each rank of a host is, in memory that outlives it
+``stacks``           the Python stacks of ranks that do not answer
+``rank_monitor``     what a rank writes about itself into the recorder, and learns about others
+``stragglers``       ranks that others wait for in vain
+``failure_record``   why one rank stopped, as plain data
+``root_cause``       which of several records is the first cause
+``failure_report``   the lines for a person, the first of which names the cause
+``exit_guard``       the end of a rank's process: its record, and the end in time
+"""

@@ -1,1 +1,12 @@
-"""Start ranks, pass their endings on, and restart them."""
+"""Start ranks, pass their endings on, and restart them.
+
+``run``              ``ec.run`` and ``ec.init``
+``processes``        local processes as ranks of ``run``
+``function_pickle``  the function of ``run`` on its way to processes, and its result on its way back
+``program``          what ``echelon run`` is to run, and the command that does it
+``local_job``        processes of ``echelon run``, from the first to the exit code
+``agent``            torch's agent for the ranks of one host
+``attempt``          how the ranks of one attempt ended, and the lines that say so
+``rank_output``      the folder and the screen for what ranks print
+``simulated_job``    simulated ranks of ``echelon run``
+"""

@@ -189,7 +189,7 @@ class LocalAgent(LocalElasticAgent):
             return False
         if self._rule is None:
             limit = max(status.timeout_s for status in statuses.values())
-            self._rule = StragglerRule(limit + time_limits.BEYOND_TIMEOUT_S)
+            self._rule = StragglerRule(limit + time_limits.SAY_SO_S)
         signs = {
             rank: ExitSign(stage=ExitStage.RUNNING)
             if code is None

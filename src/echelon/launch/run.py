@@ -33,7 +33,7 @@ from echelon.diagnosis.stragglers import StragglerRule
 from echelon.errors import ArgumentError, WorldError
 from echelon.launch.processes import call, run_processes
 from echelon.process import time_limits
-from echelon.process.background import run_in_background
+from echelon.process.background_threads import run_in_background
 from echelon.process.environment import JobEnvironment, environment, timeout_wanted
 from echelon.process.main_thread import serve, serving
 
@@ -195,7 +195,7 @@ def _leave(thread_world: ThreadWorld, rank: int, error: BaseException | None) ->
 
 def _raise_first(thread_world: ThreadWorld, threads: Sequence[threading.Thread]) -> None:
     """Raise the first failure, once the other ranks have ended or had their time."""
-    deadline = time.monotonic() + time_limits.NOTICE_S
+    deadline = time.monotonic() + time_limits.NOTICE_IN_THREADS_S
     for thread in threads:
         while thread.is_alive() and time.monotonic() < deadline:
             _join(thread, deadline - time.monotonic())

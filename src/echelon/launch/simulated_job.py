@@ -189,7 +189,7 @@ def _leave(code: int, before: frozenset[threading.Thread]) -> int:
     # Python itself waits for those that are no daemons, as it does without ranks.
     ranks = [t for t in threading.enumerate() if t.daemon and t not in before]
     for thread in ranks:
-        thread.join(time_limits.NOTICE_S / len(ranks))
+        thread.join(time_limits.NOTICE_IN_THREADS_S / len(ranks))
     if any(thread.is_alive() for thread in ranks):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,1 +1,12 @@
-"""What a process of a job is and does: its environment, children, threads and end."""
+"""What a process of a job is and does: its environment, children, threads and end.
+
+``environment``         the job of this process, from the variables of its launcher
+``time_limits``         how long processes and threads wait for one another
+``process_status``      what ``/proc`` shows of other processes
+``die_with_parent``     processes that the kernel ends with the one that started them
+``forks``               a process that a rank forks owns nothing of the rank's world
+``fork_server``         the process that local ranks are forked from
+``background_threads``  threads beside the one that runs the script
+``main_thread``         what only the main thread may do, done for ranks that are other threads
+``listeners``           the addresses on which this process listens
+"""

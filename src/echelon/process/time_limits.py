@@ -15,10 +15,11 @@ from __future__ import annotations
 
 # After a failure -------------------------------------------------------------------------------
 
-# What the other ranks of ``run`` get to notice that one has failed. A shorter limit would lose the
-# cause where it comes after its consequence: a rank that crashes writes a core file first, while
-# the others have seen its connection close already.
-NOTICE_S = 2.0
+# What the other ranks of ``run`` get to notice that one has failed. Processes are killed then, so
+# that a longer limit would only delay the error. Threads cannot be, and share one interpreter: what
+# is left of them computes on beside the caller.
+NOTICE_S = 1.0
+NOTICE_IN_THREADS_S = 2.0
 # How long a rank lives on after its first SIGTERM: enough to see that a peer is gone, wherever it
 # was. torchrun and the agent wait longer before they kill.
 LAST_WORDS_S = 1.5
@@ -49,8 +50,11 @@ SAME_PRESS_S = 0.5
 # read records; so closing a world may take so much longer than a call.
 CLOSE_WORLD_S = 10.0
 CLOSE_FAILED_WORLD_S = 3.0
-# What a rank that is late gets beyond its timeout to say so itself, before somebody else does. It
-# looks every 2 s, and its stack takes another one.
-BEYOND_TIMEOUT_S = 4.0
+# What a rank that is late gets beyond its timeout to say so itself, before the agent does. It looks
+# every 2 s, and its stack takes another one.
+SAY_SO_S = 4.0
+# What threads and exit handlers that simulated ranks leave behind get beyond the timeout. Nobody
+# else speaks for them, and nobody waits, so there is no hurry.
+LEFT_BEHIND_S = 5.0
 END_THREADS_S = 2.0  # what background threads get at the end of the interpreter to end
 END_TOLD_THREADS_S = 1.0  # and once they have been told to

@@ -22,7 +22,7 @@ from echelon.errors import ArgumentError, CheckpointCorrupt
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
-MAX_DEPTH = 256  # brackets inside of brackets; the parser of Python calls itself for each
+MAX_JSON_DEPTH = 256  # brackets inside of brackets; the parser of Python calls itself for each
 _MAX_NUMBER = 40  # characters without a point or an exponent
 _MAX_SPACES = 2**20  # outside of strings; what is only long takes time, too
 _PART = 2**16  # bytes looked at together, which stay in the cache
@@ -55,8 +55,8 @@ def read_json(data: bytes | memoryview, path: object, *, memory: int, max_record
     """The value that ``data`` is the JSON of, where reading it is harmless.
 
     Stricter than Python's own reader: UTF-8 only, no key twice in one object, no NaN and no
-    infinity, numbers of at most 40 characters, nesting of at most ``MAX_DEPTH``, a million spaces
-    between values at most.
+    infinity, numbers of at most 40 characters, nesting of at most ``MAX_JSON_DEPTH``, a million
+    spaces between values at most.
 
     Args:
         data: the whole text.
@@ -120,8 +120,8 @@ def _problem(data: bytes | memoryview, memory: int, max_records: int) -> str | N
     look = _Look()
     for part in _parts(data):
         look.at(part)
-        if look.deepest > MAX_DEPTH:
-            return f"JSON that nests more than {MAX_DEPTH} deep"
+        if look.deepest > MAX_JSON_DEPTH:
+            return f"JSON that nests more than {MAX_JSON_DEPTH} deep"
         if look.longest > _MAX_NUMBER:
             return f"JSON with a number of more than {_MAX_NUMBER} characters, or no JSON"
         if look.num_spaces > _MAX_SPACES:

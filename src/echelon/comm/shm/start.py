@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from echelon.comm.shm.area import Area
 from echelon.comm.shm.group import ShmGroup
 from echelon.comm.shm.rank_table import RankTable
 from echelon.comm.shm.segment import Segment
 from echelon.comm.start_facts import compare, encode, start_facts
-from echelon.diagnosis.rank_monitor import RankMonitor
+from echelon.diagnosis.rank_monitor import RankMonitor, Store
 from echelon.errors import StartMismatch
-
-
-class Store(Protocol):
-    """Where ranks leave notes for each other; every store of ``torch.distributed`` is one."""
-
-    def set(self, key: str, value: str) -> None:
-        """Leave a note."""
-
-    def get(self, key: str) -> bytes:
-        """Read a note; waits until it is there."""
 
 
 def create_segments(size: int) -> tuple[Segment, Segment]:

@@ -90,7 +90,7 @@ _guard = _Guard()
 
 def guard_exit(timeout_s: float) -> None:
     """Guard the end of this process, before simulated ranks run in it."""
-    _guard.start(timeout_s + time_limits.BEYOND_TIMEOUT_S)
+    _guard.start(timeout_s + time_limits.LEFT_BEHIND_S)
 
 
 @contextmanager

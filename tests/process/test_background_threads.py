@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from echelon.process import time_limits
-from echelon.process.background import end_all, run_in_background
+from echelon.process.background_threads import end_all, run_in_background
 
 LEFT_BEHIND = """
 import sys
