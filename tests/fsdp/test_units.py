@@ -1,10 +1,16 @@
 """Rules, and the units that they make of a model."""
 
+import ast
+import threading
+import time
+from typing import Any
+
 import pytest
 from torch import nn
 
 import echelon as ec
 from echelon.errors import ArgumentError
+from echelon.fsdp import units
 from echelon.fsdp.units import plan_units
 from tests.fsdp.models import Block, build
 
@@ -111,3 +117,25 @@ def test_what_is_no_rule_is_refused(make) -> None:
 def test_a_size_of_units_is_a_whole_number(size: object) -> None:
     with pytest.raises(ArgumentError, match=r"by_size\(num_parameters\) is .*whole number >= 1"):
         ec.units.by_size(size)
+
+
+def wrap_by_block(world: ec.World) -> None:
+    ec.FSDP(build(), world.group, units=ec.units.by_type(Block), min_num_params=0)
+
+
+def test_no_two_ranks_parse_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # CPython 3.11 raises SystemError then: "AST constructor recursion depth mismatch".
+    parse, inside, most = ast.parse, threading.Semaphore(4), []
+
+    def slowly(*args: Any, **kwargs: Any) -> ast.AST:
+        with inside:
+            most.append(4 - inside._value)
+            time.sleep(0.01)
+            return parse(*args, **kwargs)
+
+    monkeypatch.setattr(ast, "parse", slowly)
+    units._tree_of.cache_clear()
+    units._uses_of.cache_clear()
+    ec.run(wrap_by_block, 4)
+    assert most
+    assert set(most) == {1}

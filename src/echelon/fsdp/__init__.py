@@ -23,8 +23,7 @@ its gradient from ``backward`` over ``gradient_reducer`` to the reduction in ``g
 ``guards``            what code outside may not do with shards
 ``sharded_module``    what a sharded model is when it does not train
 ``unit_info``         what a user can ask about units and memory
-``state_dict``        states of the plain model, whole or in shards
-``shards``            what this rank holds, for checkpoints
+``state_dict``        copies of parameters, hooks that load them, and what this rank holds
 
 To add a strategy: a member of ``Strategy`` with its row in the table of ``policy``, and, if its
 memory is none of the known ones, a kind of storage with its condition in ``storages.make_storage``.

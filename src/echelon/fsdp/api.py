@@ -175,7 +175,7 @@ class FSDP(ShardedModule):
             is_nested = in_backward()
             if not is_nested:
                 self._hooks.discard_aborted()
-            self._census.check()
+            self._parameter_guard.check()
             if not is_nested:
                 self._take_replaced()
         with self._hooks.forward((args, kwargs)):

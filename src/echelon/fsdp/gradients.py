@@ -133,8 +133,8 @@ class GradientShard:
         storage = self.storage
         if storage.is_flat:
             return [flat]
-        parts = storage.split_by_param(flat)
-        return [part.view(shard.shape) for part, shard in zip(parts, storage.shards, strict=True)]
+        pairs = zip(storage.split_by_param(flat), storage.shards, strict=True)
+        return [gradient.view(shard.shape) for gradient, shard in pairs]
 
     def fill(self, memory: Tensor, gradients: Sequence[Tensor | None], *, is_slot: bool) -> None:
         """Copy unsharded gradients into ``memory``, rank by rank if by rows; None is 0."""
@@ -170,10 +170,10 @@ class GradientShard:
         views: list[list[Tensor]] = [[] for _ in layout.shapes]
         end = 0
         for ranges in layout.ranges:
-            for part in ranges:
-                flat = memory[end : end + part.numel]
-                views[part.member].append(shaped_shard(flat, layout.shapes[part.member], True))
-                end += part.numel
+            for span in ranges:
+                flat = memory[end : end + span.numel]
+                views[span.member].append(shaped_shard(flat, layout.shapes[span.member], True))
+                end += span.numel
         return views
 
     def set_aside(self) -> list[bool] | None:
@@ -188,14 +188,14 @@ class GradientShard:
         had = [param.grad is not None for param in params]
         if not any(had):
             return None
-        parts = self._parts_of_sum()  # makes the views, if this is their first use
-        for param, view, part in zip(params, self.views, parts, strict=True):
+        sums = self._sum_views()  # makes the views, if this is their first use
+        for param, view, kept in zip(params, self.views, sums, strict=True):
             if param.grad is None:
-                part.zero_()
+                kept.zero_()
             elif param.grad is not view:  # the user's own
-                part.copy_(param.grad)
-            elif part is not view and self.flat._version != self._version:
-                part.copy_(view)  # the user wrote into it
+                kept.copy_(param.grad)
+            elif kept is not view and self.flat._version != self._version:
+                kept.copy_(view)  # the user wrote into it
             param.grad = None
         return had
 
@@ -208,7 +208,7 @@ class GradientShard:
                 if old:
                     param.grad = view
 
-    def _parts_of_sum(self) -> list[Tensor]:
+    def _sum_views(self) -> list[Tensor]:
         """What the next gradients are added to, in the shapes of ``views``."""
         if self._sum is None:
             _ = self.flat

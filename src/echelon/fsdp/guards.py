@@ -131,13 +131,13 @@ def _guard_modules(
         for i, member in enumerate(storage.members)
     }
     for submodule in module.modules():
-        own = {
+        guarded = {
             local: homes[id(param)]
             for local, param in submodule._parameters.items()
             if id(param) in homes
         }
-        if own or submodule is module:
-            guard = ModuleGuard(own, check_call if submodule is module else None)
+        if guarded or submodule is module:
+            guard = ModuleGuard(guarded, check_call if submodule is module else None)
             if submodule is module:
                 submodule.register_forward_pre_hook(guard.before_call, prepend=True)
             submodule.register_state_dict_pre_hook(guard.before_state)

@@ -5,9 +5,9 @@ runs has come with it. A backward knows which units it has reached, and which ar
 
 [Note: when backward has left a unit]
 An operation of a unit reads the parameters that it saved when its own backward runs, also those
-that are frozen and get no gradient. So a unit must stay whole until the last of its operations is
-done, and its gradients do not tell: that of a LayerNorm's input, with frozen weights, comes after
-those of all trainable parameters behind it.
+that are frozen and get no gradient. So a unit must stay unsharded until the last of its operations
+is done, and its gradients do not tell: that of a LayerNorm's input, with frozen weights, comes
+after those of all trainable parameters behind it.
 ::
 
     x ──> frozen norm ──> linear ──> y

@@ -78,15 +78,15 @@ class ShardLayout:
     @property
     def numels_by_rank(self) -> list[int]:
         """Number of elements of each rank."""
-        return [sum(part.numel for part in ranges) for ranges in self.ranges]
+        return [sum(span.numel for span in ranges) for ranges in self.ranges]
 
     def info(self, member: int, rank: int | None = None) -> list[ShardInfo]:
         """Which rank has what of one parameter, in rank order, seen from ``rank``."""
         shape = self.shapes[member]
-        parts = [ranges[member] for ranges in self.ranges]
+        spans = [ranges[member] for ranges in self.ranges]
         return [
-            ShardInfo(owner, part.start, part.numel, shape, owner == rank)
-            for owner, part in enumerate(parts)
+            ShardInfo(owner, span.start, span.numel, shape, owner == rank)
+            for owner, span in enumerate(spans)
         ]
 
 

@@ -21,8 +21,14 @@ from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.shard_layout import ShardInfo
-from echelon.fsdp.shards import holdings_of_shards, parameter_shards_of
-from echelon.fsdp.state_dict import copy_parameters, copy_parts, no_assign, part_loader
+from echelon.fsdp.state_dict import (
+    copy_parameters,
+    copy_shards,
+    holdings_of_shards,
+    no_assign,
+    parameter_shards_of,
+    shard_loader,
+)
 from echelon.fsdp.storage import Storage, wait_for_unshards
 from echelon.fsdp.unit import Unit
 from echelon.modules.compiled import keep_plain_names, plain_name
@@ -52,11 +58,11 @@ class ShardedModule(Wrapper, HasShards):
         self._units, self._slots = built
         self._hooks = Hooks(self._units, groups, options)
         keep_plain_names(module)
-        self._census = ParameterGuard(module, "FSDP", keeps_names=True)
+        self._parameter_guard = ParameterGuard(module, "FSDP", keeps_names=True)
         for storage in self._storages():
             claim([*storage.params, *storage.optimizer_params], self, for_good=True)
         guard(module, list(self._named_storages()), self._hooks)
-        loader = part_loader(self._storages(), module)
+        loader = shard_loader(self._storages(), module)
         self.register_load_state_dict_pre_hook(loader)  # type: ignore[no-untyped-call]
 
     def _take_replaced(self) -> None:
@@ -217,7 +223,7 @@ class ShardedModule(Wrapper, HasShards):
         Buffers and parameters that are not sharded are whole.
         """
         self._take_replaced()
-        return state_of_copies(self.module, copy_parts(self._storages()))
+        return state_of_copies(self.module, copy_shards(self._storages()))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -261,8 +267,8 @@ class ShardedModule(Wrapper, HasShards):
                 "holdings() inside a forward, a backward or full_parameters(): ask outside"
             )
         self._take_replaced()
-        hooks = self._hooks
-        return holdings_of_shards(self.module, self._storages(), self._groups, hooks.before_write)
+        storages, before_write = self._storages(), self._hooks.before_write
+        return holdings_of_shards(self.module, storages, self._groups, before_write)
 
     def parameter_shards(self) -> tuple[ParameterShards, ...]:
         """This rank's ranges of the parameters. Nothing is communicated."""
@@ -340,7 +346,7 @@ class ShardedModule(Wrapper, HasShards):
         for storage in storages:
             disclaim([*storage.params, *storage.optimizer_params])
         detached: Any = Detached()
-        self._hooks = self._units = self._slots = self._groups = self._census = detached
+        self._hooks = self._units = self._slots = self._groups = self._parameter_guard = detached
         return module
 
     # What is where ---------------------------------------------------------------------------
@@ -384,12 +390,10 @@ class ShardedModule(Wrapper, HasShards):
     def buffer_bytes(self) -> dict[str, tuple[int, int]]:
         """What is held beside the shards, by category: bytes now, and the most so far."""
         stats = self.memory_stats()
+        peak = stats.slots + stats.peak_gradients - stats.gradients
         return {
             "whole parameters": (stats.gathered, stats.peak_gathered),
-            "gradients under way": (
-                stats.slots,
-                stats.slots + stats.peak_gradients - stats.gradients,
-            ),
+            "gradients under way": (stats.slots, peak),
         }
 
     def _storages(self) -> list[Storage]:

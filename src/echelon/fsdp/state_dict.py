@@ -1,8 +1,8 @@
-"""Copies of a sharded model's parameters, whole or this rank's parts, and hooks that load them."""
+"""State of a sharded model: copies of parameters, hooks that load them, what a rank holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 from echelon.errors import ArgumentError, StateError
 from echelon.fsdp.hooks import Hooks
+from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.storage import Storage, wait_for_unshards
 from echelon.modules.compiled import plain_name
 from echelon.state.model_state import copy_of
+from echelon.state.sharded_state import ParameterShards, ShardedState, named_extras, named_state
+from echelon.state.tensor_shard import Replication, TensorShard, whole, whole_parameter
 
 
 class Home(NamedTuple):
@@ -37,20 +40,20 @@ def homes_of(storages: Sequence[Storage]) -> dict[int, Home]:
 def copy_parameters(
     hooks: Hooks, *, keep: bool = True, device: torch.device | None = None
 ) -> dict[int, Tensor]:
-    """Whole copies of all parameters, by their ``id``; one unit is whole at a time.
+    """Copies of all unsharded parameters, by their ``id``; one unit is unsharded at a time.
 
     All ranks call it.
 
     Args:
         keep: whether this rank wants them; if not, it helps the others and returns nothing.
-        device: where the copies go; None: where the parts are.
+        device: where the copies go; None: where the shards are.
 
     Raises:
         StateError: inside a forward or a backward.
     """
     if hooks.busy and not hooks.pinned:
         raise StateError("the whole state inside a forward or a backward: ask for it outside")
-    if not hooks.pinned:  # inside full_parameters() all units are whole, and stay so
+    if not hooks.pinned:  # inside full_parameters() all units are unsharded, and stay so
         hooks.publish_shards()
     copies: dict[int, Tensor] = {}
     for unit in hooks.units:
@@ -59,7 +62,7 @@ def copy_parameters(
             unit.unshard()
         for storage in unit.storages:
             for i, param in enumerate(storage.params):
-                value = _whole_value(storage, i)
+                value = _unsharded_value(storage, i)
                 if keep:
                     copies[id(param)] = copy_of(value, device or storage.shards[i].device)
         if not was_unsharded:
@@ -69,12 +72,12 @@ def copy_parameters(
 
 
 def _shows_its_values(storage: Storage) -> bool:
-    """Whether whole parameters are the parts put together, not rounded to a dtype of compute."""
+    """Whether unsharded parameters are the shards put together, not rounded for compute."""
     return storage.sharded and storage.compute_dtype == storage.dtype
 
 
-def _whole_value(storage: Storage, i: int) -> Tensor:
-    """A whole parameter in its own dtype."""
+def _unsharded_value(storage: Storage, i: int) -> Tensor:
+    """An unsharded parameter in its own dtype."""
     if not storage.sharded:
         return storage.shards[i]
     if _shows_its_values(storage):
@@ -83,20 +86,20 @@ def _whole_value(storage: Storage, i: int) -> Tensor:
     return storage.gather_tensor(i, storage.shards[i], label=label)
 
 
-def copy_parts(storages: Sequence[Storage]) -> dict[int, Tensor]:
-    """Copies of this rank's parts, by the ``id`` of their parameter."""
+def copy_shards(storages: Sequence[Storage]) -> dict[int, Tensor]:
+    """Copies of this rank's shards, by the ``id`` of their parameter."""
     return {
-        id(param): part.detach().clone()
+        id(param): shard.detach().clone()
         for storage in storages
-        for param, part in zip(storage.params, storage.shards, strict=True)
+        for param, shard in zip(storage.params, storage.shards, strict=True)
     }
 
 
 # Loading -------------------------------------------------------------------------------------
 
 
-def part_loader(storages: Sequence[Storage], module: nn.Module) -> Callable[..., None]:
-    """A hook that leads whole values to the parts where a larger module loads its state.
+def shard_loader(storages: Sequence[Storage], module: nn.Module) -> Callable[..., None]:
+    """A hook that gives the shards their values where a larger module loads its state.
 
     There PyTorch itself copies, and looks for the wrapped module under the name ``module``. What
     does not fit is left as it is, for PyTorch to name.
@@ -109,10 +112,10 @@ def part_loader(storages: Sequence[Storage], module: nn.Module) -> Callable[...,
             raise no_assign()
         wait_for_unshards(storages)
         homes = homes_of(storages)
-        own = module.state_dict(keep_vars=True)
+        tensors = module.state_dict(keep_vars=True)
         for key in [key for key in state if key.startswith(prefix)]:
             value, plain = state.pop(key), plain_name(key.removeprefix(prefix))
-            home = homes.get(id(own.get(plain)))
+            home = homes.get(id(tensors.get(plain)))
             if home is not None and isinstance(value, Tensor):
                 shape = home.storage.layout.shapes[home.i]
                 if tuple(value.shape) == shape:
@@ -127,4 +130,107 @@ def no_assign() -> ArgumentError:
     return ArgumentError(
         "load_state_dict(assign=True) would replace the parameters that FSDP shards: "
         "use assign=False"
+    )
+
+
+# What this rank holds ------------------------------------------------------------------------
+
+
+def holdings_of_shards(
+    module: nn.Module,
+    storages: Sequence[Storage],
+    groups: HybridGroups,
+    before_write: Callable[[], None],
+) -> ShardedState:
+    """This rank's ranges of ``module``.
+
+    Args:
+        storages: the memory of the shards.
+    """
+    ranges = _ranges(module, storages, groups)
+    copy, num_copies = groups.copy_of_all
+    shards = {
+        tensor: ranges.get(id(tensor))
+        or whole(names, tensor, copy, num_copies, Replication.PER_RANK)
+        for names, tensor in named_state(module)
+    }
+    return ShardedState(
+        tensors=tuple(shards.values()),
+        params=_by_param(shards, storages, groups),
+        extras=tuple(named_extras(module)),
+        axes=groups.groups,
+        before_write=before_write,
+    )
+
+
+def parameter_shards_of(
+    module: nn.Module, storages: Sequence[Storage], groups: HybridGroups
+) -> ParameterShards:
+    """This rank's ranges of the parameters of ``module``, as an optimizer has them."""
+    homes, ranges = homes_of(storages), _ranges(module, storages, groups)
+    shards = {
+        tensor: ranges.get(id(tensor)) or whole_parameter(names, tensor)
+        for names, tensor in named_state(module)
+        if isinstance(tensor, nn.Parameter)
+    }
+
+    def assemble(shard: TensorShard, values: Tensor, label: str) -> Tensor:
+        home = homes.get(shard.identity)
+        if home is None:
+            return values.detach().clone()
+        return home.storage.gather_tensor(home.i, values, label=label)
+
+    by_param = _by_param(shards, storages, groups)
+    return ParameterShards(
+        by_param=by_param,
+        group=groups.shard,
+        assemble=assemble,
+        before_write=lambda: wait_for_unshards(storages),
+    )
+
+
+def _ranges(
+    module: nn.Module, storages: Sequence[Storage], groups: HybridGroups
+) -> dict[int, TensorShard]:
+    """The ranges of the parameters that are in units, by the ``id`` of the parameter."""
+    homes = homes_of(storages)
+    return {
+        id(tensor): _tensor_shard(home.storage, home.i, names, groups)
+        for names, tensor in named_state(module)
+        if (home := homes.get(id(tensor))) is not None
+    }
+
+
+def _by_param(
+    shards: Mapping[Any, TensorShard], storages: Sequence[Storage], groups: HybridGroups
+) -> dict[nn.Parameter, tuple[TensorShard, ...]]:
+    """The ranges of each parameter that an optimizer has; a flat one stands for several."""
+    flat = [storage for storage in storages if storage.is_flat]
+    inside = {param for storage in flat for param in storage.params}
+    by_param: dict[nn.Parameter, tuple[TensorShard, ...]] = {
+        param: (shard,)
+        for param, shard in shards.items()
+        if isinstance(param, nn.Parameter) and param not in inside
+    }
+    for storage in flat:
+        members = zip(storage.params, storage.members, strict=True)
+        by_param[storage.optimizer_params[0]] = tuple(
+            shards.get(param) or _tensor_shard(storage, i, (member.name,), groups)
+            for i, (param, member) in enumerate(members)
+        )
+    return by_param
+
+
+def _tensor_shard(
+    storage: Storage, i: int, names: tuple[str, ...], groups: HybridGroups
+) -> TensorShard:
+    copy, num_copies = groups.copy_of_shard if storage.sharded else groups.copy_of_all
+    return TensorShard(
+        names=names,
+        shape=storage.layout.shapes[i],
+        start=storage.local_ranges[i].start,
+        values=storage.shards[i],
+        copy=copy,
+        num_copies=num_copies,
+        tensor=storage.params[i],
     )

@@ -66,7 +66,7 @@ class Storage(ABC):
         self.dtype, self.compute_dtype = dtype, compute
         self.requires_grad = self.params[0].requires_grad
         self.local_ranges = layout.ranges[self.group.rank]
-        self.shard_numel = sum(part.numel for part in self.local_ranges)
+        self.shard_numel = sum(span.numel for span in self.local_ranges)
         self.shards: list[Tensor] = []
         self.unsharded: list[Tensor] = []
         self.flat_shard: Tensor | None = None
@@ -122,8 +122,8 @@ class Storage(ABC):
 
     def shard_of(self, i: int, value: Tensor) -> Tensor:
         """This rank's shard of a tensor with the shape of parameter ``i``; a view if possible."""
-        part = self.local_ranges[i]
-        flat = value.detach().reshape(-1)[part.start : part.start + part.numel]
+        span = self.local_ranges[i]
+        flat = value.detach().reshape(-1)[span.start : span.start + span.numel]
         return flat.view(self.shards[i].shape)
 
     def gather_tensor(self, i: int, shard: Tensor, *, label: str) -> Tensor:
@@ -232,7 +232,7 @@ class Storage(ABC):
 
     def split_by_param(self, flat: Tensor) -> list[Tensor]:
         """What is like ``flat_shard``, split into what is like each shard; 1D."""
-        return list(flat.split([part.numel for part in self.local_ranges]))
+        return list(flat.split([span.numel for span in self.local_ranges]))
 
     # Facts -----------------------------------------------------------------------------------
 
@@ -272,16 +272,16 @@ class Storage(ABC):
     def _shard_views(self, buffer: Tensor, offsets: Sequence[int]) -> list[Tensor]:
         """This rank's shards, which begin at ``offsets``, in the shape that users see."""
         return [
-            shaped_shard(buffer[at : at + part.numel], self.layout.shapes[part.member], self.rows)
-            for at, part in zip(offsets, self.local_ranges, strict=True)
+            shaped_shard(buffer[at : at + span.numel], self.layout.shapes[span.member], self.rows)
+            for at, span in zip(offsets, self.local_ranges, strict=True)
         ]
 
     def _packed_offsets(self) -> list[int]:
         """Where this rank's shards begin when they lie end to end."""
         offsets, end = [], 0
-        for part in self.local_ranges:
+        for span in self.local_ranges:
             offsets.append(end)
-            end += part.numel
+            end += span.numel
         return offsets
 
 

@@ -35,7 +35,7 @@ class SharedStorage(Storage):
     def _allocate(self) -> None:
         buffer = self.group.shared_tensor(self.layout.numel, self.compute_dtype)
         self.unsharded = self.views_in(buffer)
-        in_buffer = [self.layout.starts[part.member] + part.start for part in self.local_ranges]
+        in_buffer = [self.layout.starts[span.member] + span.start for span in self.local_ranges]
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
         if not self.recasts:
@@ -136,11 +136,11 @@ class GatheredStorage(Storage):
         if self.rows:
             targets, sources, end = [], [], 0
             for ranges in self.layout.ranges:
-                for part in ranges:
-                    start = self.layout.starts[part.member] + part.start
-                    targets.append(self._buffer[start : start + part.numel])
-                    sources.append(self._by_rank[end : end + part.numel])
-                    end += part.numel
+                for span in ranges:
+                    start = self.layout.starts[span.member] + span.start
+                    targets.append(self._buffer[start : start + span.numel])
+                    sources.append(self._by_rank[end : end + span.numel])
+                    end += span.numel
             torch._foreach_copy_(targets, sources)
         self._by_rank = self._buffer
 

@@ -87,9 +87,11 @@ def unit_facts(units: Sequence[Unit]) -> tuple[UnitInfo, ...]:
     return tuple(
         UnitInfo(
             plain_name(unit.name),
-            tuple(plain_name(member.name) for one in unit.storages for member in one.members),
-            sum(one.layout.numel for one in unit.storages),
-            any(one.sharded for one in unit.storages),
+            tuple(
+                plain_name(member.name) for storage in unit.storages for member in storage.members
+            ),
+            sum(storage.layout.numel for storage in unit.storages),
+            unit.is_sharded,
             unit.is_unsharded,
         )
         for unit in units
@@ -108,7 +110,7 @@ def units_of(units: Sequence[Unit], names: Sequence[str]) -> list[Unit]:
         fitting = {
             u
             for u, unit in enumerate(units)
-            for path in [unit.name, *(one.name for kind in unit.storages for one in kind.members)]
+            for path in [unit.name, *(m.name for storage in unit.storages for m in storage.members)]
             if name and f"{plain_name(path)}.".startswith(f"{name}.")
         }
         if not fitting:
@@ -169,7 +171,7 @@ def memory_of(
         shards=shards,
         gathered=gathered,
         gradients=gradients,
-        slots=sum(one.nbytes for one in slots),
+        slots=sum(slot.nbytes for slot in slots),
         optimizer=None if optimizer is None else state_nbytes(optimizer),
         peak_gathered=max([gathered, *(unit.unsharded_bytes.peak for unit in units)]),
         peak_gradients=gradients + hooks.peak_unsharded_gradients,

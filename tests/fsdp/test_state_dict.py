@@ -12,7 +12,7 @@ from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
 from tests.fsdp.checking import plain_grads, same_grads, shard, whole_grads
 from tests.fsdp.models import batch, build, loss_of
-from tests.fsdp.test_options import computes_low, ignores
+from tests.fsdp.test_policy import computes_low, ignores
 from tests.worlds import run_world
 
 # --- state ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, ModelMismatch
+from echelon.fsdp.policy import FSDPOptions
 from tests.fsdp.checking import shard
 from tests.fsdp.models import Block, batch, build, loss_of
 
@@ -159,3 +160,17 @@ def trusts(world: World, init: str) -> None:
 @pytest.mark.parametrize("init", ["broadcast", "trust"])
 def test_weights_are_those_of_rank_0_or_each_ranks_own(init) -> None:
     ec.run(trusts, 2, args=(init,))
+
+
+def test_every_strategy_has_its_row() -> None:
+    traits = {
+        strategy: FSDPOptions(
+            strategy=strategy, layout="flat", min_num_params=0, init="trust", reduction="mean"
+        ).traits
+        for strategy in ec.Strategy
+    }
+    sharded = {strategy for strategy, row in traits.items() if row.shards}
+    assert sharded == {*ec.Strategy} - {ec.Strategy.NO_SHARD}
+    for strategy, row in traits.items():
+        assert strategy.hybrid is row.hybrid
+        assert strategy.regathers is row.reshards_after_forward
