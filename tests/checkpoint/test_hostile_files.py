@@ -10,7 +10,7 @@ from echelon.checkpoint.format import Manifest
 from echelon.checkpoint.header import read_header
 from tests.checkpoint import hostile
 
-SMALL = 3_000_000  # bytes; tests/long has the same with all that a file may have
+SMALL = 1_000_000  # bytes; tests/long has the same with all that a file may have
 UNUSED = Path()
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is in /proc")
