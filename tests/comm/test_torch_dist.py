@@ -379,6 +379,7 @@ def outcome(kind: str) -> dict[str, str]:
     return failures
 
 
+@pytest.mark.slow_for("gloo, 4 ranks, calls compared")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CHECKS)
 def test_that(name: str, kind: str) -> None:

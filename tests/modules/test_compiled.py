@@ -180,6 +180,7 @@ def saves_and_loads(world: ec.World, folder: str) -> None:
                 assert same(whole(found), expected), (saver, loader, way, other)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_from_compiled_to_plain_and_back(tmp_path):
     run_world("threads", saves_and_loads, 2, (str(tmp_path),))
 
