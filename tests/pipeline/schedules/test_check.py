@@ -45,9 +45,9 @@ def test_schedules_that_can_run_pass() -> None:
         ("0F0,0SEND_B0,0B0\n1RECV_F0,1F0,1B0", 0, 1, "0SEND_B0", "has no neighbour"),
         # gathers and reductions
         ("0UNSHARD,0F0,0RESHARD,0B0", 0, 3, "0B0", "0UNSHARD must stand before it"),
-        ("0UNSHARD,0F0,0UNSHARD,0B0", 0, 2, "0UNSHARD", "is gathered already"),
-        ("0RESHARD,0UNSHARD,0F0,0B0", 0, 0, "0RESHARD", "is not gathered"),
-        ("0UNSHARD,0F0,0B0", 0, None, "0RESHARD", "it is missing: the stage stays gathered"),
+        ("0UNSHARD,0F0,0UNSHARD,0B0", 0, 2, "0UNSHARD", "is unsharded already"),
+        ("0RESHARD,0UNSHARD,0F0,0B0", 0, 0, "0RESHARD", "is not unsharded"),
+        ("0UNSHARD,0F0,0B0", 0, None, "0RESHARD", "it is missing: the stage stays unsharded"),
         ("0F0,0I0,0REDUCE_GRAD,0W0", 0, 3, "0W0", "stage 0 is reduced already, at index 2"),
         ("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD", 0, 3, "0REDUCE_GRAD", "is reduced already"),
         ("0F0,0B0,0REDUCE_GRAD\n1F0,1B0", 1, None, "1REDUCE_GRAD", "it is missing"),

@@ -5,7 +5,7 @@ import pytest
 from echelon.errors import ArgumentError, ScheduleError
 from echelon.pipeline import Channel, Kind, Schedule, check, lower, schedule, simulate
 from echelon.pipeline.schedules.ir import COMPUTE
-from echelon.pipeline.schedules.passes import AHEAD, add_gathers, add_reductions, add_transfers
+from echelon.pipeline.schedules.passes import AHEAD, add_reductions, add_transfers, add_unshards
 from echelon.pipeline.schedules.readiness import walk
 from tests.pipeline.sizes import VARIANTS, every, make
 
@@ -125,7 +125,7 @@ def test_a_window_of_bytes_bounds_what_is_gathered() -> None:
     sizes = [5, 3, 8, 2, 9, 1, 4, 6]
     found = schedule("interleaved", 8, 6, 2)
     for window in (9, 12, 16, 100):
-        gathered = add_gathers(found, sizes, window)
+        gathered = add_unshards(found, sizes, window)
         check(gathered)
         most = 0
         for order in gathered.orders:
@@ -137,12 +137,12 @@ def test_a_window_of_bytes_bounds_what_is_gathered() -> None:
                     full.remove(item.stage)
                 most = max(most, sum(sizes[stage] for stage in full))
         assert most <= window
-    assert str(add_gathers(found, sizes, 100)).count("UNSHARD") == 8
-    assert computations(add_gathers(found, sizes, 9)) == found.orders
+    assert str(add_unshards(found, sizes, 100)).count("UNSHARD") == 8
+    assert computations(add_unshards(found, sizes, 9)) == found.orders
 
 
 def test_a_stage_larger_than_the_window_is_gathered_alone() -> None:
-    gathered = add_gathers(Schedule.from_csv("0F0,1F0,1B0,0B0"), [10, 1], 2)
+    gathered = add_unshards(Schedule.from_csv("0F0,1F0,1B0,0B0"), [10, 1], 2)
     check(gathered)
     assert str(gathered) == (
         "rank 0 | 0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1B0 1RESHARD 0UNSHARD 0B0 0RESHARD"
@@ -151,13 +151,13 @@ def test_a_stage_larger_than_the_window_is_gathered_alone() -> None:
 
 def test_breadth_first_gathers_each_stage_once_forward_and_once_backward_but_the_last() -> None:
     found = schedule("looped-bfs", 6, 8, 2)
-    gathered = add_gathers(found, [1] * 6, 1)
+    gathered = add_unshards(found, [1] * 6, 1)
     assert [sum(a.kind is Kind.UNSHARD for a in order) for order in gathered.orders] == [5, 5]
 
 
 def test_bytes_of_another_number_of_stages_are_refused() -> None:
     with pytest.raises(ArgumentError, match="one number >= 0 for each of the 2 stages"):
-        add_gathers(schedule("1f1b", 2, 2, 2), [1])
+        add_unshards(schedule("1f1b", 2, 2, 2), [1])
 
 
 def test_transfers_in_one_queue_take_longer_than_in_their_own() -> None:

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from echelon.errors import ArgumentError, ScheduleError
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
+    COMPUTE,
     FORWARD,
     INPUT,
+    SENDS,
+    TRANSFER,
     WEIGHT,
     Action,
     Kind,
@@ -20,10 +23,6 @@ from echelon.pipeline.schedules.ir import (
     check_type,
 )
 from echelon.pipeline.schedules.readiness import Values, transfer_of, walk
-
-_COMPUTE = (FORWARD, BACKWARD, INPUT, WEIGHT)
-_SENDS = (Kind.SEND_F, Kind.SEND_B)
-_ENDS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 
 # Positions in the lists of ranks, by kind and by stage * num_microbatches + microbatch; -1 for
 # those that are not there.
@@ -34,7 +33,7 @@ def check(schedule: Schedule, memory_cap: float | Sequence[float] | None = None)
     """Apply all rules to ``schedule``.
 
     Args:
-        schedule: computations only, or with transfers, gathers and reductions.
+        schedule: computations only, or with transfers, unshards and reductions.
         memory_cap: as ``memory``.
 
     Raises:
@@ -71,7 +70,7 @@ def placed_and_complete(schedule: Schedule) -> Places:
         ScheduleError: an action is missing, is there twice, or is on the wrong rank.
     """
     num_stages, m, placement = schedule.num_stages, schedule.num_microbatches, schedule.placement
-    places = {kind: [-1] * (num_stages * m) for kind in _COMPUTE}
+    places = {kind: [-1] * (num_stages * m) for kind in COMPUTE}
     for rank, order in enumerate(schedule.orders):
         for index, item in enumerate(order):
             for kind, i, stage in (item,) if isinstance(item, Action) else item.parts:
@@ -87,19 +86,19 @@ def placed_and_complete(schedule: Schedule) -> Places:
                     found[n] = index
                 if wrong is not None:
                     raise ScheduleError(wrong, rank=rank, index=index, action=item)
-    _complete(schedule, places)
+    _check_complete(schedule, places)
     return places
 
 
-def _complete(schedule: Schedule, places: Places) -> None:
+def _check_complete(schedule: Schedule, places: Places) -> None:
     """Name the first computation that is missing or too much."""
     m = schedule.num_microbatches
-    for n, (f, b, i, w) in enumerate(zip(*(places[kind] for kind in _COMPUTE), strict=True)):
+    for n, (f, b, i, w) in enumerate(zip(*(places[kind] for kind in COMPUTE), strict=True)):
         stage, microbatch = divmod(n, m)
         rank = schedule.placement[stage]
-        absent = []
+        missing = []
         if f < 0:
-            absent = [FORWARD]
+            missing = [FORWARD]
         elif b >= 0 and (i >= 0 or w >= 0):
             half = INPUT if i >= 0 else WEIGHT
             raise ScheduleError(
@@ -109,10 +108,10 @@ def _complete(schedule: Schedule, places: Places) -> None:
                 action=Action(half, microbatch, stage),
             )
         elif schedule.has_backward and b < 0:
-            absent = [BACKWARD] if i < 0 and w < 0 else [INPUT] * (i < 0) + [WEIGHT] * (w < 0)
-        if absent:
+            missing = [BACKWARD] if i < 0 and w < 0 else [INPUT] * (i < 0) + [WEIGHT] * (w < 0)
+        if missing:
             raise ScheduleError(
-                "it is missing", rank=rank, action=Action(absent[0], microbatch, stage)
+                "it is missing", rank=rank, action=Action(missing[0], microbatch, stage)
             )
 
 
@@ -151,9 +150,9 @@ def transfers(schedule: Schedule) -> None:
     for rank, order in enumerate(schedule.orders):
         done, received = set[int](), set[int]()
         for index, item in enumerate(order):
-            if isinstance(item, Action) and item.kind in _ENDS:
+            if isinstance(item, Action) and item.kind in TRANSFER:
                 value, src, dst = transfer_of(item, schedule, values, index=index)
-                sends = item.kind in _SENDS
+                sends = item.kind in SENDS
                 ends[sends, value] += 1
                 wrong = None
                 if src == dst:
@@ -197,7 +196,7 @@ def channel_order(schedule: Schedule) -> None:
     lists: dict[tuple[int, int], dict[int, list[tuple[int, int, Action]]]] = {}
     for rank, order in enumerate(schedule.orders):
         for index, item in enumerate(order):
-            if isinstance(item, Action) and item.kind in _ENDS:
+            if isinstance(item, Action) and item.kind in TRANSFER:
                 transfer = transfer_of(item, schedule, values)
                 ends = lists.setdefault(transfer.pair(), {})
                 ends.setdefault(rank, []).append((transfer.value, index, item))
@@ -260,18 +259,18 @@ def memory(schedule: Schedule, cap: float | Sequence[float]) -> None:
 
 
 def coverage(schedule: Schedule) -> None:
-    """Gathers cover every computation, and a reduction comes once, after the last backward.
+    """Stages are unsharded where they compute, and reduced once, after their last backward.
 
-    Holds for the stages that are gathered or reduced anywhere; where no stage is, for none.
+    Holds for schedules that unshard or reduce any stage.
 
     Raises:
-        ScheduleError: a computation of a released stage, a gather or release twice in turn, a
-            stage that stays gathered, or a reduction too early, twice, or missing.
+        ScheduleError: a computation of a sharded stage, an unshard or reshard twice in turn, a
+            stage that stays unsharded, or a reduction too early, twice, or missing.
     """
     kinds = {item.kind for order in schedule.orders for item in order}
     for rank, order in enumerate(schedule.orders):
         if Kind.UNSHARD in kinds or Kind.RESHARD in kinds:
-            _gathered(schedule, rank)
+            _check_unsharded(schedule, rank)
         if Kind.REDUCE not in kinds:
             continue
         reduced: dict[int, int] = {}
@@ -294,25 +293,25 @@ def coverage(schedule: Schedule) -> None:
                 )
 
 
-def _gathered(schedule: Schedule, rank: int) -> None:
-    """Whether every computation of a rank finds its stage gathered."""
+def _check_unsharded(schedule: Schedule, rank: int) -> None:
+    """Refuse computations of a rank whose stage is not unsharded."""
     full: set[int] = set()
     for index, item in enumerate(schedule.orders[rank]):
         for part in item.parts:
             stage, wrong = part.stage, None
             if part.kind is Kind.UNSHARD:
-                wrong = "its stage is gathered already" if stage in full else None
+                wrong = "its stage is unsharded already" if stage in full else None
                 full.add(stage)
             elif part.kind is Kind.RESHARD:
-                wrong = None if stage in full else "its stage is not gathered"
+                wrong = None if stage in full else "its stage is not unsharded"
                 full.discard(stage)
-            elif part.kind in _COMPUTE and stage not in full:
-                wrong = f"stage {stage} is not gathered: {stage}UNSHARD must stand before it"
+            elif part.kind in COMPUTE and stage not in full:
+                wrong = f"stage {stage} is not unsharded: {stage}UNSHARD must stand before it"
             if wrong is not None:
                 raise ScheduleError(wrong, rank=rank, index=index, action=item)
     if full:
         raise ScheduleError(
-            "it is missing: the stage stays gathered",
+            "it is missing: the stage stays unsharded",
             rank=rank,
             action=Action(Kind.RESHARD, None, min(full)),
         )

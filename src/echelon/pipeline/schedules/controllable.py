@@ -17,7 +17,15 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import final
 
-from echelon.pipeline.schedules.ir import FORWARD, INPUT, WEIGHT, Action, Kind, Schedule
+from echelon.pipeline.schedules.ir import (
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Action,
+    Kind,
+    Schedule,
+    schedule_of,
+)
 from echelon.pipeline.schedules.vshaped import v_shape
 
 # Kinds of slots, in the order in which a microbatch passes through a rank: forward down the V and
@@ -74,22 +82,18 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
 def _build(
     name: str, ranks: int, microbatches: int, offsets: Callable[[int], tuple[int, ...]]
 ) -> Schedule:
-    whole = min(microbatches, 2 * ranks + 2)  # enough for both ends and a period between them
+    base = min(microbatches, 2 * ranks + 2)  # enough for both ends and a period between them
     grid = [
-        [[offset + PERIOD * i for i in range(whole)] for offset in offsets(r)] for r in range(ranks)
+        [[offset + PERIOD * i for i in range(base)] for offset in offsets(r)] for r in range(ranks)
     ]
     with_weights = [[*row, _weights(row)] for row in grid]
     squeezed = _squeeze(_pull(with_weights, ends=(0, 2)))
     last = _pull([row[:W] for row in squeezed], ends=(2,))
-    return Schedule(
-        name=name,
-        num_stages=2 * ranks,
-        num_microbatches=microbatches,
-        placement=v_shape(ranks),
-        orders=tuple(
-            tuple(_stretch(list(_order(r, ranks, row)), PERIOD * ranks, microbatches - whole))
-            for r, row in enumerate(last)
-        ),
+    return schedule_of(
+        name,
+        v_shape(ranks),
+        microbatches,
+        lambda r: _stretch(list(_order(r, ranks, last[r])), PERIOD * ranks, microbatches - base),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -29,16 +29,17 @@ class Kind(StrEnum):
     RECV_F = "RECV_F"  # inputs from the previous stage
     SEND_B = "SEND_B"  # gradients to the previous stage
     RECV_B = "RECV_B"  # gradients from the next stage
-    UNSHARD = "UNSHARD"  # gather the parameters of a stage
-    RESHARD = "RESHARD"  # release them
+    UNSHARD = "UNSHARD"  # all-gather the parameters of a stage
+    RESHARD = "RESHARD"  # free them
     REDUCE = "REDUCE_GRAD"  # reduce the gradients of a stage over its replicas
     OVERLAP = "OVERLAP_F_B"  # a Pair
 
 
-# The names under which the hot loops of this package know the four kinds of computation.
+# Names for the four kinds of computation: hot loops do not look up attributes of an enum.
 FORWARD, BACKWARD, INPUT, WEIGHT = Kind.F, Kind.B, Kind.I, Kind.W
 COMPUTE = (FORWARD, BACKWARD, INPUT, WEIGHT)
 TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 WHOLE_STAGE = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE)  # these have no microbatch
 
 _TEXT = re.compile(
@@ -54,7 +55,7 @@ _SMALL = 1 << 16  # stages times microbatches: a draft of so many may leave acti
 
 
 class Action(NamedTuple):
-    """One step of a stage, for one microbatch or (gather, release, reduce) for the stage.
+    """One step of a stage, for one microbatch or (unshard, reshard, reduce) for the whole stage.
 
     A send belongs to the stage that sends, a receive to the stage that receives: ``2SEND_F0`` and
     ``3RECV_F0`` are the two ends of one transfer.
@@ -114,10 +115,10 @@ Item = Action | Pair
 
 
 def parse_item(text: str) -> Item:
-    """The action or pair that ``text`` writes.
+    """Parse an action or a pair.
 
     Raises:
-        ScheduleError: it writes none.
+        ScheduleError: the text is neither.
 
     Example:
         >>> parse_item("3SEND_B1") == Action(Kind.SEND_B, 1, 3)
@@ -137,9 +138,9 @@ kind and microbatch, such as 2F0, 3SEND_B1, 0UNSHARD or (0F4;7B1)OVERLAP_F_B
             assert isinstance(forward, Action)  # a pair has the kind OVERLAP
             assert isinstance(backward, Action)
             return Pair(forward, backward)
-    found = _TEXT.fullmatch(text)
-    if found is not None:
-        stage, kind, microbatch = found.groups()
+    action = _TEXT.fullmatch(text)
+    if action is not None:
+        stage, kind, microbatch = action.groups()
         if (Kind(kind) in WHOLE_STAGE) == (microbatch == ""):
             return Action(Kind(kind), int(microbatch) if microbatch else None, int(stage))
     raise ScheduleError(
@@ -217,7 +218,7 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> Schedule:
-        """The schedule that a CSV text writes; empty cells are bubbles and mean nothing.
+        """Read a schedule from CSV; empty cells are bubbles and are left out.
 
         Raises:
             ArgumentError: it is no text.
@@ -241,7 +242,7 @@ class Schedule:
     def from_orders(
         cls, orders: Sequence[Iterable[Item | str | None]], name: str = "orders"
     ) -> Schedule:
-        """The schedule of lists that a user wrote, one per rank.
+        """Make a schedule of lists that a user wrote, one for each rank.
 
         The numbers of stages and microbatches, and the rank of each stage, are read from the
         computations.
@@ -324,6 +325,22 @@ def _read(item: Item | str, rank: int, index: int) -> Item:
         problem = str(error).split(": ", 2)[-1]
         shown = error.action if error.action and error.action.isprintable() else repr(error.action)
         raise ScheduleError(problem, rank=rank, index=index, action=shown) from None
+
+
+def schedule_of(
+    name: str,
+    placement: tuple[int, ...],
+    num_microbatches: int,
+    order: Callable[[int], Iterable[Item]],
+) -> Schedule:
+    """The schedule in which each rank does what ``order(rank)`` gives."""
+    return Schedule(
+        name=name,
+        num_stages=len(placement),
+        num_microbatches=num_microbatches,
+        placement=placement,
+        orders=tuple(tuple(order(rank)) for rank in range(max(placement) + 1)),
+    )
 
 
 def check_type(schedule: object) -> None:

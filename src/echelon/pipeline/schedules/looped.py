@@ -11,7 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from echelon.pipeline.schedules.ir import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Item, Schedule
+from echelon.pipeline.schedules.ir import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Action,
+    Item,
+    Schedule,
+    schedule_of,
+)
 
 # One computation before it is placed: the chunk on its rank, and the microbatch.
 Slot = tuple[int, int]
@@ -203,13 +212,7 @@ def forward_only(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def _schedule(name: str, ranks: int, microbatches: int, chunks: int, order: _Order) -> Schedule:
-    return Schedule(
-        name=name,
-        num_stages=ranks * chunks,
-        num_microbatches=microbatches,
-        placement=loop(ranks, chunks),
-        orders=tuple(tuple(order(r)) for r in range(ranks)),
-    )
+    return schedule_of(name, loop(ranks, chunks), microbatches, order)
 
 
 def _groups(ranks: int, microbatches: int) -> list[tuple[int, int]]:

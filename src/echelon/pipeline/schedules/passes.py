@@ -1,4 +1,4 @@
-"""From computations to all that a rank does: transfers, gathers, reductions.
+"""Passes from computations to all that a rank does: transfers, unshards, reductions.
 
 Each pass takes a schedule and returns another one; the computations keep their order.
 """
@@ -40,13 +40,13 @@ def lower(
     window_nbytes: int | None = None,
     reduce: bool = True,
 ) -> Schedule:
-    """All passes, then all rules.
+    """Run all passes, then check all rules.
 
     Args:
         schedule: computations only.
         costs: as ``simulate``; they decide the order of transfers.
         gather: bytes of the parameters of each stage, where stages are sharded.
-        window_nbytes: how many of them may be gathered on a rank at once; all of its stages if
+        window_nbytes: how many of them may be unsharded on a rank at once; all of its stages if
             None.
         reduce: whether gradients are reduced over replicas of the stages.
 
@@ -64,7 +64,7 @@ def lower(
     if reduce and schedule.has_backward:
         lowered = add_reductions(lowered)
     if gather is not None:
-        lowered = add_gathers(lowered, gather, window_nbytes)
+        lowered = add_unshards(lowered, gather, window_nbytes)
     check(lowered)
     return lowered
 
@@ -73,7 +73,7 @@ def lower(
 
 
 def add_transfers(schedule: Schedule, costs: Given | None = None) -> Schedule:
-    """Sends and receives, in the better of two orders.
+    """Add sends and receives, in the better of two orders.
 
     *By sender*: computations are taken in the order in which they end in the simulation; the send
     goes to the list of its rank and the receive to that of the other at the same moment. Every list
@@ -215,7 +215,7 @@ def _by_arrival(schedule: Schedule, routes: list[_Route]) -> Schedule:
 
 
 def add_reductions(schedule: Schedule) -> Schedule:
-    """A reduction after the last backward of each stage.
+    """Add a reduction after the last backward of each stage.
 
     Example:
         >>> print(add_reductions(Schedule.from_csv("0F0,0I0,0W0")))
@@ -243,25 +243,25 @@ def add_reductions(schedule: Schedule) -> Schedule:
     return replace(schedule, orders=tuple(orders))
 
 
-def add_gathers(
+def add_unshards(
     schedule: Schedule, stage_nbytes: Sequence[int], window_nbytes: int | None = None
 ) -> Schedule:
-    """Gathers before computations and releases behind them, in a window of bytes.
+    """Unshard stages before computations and reshard them behind, in a window of bytes.
 
     Before each computation the stages that the rank uses next, in the order of their use, are
-    gathered as far as they fit into the window, and the others are released.
+    unsharded as far as they fit into the window, and the others are resharded.
 
     Args:
         schedule: any.
         stage_nbytes: bytes of the full parameters of each stage.
-        window_nbytes: most bytes gathered at once on a rank; None for no bound. The stages of the
-            computation that runs are gathered whatever they need.
+        window_nbytes: most bytes unsharded at once on a rank; None for no bound. The stages of the
+            computation that runs are unsharded whatever they need.
 
     Example:
         >>> one = Schedule.from_csv("0F0,1F0,1B0,0B0")
-        >>> print(add_gathers(one, [8, 8], window_nbytes=8))
+        >>> print(add_unshards(one, [8, 8], window_nbytes=8))
         rank 0 | 0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1B0 1RESHARD 0UNSHARD 0B0 0RESHARD
-        >>> print(add_gathers(one, [8, 8]))
+        >>> print(add_unshards(one, [8, 8]))
         rank 0 | 0UNSHARD 1UNSHARD 0F0 1F0 1B0 1RESHARD 0B0 0RESHARD
     """
     if len(stage_nbytes) != schedule.num_stages or any(size < 0 for size in stage_nbytes):
@@ -272,11 +272,11 @@ def add_gathers(
     room = sum(stage_nbytes) if window_nbytes is None else window_nbytes
     return replace(
         schedule,
-        orders=tuple(tuple(_gathering(order, stage_nbytes, room)) for order in schedule.orders),
+        orders=tuple(tuple(_with_unshards(order, stage_nbytes, room)) for order in schedule.orders),
     )
 
 
-def _gathering(order: Sequence[Item], sizes: Sequence[int], room: int) -> Iterator[Item]:
+def _with_unshards(order: Sequence[Item], sizes: Sequence[int], room: int) -> Iterator[Item]:
     full: list[int] = []
     for item, upcoming in zip(order, _next_uses(order), strict=True):
         now = [part.stage for part in item.parts if part.kind in COMPUTE]
@@ -312,7 +312,7 @@ _lock = threading.Lock()
 def lower_once(
     schedule: Schedule, gather: tuple[int, ...] | None, window_nbytes: int | None, reduce: bool
 ) -> Schedule:
-    """What ``lower`` gives for these arguments."""
+    """What ``lower`` gives, made once for all simulated ranks, which ask at the same time."""
     with _lock:
         return _lower(schedule, gather, window_nbytes, reduce)
 

@@ -1,4 +1,4 @@
-"""When an action can run: the only place that knows. Checking and simulating both walk here.
+"""When an action can run: only this file knows. Checking and simulating both walk here.
 
 A computation runs when those before it in the list of its rank are done and what it needs is there:
 
@@ -27,15 +27,14 @@ from echelon.pipeline.schedules.ir import (
     BACKWARD,
     FORWARD,
     INPUT,
+    SENDS,
+    TRANSFER,
     WEIGHT,
     Action,
     Item,
     Kind,
     Schedule,
 )
-
-_SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
-_ENDS = frozenset({Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B})
 
 
 class Channel(Enum):
@@ -149,7 +148,7 @@ def transfer_of(
     kind, i, stage = action
     forward = kind in (Kind.SEND_F, Kind.RECV_F)
     step = 1 if forward else -1
-    source = stage if kind in _SENDS else stage - step
+    source = stage if kind in SENDS else stage - step
     target = source + step
     if not (0 <= source < schedule.num_stages and 0 <= target < schedule.num_stages):
         raise ScheduleError(
@@ -175,18 +174,18 @@ _Numbers = dict[Kind, list[tuple[int, ...]]]  # by kind and stage
 
 
 class _Walk:
-    """Ranks that go on until they need something, and are woken when it is there."""
+    """Ranks that go on until they need a value, and are woken when it is available."""
 
     def __init__(self, schedule: Schedule, channel: Channel) -> None:
         self._schedule, self._channel, self._lowered = schedule, channel, schedule.is_lowered
         self._values = Values(schedule)
-        self._heads = [0] * schedule.num_ranks
-        # What is there: a value that is computed at its number, one that has arrived where another
-        # rank needs it at ``count`` more. Ranks sleep until one of these numbers is there.
-        self._there = bytearray(2 * self._values.count)
-        self._sleepers: dict[int, list[int]] = {}
+        self._positions = [0] * schedule.num_ranks
+        # By number: whether a value is computed; at ``count`` more, whether it has arrived where
+        # another rank needs it. Ranks wait for one of these numbers.
+        self._available = bytearray(2 * self._values.count)
+        self._waiting: dict[int, list[int]] = {}
         self._needs, self._gives = self._by_stage(schedule)
-        self._awake = deque(range(schedule.num_ranks))
+        self._runnable = deque(range(schedule.num_ranks))
         self._queues: dict[tuple[int, object], deque[Transfer]] = {}  # what each end asked for
         self._sends: dict[Transfer, tuple[int, Action]] = {}  # where its send stands
 
@@ -213,28 +212,28 @@ class _Walk:
 
     def run(self) -> Iterator[Moment]:
         """All moments, until every list is at its end."""
-        orders, heads, lowered = self._schedule.orders, self._heads, self._lowered
+        orders, positions, lowered = self._schedule.orders, self._positions, self._lowered
         # Hundreds of thousands of computations pass here: one loop, and no calls in it.
-        there, sleepers, awake = self._there, self._sleepers, self._awake
+        available, waiting, runnable = self._available, self._waiting, self._runnable
         needs, gives = self._needs, self._gives
-        while awake:
-            rank = awake.popleft()
+        while runnable:
+            rank = runnable.popleft()
             order = orders[rank]
-            for index in range(heads[rank], len(order)):
+            for index in range(positions[rank], len(order)):
                 item = order[index]
                 parts = (item,) if isinstance(item, Action) else item.parts
                 missing = None
-                is_end = lowered and item.kind in _ENDS
+                is_end = lowered and item.kind in TRANSFER
                 if is_end:
                     yield from self._exchange(rank, index, parts[0])
-                    missing = self._untaken(parts[0])
+                    missing = self._missing_for_send(parts[0])
                 for kind, i, stage in parts:
                     for first in needs[kind][stage]:
-                        if not there[first + (i or 0)] and missing is None:
+                        if not available[first + (i or 0)] and missing is None:
                             missing = first + (i or 0)
                 if missing is not None:
-                    sleepers.setdefault(missing, []).append(rank)
-                    heads[rank] = index
+                    waiting.setdefault(missing, []).append(rank)
+                    positions[rank] = index
                     break
                 if is_end:
                     continue
@@ -242,27 +241,27 @@ class _Walk:
                 for kind, i, stage in parts:
                     for first in gives[kind][stage]:
                         number = first + (i or 0)
-                        there[number] = 1
-                        if number in sleepers:
-                            awake.extend(sleepers.pop(number))
+                        available[number] = 1
+                        if number in waiting:
+                            runnable.extend(waiting.pop(number))
             else:
-                heads[rank] = len(order)
-        if any(head < len(order) for head, order in zip(heads, orders, strict=True)):
-            raise ScheduleError(self._circle())
+                positions[rank] = len(order)
+        if any(head < len(order) for head, order in zip(positions, orders, strict=True)):
+            raise ScheduleError(self._describe_deadlock())
 
-    def _untaken(self, action: Action) -> int | None:
-        """The number of what a send waits for: its value, then the other end."""
-        if action.kind not in _SENDS:
+    def _missing_for_send(self, action: Action) -> int | None:
+        """What a send waits for: its value, then the other end; None if it is done."""
+        if action.kind not in SENDS:
             return None
         value = transfer_of(action, self._schedule, self._values).value
         numbers = value, self._values.count + value
-        return next((number for number in numbers if not self._there[number]), None)
+        return next((number for number in numbers if not self._available[number]), None)
 
     def _exchange(self, rank: int, index: int, action: Action) -> Iterator[Moment]:
         """Post one end of a transfer, once, and make all transfers that became possible."""
         transfer = transfer_of(action, self._schedule, self._values)
-        if action.kind in _SENDS:
-            if transfer in self._sends or not self._there[transfer.value]:
+        if action.kind in SENDS:
+            if transfer in self._sends or not self._available[transfer.value]:
                 return
             self._sends[transfer] = index, action
         else:
@@ -280,8 +279,8 @@ class _Walk:
             position, send = self._sends[front]
             yield front.src, position, send, front
             number = self._values.count + front.value
-            self._there[number] = 1
-            self._awake.extend(self._sleepers.pop(number, ()))
+            self._available[number] = 1
+            self._runnable.extend(self._waiting.pop(number, ()))
 
     def _queue(self, rank: int, transfer: Transfer) -> deque[Transfer]:
         """What ``rank`` asked for on the channel of ``transfer``."""
@@ -292,50 +291,50 @@ class _Walk:
         }[self._channel]
         return self._queues.setdefault((rank, name), deque())
 
-    def _circle(self) -> str:
-        """Who waits for whom, from rank to rank until one comes twice."""
+    def _describe_deadlock(self) -> str:
+        """Draw who waits for whom, from rank to rank until one comes twice."""
         orders, path = self._schedule.orders, list[int]()
-        rank: int | None = next(r for r, o in enumerate(orders) if self._heads[r] < len(o))
+        rank: int | None = next(r for r, o in enumerate(orders) if self._positions[r] < len(o))
         rows: list[str] = []
         while rank is not None and rank not in path:
             path.append(rank)
-            text, rank = self._wait(rank)
+            text, rank = self._describe_wait(rank)
             rows.append(text)
         first = path.index(rank) if rank is not None else 0
         return "no rank can go on:\n" + "\n".join(f"  {row}" for row in rows[first:])
 
-    def _wait(self, rank: int) -> tuple[str, int | None]:
+    def _describe_wait(self, rank: int) -> tuple[str, int | None]:
         """What a rank waits for, and the rank that would have to give it."""
-        index = self._heads[rank]
+        index = self._positions[rank]
         item, values = self._schedule.orders[rank][index], self._values
-        missing = next(number for number, ranks in self._sleepers.items() if rank in ranks)
+        missing = next(number for number, ranks in self._waiting.items() if rank in ranks)
         start = f"rank {rank}, index {index}: {item} waits for "
         value = missing % values.count
         owner = self._schedule.placement[values.stage(value)]
-        if missing < values.count or not self._there[value]:
-            there = self._position(owner, value)
+        if missing < values.count or not self._available[value]:
+            there = self._position_of(owner, value)
             if there is None:
                 return f"{start}{values.text(value)}, which is in no list", None
-            if self._heads[owner] >= len(self._schedule.orders[owner]):
+            if self._positions[owner] >= len(self._schedule.orders[owner]):
                 return f"{start}{values.text(value)}, which rank {owner} does not send", None
             return f"{start}{values.text(value)} of rank {owner}, index {there}", owner
-        peers = [r for r in range(self._schedule.num_ranks) if self._holds(r, value)]
+        peers = [r for r in range(self._schedule.num_ranks) if self._has_transfer_of(r, value)]
         peer = next((r for r in peers if r != rank), None)
         what = f"the transfer of {values.text(value)}"
         if peer is None:
             return f"{start}{what}, which no other rank posts", None
         return f"{start}{what} with rank {peer}", peer
 
-    def _holds(self, rank: int, value: int) -> bool:
+    def _has_transfer_of(self, rank: int, value: int) -> bool:
         """Whether an end of the transfer of ``value`` is in the list of ``rank``."""
         return any(
             isinstance(item, Action)
-            and item.kind in _ENDS
+            and item.kind in TRANSFER
             and transfer_of(item, self._schedule, self._values).value == value
             for item in self._schedule.orders[rank]
         )
 
-    def _position(self, rank: int, value: int) -> int | None:
+    def _position_of(self, rank: int, value: int) -> int | None:
         """Where in the list of ``rank`` a value is computed."""
         for index, item in enumerate(self._schedule.orders[rank]):
             if any(self._values.given(part) == value for part in item.parts):

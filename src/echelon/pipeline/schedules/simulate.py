@@ -17,6 +17,7 @@ from echelon.pipeline.schedules.ir import (
     BACKWARD,
     FORWARD,
     WEIGHT,
+    WHOLE_STAGE,
     Item,
     Kind,
     Schedule,
@@ -234,7 +235,7 @@ class _Clock:
         steps = []
         for rank, _, item, transfer in walk(self._schedule, self._channel):
             if transfer is None:
-                if item.kind not in _PASSIVE:
+                if item.kind not in WHOLE_STAGE:
                     steps.append(self._compute(rank, item))
             elif item.kind in (Kind.RECV_F, Kind.RECV_B):
                 self._posted[transfer] = self._now[rank] or 0.0
@@ -303,9 +304,6 @@ class _Clock:
         end = begin + self._costs.hop
         self._free.update(dict.fromkeys(channels, end))
         self._arrival[transfer.value] = end
-
-
-_PASSIVE = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE)
 
 
 def _most_alive(schedule: Schedule, rank: int, sizes: Sequence[int]) -> int:

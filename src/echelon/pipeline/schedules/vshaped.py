@@ -7,7 +7,7 @@ weights on one rank. Units of memory and bubbles are those of ``looped``; a stag
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.ir import (
@@ -20,9 +20,8 @@ from echelon.pipeline.schedules.ir import (
     Kind,
     Pair,
     Schedule,
+    schedule_of,
 )
-
-_Order = Callable[[int], Iterator[Item]]  # what a rank does
 
 
 def v_shape(ranks: int) -> tuple[int, ...]:
@@ -61,16 +60,16 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     """
     # With fewer microbatches the pattern of 2p-1 runs without the actions of those beyond m.
     whole = max(2 * ranks - 1, microbatches)
-    return _schedule(
+    return schedule_of(
         "zb-v",
-        ranks,
+        v_shape(ranks),
         microbatches,
         lambda r: (a for a in _zb_v_order(r, ranks, whole) if (a.microbatch or 0) < microbatches),
     )
 
 
 def _zb_v_order(r: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    rank = _Rank(r, ranks)
+    rank = _Counter(r, ranks)
     for _ in range(2 * (ranks - r) - 1):
         yield rank.next(FORWARD, 0)
     for _ in range(r):
@@ -129,16 +128,16 @@ def dualpipe_v(ranks: int, microbatches: int, *, fused: bool = False) -> Schedul
             f"dualpipe-v needs at least {2 * ranks} microbatches on {ranks} ranks, and there are "
             f"{microbatches}: use more microbatches, or zb-v, which runs with any number"
         )
-    return _schedule(
+    return schedule_of(
         "dualpipe-v",
-        ranks,
+        v_shape(ranks),
         microbatches,
         lambda r: _dualpipe_v_order(r, ranks, microbatches, fused=fused),
     )
 
 
 def _dualpipe_v_order(r: int, ranks: int, microbatches: int, *, fused: bool) -> Iterator[Item]:
-    rank, behind = _Rank(r, ranks), ranks - 1 - r
+    rank, behind = _Counter(r, ranks), ranks - 1 - r
     waiting: deque[Action] = deque()  # gradients of weights, oldest first
 
     def backward(chunk: int, *, split: bool) -> Action:
@@ -179,7 +178,7 @@ def _dualpipe_v_order(r: int, ranks: int, microbatches: int, *, fused: bool) -> 
     yield from waiting
 
 
-class _Rank:
+class _Counter:
     """Counts what a rank has done, so that each kind runs through the microbatches in order."""
 
     def __init__(self, r: int, ranks: int) -> None:
@@ -197,13 +196,3 @@ class _Rank:
         microbatch = counts[chunk]
         counts[chunk] = microbatch + 1
         return Action(kind, microbatch, self._stages[chunk])
-
-
-def _schedule(name: str, ranks: int, microbatches: int, order: _Order) -> Schedule:
-    return Schedule(
-        name=name,
-        num_stages=2 * ranks,
-        num_microbatches=microbatches,
-        placement=v_shape(ranks),
-        orders=tuple(tuple(order(r)) for r in range(ranks)),
-    )
