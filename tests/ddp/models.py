@@ -1,5 +1,7 @@
 """Small models with every shape of trouble, and batches that differ from rank to rank."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -124,3 +126,33 @@ def assert_tensor_close(actual: Tensor, expected: Tensor, rtol: float, what: str
     torch.testing.assert_close(
         actual, expected, rtol=0.0, atol=bound, msg=lambda text: f"{what}: {text}"
     )
+
+
+@dataclass
+class Output:
+    """What a model returns that pytree does not know."""
+
+    logits: Tensor
+
+
+class Opaque:
+    """What nobody can look into: the tensor is in a closure."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.show = lambda: logits
+
+    @property
+    def logits(self) -> Tensor:
+        return self.show()
+
+
+class Wrapping(nn.Module):
+    """Returns the output of ``inner`` in another form."""
+
+    def __init__(self, inner: nn.Module, form: type) -> None:
+        super().__init__()
+        self.inner = inner
+        self.form = form
+
+    def forward(self, x: Tensor) -> Output | Opaque:
+        return self.form(self.inner(x))

@@ -1,0 +1,67 @@
+"""Each gradient of a backward is counted once, by hooks that keep nothing alive."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import echelon as ec
+from tests.ddp.models import assert_close, mlp, rows, share
+
+
+class Shared(nn.Module):
+    """One layer twice, each time in a reentrant checkpoint: two gradients in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.shared = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return self.first(x)
+
+
+def test_a_second_gradient_after_its_bucket_left_is_an_error_with_a_way_out():
+    def main(world):
+        ddp = ec.DDP(Shared().double(), world.group, bucket_bytes=0, first_bucket_bytes=0)
+        x = rows(0, 1).requires_grad_()
+        for _ in range(2):  # at first the bucket of "shared" waits for that of "first"
+            ddp(x).sum().backward()
+
+    with pytest.raises(
+        ec.StateError, match=r"'shared.\w+' got a second gradient.*use_reentrant=Fal"
+    ):
+        ec.run(main, 2)
+
+
+def test_a_second_gradient_before_its_bucket_left_is_counted():
+    def main(world):
+        torch.manual_seed(0)
+        ddp = ec.DDP(Shared().double(), world.group)  # one bucket, in which "first" comes last
+        torch.manual_seed(0)
+        plain = Shared().double()
+        x = rows(0, 2).requires_grad_()
+        plain(x).mean().backward()
+        with ddp.no_sync():
+            ddp(share(x, world.rank, 2)).mean().backward()
+        ddp.sync_gradients()
+        assert_close(ddp, plain)
+
+    ec.run(main, 2)
+
+
+def test_a_model_and_its_wrapper_are_collected_together():
+    def main(world):
+        ddp = ec.DDP(mlp(), world.group)
+        ddp(rows(0, 1)).sum().backward()
+        reference = weakref.ref(ddp)
+        del ddp
+        gc.collect()
+        return reference() is None
+
+    assert ec.run(main, 1) == [True]
