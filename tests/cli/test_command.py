@@ -8,7 +8,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import echelon as ec
@@ -241,26 +240,6 @@ def test_the_version_is_that_of_the_package() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"echelon {ec.__version__}\n")
     assert metadata.version("echelon") == ec.__version__
-
-
-@pytest.mark.parametrize("name", ["weights.onnx", "weights.safetensor", "weights.ckpt"])
-def test_a_checkpoint_is_not_converted_to_what_no_ending_says(name: str, tmp_path: Path) -> None:
-    torch.save({"weight": torch.ones(2)}, tmp_path / "weights.pt")
-    target = tmp_path / name
-    arguments = ["checkpoint", "convert", str(tmp_path / "weights.pt"), str(target)]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    for known in (target.suffix, ".safetensors", ".pt", ".pth", ".bin", "--to echelon"):
-        assert known in result.output
-    assert not target.exists()
-    assert CliRunner().invoke(app, [*arguments, "--to", "echelon"]).exit_code == 0
-    assert target.is_dir()
-
-
-def test_a_run_is_converted_to_a_folder_whose_name_has_a_number_after_a_dot(tmp_path: Path) -> None:
-    torch.save({"weight": torch.ones(2)}, tmp_path / "weights.pt")
-    arguments = ["checkpoint", "convert", str(tmp_path / "weights.pt"), str(tmp_path / "llama-3.1")]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
 
 
 def test_the_end_of_a_run_says_where_its_report_is(

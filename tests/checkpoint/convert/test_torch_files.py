@@ -1,4 +1,4 @@
-"""Odd checkpoints of others, and places where none can be written, end in a sentence to read."""
+"""Odd files of torch and DCP, and places where none can be written, end in a sentence to read."""
 
 from __future__ import annotations
 
@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import echelon as ec
 from echelon.checkpoint.convert.convert import ConvertOptions, Form, convert
-from echelon.cli import app
-
-
-def invoke(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
-    return result.exit_code, f"{result.output}{result.exception or ''}"
 
 
 def test_an_archive_that_says_it_spans_several_disks_is_a_sentence(tmp_path: Path) -> None:
@@ -79,18 +72,3 @@ def test_a_file_that_is_none_of_torch_is_told_so_without_advice_to_unpickle_it(
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ec.ArgumentError, match="is neither a file nor a folder"):
         convert(tmp_path / "pipe", tmp_path / "run", ConvertOptions(to=Form.ECHELON))
-
-
-def test_a_difference_beside_tensors_is_named_with_its_values(tmp_path: Path) -> None:
-    for name, rates in (("a", [1, 2.5]), ("b", [1, 2.0])):
-        ec.save(tmp_path / name, model=nn.Linear(2, 2), step=1, notes={"rates": rates, "n": 1})
-    code, text = invoke("diff", tmp_path / "a", tmp_path / "b")
-    assert code == 1
-    assert "rates[1]: 2.5 and 2.0" in text
-
-
-def test_a_folder_above_runs_says_where_steps_are(tmp_path: Path) -> None:
-    ec.save(tmp_path / "runs" / "first", model=nn.Linear(2, 2), step=1)
-    code, text = invoke("ls", tmp_path / "runs")
-    assert code != 0
-    assert "there are steps in 'first' below it" in text
