@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from echelon.comm.group import Group
+from echelon.comm.primitives import Derived, Primitive
 from echelon.comm.work import Window, Work
 from echelon.comm.world import World
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall
@@ -264,20 +265,25 @@ class FaultyGroup(Group):
             shares_memory=inner.shares_memory,
             note=inner._note,
         )
+        self.overrides = inner.overrides
         self._num_subgroups = inner._num_subgroups
         self._inner, self._fault, self._at, self._sleep = inner, fault, at, sleep
         self._num_calls = 0
         self._num_struck = 0
 
-    def _do(self, call: CollectiveCall, issue: Issue) -> Work:
+    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
         """Issue the call, or let the fault do what it does."""
+
+        def issue(call: CollectiveCall) -> Work:
+            return self._inner._start(self._renumbered(call), operation)
+
         number, self._num_calls = self._num_calls, self._num_calls + 1
         fault = self._fault
         falls = number >= self._at and (fault.again or not self._num_struck)
         if not falls or (call.signature.op in _MESSAGES and not fault.at_messages):
-            return issue(self._renumbered(call))
+            return issue(call)
         self._num_struck += 1
-        return fault.strike(call, lambda struck: issue(self._renumbered(struck)), self._sleep)
+        return fault.strike(call, issue, self._sleep)
 
     def _renumbered(self, call: CollectiveCall) -> CollectiveCall:
         """The call with the number that ``inner`` would give it; calls may have been skipped."""
@@ -288,48 +294,9 @@ class FaultyGroup(Group):
             position, inner._position = inner._position, inner._position + 1
         return replace(call, position=position)
 
-    def _all_reduce(self, call: CollectiveCall, tensor: Tensor, op: str) -> Work:
-        return self._do(call, lambda t: self._inner._all_reduce(t, tensor, op))
-
-    def _reduce_scatter(
-        self, call: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
-    ) -> Work:
-        return self._do(call, lambda t: self._inner._reduce_scatter(t, output, input, splits, op))
-
-    def _all_gather(self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
-        return self._do(call, lambda t: self._inner._all_gather(t, outputs, input))
-
-    def _broadcast(self, call: CollectiveCall, tensor: Tensor, src: int) -> Work:
-        return self._do(call, lambda t: self._inner._broadcast(t, tensor, src))
-
-    def _reduce(self, call: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
-        return self._do(call, lambda t: self._inner._reduce(t, tensor, dst, op))
-
-    def _gather(
-        self, call: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
-    ) -> Work:
-        return self._do(call, lambda t: self._inner._gather(t, outputs, tensor, dst))
-
-    def _scatter(
-        self, call: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
-    ) -> Work:
-        return self._do(call, lambda t: self._inner._scatter(t, tensor, inputs, src))
-
-    def _all_to_all(
-        self, call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> Work:
-        return self._do(call, lambda t: self._inner._all_to_all(t, outputs, inputs))
-
-    def _barrier(self, call: CollectiveCall) -> Work:
-        return self._do(call, self._inner._barrier)
-
-    def _send(self, call: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
-        return self._do(call, lambda t: self._inner._send(t, tensor, dst, tag))
-
-    def _recv(self, call: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
-        return self._do(call, lambda t: self._inner._recv(t, tensor, src, tag))
-
-    def _subgroup(self, call: CollectiveCall, name: str, members: Sequence[int]) -> Group | None:
+    def _subgroup(
+        self, call: CollectiveCall, name: str, members: Sequence[int]
+    ) -> FaultyGroup | None:
         self._inner._num_subgroups = self._num_subgroups
         made = self._inner._subgroup(self._renumbered(call), name, members)
         return None if made is None else FaultyGroup(made, self._fault, self._at, self._sleep)

@@ -303,7 +303,7 @@ def goes_on_after_the_end(world: ec.World) -> str:
     world.close()  # delivers what is open
     assert work.done()
     work.wait()
-    refuses(StateError, "has closed the world", lambda: world.group.barrier())
+    refuses(StateError, "its world was closed", lambda: world.group.barrier())
     refuses(StateError, "closed", lambda: world.group.all_reduce(torch.ones(1), async_op=True))
     return "refused"
 

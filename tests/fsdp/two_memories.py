@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from echelon import Offload
-from echelon.comm.backend import Backend
+from echelon.comm.arguments import Arguments
 from echelon.fsdp import local_shard
 
 _COPIES = {
@@ -75,7 +75,7 @@ def _host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor
     return tensor
 
 
-def _check(self: Backend, op: str, read: Any = (), written: Any = ()) -> torch.dtype:
+def _check(self: Arguments, op: str, read: Any = (), written: Any = ()) -> torch.dtype:
     memories: Memories | None = getattr(_here, "memories", None)
     for tensor in (*read, *written):
         host = memories is not None and tensor.numel() > 1 and memories.is_host(tensor)
@@ -83,14 +83,14 @@ def _check(self: Backend, op: str, read: Any = (), written: Any = ()) -> torch.d
     return _plain_check(self, op, read, written)
 
 
-_plain_check = Backend._check
+_plain_check = Arguments.check_tensors
 
 
 def separate(patch: Callable[[object, str, object], None] = setattr) -> None:
     """Make offloaded state lie in another memory; for good, or as ``monkeypatch.setattr`` does."""
     patch(local_shard, "has_two_memories", lambda offload, device: offload is not Offload.NONE)
     patch(local_shard, "host_memory", _host_memory)
-    patch(Backend, "_check", _check)
+    patch(Arguments, "check_tensors", _check)
 
 
 @contextmanager

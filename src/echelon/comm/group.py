@@ -1,8 +1,8 @@
 """The narrow waist: ranks that communicate together.
 
-Everything above takes a ``Group``; everything below writes only what ``backend`` lists. The public
-methods are final: they check arguments, build the call that all ranks must agree on, tell the
-observers, and make dense contiguous buffers of whatever tensor they are given.
+Everything above takes a ``Group``; everything below writes what ``Transport`` lists. A call goes
+through four files: a method here → ``primitives`` or ``derived``, which check the arguments and
+make dense 1D tensors → ``_issue``, which numbers the call → ``_start`` of the world.
 
 Names and meaning follow ``torch.distributed`` as of 2.13; a rank argument is a rank inside the
 group.
@@ -10,23 +10,23 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from echelon.comm import objects, reduce_op
-from echelon.comm.backend import Backend, check_tensors
-from echelon.comm.flat import apart, flattened
+from echelon.comm import derived, objects, primitives
+from echelon.comm.primitives import Derived, Request
 from echelon.comm.threads.randomness import draws_nothing
+from echelon.comm.transport import Transport
 from echelon.comm.work import Window, Work
 from echelon.diagnosis.collective_call import CallSignature
-from echelon.errors import ArgumentError, UnsupportedError
+from echelon.errors import UnsupportedError
 
 
-class Group(Backend):
-    """Ranks that communicate together. Abstract: a backend writes the ``_`` methods of ``Backend``.
+class Group(Transport):
+    """Ranks that communicate together. Abstract: a world writes the methods of ``Transport``.
 
     Each collective is called by all ranks of the group, in the same order. With
     ``async_op=True`` it returns a ``Work`` at once; any number may be outstanding. ``label`` names
@@ -59,11 +59,8 @@ class Group(Backend):
             ArgumentError: the operation has no meaning for the dtype, or the tensor is not dense.
             CollectiveMismatch: ranks differ in operation, dtype, shape, label or order.
         """
-        reduce_op.check_op(op, self._check("all_reduce", written=[tensor]))
-        signature = CallSignature("all_reduce", tensor.dtype, tuple(tensor.shape), op, None, label)
-        call = self._number(signature, async_op)
-        flat, restore = flattened(tensor)
-        return self._started(self._all_reduce(call, flat, op), restore)
+        request = primitives.all_reduce(self._arguments, tensor, op, label)
+        return self._issue(request, async_op)
 
     @final
     @draws_nothing
@@ -84,23 +81,8 @@ class Group(Backend):
             input: ``size * numel`` elements, the parts for all ranks end to end.
             splits: elements of the part of each rank; None: equal parts.
         """
-        reduce_op.check_op(op, self._check("reduce_scatter_single", [input], [output]))
-        if splits is None:
-            self._check_numel("input", input, self.size * output.numel(), "size * output.numel()")
-            lengths = [output.numel()] * self.size
-        else:
-            lengths = self._check_splits("input", input, splits)
-            self._check_numel("output", output, lengths[self.rank], f"splits[{self.rank}]")
-        parts = () if splits is None else tuple(lengths)
-        call = self._number(
-            CallSignature(
-                "reduce_scatter_single", input.dtype, tuple(input.shape), op, None, label, parts
-            ),
-            async_op,
-        )
-        flat, restore = flattened(output)
-        work = self._reduce_scatter(call, flat, flattened(input)[0], lengths, op)
-        return self._started(work, restore)
+        request = primitives.reduce_scatter(self._arguments, output, input, op, splits, label)
+        return self._issue(request, async_op)
 
     @final
     @draws_nothing
@@ -113,16 +95,8 @@ class Group(Backend):
             output: ``size * numel`` elements; may contain ``input`` at this rank's place.
             input: ``numel`` elements.
         """
-        self._check("all_gather_single", [input], [output])
-        self._check_numel("output", output, self.size * input.numel(), "size * input.numel()")
-        call = self._number(
-            CallSignature("all_gather_single", input.dtype, tuple(input.shape), None, None, label),
-            async_op,
-        )
-        flat, restore = flattened(output)
-        parts = flat.view(self.size, -1).unbind(0) if flat.numel() else [flat] * self.size
-        source = apart(flattened(input)[0], parts, self.rank)
-        return self._started(self._all_gather(call, parts, source), restore)
+        request = primitives.all_gather_single(self._arguments, output, input, label)
+        return self._issue(request, async_op)
 
     @final
     @draws_nothing
@@ -135,21 +109,8 @@ class Group(Backend):
         label: str | None = None,
     ) -> Work | None:
         """Copy the ``input`` of rank ``r`` into ``outputs[r]`` on all ranks; lengths may differ."""
-        check_tensors("all_gather", "outputs", outputs)
-        self._check("all_gather", [input], outputs)
-        if len(outputs) != self.size:
-            raise ArgumentError(f"all_gather got {len(outputs)} outputs for {self.size} ranks")
-        self._check_numel(
-            "input", input, outputs[self.rank].numel(), f"outputs[{self.rank}].numel()"
-        )
-        lengths = tuple(output.numel() for output in outputs)
-        call = self._number(
-            CallSignature("all_gather", input.dtype, (sum(lengths),), None, None, label, lengths),
-            async_op,
-        )
-        flats, restores = zip(*map(flattened, outputs), strict=True)
-        source = apart(flattened(input)[0], flats, self.rank)
-        return self._started(self._all_gather(call, flats, source), *restores)
+        request = primitives.all_gather(self._arguments, outputs, input, label)
+        return self._issue(request, async_op)
 
     @final
     @draws_nothing
@@ -157,12 +118,8 @@ class Group(Backend):
         self, tensor: Tensor, src: int, async_op: bool = False, *, label: str | None = None
     ) -> Work | None:
         """Copy the ``tensor`` of rank ``src`` to all ranks."""
-        self._check_rank("src", src)
-        self._check("broadcast", *([tensor], ()) if src == self.rank else ((), [tensor]))
-        signature = CallSignature("broadcast", tensor.dtype, tuple(tensor.shape), None, src, label)
-        call = self._number(signature, async_op)
-        flat, restore = flattened(tensor)
-        return self._started(self._broadcast(call, flat, src), restore)
+        request = primitives.broadcast(self._arguments, tensor, src, label)
+        return self._issue(request, async_op)
 
     @final
     @draws_nothing
@@ -176,13 +133,8 @@ class Group(Backend):
         label: str | None = None,
     ) -> Work | None:
         """Replace ``tensor`` of rank ``dst`` by the reduction over ranks; others keep theirs."""
-        self._check_rank("dst", dst)
-        reduce_op.check_op(op, self._check("reduce", written=[tensor]))
-        call = self._number(
-            CallSignature("reduce", tensor.dtype, tuple(tensor.shape), op, dst, label), async_op
-        )
-        flat, restore = flattened(tensor)
-        return self._started(self._reduce(call, flat, dst, op), restore)
+        request = derived.reduce(self._arguments, tensor, dst, op, label)
+        return self._issue(request, async_op)
 
     @final
     @draws_nothing
@@ -196,16 +148,8 @@ class Group(Backend):
         label: str | None = None,
     ) -> Work | None:
         """Copy ``tensor`` of rank ``r`` to ``outputs[r]`` of rank ``dst``; others give none."""
-        self._check_rank("dst", dst)
-        given = self._check_list("gather", "outputs", outputs, root=dst)
-        self._check("gather", [tensor], given)
-        self._check_numels("gather", "outputs", given, tensor)
-        call = self._number(
-            CallSignature("gather", tensor.dtype, tuple(tensor.shape), None, dst, label), async_op
-        )
-        pairs = [flattened(output) for output in given]
-        work = self._gather(call, [flat for flat, _ in pairs], flattened(tensor)[0], dst)
-        return self._started(work, *(restore for _, restore in pairs))
+        request = derived.gather(self._arguments, tensor, outputs, dst, label)
+        return self._issue(request, async_op)
 
     @final
     @draws_nothing
@@ -219,20 +163,8 @@ class Group(Backend):
         label: str | None = None,
     ) -> Work | None:
         """Copy ``inputs[r]`` of rank ``src`` to ``tensor`` of rank ``r``; only src gives inputs."""
-        self._check_rank("src", src)
-        given = self._check_list("scatter", "inputs", inputs, root=src)
-        self._check("scatter", given, [tensor])
-        self._check_numels("scatter", "inputs", given, tensor)
-        call = self._number(
-            CallSignature("scatter", tensor.dtype, tuple(tensor.shape), None, src, label), async_op
-        )
-        flat, restore = flattened(tensor)
-        parts = [
-            flattened(item)[0] if rank == src else apart(flattened(item)[0], [flat])
-            for rank, item in enumerate(given)
-        ]
-        work = self._scatter(call, flat, parts, src)
-        return self._started(work, restore)
+        request = derived.scatter(self._arguments, tensor, inputs, src, label)
+        return self._issue(request, async_op)
 
     @final
     @draws_nothing
@@ -255,23 +187,16 @@ class Group(Backend):
         Raises:
             CollectiveMismatch: a rank sends another number of elements than its peer expects.
         """
-        self._check("all_to_all_single", [input], [output])
-        outs = self._split_numels("output", output, output_splits)
-        ins = self._split_numels("input", input, input_splits)
-        call = self._number(
-            CallSignature("all_to_all_single", input.dtype, (), None, None, label), async_op
+        request = primitives.all_to_all_single(
+            self._arguments, output, input, output_splits, input_splits, label
         )
-        flat, restore = flattened(output)
-        source = apart(flattened(input)[0], [flat])
-        work = self._all_to_all(call, flat.split(outs), source.split(ins))
-        return self._started(work, restore)
+        return self._issue(request, async_op)
 
     @final
     @draws_nothing
     def barrier(self, async_op: bool = False, *, label: str | None = None) -> Work | None:
         """Return when all ranks of the group have called it."""
-        call = self._number(CallSignature("barrier", label=label), async_op)
-        return self._started(self._barrier(call))
+        return self._issue(derived.barrier(self._arguments, label), async_op)
 
     # Objects ---------------------------------------------------------------------------------
 
@@ -292,7 +217,7 @@ class Group(Backend):
     @final
     def broadcast_object(self, item: Any = None, src: int = 0, *, pickle: bool = False) -> Any:
         """The ``item`` of rank ``src``, on every rank; as for ``all_gather_object``."""
-        self._check_rank("src", src)
+        self._arguments.check_rank("src", src)
         return objects.broadcast_object(self, item, src, pickle)
 
     # Point to point --------------------------------------------------------------------------
@@ -301,19 +226,15 @@ class Group(Backend):
     @draws_nothing
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """Send ``tensor`` to rank ``dst``; it must not change before the work is waited for."""
-        call = self._number_message("send", tensor, dst, tag, blocking=False)
-        return self._send(call, flattened(tensor)[0], dst, tag)
+        request = primitives.send(self._arguments, tensor, dst, tag)
+        return self._issue_message(request, blocking=False)
 
     @final
     @draws_nothing
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         """Receive into ``tensor`` what rank ``src`` sends with this ``tag``, first sent first."""
-        call = self._number_message("recv", tensor, src, tag, blocking=False)
-        flat, restore = flattened(tensor)
-        work = self._recv(call, flat, src, tag)
-        if restore is not None:
-            work.then(restore)
-        return work
+        request = primitives.receive(self._arguments, tensor, src, tag)
+        return self._issue_message(request, blocking=False)
 
     @final
     @draws_nothing
@@ -323,8 +244,8 @@ class Group(Backend):
         A program must not count on buffering: simulated ranks return only when the receiver has
         come.
         """
-        call = self._number_message("send", tensor, dst, tag, blocking=True)
-        self._send(call, flattened(tensor)[0], dst, tag).wait()
+        request = primitives.send(self._arguments, tensor, dst, tag)
+        self._issue_message(request, blocking=True).wait()
 
     @final
     @draws_nothing
@@ -334,11 +255,8 @@ class Group(Backend):
         Raises:
             CollectiveMismatch: the peer sent another dtype or number of elements.
         """
-        call = self._number_message("recv", tensor, src, tag, blocking=True)
-        flat, restore = flattened(tensor)
-        self._recv(call, flat, src, tag).wait()
-        if restore is not None:
-            restore()
+        request = primitives.receive(self._arguments, tensor, src, tag)
+        self._issue_message(request, blocking=True).wait()
 
     # Groups and windows ----------------------------------------------------------------------
 
@@ -348,19 +266,11 @@ class Group(Backend):
 
         All ranks of this group call it, with the same ``ranks``; order and repeats do not count.
         """
-        if isinstance(ranks, str) or not isinstance(ranks, Iterable):
-            raise ArgumentError(f"ranks is {ranks!r:.80}; give a list of ranks of this group")
-        given = list(ranks)
-        if not given:
-            raise ArgumentError("a subgroup needs at least one rank")
-        for member in given:
-            self._check_rank("a member of the subgroup", member)
-        members = sorted(set(given))
+        members = self._arguments.members(ranks)
         self._num_subgroups += 1
         name = f"{self.name}.{self._num_subgroups}"
         signature = CallSignature("subgroup", None, tuple(members), label=name)
-        call = self._number(signature, async_op=False)
-        return self._born(self._subgroup(call, name, members))
+        return self._born(self._subgroup(self._number(signature, True), name, members))
 
     @final
     def window(self, numel: int, dtype: torch.dtype = torch.float32) -> Window:
@@ -373,8 +283,8 @@ class Group(Backend):
         Raises:
             SharedMemoryError: there is not enough.
         """
-        numel = self._check_memory("window", numel, dtype)
-        call = self._number(CallSignature("window", dtype, (numel,)), async_op=False)
+        numel = self._arguments.memory("window", numel, dtype)
+        call = self._number(CallSignature("window", dtype, (numel,)), True)
         return self._window(call, numel, dtype)
 
     @final
@@ -388,11 +298,38 @@ class Group(Backend):
             UnsupportedError: the ranks of this group do not share memory.
             SharedMemoryError: there is not enough.
         """
-        numel = self._check_memory("shared_tensor", numel, dtype)
+        numel = self._arguments.memory("shared_tensor", numel, dtype)
         if not self.shares_memory:
             raise UnsupportedError(
                 f"the ranks of group {self.name!r} do not share memory, so a tensor cannot be the "
                 "same on all of them: use a world of threads or processes, or gather"
             )
-        call = self._number(CallSignature("shared_tensor", dtype, (numel,)), async_op=False)
+        call = self._number(CallSignature("shared_tensor", dtype, (numel,)), True)
         return self._shared(call, numel, dtype)
+
+    # How a call is issued --------------------------------------------------------------------
+
+    @final
+    def _issue(self, request: Request, async_op: bool) -> Work | None:
+        """Number a collective and start it; wait for it here unless ``async_op``."""
+        signature, operation, finish = request
+        if isinstance(operation, Derived) and type(operation) not in self.overrides:
+            operation = operation.primitive(self.rank, self.size)
+        work = self._start(self._number(signature, not async_op), operation)
+        for step in finish:
+            if step is not None:
+                work.then(step)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    @final
+    def _issue_message(self, request: Request, *, blocking: bool) -> Work:
+        """Number a message and start it."""
+        signature, operation, finish = request
+        work = self._start(self._number(signature, blocking, is_message=True), operation)
+        for step in finish:
+            if step is not None:
+                work.then(step)
+        return work

@@ -8,7 +8,8 @@ whoever holds the other end of a connection.
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +21,30 @@ from echelon.comm.threads.randomness import draws_nothing
 from echelon.comm.work import Work
 from echelon.errors import ArgumentError
 
-if TYPE_CHECKING:
-    from echelon.comm.group import Group
+
+class TensorGroup(Protocol):
+    """What the exchange of objects needs of a ``Group``."""
+
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    device: torch.device
+
+    def broadcast(self, tensor: Tensor, src: int, *, label: str | None = ...) -> Work | None: ...
+
+    def all_gather_single(
+        self, output: Tensor, input: Tensor, async_op: bool = ..., *, label: str | None = ...
+    ) -> Work | None: ...
+
+    def all_gather(
+        self,
+        outputs: Sequence[Tensor],
+        input: Tensor,
+        async_op: bool = ...,
+        *,
+        label: str | None = ...,
+    ) -> Work | None: ...
+
 
 _BY_NAME = (
     "; or ask for pickle by name, with pickle=True in this call: it takes other classes, and runs "
@@ -29,12 +52,12 @@ _BY_NAME = (
 )
 
 
-def gather_bytes(group: Group, data: bytes, label: str) -> list[bytes]:
+def gather_bytes(group: TensorGroup, data: bytes, label: str) -> list[bytes]:
     """The ``data`` of every rank, in rank order."""
     return [part.numpy().tobytes() for part in _gather(group, from_bytes(data), label)]
 
 
-def gather_objects(group: Group, item: Any, by_pickle: bool) -> list[Any]:
+def gather_objects(group: TensorGroup, item: Any, by_pickle: bool) -> list[Any]:
     """The ``item`` of every rank, in rank order."""
     flag("pickle", by_pickle)
     if by_pickle:
@@ -43,7 +66,7 @@ def gather_objects(group: Group, item: Any, by_pickle: bool) -> list[Any]:
     return [to_object(part, group.ranks[rank]) for rank, part in enumerate(parts)]
 
 
-def broadcast_object(group: Group, item: Any, src: int, by_pickle: bool) -> Any:
+def broadcast_object(group: TensorGroup, item: Any, src: int, by_pickle: bool) -> Any:
     """The ``item`` of rank ``src``, on every rank."""
     flag("pickle", by_pickle)
     label = "pickled object" if by_pickle else "object"
@@ -60,7 +83,7 @@ def broadcast_object(group: Group, item: Any, src: int, by_pickle: bool) -> Any:
 
 
 @draws_nothing
-def _gather(group: Group, data: Tensor, label: str) -> list[Tensor]:
+def _gather(group: TensorGroup, data: Tensor, label: str) -> list[Tensor]:
     """The bytes of all ranks, on the CPU."""
     mine = data.to(group.device)
     lengths = torch.zeros(group.size, dtype=torch.int64, device=group.device)

@@ -45,9 +45,10 @@ class Work(ABC):
             raise refused(f"the wait for {self.call}", self.call.rank)
         start_s = time.perf_counter()
         self._wait(timeout)
-        finish, self._finish = self._finish, []
-        for step in finish:
-            step()
+        if self._finish:
+            finish, self._finish = self._finish, []
+            for step in finish:
+                step()
         if events.listening():
             seconds = time.perf_counter() - start_s
             _emit("collective.wait", self.call, start_s, seconds)

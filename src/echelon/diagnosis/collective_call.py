@@ -113,9 +113,9 @@ _NOT_THE_USERS = (
 )
 
 
-def caller() -> CallSite:
-    """The innermost line of user code that led here."""
-    frame = sys._getframe(1)
+def caller(depth: int = 1) -> CallSite:
+    """The innermost line of user code that led here, at least ``depth`` frames up."""
+    frame = sys._getframe(depth)
     while frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         if frame.f_back is None:  # a thread of ours or of torch: the line that issues the call
             frame = sys._getframe(1)

@@ -8,17 +8,27 @@ the call, later ones carry or release data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from echelon.comm.derived import Barrier, Gather
+from echelon.comm.primitives import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Derived,
+    Exchange,
+    Primitive,
+    ReduceScatter,
+)
 from echelon.comm.reduce_op import reduce_into
 from echelon.comm.shm.area import SLOT_NBYTES, Area
 from echelon.comm.shm.chunks import line_chunks
 from echelon.comm.shm.direct import Direct, open_direct
-from echelon.comm.shm.exchange import Exchange
+from echelon.comm.shm.exchange import ExchangedParts
 from echelon.comm.shm.staged import Staged
 from echelon.comm.shm.staging import Staging
 from echelon.diagnosis.collective_call import CollectiveCall
@@ -75,7 +85,7 @@ class Collectives:
 
     # Rounds ----------------------------------------------------------------------------------
 
-    def _agree(self, call: CollectiveCall, tensor: Tensor | None = None) -> list[Tensor] | None:
+    def agree(self, call: CollectiveCall, tensor: Tensor | None = None) -> list[Tensor] | None:
         """First round: the call is the same on all ranks; post where ``tensor`` lies.
 
         Returns:
@@ -101,16 +111,17 @@ class Collectives:
 
     # Reductions ------------------------------------------------------------------------------
 
-    def all_reduce(self, call: CollectiveCall, tensor: Tensor, op: str) -> None:
-        area, numel = self.area, tensor.numel()
+    def all_reduce(self, call: CollectiveCall, operation: AllReduce) -> None:
+        area, tensor, op = self.area, operation.tensor, operation.op
+        numel = tensor.numel()
         if tensor.nbytes <= SLOT_NBYTES:
             parts = area.parts(tensor.dtype, numel)
             parts[area.rank].copy_(tensor)
-            self._agree(call)
+            self.agree(call)
             if numel:
                 reduce_into([tensor], parts, op)
             return
-        regions = self._agree(call, tensor)
+        regions = self.agree(call, tensor)
         if regions is None:
             self._ways(call).all_reduce(call, tensor, op)
             return
@@ -120,49 +131,42 @@ class Collectives:
             reduce_into(views, views, op)
         self._round(call)
 
-    def reduce_scatter(
-        self, call: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
-    ) -> None:
-        area, numel = self.area, output.numel()
+    def reduce_scatter(self, call: CollectiveCall, operation: ReduceScatter) -> None:
+        output, input, splits = operation.output, operation.input, operation.splits
+        area, op, numel = self.area, operation.op, output.numel()
         start = sum(splits[: area.rank])
         if input.nbytes <= SLOT_NBYTES:
             parts = area.parts(output.dtype, input.numel())
             parts[area.rank].copy_(input)
-            self._agree(call)
+            self.agree(call)
             if numel:
                 reduce_into([output], [p.narrow(0, start, numel) for p in parts], op)
             return
-        regions = self._agree(call, input)
-        # Where the output lies on a part of another rank, that rank may not have read it yet.
-        own = input.narrow(0, start, numel)
-        in_the_way = _share_memory(output, input) and not _same_place(output, own)
-        target = torch.empty_like(output) if in_the_way else output
+        regions = self.agree(call, input)
+        target = operation.target(area.rank)
         if regions is None:
             self._ways(call).reduce_scatter(call, target, input, splits, op)
         else:
             if numel:
                 reduce_into([target], [p.narrow(0, start, numel) for p in regions], op)
             self._round(call)  # all have read; the input may change
-        if in_the_way:
+        if target is not output:
             output.copy_(target)
-
-    def reduce(self, call: CollectiveCall, tensor: Tensor, dst: int, op: str) -> None:
-        self._agree(call, tensor)
-        self._ways(call).reduce(call, tensor, dst, op)
 
     # Data movement ---------------------------------------------------------------------------
 
-    def all_gather(self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> None:
-        area, dtype = self.area, input.dtype
+    def all_gather(self, call: CollectiveCall, operation: AllGather) -> None:
+        area, outputs, input = self.area, operation.outputs, operation.input
+        dtype = input.dtype
         longest = max(output.numel() for output in outputs)
         if longest * dtype.itemsize <= SLOT_NBYTES:
             parts = area.parts(dtype, longest)
             parts[area.rank][: input.numel()].copy_(input)
-            self._agree(call)
+            self.agree(call)
             for output, part in zip(outputs, parts, strict=True):
                 output.copy_(part[: output.numel()])
             return
-        regions = self._agree(call, input)
+        regions = self.agree(call, input)
         even = all(output.numel() == longest for output in outputs)
         if regions is None or not even:
             self._ways(call).all_gather(call, outputs, input)
@@ -172,17 +176,17 @@ class Collectives:
                 output.copy_(region)
         self._round(call)
 
-    def broadcast(self, call: CollectiveCall, tensor: Tensor, src: int) -> None:
-        area = self.area
+    def broadcast(self, call: CollectiveCall, operation: Broadcast) -> None:
+        area, tensor, src = self.area, operation.tensor, operation.src
         if tensor.nbytes <= SLOT_NBYTES:
             parts = area.parts(tensor.dtype, tensor.numel())
             if area.rank == src:
                 parts[src].copy_(tensor)
-            self._agree(call)
+            self.agree(call)
             if area.rank != src:
                 tensor.copy_(parts[src])
             return
-        regions = self._agree(call, tensor)
+        regions = self.agree(call, tensor)
         if regions is None:
             self._ways(call).broadcast(call, tensor, src)
             return
@@ -190,34 +194,32 @@ class Collectives:
             tensor.copy_(regions[src])
         self._round(call)
 
-    def gather(
-        self, call: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
-    ) -> None:
-        self._agree(call, tensor)
-        self._ways(call).gather(call, outputs, tensor, dst)
+    def exchange(self, call: CollectiveCall, operation: Exchange) -> None:
+        outputs, inputs = operation.outputs, operation.inputs
+        parts = self._agree_on_parts(call, operation)
+        if parts.longest:
+            self._ways(call).exchange(call, outputs, inputs, parts)
 
-    def scatter(
-        self, call: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
-    ) -> None:
-        self._agree(call)
-        self._ways(call).scatter(call, tensor, inputs, src)
+    def gather(self, call: CollectiveCall, operation: Gather) -> None:
+        """An exchange in which all know all lengths, and each rank sends from one address."""
+        area, tensor = self.area, operation.tensor
+        self.agree(call, tensor)
+        exchange = operation.primitive(area.rank, area.size)
+        addresses = [[address] * area.size for address in area.addresses(call)]
+        parts = ExchangedParts(tensor.numel(), addresses)
+        self._ways(call).exchange(call, exchange.outputs, exchange.inputs, parts)
 
-    def all_to_all(
-        self, call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> None:
-        exchange = self._agree_on_exchange(call, outputs, inputs)
-        if exchange.longest:
-            self._ways(call).all_to_all(call, outputs, inputs, exchange)
+    def barrier(self, call: CollectiveCall, operation: Barrier) -> None:
+        self.agree(call)
 
-    def _agree_on_exchange(
-        self, call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> Exchange:
+    def _agree_on_parts(self, call: CollectiveCall, operation: Exchange) -> ExchangedParts:
         """Check that ranks send what their peers expect; where the parts of all ranks lie."""
         area, n = self.area, self.area.size
         tables = area.parts(torch.int64, 3 * n)
-        lengths = [part.numel() for part in (*inputs, *outputs)]
+        inputs = operation.inputs
+        lengths = [part.numel() for part in (*inputs, *operation.outputs)]
         tables[area.rank].numpy()[:] = [*lengths, *(part.data_ptr() for part in inputs)]
-        self._agree(call)
+        self.agree(call)
         table = [part.tolist() for part in tables]
         if any(table[s][r] != table[r][n + s] for s in range(n) for r in range(n)):
             own = table[area.rank]
@@ -225,15 +227,15 @@ class Collectives:
             calls = area.exchange_texts(call, text, self.timeout)
             raise CollectiveMismatch.of_parts(area.name, call.position, calls)
         longest = max(length for row in table for length in row[:n])
-        return Exchange(longest, [row[2 * n :] for row in table])
-
-    def barrier(self, call: CollectiveCall) -> None:
-        self._agree(call)
+        return ExchangedParts(longest, [row[2 * n :] for row in table])
 
 
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _same_place(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr()
+METHODS: dict[type[Primitive | Derived], Callable[[Collectives, CollectiveCall, Any], None]] = {
+    AllReduce: Collectives.all_reduce,
+    ReduceScatter: Collectives.reduce_scatter,
+    AllGather: Collectives.all_gather,
+    Broadcast: Collectives.broadcast,
+    Exchange: Collectives.exchange,
+    Barrier: Collectives.barrier,
+    Gather: Collectives.gather,
+}

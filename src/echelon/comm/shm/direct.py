@@ -15,7 +15,7 @@ from torch import Tensor
 from echelon.comm.reduce_op import reduce_into
 from echelon.comm.shm.area import Area
 from echelon.comm.shm.chunks import line_chunks
-from echelon.comm.shm.exchange import Exchange
+from echelon.comm.shm.exchange import ExchangedParts
 from echelon.comm.shm.peer_memory import PeerMemory, admit_readers
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CommError
@@ -83,11 +83,6 @@ class Direct:
         self._reduce(call, output, own, self._area.addresses(call), start, op)
         self._round(call)
 
-    def reduce(self, call: CollectiveCall, tensor: Tensor, dst: int, op: str) -> None:
-        if self._area.rank == dst:
-            self._reduce(call, tensor, tensor, self._area.addresses(call), 0, op)
-        self._round(call)
-
     def _reduce(
         self,
         call: CollectiveCall,
@@ -126,39 +121,17 @@ class Direct:
             self._fetch(call, src, self._area.addresses(call)[src], 0, tensor)
         self._round(call)
 
-    def gather(
-        self, call: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
-    ) -> None:
-        if self._area.rank == dst:
-            self.all_gather(call, outputs, tensor)
-        else:
-            self._round(call)
-
-    def scatter(
-        self, call: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
-    ) -> None:
-        """Takes one round more: every input of ``src`` has an address of its own."""
-        table = self._area.parts(torch.int64, self._area.size)[src]
-        if self._area.rank == src:
-            table.copy_(torch.tensor([input.data_ptr() for input in inputs]))
-        self._round(call)
-        if self._area.rank == src:
-            tensor.copy_(inputs[src])
-        else:
-            self._fetch(call, src, int(table[self._area.rank]), 0, tensor)
-        self._round(call)
-
-    def all_to_all(
+    def exchange(
         self,
         call: CollectiveCall,
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
-        exchange: Exchange,
+        parts: ExchangedParts,
     ) -> None:
         rank = self._area.rank
         outputs[rank].copy_(inputs[rank])
         for peer in self._area.peers:
-            self._fetch(call, peer, exchange.addresses[peer][rank], 0, outputs[peer])
+            self._fetch(call, peer, parts.addresses[peer][rank], 0, outputs[peer])
         self._round(call)
 
     # Below -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What all ranks know of an all-to-all before data moves."""
+"""What all ranks know of an exchange before data moves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import final
 
 @final
 @dataclass(frozen=True)
-class Exchange:
+class ExchangedParts:
     """The parts that ranks send to each other.
 
     Attributes:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
+from functools import partial
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
 
+from echelon.comm.derived import Barrier, Gather
 from echelon.comm.group import Group
+from echelon.comm.ordered_executor import OrderedExecutor
+from echelon.comm.primitives import Derived, Primitive, Receive, Send
 from echelon.comm.shm.area import Area
-from echelon.comm.shm.collectives import Collectives
-from echelon.comm.shm.engine import Engine
+from echelon.comm.shm.collectives import METHODS, Collectives
 from echelon.comm.shm.mailbox import Mailbox
 from echelon.comm.shm.sharing import share_segments
 from echelon.comm.work import Window, Work
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CommTimeout, RankFailed
 from echelon.errors.message_text import message_of
+
+T = TypeVar("T")
 
 
 @final
@@ -27,6 +32,8 @@ class ShmGroup(Group):
     Blocking collectives run on the caller's thread; asynchronous ones in the order of issue on a
     thread of the group, so that they go on while the caller computes.
     """
+
+    overrides = frozenset({Barrier, Gather})
 
     def __init__(
         self, area: Area, timeout: float, *, on_close: Callable[[], None] = lambda: None
@@ -42,7 +49,13 @@ class ShmGroup(Group):
         )
         self._area = area
         self._collectives = Collectives(area, timeout)
-        self._engine = Engine(f"collectives of {area.name}", timeout, area.absent)
+        # An action itself gives up after the timeout and knows whom it waited for.
+        self._executor = OrderedExecutor(
+            f"collectives of {area.name}",
+            area.absent,
+            wait_s=timeout + 10.0,
+            stops_at_error=True,
+        )
         self._mailbox = Mailbox(area, timeout)
         self._subgroups: list[ShmGroup] = []
         self._num_windows = 0
@@ -70,93 +83,60 @@ class ShmGroup(Group):
             self._area.board.leave(failure)
         for subgroup in self._subgroups:
             subgroup.close(failure)
-        self._engine.close()
+        self._executor.close()
         if failure is None:
             self._mailbox.close()
             self._on_close()
         else:  # the board says already why this rank left
             self._mailbox.abandon()
 
-    def _run(self, call: CollectiveCall, action: Callable[[], None]) -> Work:
-        return self._engine.run(call, action)
+    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
+        method = METHODS.get(type(operation))
+        if method is not None:
+            return self._executor.issue(call, partial(method, self._collectives, call, operation))
+        if type(operation) is Send:
+            return self._mailbox.send(call, operation.tensor, operation.dst, operation.tag)
+        assert type(operation) is Receive
+        return self._mailbox.recv(call, operation.tensor, operation.src, operation.tag)
 
-    def _all_reduce(self, call: CollectiveCall, tensor: Tensor, op: str) -> Work:
-        return self._run(call, lambda: self._collectives.all_reduce(call, tensor, op))
-
-    def _reduce_scatter(
-        self, call: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
-    ) -> Work:
-        return self._run(
-            call, lambda: self._collectives.reduce_scatter(call, output, input, splits, op)
-        )
-
-    def _all_gather(self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
-        return self._run(call, lambda: self._collectives.all_gather(call, outputs, input))
-
-    def _broadcast(self, call: CollectiveCall, tensor: Tensor, src: int) -> Work:
-        return self._run(call, lambda: self._collectives.broadcast(call, tensor, src))
-
-    def _reduce(self, call: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
-        return self._run(call, lambda: self._collectives.reduce(call, tensor, dst, op))
-
-    def _gather(
-        self, call: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
-    ) -> Work:
-        return self._run(call, lambda: self._collectives.gather(call, outputs, tensor, dst))
-
-    def _scatter(
-        self, call: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
-    ) -> Work:
-        return self._run(call, lambda: self._collectives.scatter(call, tensor, inputs, src))
-
-    def _all_to_all(
-        self, call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> Work:
-        return self._run(call, lambda: self._collectives.all_to_all(call, outputs, inputs))
-
-    def _barrier(self, call: CollectiveCall) -> Work:
-        return self._run(call, lambda: self._collectives.barrier(call))
-
-    def _send(self, call: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
-        return self._mailbox.send(call, tensor, dst, tag)
-
-    def _recv(self, call: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
-        return self._mailbox.recv(call, tensor, src, tag)
+    def _run(self, call: CollectiveCall, make: Callable[[], T]) -> T:
+        """Make something together with the other ranks, in its turn among the collectives."""
+        made: list[T] = []
+        self._executor.issue(call, lambda: made.append(make())).wait()
+        return made[0]
 
     def probe(self, tag: int = 0) -> int | None:
         """A rank that has sent a message with ``tag`` which nobody has asked for yet, or None."""
         return self._mailbox.probe(tag)
 
-    def _subgroup(self, call: CollectiveCall, name: str, members: Sequence[int]) -> Group | None:
-        found: list[ShmGroup] = []
-        self._run(call, lambda: found.extend(self._make_subgroup(call, name, members))).wait()
-        self._subgroups.extend(found)
-        return found[0] if found else None
+    def _subgroup(self, call: CollectiveCall, name: str, members: Sequence[int]) -> ShmGroup | None:
+        subgroup = self._run(call, lambda: self._make_subgroup(call, name, members))
+        if subgroup is not None:
+            self._subgroups.append(subgroup)
+        return subgroup
 
     def _make_subgroup(
         self, call: CollectiveCall, name: str, members: Sequence[int]
-    ) -> list[ShmGroup]:
-        """Zero or one group. The first member makes the segment; all take part in the rounds."""
+    ) -> ShmGroup | None:
+        """The first member makes the segment; all take part in the rounds."""
         area = self._area
-        self._collectives.barrier(call)
+        self._collectives.agree(call)
         nbytes = Area.nbytes(len(members)) if self.rank == members[0] else 0
         segments = share_segments(
             area, call, nbytes, what=f"group {name!r}", timeout=self.timeout, reserve=False
         )
         if self.rank not in members:
-            return []
+            return None
         ranks = [self.ranks[member] for member in members]
         shared = segments[members[0]]
         own = Area(shared, area.board, members.index(self.rank), ranks, name)
-        return [ShmGroup(own, self.timeout)]
+        return ShmGroup(own, self.timeout)
 
     def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
-        made: list[Window] = []
-        self._run(call, lambda: made.append(self._make_window(call, numel, dtype))).wait()
-        return made[0]
+        return self._run(call, lambda: self._make_window(call, numel, dtype))
 
     def _make_window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
-        self._collectives.barrier(call)
+        self._collectives.agree(call)
         nbytes = numel * dtype.itemsize
         what = f"a window of {numel} elements on each of {self.size} ranks"
         segments = share_segments(self._area, call, max(1, nbytes), what=what, timeout=self.timeout)
@@ -172,13 +152,11 @@ class ShmGroup(Group):
         )
 
     def _shared(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
-        made: list[Tensor] = []
-        self._run(call, lambda: made.append(self._make_shared(call, numel, dtype))).wait()
-        return made[0]
+        return self._run(call, lambda: self._make_shared(call, numel, dtype))
 
     def _make_shared(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
         """Rank 0 makes the segment; all take part in the rounds."""
-        self._collectives.barrier(call)
+        self._collectives.agree(call)
         nbytes = numel * dtype.itemsize
         what = f"memory of {numel} elements that {self.size} ranks share"
         own = max(1, nbytes) if self.rank == 0 else 0

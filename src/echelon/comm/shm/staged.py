@@ -13,7 +13,7 @@ from torch import Tensor
 from echelon.comm.reduce_op import reduce_into
 from echelon.comm.shm.area import Area
 from echelon.comm.shm.chunks import line_chunks
-from echelon.comm.shm.exchange import Exchange
+from echelon.comm.shm.exchange import ExchangedParts
 from echelon.comm.shm.staging import HALF_NBYTES, Staging
 from echelon.diagnosis.collective_call import CollectiveCall
 
@@ -69,17 +69,6 @@ class Staged:
                 parts[rank] = own
                 reduce_into([output[start : start + own.numel()]], parts, op)
 
-    def reduce(self, call: CollectiveCall, tensor: Tensor, dst: int, op: str) -> None:
-        area = self._area
-        piece = HALF_NBYTES // tensor.dtype.itemsize
-        for start in range(0, tensor.numel(), piece):
-            part = tensor[start : start + piece]
-            parts = self._staging.parts(tensor.dtype, part.numel())
-            parts[area.rank].copy_(part)
-            self._round(call)
-            if area.rank == dst:
-                reduce_into([part], parts, op)
-
     # Data movement ---------------------------------------------------------------------------
 
     def all_gather(self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> None:
@@ -109,42 +98,15 @@ class Staged:
             if area.rank != src:
                 part.copy_(box)
 
-    def gather(
-        self, call: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
-    ) -> None:
-        area = self._area
-        piece = HALF_NBYTES // tensor.dtype.itemsize
-        for start in range(0, tensor.numel(), piece):
-            part = tensor[start : start + piece]
-            parts = self._staging.parts(tensor.dtype, part.numel())
-            parts[area.rank].copy_(part)
-            self._round(call)
-            for output, box in zip(outputs, parts, strict=False):  # no outputs but on dst
-                output[start : start + piece].copy_(box)
-
-    def scatter(
-        self, call: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
-    ) -> None:
-        area = self._area
-        piece = HALF_NBYTES // (tensor.dtype.itemsize * area.size)
-        for start in range(0, tensor.numel(), piece):
-            part = tensor[start : start + piece]
-            box = self._staging.parts(tensor.dtype, area.size * part.numel())[src]
-            lanes = box.view(area.size, part.numel())
-            for lane, input in zip(lanes, inputs, strict=False):  # no inputs but on src
-                lane.copy_(input[start : start + piece])
-            self._round(call)
-            part.copy_(lanes[area.rank])
-
-    def all_to_all(
+    def exchange(
         self,
         call: CollectiveCall,
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
-        exchange: Exchange,
+        parts: ExchangedParts,
     ) -> None:
         area = self._area
-        for start, boxes in self._traded(call, inputs, exchange.longest):
+        for start, boxes in self._traded(call, inputs, parts.longest):
             for peer in area.peers:
                 part = outputs[peer][start : start + boxes[peer].numel()]
                 part.copy_(boxes[peer][: part.numel()])

@@ -7,13 +7,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from echelon.comm.allocation import require, zeros
+from echelon.comm.derived import Barrier, Reduce
 from echelon.comm.group import Group
+from echelon.comm.primitives import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Derived,
+    Exchange,
+    Primitive,
+    Receive,
+    ReduceScatter,
+    Send,
+)
 from echelon.comm.reduce_op import reduce_into
 from echelon.comm.threads.thread_world import (
     Pending,
@@ -22,8 +34,13 @@ from echelon.comm.threads.thread_world import (
     ThreadWorld,
 )
 from echelon.comm.work import Window, Work
-from echelon.diagnosis.collective_call import CallSite, CollectiveCall
+from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CollectiveMismatch
+
+T = TypeVar("T")
+Calls: TypeAlias = list[CollectiveCall]
+# What is done for all ranks: with what each brought, and their calls, in rank order.
+Act: TypeAlias = Callable[[list[T], Calls], None]
 
 
 @final
@@ -43,6 +60,8 @@ class _ThreadWork(Work):
 @final
 class ThreadGroup(Group):
     """Simulated ranks of one process. Its windows are ordinary tensors that all ranks can see."""
+
+    overrides = frozenset({Barrier, Reduce})  # without views of parts and other ranks' tensors
 
     def __init__(
         self,
@@ -64,9 +83,16 @@ class ThreadGroup(Group):
         )
         self._fabric = fabric
 
-    def _meet(
-        self, call: CollectiveCall, item: Any, act: Callable[[list[Any]], None]
-    ) -> _ThreadWork:
+    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
+        act = _ACTS.get(type(operation))
+        if act is not None:
+            return self._meet(call, operation, act)
+        if type(operation) is Send:
+            return self._mail(call, operation.tensor, self.rank, operation.dst, operation.tag)
+        assert type(operation) is Receive
+        return self._mail(call, operation.tensor, operation.src, self.rank, operation.tag)
+
+    def _meet(self, call: CollectiveCall, item: T, act: Act[T]) -> _ThreadWork:
         """Bring ``item``; the last rank that comes runs ``act`` on all items in rank order."""
         fabric = self._fabric
         with fabric.lock:
@@ -74,113 +100,29 @@ class ThreadGroup(Group):
             key = (self.name, call.position)
             meeting = fabric.meetings.get(key)
             if meeting is None:
-                meeting = fabric.meetings[key] = PendingCollective(self.ranks)
+                meeting = fabric.meetings[key] = PendingCollective(self.ranks, call, item)
             meeting.calls[self.rank] = call
-            meeting.brought[self.rank] = item
+            meeting.items[self.rank] = item
             meeting.absent.discard(call.rank)
             if meeting.absent:
                 return _ThreadWork(call, fabric, meeting)
             del fabric.meetings[key]
         try:
-            self._agree(meeting)
+            self._agree(meeting.calls)
             with torch.inference_mode():  # or tensors of a rank in that mode could not be written
-                act([meeting.brought[rank] for rank in range(self.size)])
+                act(meeting.items, meeting.calls)
         except Exception as error:  # raised on every rank that waits
             meeting.error = error
         fabric.complete(meeting)
-        meeting.brought.clear()
+        meeting.items.clear()
         return _ThreadWork(call, fabric, meeting)
 
-    def _agree(self, meeting: PendingCollective) -> None:
-        calls = meeting.calls
-        if any(call.signature != calls[0].signature for call in calls.values()):
-            texts = {rank: f"{call.signature} at {call.place}" for rank, call in calls.items()}
-            raise CollectiveMismatch(self.name, calls[0].position, texts)
-
-    def _all_reduce(self, call: CollectiveCall, tensor: Tensor, op: str) -> Work:
-        return self._meet(call, tensor, lambda tensors: reduce_into(tensors, tensors, op))
-
-    def _reduce_scatter(
-        self, call: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
-    ) -> Work:
-        def act(items: list[tuple[Tensor, Tensor]]) -> None:
-            by_rank = [item[1].split(list(splits)) for item in items]
-            for rank in range(self.size):
-                if splits[rank]:
-                    reduce_into([items[rank][0]], [parts[rank] for parts in by_rank], op)
-
-        return self._meet(call, (output, input), _unaliased(act))
-
-    def _all_gather(self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
-        def act(items: list[tuple[Sequence[Tensor], Tensor]]) -> None:
-            for outs, _ in items:
-                for out, (_, part) in zip(outs, items, strict=True):
-                    out.copy_(part)
-
-        return self._meet(call, (outputs, input), act)
-
-    def _broadcast(self, call: CollectiveCall, tensor: Tensor, src: int) -> Work:
-        def act(tensors: list[Tensor]) -> None:
-            for rank, target in enumerate(tensors):
-                if rank != src:
-                    target.copy_(tensors[src])
-
-        return self._meet(call, tensor, act)
-
-    def _reduce(self, call: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
-        def act(tensors: list[Tensor]) -> None:
-            total = torch.empty_like(tensors[dst])
-            reduce_into([total], tensors, op)
-            tensors[dst].copy_(total)
-
-        return self._meet(call, tensor, act)
-
-    def _gather(
-        self, call: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
-    ) -> Work:
-        def act(items: list[tuple[Sequence[Tensor], Tensor]]) -> None:
-            for out, (_, part) in zip(items[dst][0], items, strict=True):
-                out.copy_(part)
-
-        return self._meet(call, (outputs, tensor), act)
-
-    def _scatter(
-        self, call: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
-    ) -> Work:
-        def act(items: list[tuple[Tensor, Sequence[Tensor]]]) -> None:
-            for (target, _), part in zip(items, items[src][1], strict=True):
-                target.copy_(part)
-
-        return self._meet(call, (tensor, inputs), act)
-
-    def _all_to_all(
-        self, call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> Work:
-        def act(items: list[tuple[Sequence[Tensor], Sequence[Tensor], CallSite]]) -> None:
-            sent = [[part.numel() for part in item[1]] for item in items]
-            expected = [[part.numel() for part in item[0]] for item in items]
-            if any(
-                sent[s][r] != expected[r][s] for r in range(self.size) for s in range(self.size)
-            ):
-                texts = {
-                    rank: f"sends {sent[rank]}, expects {expected[rank]} elements at {place}"
-                    for rank, (_, _, place) in enumerate(items)
-                }
-                raise CollectiveMismatch.of_parts(self.name, call.position, texts)
-            for rank, (outs, _, _) in enumerate(items):
-                for out, (_, parts, _) in zip(outs, items, strict=True):
-                    out.copy_(parts[rank])
-
-        return self._meet(call, (outputs, inputs, call.place), act)
-
-    def _barrier(self, call: CollectiveCall) -> Work:
-        return self._meet(call, None, lambda items: None)
-
-    def _send(self, call: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
-        return self._mail(call, tensor, self.rank, dst, tag)
-
-    def _recv(self, call: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
-        return self._mail(call, tensor, src, self.rank, tag)
+    def _agree(self, calls: Sequence[CollectiveCall]) -> None:
+        first = calls[0]
+        for call in calls:
+            if call.signature != first.signature:
+                texts = {rank: f"{c.signature} at {c.place}" for rank, c in enumerate(calls)}
+                raise CollectiveMismatch(self.name, first.position, texts)
 
     def _mail(self, call: CollectiveCall, tensor: Tensor, src: int, dst: int, tag: int) -> Work:
         fabric, op = self._fabric, call.signature.op
@@ -211,8 +153,10 @@ class ThreadGroup(Group):
             with torch.inference_mode():
                 target.copy_(source)
 
-    def _subgroup(self, call: CollectiveCall, name: str, members: Sequence[int]) -> Group | None:
-        self._barrier(call).wait()
+    def _subgroup(
+        self, call: CollectiveCall, name: str, members: Sequence[int]
+    ) -> ThreadGroup | None:
+        self._meet(call, None, _nothing).wait()
         if self.rank not in members:
             return None
         return ThreadGroup(
@@ -227,7 +171,7 @@ class ThreadGroup(Group):
         regions: list[Tensor] = []
         local = zeros(numel, dtype, self.device, what=f"a window of {numel} elements on a rank")
 
-        def act(items: list[tuple[list[Tensor], Tensor]]) -> None:
+        def act(items: list[tuple[list[Tensor], Tensor]], calls: Calls) -> None:
             for seen, _ in items:
                 seen.extend(region for _, region in items)
 
@@ -239,23 +183,81 @@ class ThreadGroup(Group):
         what = f"a shared tensor of {numel} elements"
         require(numel * dtype.itemsize, self.device, what=what)
 
-        def act(items: list[list[Tensor]]) -> None:
-            one = zeros(numel, dtype, self.device, what=what)
+        def act(items: list[list[Tensor]], calls: Calls) -> None:
+            shared = zeros(numel, dtype, self.device, what=what)
             for item in items:
-                item.append(one)
+                item.append(shared)
 
         self._meet(call, seen, act).wait()
         return seen[0].view(numel)  # a tensor of this rank's own on the same memory
 
 
-def _unaliased(act: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
-    """Let an output lie inside its input, which others still read when it is written."""
-
-    def safely(items: list[tuple[Tensor, Tensor]]) -> None:
-        act([(out, part.clone() if _overlap(out, part) else part) for out, part in items])
-
-    return safely
+def _all_reduce(operations: list[AllReduce], calls: Calls) -> None:
+    tensors = [operation.tensor for operation in operations]
+    reduce_into(tensors, tensors, operations[0].op)
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+def _reduce_scatter(operations: list[ReduceScatter], calls: Calls) -> None:
+    splits, op = operations[0].splits, operations[0].op
+    targets = [operation.target(rank) for rank, operation in enumerate(operations)]
+    parts = [operation.input.split(splits) for operation in operations]
+    for rank, target in enumerate(targets):
+        if splits[rank]:
+            reduce_into([target], [of_rank[rank] for of_rank in parts], op)
+    for target, operation in zip(targets, operations, strict=True):
+        if target is not operation.output:
+            operation.output.copy_(target)
+
+
+def _all_gather(operations: list[AllGather], calls: Calls) -> None:
+    for receiver in operations:
+        for output, sender in zip(receiver.outputs, operations, strict=True):
+            output.copy_(sender.input)
+
+
+def _broadcast(operations: list[Broadcast], calls: Calls) -> None:
+    src = operations[0].src
+    for rank, operation in enumerate(operations):
+        if rank != src:
+            operation.tensor.copy_(operations[src].tensor)
+
+
+def _reduce(operations: list[Reduce], calls: Calls) -> None:
+    dst, op = operations[0].dst, operations[0].op
+    reduce_into([operations[dst].tensor], [operation.tensor for operation in operations], op)
+
+
+def _exchange(operations: list[Exchange], calls: Calls) -> None:
+    if not operations[0].lengths_agreed:
+        _check_lengths(operations, calls)
+    for receiver, operation in enumerate(operations):
+        for output, sender in zip(operation.outputs, operations, strict=True):
+            if output.numel():
+                output.copy_(sender.inputs[receiver])
+
+
+def _check_lengths(operations: list[Exchange], calls: Calls) -> None:
+    ranks = range(len(operations))
+    sent = [[part.numel() for part in operation.inputs] for operation in operations]
+    expected = [[part.numel() for part in operation.outputs] for operation in operations]
+    if any(sent[s][r] != expected[r][s] for r in ranks for s in ranks):
+        texts = {
+            rank: f"sends {sent[rank]}, expects {expected[rank]} elements at {calls[rank].place}"
+            for rank in ranks
+        }
+        raise CollectiveMismatch.of_parts(calls[0].group, calls[0].position, texts)
+
+
+def _nothing(operations: list[Any], calls: Calls) -> None:
+    """All have come."""
+
+
+_ACTS: dict[type[Primitive | Derived], Act[Any]] = {
+    AllReduce: _all_reduce,
+    ReduceScatter: _reduce_scatter,
+    AllGather: _all_gather,
+    Broadcast: _broadcast,
+    Exchange: _exchange,
+    Barrier: _nothing,
+    Reduce: _reduce,
+}

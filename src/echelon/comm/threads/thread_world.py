@@ -40,12 +40,15 @@ class Pending:
 
 
 class PendingCollective(Pending):
-    """One collective: what each rank brought."""
+    """One collective: the call of each rank and what it brought, in rank order.
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    While some ranks are absent, their places hold those of the first rank that came.
+    """
+
+    def __init__(self, ranks: Sequence[int], call: CollectiveCall, item: Any) -> None:
         super().__init__(ranks)
-        self.calls: dict[int, CollectiveCall] = {}
-        self.brought: dict[int, Any] = {}
+        self.calls: list[CollectiveCall] = [call] * len(self.expected)
+        self.items: list[Any] = [item] * len(self.expected)
 
 
 class PendingMessage(Pending):

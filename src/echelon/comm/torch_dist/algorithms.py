@@ -14,6 +14,15 @@ from typing import final
 import torch
 from torch import Tensor
 
+from echelon.comm.primitives import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Derived,
+    Exchange,
+    Primitive,
+    ReduceScatter,
+)
 from echelon.comm.reduce_op import reduce_into
 from echelon.comm.torch_dist.peers import PHASE, Peers, Posted, sized_tag
 from echelon.errors import ArgumentError
@@ -44,7 +53,23 @@ class Algorithms:
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
         self._device = device
 
-    def all_reduce(self, tag: int, tensor: Tensor, op: str) -> None:
+    def run(self, tag: int, operation: Primitive | Derived) -> None:
+        """Carry the operation out with messages of this tag; all ranks run it."""
+        match operation:
+            case AllReduce(tensor=tensor, op=op):
+                self._all_reduce(tag, tensor, op)
+            case ReduceScatter():
+                self._reduce_scatter(tag, operation)
+            case AllGather(outputs=outputs, input=input):
+                self._all_gather(tag, outputs, input)
+            case Broadcast(tensor=tensor, src=src):
+                self._broadcast(tag, tensor, src)
+            case Exchange():
+                self._exchange(tag, operation)
+            case _:
+                raise NotImplementedError(f"{operation!r} is no collective that it has")
+
+    def _all_reduce(self, tag: int, tensor: Tensor, op: str) -> None:
         """Reduce ``tensor`` over ranks, in place."""
         peers, size = self._peers, self._peers.size
         if (size - 1) * tensor.numel() * tensor.itemsize <= ONE_ROUND_NBYTES:
@@ -67,32 +92,25 @@ class Algorithms:
         peers.wait(results, deadline)
         peers.wait(sent, deadline)
 
-    def reduce_scatter(self, tag: int, output: Tensor, inputs: Sequence[Tensor], op: str) -> None:
-        """Reduce ``inputs[rank]`` of all ranks into ``output``."""
-        peers = self._peers
-        if (peers.size - 1) * output.numel() * output.itemsize <= ONE_ROUND_NBYTES:
-            self._reduce_at_once(tag, dict(enumerate(inputs)), inputs[peers.rank], [output], op)
-            return
-        deadline = peers.deadline()
-        parts = [_pieces(part) for part in inputs]
-        sent = [peers.send(piece, peer, tag) for peer, piece in self._by_turns(parts)]
-        pieces = self._reduce_pieces(tag, parts[peers.rank], _pieces(output), op, deadline)
-        for _ in pieces:
-            pass
-        peers.wait(sent, deadline)
-
-    def reduce(self, tag: int, tensor: Tensor, dst: int, op: str) -> None:
-        """Reduce ``tensor`` of all ranks into that of rank ``dst``; others keep theirs."""
-        peers = self._peers
-        deadline = peers.deadline()
-        pieces = _pieces(tensor)
-        if peers.rank == dst:
-            for _ in self._reduce_pieces(tag, pieces, pieces, op, deadline):
-                pass
+    def _reduce_scatter(self, tag: int, operation: ReduceScatter) -> None:
+        """Reduce the parts for this rank of the inputs of all ranks."""
+        peers, op = self._peers, operation.op
+        target, inputs = operation.target(peers.rank), operation.input.split(operation.splits)
+        longest = max(operation.splits)  # not that of this rank, so that all decide alike
+        if (peers.size - 1) * longest * target.itemsize <= ONE_ROUND_NBYTES:
+            self._reduce_at_once(tag, dict(enumerate(inputs)), inputs[peers.rank], [target], op)
         else:
-            peers.wait([peers.send(piece, dst, tag) for piece in pieces], deadline)
+            deadline = peers.deadline()
+            parts = [_pieces(part) for part in inputs]
+            sent = [peers.send(piece, peer, tag) for peer, piece in self._by_turns(parts)]
+            pieces = self._reduce_pieces(tag, parts[peers.rank], _pieces(target), op, deadline)
+            for _ in pieces:
+                pass
+            peers.wait(sent, deadline)
+        if target is not operation.output:
+            operation.output.copy_(target)
 
-    def all_gather(self, tag: int, outputs: Sequence[Tensor], input: Tensor) -> None:
+    def _all_gather(self, tag: int, outputs: Sequence[Tensor], input: Tensor) -> None:
         """Copy ``input`` of each rank into ``outputs`` of all; straight into place."""
         peers = self._peers
         deadline = peers.deadline()
@@ -102,7 +120,7 @@ class Algorithms:
         peers.wait(received, deadline)
         peers.wait(sent, deadline)
 
-    def broadcast(self, tag: int, tensor: Tensor, src: int) -> None:
+    def _broadcast(self, tag: int, tensor: Tensor, src: int) -> None:
         """Copy ``tensor`` of rank ``src`` to all."""
         peers = self._peers
         deadline = peers.deadline()
@@ -129,54 +147,31 @@ class Algorithms:
         peers.wait(rest, deadline)
         peers.wait(sent, deadline)
 
-    def gather(self, tag: int, outputs: Sequence[Tensor], tensor: Tensor, dst: int) -> None:
-        """Copy ``tensor`` of each rank into ``outputs`` of rank ``dst``."""
-        peers = self._peers
-        deadline = peers.deadline()
-        if peers.rank != dst:
-            peers.wait([peers.send(tensor, dst, tag)], deadline)
-            return
-        received = [peers.recv(outputs[peer], peer, tag) for peer in peers.others()]
-        _copy(outputs[dst], tensor)
-        peers.wait(received, deadline)
-
-    def scatter(self, tag: int, tensor: Tensor, inputs: Sequence[Tensor], src: int) -> None:
-        """Copy ``inputs[r]`` of rank ``src`` into ``tensor`` of rank ``r``."""
-        peers = self._peers
-        deadline = peers.deadline()
-        if peers.rank != src:
-            peers.wait([peers.recv(tensor, src, tag)], deadline)
-            return
-        sent = [peers.send(inputs[peer], peer, tag) for peer in peers.others()]
-        _copy(tensor, inputs[src])
-        peers.wait(sent, deadline)
-
-    def exchange(self, tag: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def _exchange(self, tag: int, operation: Exchange) -> None:
         """Send ``inputs[r]`` to rank ``r`` and receive ``outputs[r]`` from it.
 
-        The tag of a message holds its length, and an empty tensor travels as one byte: two ranks
-        that do not agree on a length never meet, see [Note: tags].
+        Unless ranks have agreed on the lengths, the tag of a message holds its length, and an empty
+        tensor travels as one byte: two ranks that do not agree never meet, see [Note: tags].
         """
-        peers = self._peers
+        peers, outputs, inputs = self._peers, operation.outputs, operation.inputs
         deadline = peers.deadline()
-        ins = [tensor if tensor.numel() else self._token for tensor in inputs]
-        outs = [tensor if tensor.numel() else self._token for tensor in outputs]
-        received = [
-            peers.recv(outs[peer], peer, sized_tag(tag, outputs[peer].numel()))
-            for peer in peers.others()
-        ]
-        sent = [
-            peers.send(ins[peer], peer, sized_tag(tag, inputs[peer].numel()))
-            for peer in peers.others()
-        ]
+
+        def message(tensor: Tensor) -> tuple[Tensor, int]:
+            if operation.lengths_agreed:
+                return tensor, tag
+            return tensor if tensor.numel() else self._token, sized_tag(tag, tensor.numel())
+
+        received = []
+        for peer in peers.others():
+            place, sized = message(outputs[peer])
+            received.append(peers.recv(place, peer, sized))
+        sent = []
+        for peer in peers.others():
+            data, sized = message(inputs[peer])
+            sent.append(peers.send(data, peer, sized))
         _copy(outputs[peers.rank], inputs[peers.rank])
         peers.wait(received, deadline)
         peers.wait(sent, deadline)
-
-    def barrier(self, tag: int) -> None:
-        """Return when all ranks have come."""
-        places = self._room(self._peers.size, 1, torch.uint8)
-        self.exchange(tag, places, [self._token] * self._peers.size)
 
     @cached_property
     def _token(self) -> Tensor:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from echelon.comm.allocation import zeros
 from echelon.comm.group import Group
+from echelon.comm.ordered_executor import OrderedExecutor
+from echelon.comm.primitives import Derived, Exchange, Message, Primitive, Receive, Send
 from echelon.comm.torch_dist.algorithms import Algorithms
 from echelon.comm.torch_dist.job import Job
-from echelon.comm.torch_dist.lane import Lane, LaneWork
 from echelon.comm.torch_dist.peers import Mailroom, PeerLost, Peers, Posted, collective_tag
 from echelon.comm.torch_dist.signature_check import Agreement
 from echelon.comm.work import Window, Work
@@ -198,74 +199,46 @@ class PeerGroup(TorchGroup):
         super().__init__(job, name, ranks, device, peers.timeout, connect, agreement)
         self._peers = peers
         self._algorithms = Algorithms(peers, device)
-        self._lane = Lane(name)
+        self._executor = OrderedExecutor(f"echelon collectives {name}", self._awaited)
         self._mailroom = Mailroom()
         self._messages: list[MessageWork] = []
         job.join(peers.sever, self._drop)
 
+    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
+        if isinstance(operation, Send):
+            return self._post(call, self._peers.send, operation, operation.dst)
+        if isinstance(operation, Receive):
+            return self._post(call, self._peers.recv, operation, operation.src)
+        if isinstance(operation, Exchange) and not operation.lengths_agreed:
+            return self._issue_in_turn(call, operation, _lengths(operation))
+        return self._issue_in_turn(call, operation)
+
     # Collectives -----------------------------------------------------------------------------
 
-    def _all_reduce(self, call: CollectiveCall, tensor: Tensor, op: str) -> Work:
-        return self._issue(call, lambda tag: self._algorithms.all_reduce(tag, tensor, op))
-
-    def _reduce_scatter(
-        self, call: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
-    ) -> Work:
-        if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
-            input = input.clone()  # others may not have it yet when the output is written
-        inputs = input.split(list(splits))
-        return self._issue(
-            call, lambda tag: self._algorithms.reduce_scatter(tag, output, inputs, op)
-        )
-
-    def _all_gather(self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
-        return self._issue(call, lambda tag: self._algorithms.all_gather(tag, outputs, input))
-
-    def _broadcast(self, call: CollectiveCall, tensor: Tensor, src: int) -> Work:
-        return self._issue(call, lambda tag: self._algorithms.broadcast(tag, tensor, src))
-
-    def _reduce(self, call: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
-        return self._issue(call, lambda tag: self._algorithms.reduce(tag, tensor, dst, op))
-
-    def _gather(
-        self, call: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
-    ) -> Work:
-        return self._issue(call, lambda tag: self._algorithms.gather(tag, outputs, tensor, dst))
-
-    def _scatter(
-        self, call: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
-    ) -> Work:
-        return self._issue(call, lambda tag: self._algorithms.scatter(tag, tensor, inputs, src))
-
-    def _all_to_all(
-        self, call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> Work:
-        lengths = [part.numel() for part in inputs], [part.numel() for part in outputs]
-        return self._issue(
-            call, lambda tag: self._algorithms.exchange(tag, outputs, inputs), lengths
-        )
-
-    def _barrier(self, call: CollectiveCall) -> Work:
-        return self._issue(call, self._algorithms.barrier)
-
-    def _issue(
-        self, call: CollectiveCall, run: Callable[[int], None], lengths: Lengths | None = None
+    def _issue_in_turn(
+        self,
+        call: CollectiveCall,
+        operation: Primitive | Derived | None,
+        lengths: Lengths | None = None,
     ) -> Work:
         self._job.check()
-        return self._lane.issue(
-            LaneWork(call, lambda: self._carry_out(call, run, lengths), self._awaited)
-        )
+        return self._executor.issue(call, lambda: self._carry_out(call, operation, lengths))
 
     def _carry_out(
-        self, call: CollectiveCall, run: Callable[[int], None], lengths: Lengths | None
+        self,
+        call: CollectiveCall,
+        operation: Primitive | Derived | None,
+        lengths: Lengths | None,
     ) -> None:
-        """Run one collective; on the lane's worker or on the caller's thread."""
+        """Run one collective; without an operation, only the check of its call."""
         self._job.check()
         start_s = time.monotonic()
         try:
             if self._agreement is not None:
                 self._agreement.check(call, lengths)
-            run(collective_tag(call.signature, call.position))
+            if operation is not None:
+                tag = collective_tag(call.signature, call.position)
+                self._algorithms.run(tag, operation)
         except PeerLost as lost:
             raise self._trouble(call, lost, start_s, lengths) from lost.__cause__
 
@@ -273,26 +246,20 @@ class PeerGroup(TorchGroup):
         return tuple(self.ranks[rank] for rank in self._peers.awaited)
 
     def _synchronize(self, call: CollectiveCall) -> None:
-        self._issue(call, lambda tag: None).wait()
+        self._issue_in_turn(call, None).wait()
 
     # Point to point --------------------------------------------------------------------------
 
-    def _send(self, call: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
-        return self._message(call, self._peers.send, tensor, dst, tag)
-
-    def _recv(self, call: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
-        return self._message(call, self._peers.recv, tensor, src, tag)
-
-    def _message(
+    def _post(
         self,
         call: CollectiveCall,
         post: Callable[[Tensor, int, int], Posted],
-        tensor: Tensor,
+        message: Message,
         peer: int,
-        tag: int,
     ) -> Work:
         self._job.check()
-        engine_tag = self._mailroom.tag(call.signature.op, tensor, peer, tag)
+        tensor = message.tensor
+        engine_tag = self._mailroom.tag(call.signature.op, tensor, peer, message.tag)
         start_s = time.monotonic()
         # One byte stands for an empty tensor: its length is in the tag, and the receiver must wait.
         body = tensor if tensor.numel() else torch.zeros(1, dtype=torch.uint8, device=self.device)
@@ -322,7 +289,7 @@ class PeerGroup(TorchGroup):
         A thread that comes back from the engine while Python ends would abort the process, so no
         thread is left in it.
         """
-        if not self._lane.close(failed, self.timeout):
+        if not self._executor.close(drop=failed, seconds=self.timeout):
             self._peers.sever()
         waiters = [work.waiter for work in self._messages if work.waiter is not None]
         if any(waiter.is_alive() for waiter in waiters):
@@ -330,3 +297,9 @@ class PeerGroup(TorchGroup):
             for waiter in waiters:
                 waiter.join()
         self._peers.close()
+
+
+def _lengths(exchange: Exchange) -> Lengths:
+    """For the check of what the signature does not say."""
+    sends = [part.numel() for part in exchange.inputs]
+    return sends, [part.numel() for part in exchange.outputs]

@@ -19,8 +19,19 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from echelon.comm.derived import Reduce
+from echelon.comm.primitives import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Derived,
+    Exchange,
+    Primitive,
+    Receive,
+    ReduceScatter,
+    Send,
+)
 from echelon.comm.reduce_op import divide_for_mean, reduce_into
-from echelon.comm.streams import synchronize
 from echelon.comm.torch_dist.group import Connect, Lengths, TorchGroup
 from echelon.comm.torch_dist.job import Job
 from echelon.comm.torch_dist.peers import Engine, EngineWork, PeerLost, Peers
@@ -95,6 +106,9 @@ class NativeGroup(TorchGroup):
         check: if given, these peers compare the calls of all ranks before each collective.
     """
 
+    # NCCL's own needs no memory for the data of all ranks, and sends each element once.
+    overrides = frozenset({Reduce})
+
     def __init__(
         self,
         engine: Engine,
@@ -118,6 +132,27 @@ class NativeGroup(TorchGroup):
     def _kept_in_forks(self) -> Sequence[object]:
         return (self._engine,)
 
+    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
+        match operation:
+            case AllReduce(tensor=tensor, op=op):
+                return self._all_reduce(call, tensor, op)
+            case ReduceScatter(output=output, input=input, splits=splits, op=op):
+                return self._reduce_scatter(call, output, input, splits, op)
+            case AllGather(outputs=outputs, input=input):
+                return self._all_gather(call, outputs, input)
+            case Broadcast(tensor=tensor, src=src):
+                return self._run(call, lambda e: [e.broadcast([_bytes(tensor)], _rooted(src))])
+            case Exchange():
+                return self._exchange_parts(call, operation)
+            case Send(tensor=tensor, dst=dst, tag=tag):
+                return self._call(call, lambda e: [e.send([_bytes(tensor)], dst, tag)])
+            case Receive(tensor=tensor, src=src, tag=tag):
+                return self._call(call, lambda e: [e.recv([_bytes(tensor)], src, tag)])
+            case Reduce(tensor=tensor, dst=dst, op=op):
+                return self._reduce(call, tensor, dst, op)
+            case _:
+                raise NotImplementedError(f"{operation!r} is no collective that it has")
+
     # Reductions ------------------------------------------------------------------------------
 
     def _all_reduce(self, call: CollectiveCall, tensor: Tensor, op: str) -> Work:
@@ -126,24 +161,24 @@ class NativeGroup(TorchGroup):
             return self._gather_and_reduce(call, tensor, op, [tensor])
         options = c10d.AllreduceOptions()
         options.reduceOp = _engine_op(tensor, op)
-        work = self._start(call, lambda engine: [engine.allreduce([view], options)])
+        work = self._run(call, lambda engine: [engine.allreduce([view], options)])
         work.then(lambda: divide_for_mean(tensor, op, self.size))
         return work
 
     def _reduce_scatter(
-        self, call: CollectiveCall, output: Tensor, input: Tensor, splits: Sequence[int], op: str
+        self, call: CollectiveCall, output: Tensor, input: Tensor, splits: list[int], op: str
     ) -> Work:
         out_view, in_view = _reducible(output, op), _reducible(input, op)
         if out_view is None or in_view is None or len(set(splits)) > 1:
             parts = output.new_empty(self.size * output.numel())
-            work = self._exchange(call, parts, input, _even(parts, self.size), list(splits))
+            work = self._exchange(call, parts, input, _even(parts, self.size), splits)
             rows = _rows(parts, self.size)
             if output.numel():
                 work.then(lambda: reduce_into([output], rows, op))
             return work
         options = c10d.ReduceScatterOptions()
         options.reduceOp = _engine_op(output, op)
-        work = self._start(
+        work = self._run(
             call, lambda engine: [engine._reduce_scatter_base(out_view, in_view, options)]
         )
         work.then(lambda: divide_for_mean(output, op, self.size))
@@ -158,7 +193,7 @@ class NativeGroup(TorchGroup):
         options = c10d.ReduceOptions()
         options.reduceOp = _engine_op(tensor, op)
         options.rootRank = dst
-        work = self._start(call, lambda engine: [engine.reduce([buffer], options)])
+        work = self._run(call, lambda engine: [engine.reduce([buffer], options)])
         if self.rank == dst:
             work.then(lambda: divide_for_mean(tensor, op, self.size))
         return work
@@ -188,7 +223,7 @@ class NativeGroup(TorchGroup):
 
     def _gather_flat(self, call: CollectiveCall, output: Tensor, input: Tensor) -> Work:
         options = c10d.AllgatherOptions()
-        return self._start(
+        return self._run(
             call,
             lambda engine: [engine._allgather_base(_bytes(output), _bytes(input), options)],
         )
@@ -206,34 +241,11 @@ class NativeGroup(TorchGroup):
                 if output.numel()
             ]
 
-        return self._start(call, start)
+        return self._run(call, start)
 
-    def _broadcast(self, call: CollectiveCall, tensor: Tensor, src: int) -> Work:
-        return self._start(call, lambda engine: [engine.broadcast([_bytes(tensor)], _rooted(src))])
-
-    def _gather(
-        self, call: CollectiveCall, outputs: Sequence[Tensor], tensor: Tensor, dst: int
-    ) -> Work:
-        empty = tensor[:0]
-        ins = [tensor if rank == dst else empty for rank in range(self.size)]
-        return self._move(call, outputs if self.rank == dst else [empty] * self.size, ins)
-
-    def _scatter(
-        self, call: CollectiveCall, tensor: Tensor, inputs: Sequence[Tensor], src: int
-    ) -> Work:
-        empty = tensor[:0]
-        outs = [tensor if rank == src else empty for rank in range(self.size)]
-        return self._move(call, outs, inputs if self.rank == src else [empty] * self.size)
-
-    def _all_to_all(
-        self, call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> Work:
-        return self._move(call, outputs, inputs)
-
-    def _move(
-        self, call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> Work:
+    def _exchange_parts(self, call: CollectiveCall, operation: Exchange) -> Work:
         """Send ``inputs[r]`` to rank ``r`` and receive ``outputs[r]`` from it."""
+        outputs, inputs = operation.outputs, operation.inputs
         ins, outs = [part.numel() for part in inputs], [part.numel() for part in outputs]
         source = _joined(inputs)
         source = torch.cat(list(inputs)) if source is None else source
@@ -250,7 +262,7 @@ class NativeGroup(TorchGroup):
     ) -> Work:
         options = c10d.AllToAllOptions()
         width = input.itemsize
-        return self._start(
+        return self._run(
             call,
             lambda engine: [
                 engine.alltoall_base(
@@ -264,23 +276,9 @@ class NativeGroup(TorchGroup):
             (ins, outs) if call.signature.op == "all_to_all_single" else None,
         )
 
-    def _barrier(self, call: CollectiveCall) -> Work:
-        token = torch.zeros(1, dtype=torch.int32, device=self.device)
-        work = self._start(
-            call, lambda engine: [engine.allreduce([token], c10d.AllreduceOptions())]
-        )
-        work.then(lambda: synchronize(self.device))
-        return work
-
-    def _send(self, call: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
-        return self._call(call, lambda engine: [engine.send([_bytes(tensor)], dst, tag)])
-
-    def _recv(self, call: CollectiveCall, tensor: Tensor, src: int, tag: int) -> Work:
-        return self._call(call, lambda engine: [engine.recv([_bytes(tensor)], src, tag)])
-
     # Parts of the above ----------------------------------------------------------------------
 
-    def _start(
+    def _run(
         self,
         call: CollectiveCall,
         start: Callable[[Engine], list[EngineWork]],

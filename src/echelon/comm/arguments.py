@@ -1,0 +1,172 @@
+"""What the arguments of a call must be, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from echelon import checks
+from echelon.comm.flat import is_expanded
+from echelon.errors import ArgumentError
+
+_QUANTIZED = "torch.q"  # qint8, quint4x2, …
+
+
+@final
+class Arguments:
+    """Checks the arguments of the calls of one rank.
+
+    Args:
+        rank: in the group.
+        size: number of ranks of the group.
+        device: where tensors of the group live.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, size, device
+
+    def check_tensors(
+        self, op: str, read: Sequence[Tensor] = (), written: Sequence[Tensor] = ()
+    ) -> torch.dtype:
+        """The dtype that all tensors of a call have."""
+        first, *_ = tensors = (*read, *written)
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                raise ArgumentError(f"{op} got {tensor!r:.80}; give a tensor")
+            if tensor.is_nested or tensor.is_quantized:
+                kind = "nested" if tensor.is_nested else "quantized"
+                raise ArgumentError(
+                    f"{op} got a {kind} tensor; give a dense one, such as its values"
+                )
+            if tensor.layout != torch.strided:
+                raise ArgumentError(
+                    f"{op} takes dense tensors, not {tensor.layout}: call .to_dense() first"
+                )
+            if tensor.dtype != first.dtype:
+                raise ArgumentError(
+                    f"{op} got tensors of {first.dtype} and {tensor.dtype}; use one dtype"
+                )
+            if tensor.device != self.device:
+                raise ArgumentError(
+                    f"{op} got a tensor on {tensor.device}; this group is on {self.device}"
+                )
+        for tensor in written:
+            _check_writable(op, tensor)
+        return first.dtype
+
+    def check_rank(self, what: str, rank: object) -> None:
+        """Refuse what is not a rank of the group."""
+        checks.rank(what, rank, self.size)
+
+    def check_peer(self, op: str, what: str, peer: int, tag: int) -> None:
+        """Refuse a message to this rank itself, or with a tag that cannot travel."""
+        self.check_rank(what, peer)
+        if peer == self.rank:
+            raise ArgumentError(f"rank {peer} cannot {op} to itself: copy the tensor instead")
+        if not isinstance(tag, int) or not 0 <= tag < 2**31:
+            raise ArgumentError(f"{op} got tag {tag!r:.80}: use an integer with 0 <= tag < 2**31")
+
+    def check_numel(self, what: str, tensor: Tensor, numel: int, meaning: str) -> None:
+        """Refuse a tensor that has not ``numel`` elements."""
+        if tensor.numel() != numel:
+            raise ArgumentError(
+                f"{what} has {tensor.numel()} elements; it needs {meaning} = {numel}"
+            )
+
+    def outputs_of_ranks(self, op: str, outputs: Sequence[Tensor], input: Tensor) -> None:
+        """Check a list of one output for each rank, and this rank's input to it."""
+        _check_list(op, "outputs", outputs)
+        self.check_tensors(op, [input], outputs)
+        if len(outputs) != self.size:
+            raise ArgumentError(f"{op} got {len(outputs)} outputs for {self.size} ranks")
+        self.check_numel(
+            "input", input, outputs[self.rank].numel(), f"outputs[{self.rank}].numel()"
+        )
+
+    def list_of_root(
+        self, op: str, what: str, tensors: Sequence[Tensor] | None, root: int
+    ) -> Sequence[Tensor]:
+        """The list that only ``root`` gives; empty on other ranks."""
+        given = () if tensors is None else tensors
+        _check_list(op, what, given)
+        if self.rank != root and len(given):
+            raise ArgumentError(f"{op}: only rank {root} gives {what}, this is rank {self.rank}")
+        if self.rank == root and len(given) != self.size:
+            raise ArgumentError(
+                f"{op}: rank {root} must give {self.size} {what}, got {len(given) or 'none'}"
+            )
+        return given
+
+    def check_numels(self, op: str, what: str, tensors: Sequence[Tensor], like: Tensor) -> None:
+        """Refuse tensors that have not as many elements as ``like``."""
+        for i, tensor in enumerate(tensors):
+            self.check_numel(f"{op}: {what}[{i}]", tensor, like.numel(), "tensor.numel()")
+
+    def splits(self, what: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:
+        """Lengths of the parts of ``tensor`` for all ranks, in elements."""
+        lengths = checks.wholes("splits", splits)
+        if len(lengths) != self.size or sum(lengths) != tensor.numel():
+            raise ArgumentError(
+                f"splits {lengths} do not cut the {tensor.numel()} elements of {what} "
+                f"for {self.size} ranks"
+            )
+        return lengths
+
+    def rows(self, what: str, tensor: Tensor, splits: Sequence[int] | None) -> list[int]:
+        """The same of splits in rows of dim 0; None: equal parts."""
+        op = "all_to_all_single"
+        if not tensor.dim():
+            raise ArgumentError(
+                f"{op}: {what} has no dim 0 to cut into parts: give at least one dim"
+            )
+        rows = tensor.shape[0]
+        if splits is None:
+            if rows % self.size:
+                raise ArgumentError(
+                    f"{op}: {what} has {rows} rows, not a multiple of {self.size} ranks; "
+                    f"give {what}_splits"
+                )
+            splits = [rows // self.size] * self.size
+        lengths = checks.wholes(f"{what}_splits", splits)
+        if len(lengths) != self.size or sum(lengths) != rows:
+            raise ArgumentError(
+                f"{op}: {what}_splits {lengths} do not cut {rows} rows for {self.size} ranks"
+            )
+        row = tensor[0].numel() if rows else 0
+        return [length * row for length in lengths]
+
+    def memory(self, op: str, numel: object, dtype: object) -> int:
+        """What a window or a shared tensor is made of: its number of elements."""
+        if not isinstance(dtype, torch.dtype) or str(dtype).startswith(_QUANTIZED):
+            raise ArgumentError(f"{op}: dtype is {dtype!r:.80}; give a dtype of plain numbers")
+        return checks.whole(f"{op}: numel", numel)
+
+    def members(self, ranks: object) -> list[int]:
+        """The ranks of a subgroup, sorted, each once."""
+        if isinstance(ranks, str) or not isinstance(ranks, Iterable):
+            raise ArgumentError(f"ranks is {ranks!r:.80}; give a list of ranks of this group")
+        given = list(ranks)
+        if not given:
+            raise ArgumentError("a subgroup needs at least one rank")
+        for member in given:
+            self.check_rank("a member of the subgroup", member)
+        return sorted(set(given))
+
+
+def _check_list(op: str, what: str, tensors: object) -> None:
+    """Refuse what is not a list of tensors; what its items are is checked later."""
+    if not isinstance(tensors, list | tuple):
+        raise ArgumentError(f"{op}: {what} is {tensors!r:.80}; give a list of tensors, one a rank")
+
+
+def _check_writable(op: str, tensor: Tensor) -> None:
+    """Refuse an output whose elements share memory, as after ``expand``."""
+    if is_expanded(tensor):
+        raise ArgumentError(
+            f"{op} cannot write to a tensor of shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()}: several of its elements are one place in memory (it was "
+            "expanded). Call .contiguous() on it first"
+        )

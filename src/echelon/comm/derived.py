@@ -1,0 +1,158 @@
+"""The collectives that are made of primitives, once for all transports.
+
+Law: a derived collective gives the bits of its primitive, so sums run in rank order here, too.
+
+A transport that does one of them better itself names it in ``Transport.overrides``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import final
+
+import torch
+from torch import Tensor
+
+from echelon.comm import reduce_op
+from echelon.comm.arguments import Arguments
+from echelon.comm.flat import apart, flattened
+from echelon.comm.primitives import AllReduce, Derived, Exchange, ReduceScatter, Request
+from echelon.comm.streams import is_cpu, synchronize
+from echelon.diagnosis.collective_call import CallSignature
+
+
+@final
+@dataclass(slots=True)
+class Reduce(Derived):
+    """Reduce over ranks into the ``tensor`` of rank ``dst``; the others keep theirs."""
+
+    tensor: Tensor
+    dst: int
+    op: str
+
+    def primitive(self, rank: int, size: int) -> ReduceScatter:
+        """A reduce-scatter in which ``dst`` gets all and the other ranks nothing."""
+        tensor, splits = self.tensor, [0] * size
+        splits[self.dst] = tensor.numel()
+        output = tensor if rank == self.dst else _nothing(tensor.dtype, tensor.device)
+        return ReduceScatter(output, tensor, splits, self.op)
+
+
+@final
+@dataclass(slots=True)
+class Gather(Derived):
+    """Copy ``tensor`` of rank r to ``outputs[r]`` of rank ``dst``."""
+
+    outputs: Sequence[Tensor]
+    tensor: Tensor
+    dst: int
+
+    def primitive(self, rank: int, size: int) -> Exchange:
+        """An exchange in which only ``dst`` is sent something."""
+        nothing = _nothing(self.tensor.dtype, self.tensor.device)
+        inputs = [nothing] * size
+        inputs[self.dst] = self.tensor
+        outputs = self.outputs if rank == self.dst else [nothing] * size
+        return Exchange(outputs, inputs, lengths_agreed=True)
+
+
+@final
+@dataclass(slots=True)
+class Scatter(Derived):
+    """Copy ``inputs[r]`` of rank ``src`` to ``tensor`` of rank r."""
+
+    tensor: Tensor
+    inputs: Sequence[Tensor]
+    src: int
+
+    def primitive(self, rank: int, size: int) -> Exchange:
+        """An exchange in which only ``src`` sends something."""
+        nothing = _nothing(self.tensor.dtype, self.tensor.device)
+        outputs = [nothing] * size
+        outputs[self.src] = self.tensor
+        inputs = self.inputs if rank == self.src else [nothing] * size
+        return Exchange(outputs, inputs, lengths_agreed=True)
+
+
+@final
+@dataclass(slots=True)
+class Barrier(Derived):
+    """Return when all ranks have come."""
+
+    device: torch.device
+
+    def primitive(self, rank: int, size: int) -> AllReduce:
+        """A reduction of one number, which has a result only when all ranks have come."""
+        return AllReduce(torch.zeros(1, dtype=torch.int32, device=self.device), "sum")
+
+
+@lru_cache(maxsize=256)
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A 1D tensor without elements, for ranks that have no part."""
+    with torch.inference_mode(False):  # it outlives the caller's mode
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+def reduce(arguments: Arguments, tensor: Tensor, dst: int, op: str, label: str | None) -> Request:
+    """See ``Group.reduce``."""
+    arguments.check_rank("dst", dst)
+    reduce_op.check_op(op, arguments.check_tensors("reduce", written=[tensor]))
+    signature = CallSignature("reduce", tensor.dtype, tuple(tensor.shape), op, dst, label)
+    flat, restore = flattened(tensor)
+    return signature, Reduce(flat, dst, op), (restore,)
+
+
+def gather(
+    arguments: Arguments,
+    tensor: Tensor,
+    outputs: Sequence[Tensor] | None,
+    dst: int,
+    label: str | None,
+) -> Request:
+    """See ``Group.gather``."""
+    arguments.check_rank("dst", dst)
+    given = arguments.list_of_root("gather", "outputs", outputs, root=dst)
+    arguments.check_tensors("gather", [tensor], given)
+    arguments.check_numels("gather", "outputs", given, tensor)
+    signature = CallSignature("gather", tensor.dtype, tuple(tensor.shape), None, dst, label)
+    pairs = [flattened(output) for output in given]
+    operation = Gather([flat for flat, _ in pairs], flattened(tensor)[0], dst)
+    return signature, operation, tuple(restore for _, restore in pairs)
+
+
+def scatter(
+    arguments: Arguments,
+    tensor: Tensor,
+    inputs: Sequence[Tensor] | None,
+    src: int,
+    label: str | None,
+) -> Request:
+    """See ``Group.scatter``."""
+    arguments.check_rank("src", src)
+    given = arguments.list_of_root("scatter", "inputs", inputs, root=src)
+    arguments.check_tensors("scatter", given, [tensor])
+    arguments.check_numels("scatter", "inputs", given, tensor)
+    signature = CallSignature("scatter", tensor.dtype, tuple(tensor.shape), None, src, label)
+    flat, restore = flattened(tensor)
+    parts = [
+        flattened(item)[0] if rank == src else apart(flattened(item)[0], [flat])
+        for rank, item in enumerate(given)
+    ]
+    return signature, Scatter(flat, parts, src), (restore,)
+
+
+def barrier(arguments: Arguments, label: str | None) -> Request:
+    """See ``Group.barrier``."""
+    if label is None:
+        return _barrier(arguments.device)
+    _, operation, finish = _barrier(arguments.device)
+    return CallSignature("barrier", label=label), operation, finish
+
+
+@lru_cache(maxsize=64)
+def _barrier(device: torch.device) -> Request:
+    # On CUDA a wait orders the stream only, and a barrier holds the host.
+    finish = () if is_cpu(device) else (partial(synchronize, device),)
+    return CallSignature("barrier"), Barrier(device), finish

@@ -1,0 +1,244 @@
+"""What a transport carries: five collectives and two messages, and how a call becomes one.
+
+Tensors of a primitive are 1D, contiguous and on the device of the group. The functions make a
+``Request`` of the arguments of a user's call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from echelon.comm import reduce_op
+from echelon.comm.arguments import Arguments
+from echelon.comm.flat import apart, flattened
+from echelon.diagnosis.collective_call import CallSignature
+
+
+@dataclass(slots=True)
+class AllReduce:
+    """Replace ``tensor`` of every rank by the reduction over ranks."""
+
+    tensor: Tensor
+    op: str
+
+
+@dataclass(slots=True)
+class ReduceScatter:
+    """Reduce ``input`` over ranks, of which each gets its part in ``output``.
+
+    Attributes:
+        output: apart from ``input``, or anywhere in it.
+        splits: elements of the part of each rank, the same on all ranks.
+    """
+
+    output: Tensor
+    input: Tensor
+    splits: list[int]
+    op: str
+
+    def target(self, rank: int) -> Tensor:
+        """Where to reduce to: ``output``, or memory beside it if it lies on parts of other ranks.
+
+        These may not have been read yet. Whoever gets other memory copies it when they have been.
+        """
+        output, input = self.output, self.input
+        own = input.data_ptr() + sum(self.splits[:rank]) * input.itemsize
+        if not self.splits[rank] or output.data_ptr() == own:
+            return output
+        if output.untyped_storage().data_ptr() != input.untyped_storage().data_ptr():
+            return output
+        return torch.empty_like(output)
+
+
+@dataclass(slots=True)
+class AllGather:
+    """Copy ``input`` of rank r into ``outputs[r]`` of all ranks; lengths may differ.
+
+    Attributes:
+        input: apart from ``outputs``, or exactly the one of this rank.
+    """
+
+    outputs: Sequence[Tensor]
+    input: Tensor
+
+
+@dataclass(slots=True)
+class Broadcast:
+    """Copy ``tensor`` of rank ``src`` to all ranks."""
+
+    tensor: Tensor
+    src: int
+
+
+@dataclass(slots=True)
+class Exchange:
+    """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it; lengths may differ.
+
+    Attributes:
+        lengths_agreed: whether the signature of the call says all lengths. If not, the transport
+            compares what each rank sends with what its peer expects.
+    """
+
+    outputs: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    lengths_agreed: bool
+
+
+@dataclass(slots=True)
+class Send:
+    """Send ``tensor`` to rank ``dst``."""
+
+    tensor: Tensor
+    dst: int
+    tag: int
+
+
+@dataclass(slots=True)
+class Receive:
+    """Receive into ``tensor`` what rank ``src`` sends with this tag, first sent first."""
+
+    tensor: Tensor
+    src: int
+    tag: int
+
+
+Message: TypeAlias = Send | Receive
+Primitive: TypeAlias = AllReduce | ReduceScatter | AllGather | Broadcast | Exchange | Message
+
+
+class Derived:
+    """A collective that primitives can do. Abstract: a subclass says with which one."""
+
+    __slots__ = ()
+
+    def primitive(self, rank: int, size: int) -> Primitive:
+        """The primitive that does it on this rank; all ranks use the same one."""
+        raise NotImplementedError
+
+
+# A call that was checked: what all ranks must agree on, what the transport is to do, and steps that
+# copy results into tensors that are not dense, after the wait. A bare tuple, because each is made
+# in a hot path.
+Finish: TypeAlias = Sequence[Callable[[], None] | None]
+Request: TypeAlias = tuple[CallSignature, Primitive | Derived, Finish]
+
+
+def all_reduce(arguments: Arguments, tensor: Tensor, op: str, label: str | None) -> Request:
+    """See ``Group.all_reduce``."""
+    reduce_op.check_op(op, arguments.check_tensors("all_reduce", written=[tensor]))
+    signature = CallSignature("all_reduce", tensor.dtype, tuple(tensor.shape), op, None, label)
+    flat, restore = flattened(tensor)
+    return signature, AllReduce(flat, op), (restore,)
+
+
+def reduce_scatter(
+    arguments: Arguments,
+    output: Tensor,
+    input: Tensor,
+    op: str,
+    splits: Sequence[int] | None,
+    label: str | None,
+) -> Request:
+    """See ``Group.reduce_scatter_single``."""
+    name = "reduce_scatter_single"
+    reduce_op.check_op(op, arguments.check_tensors(name, [input], [output]))
+    parts: tuple[int, ...] = ()
+    if splits is None:
+        size = arguments.size
+        arguments.check_numel("input", input, size * output.numel(), "size * output.numel()")
+        lengths = [output.numel()] * size
+    else:
+        rank = arguments.rank
+        lengths = arguments.splits("input", input, splits)
+        arguments.check_numel("output", output, lengths[rank], f"splits[{rank}]")
+        parts = tuple(lengths)
+    signature = CallSignature(name, input.dtype, tuple(input.shape), op, None, label, parts)
+    flat, restore = flattened(output)
+    operation = ReduceScatter(flat, flattened(input)[0], lengths, op)
+    return signature, operation, (restore,)
+
+
+def all_gather_single(
+    arguments: Arguments, output: Tensor, input: Tensor, label: str | None
+) -> Request:
+    """See ``Group.all_gather_single``."""
+    name, size = "all_gather_single", arguments.size
+    arguments.check_tensors(name, [input], [output])
+    arguments.check_numel("output", output, size * input.numel(), "size * input.numel()")
+    signature = CallSignature(name, input.dtype, tuple(input.shape), None, None, label)
+    flat, restore = flattened(output)
+    parts = flat.view(size, -1).unbind(0) if flat.numel() else [flat] * size
+    source = apart(flattened(input)[0], parts, arguments.rank)
+    return signature, AllGather(parts, source), (restore,)
+
+
+def all_gather(
+    arguments: Arguments, outputs: Sequence[Tensor], input: Tensor, label: str | None
+) -> Request:
+    """See ``Group.all_gather``."""
+    arguments.outputs_of_ranks("all_gather", outputs, input)
+    lengths = tuple(output.numel() for output in outputs)
+    signature = CallSignature(
+        "all_gather", input.dtype, (sum(lengths),), None, None, label, lengths
+    )
+    flats, restores = zip(*map(flattened, outputs), strict=True)
+    source = apart(flattened(input)[0], flats, arguments.rank)
+    return signature, AllGather(flats, source), restores
+
+
+def broadcast(arguments: Arguments, tensor: Tensor, src: int, label: str | None) -> Request:
+    """See ``Group.broadcast``."""
+    arguments.check_rank("src", src)
+    read, written = ([tensor], []) if src == arguments.rank else ([], [tensor])
+    arguments.check_tensors("broadcast", read, written)
+    signature = CallSignature("broadcast", tensor.dtype, tuple(tensor.shape), None, src, label)
+    flat, restore = flattened(tensor)
+    return signature, Broadcast(flat, src), (restore,)
+
+
+def all_to_all_single(
+    arguments: Arguments,
+    output: Tensor,
+    input: Tensor,
+    output_splits: Sequence[int] | None,
+    input_splits: Sequence[int] | None,
+    label: str | None,
+) -> Request:
+    """See ``Group.all_to_all_single``."""
+    arguments.check_tensors("all_to_all_single", [input], [output])
+    outs = arguments.rows("output", output, output_splits)
+    ins = arguments.rows("input", input, input_splits)
+    signature = CallSignature("all_to_all_single", input.dtype, (), None, None, label)
+    flat, restore = flattened(output)
+    source = apart(flattened(input)[0], [flat])
+    operation = Exchange(flat.split(outs), source.split(ins), lengths_agreed=False)
+    return signature, operation, (restore,)
+
+
+def send(arguments: Arguments, tensor: Tensor, dst: int, tag: int) -> Request:
+    """See ``Group.send``."""
+    arguments.check_tensors("send", [tensor])
+    arguments.check_peer("send", "dst", dst, tag)
+    signature = _message("send", tensor.dtype, tensor.numel(), dst, tag)
+    return signature, Send(flattened(tensor)[0], dst, tag), ()
+
+
+def receive(arguments: Arguments, tensor: Tensor, src: int, tag: int) -> Request:
+    """See ``Group.recv``."""
+    arguments.check_tensors("recv", written=[tensor])
+    arguments.check_peer("recv", "src", src, tag)
+    signature = _message("recv", tensor.dtype, tensor.numel(), src, tag)
+    flat, restore = flattened(tensor)
+    return signature, Receive(flat, src, tag), (restore,)
+
+
+@lru_cache(maxsize=4096)
+def _message(op: str, dtype: torch.dtype, numel: int, peer: int, tag: int) -> CallSignature:
+    """The signature of a message, which a program sends in every step."""
+    return CallSignature(op, dtype, (numel,), None, peer, f"tag {tag}")

@@ -1,0 +1,126 @@
+"""What a world writes so that its ranks form a ``Group``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+from echelon import events
+from echelon.comm.arguments import Arguments
+from echelon.comm.group_tree import GroupTree
+from echelon.comm.primitives import Derived, Primitive
+from echelon.comm.work import Window, Work, emit_issue
+from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, caller
+from echelon.errors import ArgumentError
+from echelon.process.forks import disown_in_forks, keep_alive, refused
+
+
+class Transport(GroupTree, ABC):
+    """The part of a ``Group`` that differs between worlds. Abstract: see ``_start`` and below.
+
+    Attributes:
+        overrides: the derived collectives that ``_start`` takes as they are, because that is
+            faster there; all others reach it as the primitive that does them.
+    """
+
+    overrides: frozenset[type[Derived]] = frozenset()
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        device: torch.device,
+        timeout: float,
+        *,
+        shares_memory: bool,
+        note: Callable[[CollectiveCall], None],
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.device = device
+        self.timeout = timeout
+        self.shares_memory = shares_memory
+        self._arguments = Arguments(rank, self.size, device)
+        self._note = note  # of each call, for whoever reports that this rank died or hangs
+        self._position = 0
+        self._p2p_position = 0
+        self._num_subgroups = 0
+        disown_in_forks(self)
+
+    # What a world writes ---------------------------------------------------------------------
+
+    @abstractmethod
+    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
+        """Start the operation and return at once.
+
+        All ranks of the group start their collectives in one order. If ``call.blocking``, the
+        caller waits next, and the transport may use its thread. Reports may keep ``call``, so it
+        does not hold the tensors, which live only as long as the operation.
+
+        Raises:
+            CollectiveMismatch: here or in the wait, on every rank: the signatures of the call
+                differ, or ranks exchange other lengths than they expect.
+        """
+
+    @abstractmethod
+    def _subgroup(self, call: CollectiveCall, name: str, members: Sequence[int]) -> Self | None:
+        """The group of these ranks of this group; None where this rank is not one of them."""
+
+    @abstractmethod
+    def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
+        """New memory of zeros on every rank."""
+
+    def _shared(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
+        """One tensor of zeros for all ranks. Only where the group ``shares_memory``."""
+        raise NotImplementedError
+
+    def _kept_in_forks(self) -> Sequence[object]:
+        """What a forked process must not take apart."""
+        return ()
+
+    # What all worlds share -------------------------------------------------------------------
+
+    @final
+    def disown(self) -> None:
+        """Refuse all calls of this process, which the rank has forked."""
+        for item in self._kept_in_forks():
+            keep_alive(item)
+
+        def refuse(call: CollectiveCall) -> None:
+            raise refused(f"{call.signature} of group {call.group!r} at {call.place}", call.rank)
+
+        self._note = refuse
+
+    def __repr__(self) -> str:
+        place = f"rank {self.rank} of {self.size}, on {self.device}"
+        return f"{type(self).__name__}({self.name!r}, {place})"
+
+    @final
+    def _number(
+        self, signature: CallSignature, blocking: bool, *, is_message: bool = False
+    ) -> CollectiveCall:
+        """The next call of this rank; messages are counted apart from collectives."""
+        label = signature.label
+        if label is not None and not isinstance(label, str):
+            raise ArgumentError(f"label is {label!r:.80}; give a str, or None")
+        position = self._p2p_position if is_message else self._position
+        place = caller(depth=2)  # a method of ``Group`` has called this one
+        call = CollectiveCall(
+            signature, place, position, self.name, self.ranks[self.rank], blocking
+        )
+        if is_message:
+            self._p2p_position += 1
+        else:
+            self._position += 1
+        self._note(call)
+        if events.listening():
+            emit_issue(call)
+        return call
