@@ -117,7 +117,7 @@ class Collectives:
         if tensor.nbytes <= SLOT_NBYTES:
             parts = area.parts(tensor.dtype, numel)
             parts[area.rank].copy_(tensor)
-            self.agree(call)
+            area.agree(call, self.timeout)
             if numel:
                 reduce_into([tensor], parts, op)
             return
@@ -138,7 +138,7 @@ class Collectives:
         if input.nbytes <= SLOT_NBYTES:
             parts = area.parts(output.dtype, input.numel())
             parts[area.rank].copy_(input)
-            self.agree(call)
+            area.agree(call, self.timeout)
             if numel:
                 reduce_into([output], [p.narrow(0, start, numel) for p in parts], op)
             return
@@ -162,7 +162,7 @@ class Collectives:
         if longest * dtype.itemsize <= SLOT_NBYTES:
             parts = area.parts(dtype, longest)
             parts[area.rank][: input.numel()].copy_(input)
-            self.agree(call)
+            area.agree(call, self.timeout)
             for output, part in zip(outputs, parts, strict=True):
                 output.copy_(part[: output.numel()])
             return
@@ -182,7 +182,7 @@ class Collectives:
             parts = area.parts(tensor.dtype, tensor.numel())
             if area.rank == src:
                 parts[src].copy_(tensor)
-            self.agree(call)
+            area.agree(call, self.timeout)
             if area.rank != src:
                 tensor.copy_(parts[src])
             return
@@ -210,7 +210,7 @@ class Collectives:
         self._ways(call).exchange(call, exchange.outputs, exchange.inputs, parts)
 
     def barrier(self, call: CollectiveCall, operation: Barrier) -> None:
-        self.agree(call)
+        self.area.agree(call, self.timeout)
 
     def _agree_on_parts(self, call: CollectiveCall, operation: Exchange) -> ExchangedParts:
         """Check that ranks send what their peers expect; where the parts of all ranks lie."""
