@@ -13,7 +13,7 @@ MAY_STAND_TWICE = {"api", "group", "start", "__main__"}
 
 # These stand twice still. The lists only become shorter.
 KNOWN_MODULE_NAMES: set[str] = set()
-KNOWN_CLASS_NAMES = {"Engine"}
+KNOWN_CLASS_NAMES: set[str] = set()
 
 
 def packages(modules: Modules) -> set[str]:

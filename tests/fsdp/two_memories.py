@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from echelon import Offload
-from echelon.comm.arguments import Arguments
+from echelon.comm.call_arguments import Arguments
 from echelon.fsdp import local_shard
 
 _COPIES = {

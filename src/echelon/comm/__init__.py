@@ -1,1 +1,26 @@
-"""Groups of ranks, and every call that moves tensors between them."""
+"""Groups of ranks, and every call that moves tensors between them.
+
+In reading order::
+
+    group             what users call: collectives, messages, subgroups, windows
+    primitives        what transports carry: five collectives and two messages
+    derived           the other collectives, each made of one primitive
+    transport         what a world writes so that its ranks form a group
+    call_arguments    what arguments must be
+    group_tree        which group was made from which, and what happens before the world closes
+    work              communication under way, and windows
+    reduce_op         the operations of reductions, and the order in which sums run
+    ordered_executor  runs the collectives of a group in the order of their issue
+    objects           bytes and objects between ranks
+    agreement         whether ranks hold the same model, options and facts
+    start_facts       what ranks compare when a world starts
+    mesh, world       ranks on named axes; the job as a script sees it
+    streams           CPU and CUDA behind one interface
+    threads           the world of simulated ranks
+    shm               the world of processes of one host
+    torch_dist        worlds over the engines of ``torch.distributed``
+
+To add a collective: ``derived`` (how it is made of a primitive), ``group`` (one method), and a test
+that runs it in all worlds. To add a world: a folder here with a subclass of ``Group`` that writes
+what ``transport`` lists, and its start in ``launch.run``. ``docs/extending.md`` has the recipes.
+"""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from echelon.comm import reduce_op
-from echelon.comm.arguments import Arguments
+from echelon.comm.call_arguments import Arguments
 from echelon.comm.flat import apart, flattened
 from echelon.comm.primitives import AllReduce, Derived, Exchange, ReduceScatter, Request
 from echelon.comm.streams import is_cpu, synchronize

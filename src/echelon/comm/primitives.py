@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from echelon.comm import reduce_op
-from echelon.comm.arguments import Arguments
+from echelon.comm.call_arguments import Arguments
 from echelon.comm.flat import apart, flattened
 from echelon.diagnosis.collective_call import CallSignature
 

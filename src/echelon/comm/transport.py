@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from echelon import events
-from echelon.comm.arguments import Arguments
+from echelon.comm.call_arguments import Arguments
 from echelon.comm.group_tree import GroupTree
 from echelon.comm.primitives import Derived, Primitive
 from echelon.comm.work import Window, Work, emit_issue
