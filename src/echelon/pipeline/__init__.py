@@ -1,7 +1,27 @@
 """Pipelines: a model cut into stages, and schedules as data that are checked and simulated.
 
 ``schedule`` or ``Schedule.from_csv`` → ``check`` → ``simulate`` and ``choose`` → ``lower``.
-Of what is here only ``split`` needs torch, which it imports when it is first used.
+Of the names here only ``split`` needs torch, which it imports when it is first used.
+
+``schedules``             which rank does what in which order: data, without torch
+``splitting``             how a model is cut into stages
+``api``                   ``Pipeline`` itself
+``arguments``             whether its arguments are right, and equal on all ranks
+``execute``               runs the actions of a rank: start to read here
+``stage``                 one stage: forward, backward, and the two halves of a backward
+``weight_gradients``      gradients of large weights: added in place, or deferred
+``data_parallel``         what UNSHARD, RESHARD and REDUCE do to a stage in ``DDP`` or ``FSDP``
+``microbatch``            a batch cut into microbatches and joined again
+``boundary``              what goes between two stages: any nesting, as a spec and tensors
+``message``               small tensors packed into one message
+``link``                  sends and receives across one boundary
+``send_completion``       which sends are complete when a message arrives
+``shared_parameters``     parameters of several stages, and their gradients
+``stage_initialization``  names in the model, and first values of stages on meta
+``stage_shards``          what a rank holds of the model, for checkpoints
+``stage_state``           states of stages and optimizers by the names of the model
+``staged_module``         a model in stages when it does not train
+``measure``               when actions ran, and what they cost
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from echelon.pipeline.data_parallel import ReduceEvery, StageCollectives
 from echelon.pipeline.execute import Executor
 from echelon.pipeline.link import links_of
 from echelon.pipeline.measure import Measurement
-from echelon.pipeline.microbatch import Batch, BatchSplitter, Loss, join_batches
+from echelon.pipeline.microbatch import Batch, BatchSplitter, Loss, join_microbatches
 from echelon.pipeline.schedules.families import schedule as make_schedule
 from echelon.pipeline.schedules.ir import Kind, Schedule
 from echelon.pipeline.schedules.passes import forwards_only, lower_once
@@ -227,7 +227,7 @@ class Pipeline(StagedModule):
         """
         outputs = self._evaluate(args, kwargs, None, None).outputs
         _explain_forward(self._schedule.placement[-1])
-        return join_batches([outputs[i] for i in sorted(outputs)]) if outputs else None
+        return join_microbatches([outputs[i] for i in sorted(outputs)]) if outputs else None
 
     def _needs_loss(self, call: str) -> Loss:
         if self._loss_fn is None:

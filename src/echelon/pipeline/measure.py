@@ -1,4 +1,4 @@
-"""When the actions of a pipeline ran, and what they cost, as the executor's events tell."""
+"""When the actions of a pipeline ran and what they cost, from the events of the executor."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from echelon.pipeline.schedules.simulate import Simulation, Step, Timeline, simu
 if TYPE_CHECKING:
     from echelon.comm.group import Group
 
-_KEPT = 50  # steps; a block may go around a whole training
+_MAX_STEPS = 50  # the last ones; a block may go around a whole training
 
 
-class _Ran(NamedTuple):
+class _Run(NamedTuple):
     """One computation: when it had all it needed, when it ended, how long it waited before."""
 
     text: str
@@ -40,7 +40,7 @@ class _Ran(NamedTuple):
 
 @final
 class Measurement:
-    """Times the steps of a pipeline while its block runs; afterwards every rank has those of all.
+    """Times the steps of a pipeline while its block runs; afterwards every rank knows all of them.
 
     All ranks of the group enter and leave the block: its end is a collective. When the body raises,
     nothing is collected. Times of ranks on several hosts are comparable as far as their clocks are.
@@ -59,8 +59,8 @@ class Measurement:
         self._schedule, self._group = schedule, group
         self._rank = group.ranks[group.rank]
         length = sum(len(item.parts) for item in schedule.orders[group.rank])
-        self._own: deque[_Ran] = deque(maxlen=_KEPT * length)
-        self._by_rank: list[list[_Ran]] | None = None
+        self._local: deque[_Run] = deque(maxlen=_MAX_STEPS * length)
+        self._by_rank: list[list[_Run]] | None = None
         self._lock = threading.Lock()
         self._stack = ExitStack()
 
@@ -76,8 +76,8 @@ class Measurement:
     ) -> None:
         self._stack.close()
         if error is None:
-            everyone = self._group.all_gather_object([tuple(ran) for ran in self._own])
-            self._by_rank = [[_Ran(*ran) for ran in own] for own in everyone]
+            everyone = self._group.all_gather_object([tuple(run) for run in self._local])
+            self._by_rank = [[_Run(*run) for run in local] for local in everyone]
 
     def _hear(self, event: events.Event) -> None:
         facts = event.facts
@@ -87,64 +87,64 @@ class Measurement:
             return
         end_s, waited_s = event.start_s + event.seconds, facts["waited_s"]
         with self._lock:
-            self._own.append(_Ran(facts["action"], event.start_s + waited_s, end_s, waited_s))
+            self._local.append(_Run(facts["action"], event.start_s + waited_s, end_s, waited_s))
 
-    def _found(self) -> list[list[_Ran]]:
-        """Of the last step, by rank."""
+    def _last_step(self) -> list[list[_Run]]:
+        """The computations of the last step, by rank."""
         if self._by_rank is None:
             raise StateError("nothing was measured yet: leave the block of the measurement first")
-        found = []
-        for own, order in zip(self._by_rank, self._schedule.orders, strict=True):
+        last_step = []
+        for runs, order in zip(self._by_rank, self._schedule.orders, strict=True):
             length = sum(len(item.parts) for item in order)
-            if len(own) < length:
+            if len(runs) < length:
                 raise StateError("no step of the pipeline ran in the block of the measurement")
-            found.append(own[len(own) - length :])
-        return found
+            last_step.append(runs[len(runs) - length :])
+        return last_step
 
     @property
     def timeline(self) -> Timeline:
         """The last step in the block, in seconds; without the time in which a rank waited."""
         steps = [
-            Step(rank, parse_item(ran.text), ran.start_s, ran.end_s)
-            for rank, own in enumerate(self._found())
-            for ran in own
+            Step(rank, parse_item(run.text), run.start_s, run.end_s)
+            for rank, runs in enumerate(self._last_step())
+            for run in runs
         ]
         return Timeline.of(self._schedule.num_ranks, steps)
 
     @property
     def waited_s(self) -> list[float]:
         """How long each rank waited for values of others in the last step."""
-        return [sum(ran.waited_s for ran in own) for own in self._found()]
+        return [sum(run.waited_s for run in runs) for runs in self._last_step()]
 
     @property
     def costs(self) -> dict[str, float | list[float]]:
         """What the computations took, for ``simulate``: medians over its last 50 steps."""
-        self._found()
+        self._last_step()
         steps = [
-            Step(rank, parse_item(ran.text), ran.start_s, ran.end_s)
-            for rank, own in enumerate(self._by_rank or [])
-            for ran in own
+            Step(rank, parse_item(run.text), run.start_s, run.end_s)
+            for rank, runs in enumerate(self._by_rank or [])
+            for run in runs
         ]
         return {**measured_costs(steps, self._schedule.num_stages), "hop": self._hop_s()}
 
     def _hop_s(self) -> float:
         """From the end of a computation to the start of one on another rank that waited for it."""
-        found = self._found()
-        ends = {ran.text: ran.end_s for own in found for ran in own}
+        last_step = self._last_step()
+        ends = {run.text: run.end_s for runs in last_step for run in runs}
         placement = self._schedule.placement
         delays = []
-        for rank, own in enumerate(found):
-            for ran in own:
+        for rank, runs in enumerate(last_step):
+            for run in runs:
                 ended_s = max(
                     (
                         ends[str(giver)]
-                        for giver in _givers(ran.text, len(placement))
+                        for giver in _givers(run.text, len(placement))
                         if str(giver) in ends and placement[giver.stage] != rank
                     ),
                     default=None,
                 )
-                if ended_s is not None and ran.start_s - ran.waited_s < ended_s < ran.start_s:
-                    delays.append(ran.start_s - ended_s)
+                if ended_s is not None and run.start_s - run.waited_s < ended_s < run.start_s:
+                    delays.append(run.start_s - ended_s)
         return statistics.median(delays) if delays else 0.0
 
     @property
@@ -172,8 +172,8 @@ def measured_costs(steps: Iterable[Step], num_stages: int) -> dict[str, list[flo
 
     Example:
         >>> from echelon.pipeline.schedules.ir import parse_item
-        >>> ran = [("0F0", 0, 1), ("0F1", 1, 4), ("0F2", 4, 6), ("0B0", 6, 10)]
-        >>> measured_costs([Step(0, parse_item(t), s, e) for t, s, e in ran], num_stages=1)
+        >>> runs = [("0F0", 0, 1), ("0F1", 1, 4), ("0F2", 4, 6), ("0B0", 6, 10)]
+        >>> measured_costs([Step(0, parse_item(t), s, e) for t, s, e in runs], num_stages=1)
         {'F': [2], 'B': [4], 'I': [2.0], 'W': [2.0]}
     """
     took: dict[tuple[Kind, int], list[float]] = {}

@@ -29,14 +29,14 @@ from echelon.ranges import shard_range
 @final
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """The parts of one batch.
+    """One batch in microbatches.
 
     Attributes:
-        parts: one nested structure each, like the whole.
-        rows: length of dim 0 of each part.
+        values: nested like the batch, by microbatch.
+        rows: length of dim 0, by microbatch.
     """
 
-    parts: tuple[Any, ...]
+    values: tuple[Any, ...]
     rows: tuple[int, ...]
 
 
@@ -53,8 +53,8 @@ def split_batch(batch: Any, num_parts: int, what: str = "input") -> Microbatches
             there are fewer rows than parts.
 
     Example:
-        >>> parts = split_batch({"x": torch.arange(10), "scale": 2.0}, 4)
-        >>> parts.rows, parts.parts[3]
+        >>> microbatches = split_batch({"x": torch.arange(10), "scale": 2.0}, 4)
+        >>> microbatches.rows, microbatches.values[3]
         ((3, 3, 2, 2), {'x': tensor([8, 9]), 'scale': 2.0})
     """
     if num_parts < 1:
@@ -66,8 +66,8 @@ def split_batch(batch: Any, num_parts: int, what: str = "input") -> Microbatches
     columns = [
         leaf.split(rows) if isinstance(leaf, Tensor) else (leaf,) * num_parts for leaf in leaves
     ]
-    parts = [pytree.tree_unflatten(row, spec) for row in zip(*columns, strict=True)]
-    return Microbatches(tuple(parts), rows)
+    values = [pytree.tree_unflatten(row, spec) for row in zip(*columns, strict=True)]
+    return Microbatches(tuple(values), rows)
 
 
 def _rows_of(leaves: Sequence[Any], num_parts: int, what: str) -> int:
@@ -101,38 +101,36 @@ def _rows_of(leaves: Sequence[Any], num_parts: int, what: str) -> int:
     return lengths[0]
 
 
-def join_batches(parts: Sequence[Any]) -> Any:
-    """What ``split_batch`` cut, whole again: tensors end to end along dim 0.
+def join_microbatches(values: Sequence[Any]) -> Any:
+    """Undo ``split_batch``: tensors are joined along dim 0.
 
-    Tensors without dims come back stacked, one number for each part; what is no tensor is that of
-    the first part.
+    Tensors without dims are stacked, one number for each microbatch; what is no tensor is that of
+    the first microbatch.
 
     Example:
-        >>> join_batches([{"y": torch.tensor([1])}, {"y": torch.tensor([2, 3])}])
+        >>> join_microbatches([{"y": torch.tensor([1])}, {"y": torch.tensor([2, 3])}])
         {'y': tensor([1, 2, 3])}
     """
-    flat = [pytree.tree_flatten(part) for part in parts]
+    flat = [pytree.tree_flatten(value) for value in values]
     spec = flat[0][1]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_joined(column) for column in columns], spec)
+    return pytree.tree_unflatten([_join(column) for column in columns], spec)
 
 
-def _joined(column: Sequence[Any]) -> Any:
+def _join(column: Sequence[Any]) -> Any:
     if not isinstance(column[0], Tensor):
         return column[0]
     return torch.cat(tuple(column)) if column[0].dim() else torch.stack(tuple(column))
 
 
-_WRONG = -1
-
-
 Loss = Callable[[Any, Any], Tensor]
+_UNUSABLE = -1  # in the place of the number of rows
 
 
 @final
 @dataclass(slots=True)
 class Batch:
-    """One step: what goes in on this rank, and what comes out.
+    """The input of one step on this rank, and its output.
 
     Attributes:
         inputs: by microbatch, the arguments of the first stage; empty where another rank has it.
@@ -162,7 +160,7 @@ class Batch:
 
 @final
 class BatchSplitter:
-    """Makes batches for one pipeline.
+    """Cuts what ranks were given into the batch of one step, and checks that it fits together.
 
     Args:
         loss_reduction: ``"mean"`` where a microbatch counts by its share of the rows; ``"sum"``.
@@ -173,7 +171,7 @@ class BatchSplitter:
     ) -> None:
         self._group, self._reduction = group, loss_reduction
         self._first, self._last = schedule.placement[0], schedule.placement[-1]
-        self._most = schedule.num_microbatches
+        self._max_microbatches = schedule.num_microbatches
 
     def batch(
         self,
@@ -200,23 +198,23 @@ class BatchSplitter:
             rows = self._rows(args, kwargs, target, loss_fn is not None)
             self._check_rows(rows, training)
             _check_mode(training)
-            counts = None if weights is None else _numbers(weights, self._most)
+            counts = None if weights is None else _checked_weights(weights, self._max_microbatches)
         except ArgumentError as error:
             problem = str(error)
-        mine = torch.tensor([_WRONG if problem else rows], device=self._group.device)
-        told = mine.new_empty(self._group.size)
-        self._group.all_gather_single(told, mine, label="rows of the batch")
-        found = told.tolist()
-        if _WRONG in found:
+        local_rows = torch.tensor([_UNUSABLE if problem else rows], device=self._group.device)
+        gathered = local_rows.new_empty(self._group.size)
+        self._group.all_gather_single(gathered, local_rows, label="rows of the batch")
+        rows_by_rank = gathered.tolist()
+        if _UNUSABLE in rows_by_rank:
             self._refuse(problem)
-        self._check_equal(found)
-        total = found[self._first]
-        count = self._most if training else min(self._most, total)
+        self._check_equal(rows_by_rank)
+        total = rows_by_rank[self._first]
+        count = self._max_microbatches if training else min(self._max_microbatches, total)
         # What other ranks were given is not looked at: it may be None, or of another batch.
         is_first, is_last = self._group.rank == self._first, self._group.rank == self._last
-        targets = split_batch(target, count, "target").parts if is_last and loss_fn else ()
+        targets = split_batch(target, count, "target").values if is_last and loss_fn else ()
         return Batch(
-            inputs=split_batch(args, count).parts if is_first else (),
+            inputs=split_batch(args, count).values if is_first else (),
             kwargs=self._kwargs(kwargs, count),
             targets=targets,
             weights=self._weights(counts, total, count),
@@ -237,24 +235,24 @@ class BatchSplitter:
             raise ArgumentError(
                 f"Pipeline: rank {rank} must provide a target, because it has the last stage"
             )
-        found = {}
+        lengths = {}
         if args and rank == self._first:
-            found["input"] = split_batch(args, 1).rows[0]
+            lengths["input"] = split_batch(args, 1).rows[0]
         if target is not None and rank == self._last:
-            found["target"] = split_batch(target, 1, "target").rows[0]
+            lengths["target"] = split_batch(target, 1, "target").rows[0]
         if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(dict(kwargs))):
-            found["kwargs"] = split_batch(dict(kwargs), 1, "kwargs").rows[0]
-        if len(set(found.values())) > 1:
-            raise ArgumentError(f"dim 0 differs on rank {rank}: {found}")
-        return max(found.values(), default=0)
+            lengths["kwargs"] = split_batch(dict(kwargs), 1, "kwargs").rows[0]
+        if len(set(lengths.values())) > 1:
+            raise ArgumentError(f"dim 0 differs on rank {rank}: {lengths}")
+        return max(lengths.values(), default=0)
 
     def _check_rows(self, rows: int, training: bool) -> None:
         if rows == 0 and self._group.rank == self._first:
             raise ArgumentError("input has no rows")
-        if training and 0 < rows < self._most:
+        if training and 0 < rows < self._max_microbatches:
             raise ArgumentError(
-                f"the batch has {rows} rows for {self._most} microbatches: give a larger batch or "
-                "fewer microbatches"
+                f"the batch has {rows} rows for {self._max_microbatches} microbatches: give "
+                "a larger batch or fewer microbatches"
             )
 
     def _refuse(self, problem: str | None) -> None:
@@ -271,20 +269,20 @@ class BatchSplitter:
             )
         )
 
-    def _check_equal(self, found: Sequence[int]) -> None:
-        given = {rank: rows for rank, rows in enumerate(found) if rows}
+    def _check_equal(self, rows_by_rank: Sequence[int]) -> None:
+        given = {rank: rows for rank, rows in enumerate(rows_by_rank) if rows}
         if len(set(given.values())) > 1:
             raise ArgumentError(f"ranks were given batches of different length, by rank: {given}")
 
     def _kwargs(self, kwargs: Mapping[str, Any], count: int) -> tuple[dict[str, Any], ...]:
         if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(dict(kwargs))):
-            return split_batch(dict(kwargs), count, "kwargs").parts
+            return split_batch(dict(kwargs), count, "kwargs").values
         return (dict(kwargs),) * count
 
     def _weights(self, given: Sequence[float] | None, rows: int, count: int) -> list[float]:
         if given is not None:
             total = sum(given)
-            return [one / total for one in given]
+            return [weight / total for weight in given]
         if self._reduction == "sum":
             return [1.0] * count
         bounds = [shard_range(rows, count, i) for i in range(count)]
@@ -309,9 +307,9 @@ def _check_mode(training: bool) -> None:
         )
 
 
-def _numbers(given: Sequence[float], count: int) -> list[float]:
+def _checked_weights(given: Sequence[float], count: int) -> list[float]:
     try:
-        numbers = [float(one) for one in given]
+        numbers = [float(weight) for weight in given]
     except (TypeError, ValueError):
         numbers = []
     if len(numbers) != count or min(numbers) < 0 or not 0 < sum(numbers) < math.inf:

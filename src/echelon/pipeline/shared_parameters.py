@@ -30,13 +30,13 @@ from echelon.pipeline.data_parallel import Replicated, Shardable
 
 @final
 class SharedParameter:
-    """One parameter that several stages have, seen from one of their ranks.
+    """One parameter that several stages have, on one of their ranks.
 
     Law: after ``reduce``, ``.grad`` is that of the plain model on every owner, with the same bits.
 
     Args:
-        param: this rank's own.
-        owners: the ranks of this pipeline that have it; None if it is this one alone.
+        param: the copy of this rank.
+        owners: the ranks of this pipeline that have it; None if only this one has it.
         replicas: the ranks of other pipelines that have the same stages; None where there are
             none, or where a wrapper reduces over them.
 
@@ -48,28 +48,28 @@ class SharedParameter:
         self.param, self._owners, self._replicas = param, owners, replicas
         self.is_counted = owners is None or owners.rank == 0
         self._groups = [group for group in (replicas, owners) if group is not None]
-        self._before: torch.Tensor | None = None  # what was reduced already
+        self._reduced: torch.Tensor | None = None  # the gradient of earlier steps
         self._is_open = False
         with torch.no_grad():
             for group in self._groups:
                 group.broadcast(param.data, 0, label="a parameter that stages share")
 
     def begin(self) -> None:
-        """A step begins: gradients that were reduced already are not added up again."""
+        """Begin a step: gradients that were reduced already are not added up again."""
         if self._is_open:
             return
-        # Memory of its own: ``.grad`` of a replicated parameter is where the next one travels.
-        before = self.param.grad
-        self._before = None if before is None else before.clone()
-        # All owners have the same; it stays in one ``.grad``, and not aside, so that it goes
-        # where the user empties or scales that one before the gradients are complete.
+        # A copy: the next gradient of a replicated parameter is reduced in the memory of ``.grad``.
+        reduced = self.param.grad
+        self._reduced = None if reduced is None else reduced.clone()
+        # All owners have the same gradient. One of them keeps it in ``.grad``, where the user may
+        # clear or scale it before the gradients are complete.
         if not self.is_counted:
             self.param.grad = None
         self._is_open = True
 
     def reduce(self) -> None:
         """Reduce what all owners have in ``.grad`` since ``begin``. All of them call it."""
-        self._before, self._is_open = None, False
+        self._reduced, self._is_open = None, False
         grad = self.param.grad
         is_used = torch.tensor([grad is not None], dtype=torch.uint8, device=self.param.device)
         for group in self._groups:
@@ -83,9 +83,9 @@ class SharedParameter:
             self.param.grad = total
 
     def forget(self) -> None:
-        """A step failed: leave what there was before."""
+        """Undo a step that failed: restore the gradient of earlier steps."""
         if self._is_open:
-            self.param.grad, self._before, self._is_open = self._before, None, False
+            self.param.grad, self._reduced, self._is_open = self._reduced, None, False
 
 
 def shared_parameters(
@@ -102,7 +102,7 @@ def shared_parameters(
     for index, stage in enumerate(stages):
         for name, param in () if stage is None else _parameters(stage):
             places.setdefault(param, {}).setdefault(index, name)
-    return {param: own for param, own in places.items() if len(own) > 1}
+    return {param: names for param, names in places.items() if len(names) > 1}
 
 
 def find_shared_parameters(
@@ -111,7 +111,7 @@ def find_shared_parameters(
     group: Group,
     replicate: Group | None,
 ) -> list[SharedParameter]:
-    """The shared parameters of this rank. All ranks of ``group`` call it.
+    """Find the parameters that stages share, and make those of this rank. All ranks call it.
 
     Args:
         replicate: of ``Pipeline``.
@@ -121,57 +121,57 @@ def find_shared_parameters(
             or nobody would reduce a shared parameter over replicas.
         UnsupportedError: a wrapper reduces such a parameter, and cannot.
     """
-    own = {index: stages[index] for index, rank in enumerate(placement) if rank == group.rank}
-    found: list[tuple[nn.Parameter, list[int]]] = []
+    local = {index: stages[index] for index, rank in enumerate(placement) if rank == group.rank}
+    owners_of: list[tuple[nn.Parameter, list[int]]] = []
     problems: list[tuple[type[Exception], str]] = []
     for param, names in shared_parameters(stages).items():
-        found.append((param, sorted({placement[index] for index in names})))
-        problems += _problems(param, names, own, is_reduced=replicate is not None)
-    several = [ranks for _, ranks in found if len(ranks) > 1]
-    told = group.all_gather_object(
+        owners_of.append((param, sorted({placement[index] for index in names})))
+        problems += _problems(param, names, local, is_reduced=replicate is not None)
+    several = [ranks for _, ranks in owners_of if len(ranks) > 1]
+    by_rank = group.all_gather_object(
         (several, [(error.__name__, text) for error, text in problems[:1]])
     )
-    if any(theirs != told[0][0] for theirs, _ in told):
+    if any(theirs != by_rank[0][0] for theirs, _ in by_rank):
         raise ArgumentError(
             "the ranks see different parameters that stages share, on ranks "
-            f"{ {rank: theirs for rank, (theirs, _) in enumerate(told)} }: give every rank the "
+            f"{ {rank: theirs for rank, (theirs, _) in enumerate(by_rank)} }: give every rank the "
             "whole list of stages, without None"
         )
-    for rank, (_, wrong) in enumerate(told):
-        for name, text in wrong:
+    for rank, (_, problems_of_rank) in enumerate(by_rank):
+        for name, text in problems_of_rank:
             error = UnsupportedError if name == UnsupportedError.__name__ else ArgumentError
             raise error(f"on rank {rank} of the pipeline, {text}")
-    ties = []
-    for param, ranks in found:
+    shared = []
+    for param, ranks in owners_of:
         owners = group.subgroup(ranks) if len(ranks) > 1 else None
         replicas = None if is_claimed(param) else replicate
         if group.rank in ranks and (owners is not None or replicas is not None):
-            ties.append(SharedParameter(param, owners, replicas))
-    return ties
+            shared.append(SharedParameter(param, owners, replicas))
+    return shared
 
 
 def _problems(
     param: nn.Parameter,
     names: Mapping[int, str],
-    own: Mapping[int, nn.Module | None],
+    local: Mapping[int, nn.Module | None],
     *,
     is_reduced: bool,
 ) -> Iterator[tuple[type[Exception], str]]:
     """Why the wrappers of this rank's stages do not go with a parameter that is shared."""
     who = " and ".join(f"stage {index} ({name!r})" for index, name in names.items())
-    wrappers = [own[index] for index in names if isinstance(own.get(index), Replicated)]
+    wrappers = [local[index] for index in names if isinstance(local.get(index), Replicated)]
     do = (
         "leave it out of all of them with ignored=[parameter] and give ec.Pipeline replicate=, the "
         "ranks that have the same stages; ec.parallelize does both"
     )
     if is_claimed(param):
-        if any(isinstance(one, Shardable) for one in wrappers):
+        if any(isinstance(wrapper, Shardable) for wrapper in wrappers):
             yield (
                 UnsupportedError,
                 f"{who} share a parameter that is sharded, so that ranks have different parts of "
                 f"one parameter: {do}",
             )
-        elif len(own.keys() & names.keys()) > 1:
+        elif len(local.keys() & names.keys()) > 1:
             yield (
                 UnsupportedError,
                 f"{who} share a parameter on one rank, and the wrapper of one of them reduces it "

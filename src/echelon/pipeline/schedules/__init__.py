@@ -1,1 +1,15 @@
-"""Schedules as data: made, checked, simulated, chosen and drawn."""
+"""Schedules as data: which rank does what in which order; nothing here needs torch.
+
+``ir``            actions, schedules and their text form
+``looped``        schedules with stages in a loop: GPipe, 1F1B, interleaved, zero bubble
+``vshaped``       schedules with stages on a V: ZB-V, DualPipeV
+``controllable``  V-Half and V-Min, which trade time for memory
+``families``      schedules by name
+``readiness``     when an action can run: the one walk through a schedule
+``check``         the rules that a schedule must keep
+``costs``         what computations cost
+``simulate``      how long a schedule takes, and timelines
+``choose``        the best schedule for a size
+``passes``        from computations to transfers, unshards and reductions
+``render``        timelines as text, SVG and HTML
+"""
