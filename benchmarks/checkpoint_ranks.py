@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import echelon as ec
-from echelon.checkpoint import files, step
+from echelon.checkpoint import files, saved_step
 from echelon.checkpoint.checksum import Checksum
 
 WIDTH = 1024
@@ -142,17 +142,17 @@ def no_checksums() -> Iterator[None]:
 
     def no_comparison(*_: object) -> None: ...
 
-    kept = files.Checksum, step.SavedStep.read, step.SavedStep.verify
-    plain_read = step.SavedStep.read
+    kept = files.Checksum, saved_step.SavedStep.read, saved_step.SavedStep.verify
+    plain_read = saved_step.SavedStep.read
     files.Checksum = Nothing
-    step.SavedStep.verify = no_comparison
-    step.SavedStep.read = lambda self, tensor, start, values, check=None: plain_read(
+    saved_step.SavedStep.verify = no_comparison
+    saved_step.SavedStep.read = lambda self, tensor, start, values, check=None: plain_read(
         self, tensor, start, values
     )
     try:
         yield
     finally:
-        files.Checksum, step.SavedStep.read, step.SavedStep.verify = kept
+        files.Checksum, saved_step.SavedStep.read, saved_step.SavedStep.verify = kept
 
 
 class _Saves:

@@ -13,7 +13,7 @@ from echelon.version import __version__
 if TYPE_CHECKING:
     from echelon import errors, events, observe, pipeline, testing
     from echelon.checkpoint.api import async_save, load, save, steps
-    from echelon.checkpoint.background import AsyncSave
+    from echelon.checkpoint.async_save import AsyncSave
     from echelon.checkpoint.loading import Loaded
     from echelon.comm.group import Group
     from echelon.comm.mesh import Mesh
@@ -120,7 +120,7 @@ __all__ = [
 
 # Where each name lives; a module itself where the value ends in its own name.
 _HOMES = {
-    "AsyncSave": "echelon.checkpoint.background",
+    "AsyncSave": "echelon.checkpoint.async_save",
     "Loaded": "echelon.checkpoint.loading",
     "async_save": "echelon.checkpoint.api",
     "load": "echelon.checkpoint.api",

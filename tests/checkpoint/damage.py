@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import echelon as ec
-from echelon.checkpoint.format import MANIFEST, Manifest
+from echelon.checkpoint.format import Manifest
+from echelon.checkpoint.records import MANIFEST
 from echelon.comm.world import World
 from echelon.errors import CheckpointCorrupt
 from echelon.values.value_types import DTYPES

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import echelon as ec
-from echelon.checkpoint.step import is_whole
+from echelon.checkpoint.saved_step import is_whole
 from echelon.comm.world import World
 from echelon.errors import CheckpointError
 from tests.checkpoint.disks import Call, Disk, FailAt, Strike, lets

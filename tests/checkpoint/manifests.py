@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from echelon.checkpoint.checksum import checksum
-from echelon.checkpoint.format import Manifest, SavedFile, SavedPiece, SavedTensor
-from echelon.checkpoint.names import file_name
+from echelon.checkpoint.format import Manifest
+from echelon.checkpoint.records import SavedFile, SavedPiece, SavedTensor, file_name
 from echelon.values.untrusted_json import Json
 from echelon.values.value_types import DTYPES
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.checkpoint import part
-from echelon.checkpoint.contents import Contents
+from echelon.checkpoint import sections
+from echelon.checkpoint.items import CheckpointItems
 from echelon.checkpoint.tensors import digest_of
 from echelon.comm.world import World
 from tests.pipeline.models import mse
@@ -25,7 +25,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         seen.append(tuple(tensor.shape))
         return digest_of(tensor)
 
-    monkeypatch.setattr(part, "digest_of", noted)
+    monkeypatch.setattr(sections, "digest_of", noted)
     return seen
 
 
@@ -79,7 +79,7 @@ def test_copies_of_several_ranks_are_compared(
 
 
 def test_what_two_ranks_take_for_their_own_alone_is_no_copy() -> None:
-    model = Contents.sort({"model": nn.Linear(3, 2)}, None).parts(rng=False)["model"]
-    first, second = model.own_digests(0), model.own_digests(1)
+    model = CheckpointItems.sort({"model": nn.Linear(3, 2)}, None).sections(rng=False)["model"]
+    first, second = model.per_rank_digests(0), model.per_rank_digests(1)
     assert first.keys() == second.keys() == {"model/weight", "model/bias"}
     assert all(first[name] != second[name] for name in first)

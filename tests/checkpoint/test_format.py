@@ -13,16 +13,16 @@ import xxhash
 from hypothesis import given
 
 from echelon.checkpoint.checksum import checksum
-from echelon.checkpoint.format import (
-    BEGINNING_NBYTES,
-    Manifest,
+from echelon.checkpoint.format import BEGINNING_NBYTES, Manifest, newer_schema
+from echelon.checkpoint.header import header
+from echelon.checkpoint.records import (
     SavedFile,
     SavedPiece,
     SavedTensor,
-    newer_schema,
+    file_name,
+    step_name,
+    step_of,
 )
-from echelon.checkpoint.header import header
-from echelon.checkpoint.names import file_name, step_name, step_of
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointTooNew
 from tests.checkpoint.manifests import EXAMPLE, edited, manifests, many_pieces, sealed
 

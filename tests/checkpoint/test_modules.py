@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import echelon as ec
-from echelon.checkpoint.modules import group_of, holdings_of
+from echelon.checkpoint.items import group_of, holdings_of
 from echelon.comm.mesh import Mesh
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError

@@ -10,7 +10,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.checkpoint.modules import group_of
+from echelon.checkpoint.items import group_of
 from echelon.comm.world import World
 from echelon.errors import ArgumentError
 from echelon.state.tensor_shard import Replication

@@ -24,7 +24,7 @@ import echelon as ec
 from echelon.checkpoint.convert import plain_files
 from echelon.checkpoint.convert.convert import ConvertOptions, Form, convert
 from echelon.checkpoint.convert.plain_files import INDEX
-from echelon.checkpoint.format import MAX_NBYTES
+from echelon.checkpoint.records import MAX_MANIFEST_NBYTES
 from echelon.pipeline import Schedule, schedule, simulate, to_page
 from tests.comm.test_object_bytes import Bomb
 
@@ -70,7 +70,7 @@ def a_socket(path: Path) -> None:
 
 def a_large_file(path: Path) -> None:
     with open(path, "wb") as file:
-        file.truncate(MAX_NBYTES + 1)  # takes no room on the disk
+        file.truncate(MAX_MANIFEST_NBYTES + 1)  # takes no room on the disk
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from echelon import checks
 from echelon.checkpoint import files
-from echelon.checkpoint.background import AsyncSave, Background
-from echelon.checkpoint.contents import Contents
+from echelon.checkpoint.async_save import AsyncSave, Background
 from echelon.checkpoint.coordinator import Coordinator, named
+from echelon.checkpoint.items import CheckpointItems
 from echelon.checkpoint.loading import (
     Loaded,
     Request,
@@ -23,6 +23,7 @@ from echelon.checkpoint.loading import (
     load_step,
     went_away,
 )
+from echelon.checkpoint.records import MAX_STEP
 from echelon.checkpoint.saving import Saving
 from echelon.comm.group import Group
 from echelon.errors import (
@@ -35,7 +36,6 @@ from echelon.launch.run import entered
 
 Folder = str | os.PathLike[str]
 
-_MOST_STEPS = 10**9 - 1  # the digits of a folder's name
 _MOST_LOOKS = 10  # at steps that another job removes while they are being loaded
 
 
@@ -85,8 +85,8 @@ def save(
         >>> loaded.step, loaded.values["epoch"]
         (3, 1)
     """
-    contents = _contents({"model": model, "optimizer": optimizer}, state, group)
-    return _begun("save", directory, step, contents, keep=keep, rng=rng).finish()
+    given = _given_items({"model": model, "optimizer": optimizer}, state, group)
+    return _begun("save", directory, step, given, keep=keep, rng=rng).finish()
 
 
 def async_save(
@@ -113,12 +113,12 @@ def async_save(
         CheckpointError: the save before this one failed, or this one cannot begin. What goes wrong
             later is raised as ``AsyncSave`` says.
     """
-    contents = _contents({"model": model, "optimizer": optimizer}, state, group)
-    saving = _begun("async_save", directory, step, contents, keep=keep, rng=rng)
+    given = _given_items({"model": model, "optimizer": optimizer}, state, group)
+    saving = _begun("async_save", directory, step, given, keep=keep, rng=rng)
     try:  # from here on all ranks are in async_save
-        background = Background.of(contents.group)
-        optimizers = [*contents.optimizers.values()]
-        return background.start(saving, saving.target, optimizers, contents.device)
+        background = Background.of(given.group)
+        optimizers = [*given.optimizers.values()]
+        return background.start(saving, saving.target, optimizers, given.device)
     except BaseException:
         saving.abandon()
         raise
@@ -163,38 +163,41 @@ def load(
             others of them that came before it have theirs.
         ArgumentError: something given cannot take a state, or ranks ask for different loads.
     """
-    contents = _contents({"model": model, "optimizer": optimizer}, state, group)
+    given = _given_items({"model": model, "optimizer": optimizer}, state, group)
     root = _folder(directory)
     request = Request(root=root, step=step, strict=strict, fallback=fallback, rng=rng)
     _check_request(request)
-    _settle(contents.group)
-    council = Coordinator(contents.group, root)
+    _settle(given.group)
+    coordinator = Coordinator(given.group, root)
     looks = 0
     while True:
         looks += 1
-        tried = folders_to_try(council, contents, request)
+        tried = folders_to_try(coordinator, given, request)
         try:
-            return _load_first(tried, council, contents, request)
+            return _load_first(tried, coordinator, given, request)
         except CheckpointError:
-            if looks == _MOST_LOOKS or not went_away(council, tried):
+            if looks == _MOST_LOOKS or not went_away(coordinator, tried):
                 raise
 
 
 def _load_first(
-    tried: Sequence[tuple[int, Path]], council: Coordinator, contents: Contents, request: Request
+    tried: Sequence[tuple[int, Path]],
+    coordinator: Coordinator,
+    given: CheckpointItems,
+    request: Request,
 ) -> Loaded:
     """Load the first step that is whole."""
     skipped: dict[int, str] = {}
     for found, folder in tried:
         try:
-            loaded = load_step(council, contents, request, folder)
+            loaded = load_step(coordinator, given, request, folder)
         except CheckpointCorrupt as error:
             if not request.fallback:
                 raise
             warnings.warn(f"a damaged checkpoint was passed over: {error}", stacklevel=3)
             skipped[found] = str(error)
         else:
-            _count_on(loaded.step, contents)
+            _count_on(loaded.step, given)
             return replace(loaded, skipped=skipped)
     raise CheckpointNotFound(
         "no step is whole:\n" + "\n".join(f"  {one}" for one in skipped.values()), request.root
@@ -214,28 +217,28 @@ def steps(directory: Folder) -> list[int]:
         raise named(error, None) from error
 
 
-def _contents(
+def _given_items(
     first: Mapping[str, object], state: Mapping[str, object], group: Group | None
-) -> Contents:
+) -> CheckpointItems:
     model, optimizer = first["model"], first["optimizer"]
     checks.instance("model", model, nn.Module, or_none=True)
     checks.instance("optimizer", optimizer, Optimizer, or_none=True)
     checks.instance("group", group, Group, or_none=True)
     given = {name: one for name, one in first.items() if one is not None}
-    return Contents.sort({**given, **state}, group)
+    return CheckpointItems.sort({**given, **state}, group)
 
 
 def _check_request(request: Request) -> None:
     for name in ("strict", "fallback", "rng"):
         checks.flag(name, getattr(request, name))
     if request.step is not None:
-        checks.whole("step", request.step, high=_MOST_STEPS)
+        checks.whole("step", request.step, high=MAX_STEP)
 
 
-def _count_on(step: int, contents: Contents) -> None:
+def _count_on(step: int, given: CheckpointItems) -> None:
     """Have reports of failures count the steps of an optimizer from the one that was loaded."""
     world = entered()
-    if contents.optimizers and world is not None:
+    if given.optimizers and world is not None:
         world.step = step
 
 
@@ -247,16 +250,22 @@ def _settle(group: Group | None) -> None:
 
 
 def _begun(
-    call: str, directory: Folder, step: int, contents: Contents, *, keep: int | None, rng: bool
+    call: str,
+    directory: Folder,
+    step: int,
+    given: CheckpointItems,
+    *,
+    keep: int | None,
+    rng: bool,
 ) -> Saving:
     """A save whose arguments are right, and which all ranks have begun."""
     checks.flag("rng", rng)
-    step = checks.whole("step", step, high=_MOST_STEPS)
+    step = checks.whole("step", step, high=MAX_STEP)
     root = _folder(directory)
     keep = None if keep is None else checks.whole("keep", keep, low=1)
-    _settle(contents.group)
-    saving = Saving(Coordinator(contents.group, root), root, step, keep)
-    saving.begin(call, contents, rng=rng)
+    _settle(given.group)
+    saving = Saving(Coordinator(given.group, root), root, step, keep)
+    saving.begin(call, given, rng=rng)
     return saving
 
 

@@ -8,24 +8,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, cast, final
+from typing import cast, final
 
 import numpy as np
 import numpy.typing as npt
 
 from echelon.checkpoint.checksum import are_checksums, is_checksum
-from echelon.checkpoint.names import MAX_STEP, is_file_name, is_tensor_name
+from echelon.checkpoint.records import (
+    MAX_HEADER_NBYTES,
+    MAX_PIECES,
+    MAX_STEP,
+    SavedFile,
+    SavedTensor,
+    is_file_name,
+    is_tensor_name,
+)
 from echelon.errors import ArgumentError
 from echelon.values.untrusted_json import brief
 from echelon.values.value_types import DTYPES, TOO_MANY, is_size, tensor_problem
 
-if TYPE_CHECKING:
-    from echelon.checkpoint.format import Manifest, SavedFile, SavedTensor
-
 Whole = npt.NDArray[np.int64]
 
-MAX_PIECES = 1_000_000
-_MIN_HEADER, _MAX_HEADER = 10, 8 + 100_000_000  # bytes; as in safetensors
+_MIN_HEADER, _MAX_HEADER = 10, 8 + MAX_HEADER_NBYTES  # with the 8 bytes of the length
 _MAX_THREADS = 2**20
 
 
@@ -42,30 +46,36 @@ class Inconsistent(ArgumentError):
         self.what, self.tensor = what, tensor
 
 
-def check_manifest(manifest: Manifest) -> None:
-    """Refuse a manifest from which a checkpoint cannot be read exactly.
+def check_manifest(
+    step: int,
+    threads: Sequence[int],
+    versions: Mapping[str, str],
+    files: tuple[SavedFile, ...],
+    tensors: Mapping[str, SavedTensor],
+) -> None:
+    """Refuse the fields of a manifest from which a checkpoint cannot be read exactly.
 
     Raises:
         Inconsistent: says what is wrong, and in which tensor.
     """
-    if not is_size(manifest.step, MAX_STEP + 1):
-        raise Inconsistent(f"the step is {brief(manifest.step)}, which is none")
-    for count in manifest.threads:
+    if not is_size(step, MAX_STEP + 1):
+        raise Inconsistent(f"the step is {brief(step)}, which is none")
+    for count in threads:
         if not is_size(count, _MAX_THREADS) or count == 0:
             raise Inconsistent(f"a rank has {brief(count)} threads, which cannot be")
-    for package, version in manifest.versions.items():
+    for package, version in versions.items():
         if type(package) is not str or type(version) is not str:
             raise Inconsistent(f"the version of {brief(package)} is {brief(version)}")
-    _check_files(manifest.files)
-    _check_names(manifest.tensors)
-    tensors = tuple(manifest.tensors.values())
-    for tensor in tensors:
+    _check_files(files)
+    _check_names(tensors)
+    listed = tuple(tensors.values())
+    for tensor in listed:
         problem = tensor_problem(tensor.dtype, tensor.shape)
         if problem is not None:
             raise Inconsistent(problem, tensor.name)
-    pieces = _Pieces.of(tensors)
-    _check_ranges(pieces, tensors)
-    _check_places(pieces, tensors, manifest.files)
+    pieces = _Pieces.of(listed)
+    _check_ranges(pieces, listed)
+    _check_places(pieces, listed, files)
 
 
 def _check_files(files: tuple[SavedFile, ...]) -> None:

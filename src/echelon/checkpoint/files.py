@@ -10,10 +10,15 @@
 
 Nothing else in this package writes to a disk. Every call may raise ``OSError``, which names the
 file or folder.
+
+[Note: early writeback]
+Without it the kernel keeps what was written until ``fsync``, and the disk has nothing to do
+meanwhile: on the disk of docs/design-log.md two ranks that write 128 MiB each take a third longer.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import shutil
@@ -26,12 +31,10 @@ from types import TracebackType
 from typing import Self, final
 
 from echelon.checkpoint.checksum import Checksum
-from echelon.checkpoint.format import BEGINNING_NBYTES, MAX_NBYTES, newer_schema
-from echelon.checkpoint.names import step_name, step_of
-from echelon.checkpoint.writeback import begin_writeback
+from echelon.checkpoint.format import BEGINNING_NBYTES, newer_schema
+from echelon.checkpoint.records import MANIFEST, MAX_MANIFEST_NBYTES, step_name, step_of
 from echelon.errors import CheckpointCorrupt, CheckpointError
 
-MANIFEST = "manifest.json"
 _LOCK, _SAVING, _REMOVING = ".lock", ".saving-", ".removing-"
 _LINK = "is a symbolic link, not a file"
 _CHUNK_NBYTES = 1 << 20  # hashed and then written while it is in the cache
@@ -339,7 +342,7 @@ def read_manifest(folder: Path) -> bytes:
         CheckpointCorrupt: there is none, or it is larger than any manifest.
     """
     with SavedBytes(folder / MANIFEST) as file:
-        if file.nbytes > MAX_NBYTES:
+        if file.nbytes > MAX_MANIFEST_NBYTES:
             raise CheckpointCorrupt(f"has {file.nbytes} bytes, too many for a manifest", file.path)
         data = bytearray(file.nbytes)
         file.read_into(memoryview(data), 0)
@@ -376,3 +379,19 @@ def _problem(found: os.stat_result, nbytes: int | None) -> str | None:
     if nbytes is not None and nbytes != found.st_size:
         return f"has {found.st_size} bytes instead of {nbytes}"
     return None
+
+
+_SYNC_FILE_RANGE_WRITE = 2  # begin to write, and do not wait
+
+_begin = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
+if _begin is not None:
+    _begin.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+
+
+def begin_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Have the kernel begin to write a range of a file to the disk, if it can.
+
+    What goes wrong is told by ``fsync``, without which nothing is known to be on the disk anyway.
+    """
+    if _begin is not None:
+        _begin(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)

@@ -68,20 +68,25 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast, final
+from typing import Any, cast, final
 
 from echelon.checkpoint.checksum import checksum
-from echelon.checkpoint.consistency import MAX_PIECES, Inconsistent, check_manifest
-from echelon.checkpoint.names import is_tensor_name
+from echelon.checkpoint.consistency import Inconsistent, check_manifest
+from echelon.checkpoint.records import (
+    MANIFEST,
+    MAX_MANIFEST_NBYTES,
+    MAX_PIECES,
+    SavedFile,
+    SavedPiece,
+    SavedTensor,
+    is_tensor_name,
+)
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointTooNew
 from echelon.values.untrusted_json import Json, brief, read_json, write_json
 from echelon.values.value_types import is_size
 
 SCHEMA = 1
 BEGINNING_NBYTES = 64  # of a manifest; its schema is in them
-MANIFEST = "manifest.json"
-
-MAX_NBYTES = 100_000_000  # of a manifest
 _MEMORY = 160 * 2**20  # that reading may take beside the file and the pieces, in bytes
 _BEFORE, _AFTER = b'{"checksum":"', b'",'  # around the 16 digits
 _BEGIN = len(_BEFORE) + 16 + len(_AFTER)
@@ -90,63 +95,6 @@ _MEMBERS = (
     *("checksum", "schema", "step", "world", "versions"),
     *("threads", "files", "tensors", "sections"),
 )
-
-
-@final
-class SavedPiece(NamedTuple):
-    """A range of one tensor, in one file; a plain tuple, because there may be a million.
-
-    Attributes:
-        file: index into ``Manifest.files``.
-        start: first element, in the flattened tensor.
-        numel: length, in elements; at least 1.
-        offset: first byte, in the file.
-        checksum: of its bytes.
-    """
-
-    file: int
-    start: int
-    numel: int
-    offset: int
-    checksum: str
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedTensor:
-    """A tensor, and where its elements lie.
-
-    Attributes:
-        name: in the plain model.
-        dtype: as safetensors names it, such as ``"F32"``; ``DTYPES`` has PyTorch's.
-        shape: of the whole tensor.
-        pieces: in order of their starts; they cover the tensor exactly once.
-        ties: its further names.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: tuple[SavedPiece, ...]
-    ties: tuple[str, ...] = ()
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedFile:
-    """The file of one rank.
-
-    Attributes:
-        name: in the folder.
-        nbytes: its length.
-        header_nbytes: bytes before the data.
-        header_checksum: of these bytes.
-    """
-
-    name: str
-    nbytes: int
-    header_nbytes: int
-    header_checksum: str
 
 
 @final
@@ -176,7 +124,7 @@ class Manifest:
     sections: Mapping[str, Json]
 
     def __post_init__(self) -> None:
-        check_manifest(self)
+        check_manifest(self.step, self.threads, self.versions, self.files, self.tensors)
 
     def dump(self) -> bytes:
         """The bytes of ``manifest.json``. Law: ``Manifest.parse`` of them gives an equal manifest.
@@ -247,9 +195,9 @@ def _check_schema(schema: Json, path: object) -> None:
 
 def _check_bytes(data: bytes, path: object) -> None:
     """Refuse what does not begin as a manifest, or has another checksum."""
-    if len(data) > MAX_NBYTES:
+    if len(data) > MAX_MANIFEST_NBYTES:
         raise CheckpointCorrupt(
-            f"{len(data)} bytes are no manifest, which has at most {MAX_NBYTES}", path
+            f"{len(data)} bytes are no manifest, which has at most {MAX_MANIFEST_NBYTES}", path
         )
     digits = data[len(_BEFORE) : _BEGIN - len(_AFTER)]
     if data[:_BEGIN] != _BEFORE + digits + _AFTER:

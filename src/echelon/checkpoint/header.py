@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import cast
 
-from echelon.checkpoint.names import is_key
+from echelon.checkpoint.records import MAX_HEADER_NBYTES, is_key
 from echelon.errors import ArgumentError, CheckpointCorrupt
 from echelon.values.untrusted_json import Json, brief, read_json, write_json
 from echelon.values.value_types import DTYPES, is_size, nbytes_of, tensor_problem
@@ -25,7 +25,6 @@ Entry = tuple[str, str, tuple[int, ...], int]
 
 _ALIGN = 64  # the data begin in a line of the cache
 _LENGTH_NBYTES = 8
-_MAX_NBYTES = 100_000_000  # of the JSON; as in safetensors
 _MEMORY = 160 * 2**20  # that reading may take, in bytes
 # What safetensors allows beside tensors. Some readers ask which framework wrote the file.
 _METADATA = "__metadata__"
@@ -86,10 +85,10 @@ def header(entries: Sequence[Entry]) -> bytes:
         end += nbytes
     text = write_json(members, "the header of a file")
     text += b" " * (-(_LENGTH_NBYTES + len(text)) % _ALIGN)
-    if len(text) > _MAX_NBYTES:
+    if len(text) > MAX_HEADER_NBYTES:
         raise ArgumentError(
             f"the header of a file of {len(entries)} tensors has {len(text)} bytes, and no reader "
-            f"takes more than {_MAX_NBYTES}: save fewer tensors on one rank"
+            f"takes more than {MAX_HEADER_NBYTES}: save fewer tensors on one rank"
         )
     return len(text).to_bytes(_LENGTH_NBYTES, "little") + text
 
@@ -105,7 +104,7 @@ def header_nbytes(data: bytes, path: object) -> int:
         CheckpointCorrupt: no header has this length.
     """
     length = int.from_bytes(data[:_LENGTH_NBYTES], "little")
-    if len(data) < _LENGTH_NBYTES or not 2 <= length <= _MAX_NBYTES:
+    if len(data) < _LENGTH_NBYTES or not 2 <= length <= MAX_HEADER_NBYTES:
         raise CheckpointCorrupt(
             f"this is no safetensors file: its header would have {length} bytes", path
         )

@@ -27,15 +27,15 @@ import torch
 
 from echelon import events
 from echelon.checkpoint import files
-from echelon.checkpoint.contents import RANDOM, Contents
 from echelon.checkpoint.coordinator import Coordinator
-from echelon.checkpoint.fitting import Fitting, Target
-from echelon.checkpoint.names import step_name, step_of
-from echelon.checkpoint.part import Json
+from echelon.checkpoint.items import RANDOM, CheckpointItems
+from echelon.checkpoint.load_plan import LoadPlan, ReadItem
+from echelon.checkpoint.optimizers import OptimizerLoader
 from echelon.checkpoint.random_states import GENERATORS, RandomStates
-from echelon.checkpoint.restoring import Restoring
-from echelon.checkpoint.step import PieceKey, SavedStep
-from echelon.checkpoint.writable import check_writable
+from echelon.checkpoint.records import step_name, step_of
+from echelon.checkpoint.saved_step import PieceKey, SavedStep
+from echelon.checkpoint.sections import Json
+from echelon.checkpoint.tensors import check_writable
 from echelon.errors import (
     ArgumentError,
     CheckpointCorrupt,
@@ -94,7 +94,7 @@ class Request:
 
 
 def folders_to_try(
-    council: Coordinator, contents: Contents, request: Request
+    coordinator: Coordinator, given: CheckpointItems, request: Request
 ) -> list[tuple[int, Path]]:
     """The steps to try, in that order, with their folders. All ranks call it.
 
@@ -104,26 +104,26 @@ def folders_to_try(
     """
     asked: dict[str, Json] = {"call": "load", "directory": str(request.root)}
     asked |= {"step": request.step, "strict": request.strict, "fallback": request.fallback}
-    asked |= {"rng": request.rng, "names": contents.names, "kinds": contents.kinds}
+    asked |= {"rng": request.rng, "names": given.names, "kinds": given.kinds}
 
     def look() -> Json:
-        _check_stateful(contents)
-        return _steps_to_try(request) if council.rank == 0 else None
+        _check_stateful(given)
+        return _steps_to_try(request) if coordinator.rank == 0 else None
 
-    found = council.all_do("a request to load", look, asked)[0]
+    found = coordinator.all_do("a request to load", look, asked)[0]
     return [(step, Path(folder)) for step, folder in found]
 
 
-def went_away(council: Coordinator, tried: Sequence[tuple[int, Path]]) -> bool:
+def went_away(coordinator: Coordinator, tried: Sequence[tuple[int, Path]]) -> bool:
     """Whether one of the steps is not there any more, as after a save with ``keep``.
 
     All ranks call it.
     """
 
     def look() -> Json:
-        return council.rank == 0 and any(not folder.is_dir() for _, folder in tried)
+        return coordinator.rank == 0 and any(not folder.is_dir() for _, folder in tried)
 
-    found: bool = council.all_do("whether steps are still there", look)[0]
+    found: bool = coordinator.all_do("whether steps are still there", look)[0]
     return found
 
 
@@ -145,7 +145,9 @@ def _steps_to_try(request: Request) -> list[tuple[int, str]]:
     ]
 
 
-def load_step(council: Coordinator, contents: Contents, request: Request, folder: Path) -> Loaded:
+def load_step(
+    coordinator: Coordinator, given: CheckpointItems, request: Request, folder: Path
+) -> Loaded:
     """Load one step. All ranks call it.
 
     Raises:
@@ -156,20 +158,20 @@ def load_step(council: Coordinator, contents: Contents, request: Request, folder
     def read() -> bytes:
         return files.read_manifest(folder)
 
-    data = council.give("the manifest of a load", read)
+    data = coordinator.give("the manifest of a load", read)
     with ExitStack() as stack:
-        loading = _Loading(council, contents, request, folder)
-        council.all_do("the plan of a load", lambda: loading.open(data, stack))
+        loading = _Loading(coordinator, given, request, folder)
+        coordinator.all_do("the plan of a load", lambda: loading.open(data, stack))
         loading.compare()
-        facts = {"rank": council.world_rank, "step": loading.step.manifest.step}
+        facts = {"rank": coordinator.world_rank, "step": loading.step.manifest.step}
         with events.span("checkpoint.load", nbytes=loading.nbytes, **facts):
-            council.all_do("bytes of a load", loading.verify)
+            coordinator.all_do("bytes of a load", loading.verify)
             try:
-                council.all_do("states of a load", loading.install)
+                coordinator.all_do("states of a load", loading.install)
             except BaseException:
                 loading.undo()
                 raise
-            council.all_do("the end of a load", loading.fill)
+            coordinator.all_do("the end of a load", loading.fill)
     return loading.loaded()
 
 
@@ -178,11 +180,11 @@ class _Loading:
     """One step on its way into what the user has."""
 
     def __init__(
-        self, council: Coordinator, contents: Contents, request: Request, folder: Path
+        self, coordinator: Coordinator, given: CheckpointItems, request: Request, folder: Path
     ) -> None:
-        self._council, self._contents, self._request = council, contents, request
+        self._coordinator, self._given, self._request = coordinator, given, request
         self._folder = folder
-        self._optimizers: list[Restoring] = []
+        self._optimizers: list[OptimizerLoader] = []
         self._states: dict[str, Any] = {}  # of objects, by name
         self._extras: list[tuple[str, torch.nn.Module, Any]] = []
         self._values: dict[str, Any] = {}
@@ -192,76 +194,76 @@ class _Loading:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank reads."""
-        targets = [*self._fitting.live, *self._fitting.fresh]
-        return sum(target.values.nbytes for target in targets)
+        items = [*self._plan.live, *self._plan.fresh]
+        return sum(item.values.nbytes for item in items)
 
     def open(self, data: bytes, stack: ExitStack) -> None:
         """[2] Read the manifest, and find what fits. Nothing is changed."""
         self.step = stack.enter_context(SavedStep(self._folder, data))
-        manifest, contents = self.step.manifest, self._contents
-        rank, size = self._council.rank, self._council.size
-        fitting = self._fitting = Fitting(
+        manifest, given = self.step.manifest, self._given
+        rank, size = self._coordinator.rank, self._coordinator.size
+        plan = self._plan = LoadPlan(
             manifest=manifest, path=str(self._folder), rank=rank, size=size
         )
         sections = self.step.sections
-        for name, holdings in contents.modules.items():
+        for name, state in given.modules.items():
             if self._section(name, "module") is not None:
-                for held in holdings.tensors:
-                    fitting.place(held)
-                for extra in holdings.extras:
+                for shard in state.tensors:
+                    plan.place(shard)
+                for extra in state.extras:
                     self._place_extra(sections[name]["extras"], extra.name, extra.module)
-        for name, optimizer in contents.optimizers.items():
+        for name, optimizer in given.optimizers.items():
             section = self._section(name, "optimizer")
             if section is not None:
-                owners = contents.owners
-                self._optimizers.append(Restoring(name, optimizer, section, owners, fitting))
-        for name in contents.objects:
+                shards = given.shards_by_param
+                self._optimizers.append(OptimizerLoader(name, optimizer, section, shards, plan))
+        for name in given.objects:
             section = self._section(name, "object", "value")  # a dict may come from another format
             if section is not None:
-                state = self._states[name] = fitting.value(section, name)
+                state = self._states[name] = plan.value(section, name)
                 if section["kind"] == "value" and not isinstance(state, dict):
-                    fitting.differing[name] = "saved as value, here object"
+                    plan.differing[name] = "saved as value, here object"
         for name, section in sections.items():
-            if section.get("kind") == "value" and name not in contents.objects:
-                self._values[name] = fitting.value(section, name)
+            if section.get("kind") == "value" and name not in given.objects:
+                self._values[name] = plan.value(section, name)
         if self._request.rng and sections.get(RANDOM, {}).get("kind") == "random":
-            self._random = fitting.value(sections[RANDOM], RANDOM, by_place=True)
-            if fitting.saved_size < min(2, size):  # of one rank it is not known what others had
-                fitting.apart.append(RANDOM)
+            self._random = plan.value(sections[RANDOM], RANDOM, by_place=True)
+            if plan.saved_size < min(2, size):  # of one rank it is not known what others had
+                plan.apart.append(RANDOM)
 
     def _section(self, name: str, *kinds: str) -> Json | None:
         """What the step has under a name; notes what does not fit."""
         section = self.step.sections.get(name)
         if section is None:
-            self._fitting.missing.append(name)
+            self._plan.missing.append(name)
         elif section.get("kind") not in kinds:
-            self._fitting.differing[name] = f"saved as {section.get('kind')}, here {kinds[0]}"
+            self._plan.differing[name] = f"saved as {section.get('kind')}, here {kinds[0]}"
             return None
         return section
 
     def _place_extra(self, extras: Json, name: str, module: torch.nn.Module) -> None:
         if name not in extras:
-            self._fitting.missing.append(name)
+            self._plan.missing.append(name)
             return
-        self._extras.append((name, module, self._fitting.value(extras[name], name)))
+        self._extras.append((name, module, self._plan.value(extras[name], name)))
 
     def _expected(self) -> list[str]:
         """The names in the step of what was asked for."""
         manifest = self.step.manifest
-        asked = {*self._contents.modules, *self._contents.optimizers, *self._contents.objects}
+        asked = {*self._given.modules, *self._given.optimizers, *self._given.objects}
         names = {
             name
             for name in manifest.tensors
             if name.split("/", 1)[0] in asked and name.split("/", 1)[0] != "own"
         }
-        for name in self._contents.optimizers:
+        for name in self._given.optimizers:
             for group in self.step.sections.get(name, {}).get("groups", ()):
                 names |= {f"{name}/{param}" for param in group["params"]}
         return sorted(names)
 
     def _used_bits(self) -> str:
         """Which of the expected names have a place here, a bit each."""
-        used = self._fitting.used
+        used = self._plan.used
         return hex(int("0" + "".join("01"[name in used] for name in self._expected()), 2))
 
     def compare(self) -> None:
@@ -270,56 +272,55 @@ class _Loading:
         Raises:
             CheckpointMismatch: with ``strict``, on all ranks.
         """
-        fitting = self._fitting
+        plan = self._plan
 
-        def found() -> Json:
-            problems = [fitting.missing, fitting.differing]
-            if fitting.missing or fitting.differing:
-                return {"problems": problems, "used": self._used_bits()}
-            return {"problems": None, "used": self._used_bits()}
+        def report() -> Json:
+            fits = not plan.missing and not plan.differing
+            problems = None if fits else [plan.missing, plan.differing]
+            return {"problems": problems, "used": self._used_bits()}
 
-        told = self._council.all_do("what fits of a load", found)
+        reports = self._coordinator.all_do("what fits of a load", report)
         used = 0
-        for one in told:
-            used |= int(one["used"], 16)
+        for found in reports:
+            used |= int(found["used"], 16)
         names = self._expected()
         self._unexpected = tuple(
             name for i, name in enumerate(names) if not used >> (len(names) - 1 - i) & 1
         )
         missing: dict[str, None] = {}
         differing: dict[str, str] = {}
-        for one in told:
-            if one["problems"] is not None:
-                missing |= dict.fromkeys(one["problems"][0])
-                differing = one["problems"][1] | differing
+        for found in reports:
+            if found["problems"] is not None:
+                missing |= dict.fromkeys(found["problems"][0])
+                differing = found["problems"][1] | differing
         if self._request.strict and (missing or differing or self._unexpected):
             raise CheckpointMismatch(self._folder, [*missing], self._unexpected, differing)
         self._missing, self._differing = tuple(missing), differing
 
     def verify(self) -> None:
         """[3] Compare checksums, and read what nobody sees."""
-        mine = (self._council.rank, self._council.size)
+        mine = (self._coordinator.rank, self._coordinator.size)
         done: set[PieceKey] = set()
-        for target in self._fitting.fresh:
-            done.update(self._read(target, mine))
+        for item in self._plan.fresh:
+            done.update(self._read(item, mine))
         self.step.verify(*mine, done)
-        for target in self._fitting.live:
-            self.step.reach(target.saved, target.start, target.values.numel())
-        check_writable((target.saved.name, target.values) for target in self._fitting.live)
+        for item in self._plan.live:
+            self.step.reach(item.saved, item.start, item.values.numel())
+        check_writable((item.saved.name, item.values) for item in self._plan.live)
         if self._random is not None:
             self._random = self._random_states(self._random)
 
     def _random_states(self, found: object) -> RandomStates:
-        fitting, device = self._fitting, self._contents.device
+        plan, device = self._plan, self._given.device
         states = RandomStates.of(found, device, self._folder)
-        if fitting.rank < fitting.saved_size:
+        if plan.rank < plan.saved_size:
             return states
         section = self.step.sections[RANDOM]
-        apart = fitting.members_apart(section, RANDOM) if fitting.saved_size > 1 else GENERATORS
-        return states.for_rank(fitting.rank, apart, device)
+        apart = plan.members_apart(section, RANDOM) if plan.saved_size > 1 else GENERATORS
+        return states.for_rank(plan.rank, apart, device)
 
-    def _read(self, target: Target, check: tuple[int, int] | None = None) -> list[PieceKey]:
-        return self.step.read(target.saved, target.start, target.values, check)
+    def _read(self, item: ReadItem, check: tuple[int, int] | None = None) -> list[PieceKey]:
+        return self.step.read(item.saved, item.start, item.values, check)
 
     def install(self) -> None:
         """[4] Give out what can be refused; what is the user's last, which cannot be undone."""
@@ -330,7 +331,7 @@ class _Loading:
                 module.set_extra_state(state)
         for name, state in self._states.items():
             with self._naming(name):
-                self._contents.objects[name].load_state_dict(state)
+                self._given.objects[name].load_state_dict(state)
 
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:
@@ -349,11 +350,11 @@ class _Loading:
 
     def fill(self) -> None:
         """[5] Change the model."""
-        for holdings in self._contents.modules.values():
-            holdings.before_write()
+        for state in self._given.modules.values():
+            state.before_write()
         try:
-            for target in self._fitting.live:
-                self._read(target)
+            for item in self._plan.live:
+                self._read(item)
         except (OSError, CheckpointCorrupt) as error:
             raise CheckpointError(
                 f"could no longer be read when it was being loaded, so the model is changed in "
@@ -364,8 +365,8 @@ class _Loading:
         if self._random is not None:
             world = entered()
             is_simulated = world is not None and world.backend == "threads"
-            shared = self._council.rank == 0 or not is_simulated
-            self._random.restore(self._contents.device, shared=shared)
+            shared = self._coordinator.rank == 0 or not is_simulated
+            self._random.restore(self._given.device, shared=shared)
 
     def loaded(self) -> Loaded:
         """What is told to the user."""
@@ -384,13 +385,13 @@ class _Loading:
             missing=self._missing,
             unexpected=self._unexpected,
             differing=MappingProxyType(self._differing),
-            apart=tuple(dict.fromkeys(self._fitting.apart)),
+            apart=tuple(dict.fromkeys(self._plan.apart)),
         )
 
 
-def _check_stateful(contents: Contents) -> None:
-    if contents.values:
-        name, value = next(iter(contents.values.items()))
+def _check_stateful(given: CheckpointItems) -> None:
+    if given.values:
+        name, value = next(iter(given.values.items()))
         raise ArgumentError(
             f"{name} is a {type(value).__name__}, which cannot take a state back: leave it out, "
             "and find it in the values of the result"

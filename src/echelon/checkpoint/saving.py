@@ -27,39 +27,39 @@ import torch
 
 from echelon import events
 from echelon.checkpoint import files
-from echelon.checkpoint.contents import Contents
 from echelon.checkpoint.coordinator import Coordinator
-from echelon.checkpoint.files import MANIFEST, NewFile
-from echelon.checkpoint.format import Manifest, SavedFile
+from echelon.checkpoint.files import NewFile
+from echelon.checkpoint.format import Manifest
 from echelon.checkpoint.header import header
-from echelon.checkpoint.names import file_name, step_name
-from echelon.checkpoint.part import Json, Part, together
-from echelon.checkpoint.step import is_whole
-from echelon.checkpoint.writes import Write, assembled, report_of, writes_of
+from echelon.checkpoint.items import CheckpointItems
+from echelon.checkpoint.records import MANIFEST, SavedFile, file_name, step_name
+from echelon.checkpoint.saved_step import is_whole
+from echelon.checkpoint.sections import Json, Section, merge_sections
+from echelon.checkpoint.write_items import WriteItem, merge_reports, plan_writes, report_items
 from echelon.comm.group import Group
 from echelon.errors import CheckpointError
 
 
 @final
 class Saving:
-    """One save of the ranks of ``council``; the methods are called in their order, by all.
+    """One save of the ranks of ``coordinator``; the methods are called in their order, by all.
 
     Args:
         root: the folder of the run.
         keep: how many steps are left afterwards; None: all.
     """
 
-    def __init__(self, council: Coordinator, root: Path, step: int, keep: int | None) -> None:
-        self._council, self._root, self._step, self._keep = council, root, step, keep
+    def __init__(self, coordinator: Coordinator, root: Path, step: int, keep: int | None) -> None:
+        self._coordinator, self._root, self._step, self._keep = coordinator, root, step, keep
         self._stack = ExitStack()  # holds the lock, on rank 0
         self._made: Path | None = None
         self._replaces = False
-        self._writes: list[Write] = []
+        self._items: list[WriteItem] = []
         self._facts: dict[str, Json] = {}
         self._kinds: dict[str, str] = {}
         self._problem: Exception | None = None  # of this rank, of which the others must hear
 
-    def begin(self, call: str, contents: Contents, *, rng: bool) -> None:
+    def begin(self, call: str, given: CheckpointItems, *, rng: bool) -> None:
         """[1] Agree on what is saved, and make the folder.
 
         Args:
@@ -71,24 +71,24 @@ class Saving:
             CheckpointError: there is such a step, another save is under way, or the folder cannot
                 be made.
         """
-        parts: dict[str, Part] = {}
+        sections: dict[str, Section] = {}
 
         def request() -> Json:
-            parts.update(contents.parts(rng=rng))
-            digests = {name: part.digest() for name, part in parts.items()}
+            sections.update(given.sections(rng=rng))
+            digests = {name: part.digest() for name, part in sections.items()}
             own: dict[str, str] = {}
-            for part in parts.values():
-                own |= part.own_digests(self._council.rank)
-            made = self._make_folder() if self._council.rank == 0 else None
+            for part in sections.values():
+                own |= part.per_rank_digests(self._coordinator.rank)
+            made = self._make_folder() if self._coordinator.rank == 0 else None
             return {"digests": digests, "own": own, "made": made}
 
         asked: dict[str, Json] = {"call": call, "directory": str(self._root), "step": self._step}
-        asked |= {"keep": self._keep, "rng": rng, "names": contents.names}
-        asked["kinds"] = contents.kinds
+        asked |= {"keep": self._keep, "rng": rng, "names": given.names}
+        asked["kinds"] = given.kinds
         try:
-            told = self._council.all_do("a request to save", request, asked)
+            told = self._coordinator.all_do("a request to save", request, asked)
             self._made = self._root / told[0]["made"]
-            self.prepare(partial(self._plan, parts, told))
+            self.prepare(partial(self._plan, sections, told))
         except BaseException:
             self.abandon()
             raise
@@ -100,11 +100,11 @@ class Saving:
         except Exception as error:
             self._problem = self._problem or error
 
-    def _plan(self, parts: Mapping[str, Part], told: Sequence[Json]) -> None:
-        rank = self._council.rank
-        self._writes = writes_of(parts, [one["own"] for one in told], rank)
-        self._kinds = {name: part.kind for name, part in parts.items()}
-        for name, part in parts.items():
+    def _plan(self, sections: Mapping[str, Section], told: Sequence[Json]) -> None:
+        rank = self._coordinator.rank
+        self._items = plan_writes(sections, [one["own"] for one in told], rank)
+        self._kinds = {name: part.kind for name, part in sections.items()}
+        for name, part in sections.items():
             if rank == 0 or told[rank]["digests"][name] != told[0]["digests"][name]:
                 self._facts[name] = part.facts
 
@@ -133,13 +133,13 @@ class Saving:
 
     def _refusal(self, what: str, path: Path) -> CheckpointError:
         """Of a folder that is not for us; it may be that another rank has it."""
-        if self._council.group is None:
+        if self._coordinator.group is None:
             what += ". Ranks that share a plain model save it together: give group= on all of them"
         return CheckpointError(what, path)
 
     def hand_over(self, group: Group | None) -> None:
         """Have the ranks talk over ``group`` from now on, which has the same ranks."""
-        self._council = Coordinator(group, self._root)
+        self._coordinator = Coordinator(group, self._root)
 
     @property
     def target(self) -> Path:
@@ -149,16 +149,16 @@ class Saving:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank writes, without the header."""
-        return sum(write.nbytes for write in self._writes)
+        return sum(item.nbytes for item in self._items)
 
     def replace_values(self, copies: Sequence[torch.Tensor]) -> None:
-        """Write ``copies`` of ``values`` instead, in the same order."""
-        for write, copy in zip(self._writes, copies, strict=True):
-            write.values = copy
+        """WriteItem ``copies`` of ``values`` instead, in the same order."""
+        for item, copy in zip(self._items, copies, strict=True):
+            item.values = copy
 
     def values(self) -> list[torch.Tensor]:
         """What this rank writes. Each 1D, or a whole tensor."""
-        return [write.values for write in self._writes]
+        return [item.values for item in self._items]
 
     def finish(self) -> Path:
         """[2] to [5]: write, and commit.
@@ -170,14 +170,14 @@ class Saving:
             CheckpointError: a rank could not write, or rank 0 could not commit; nothing was
                 committed unless the message says so.
         """
-        council = self._council
+        coordinator = self._coordinator
         with events.span(
-            "checkpoint.save", rank=council.world_rank, step=self._step, nbytes=self.nbytes
+            "checkpoint.save", rank=coordinator.world_rank, step=self._step, nbytes=self.nbytes
         ):
             try:
-                told = council.all_do("files of a save", self._write)
-                first = partial(self._commit, told) if council.rank == 0 else lambda: None
-                council.all_do("commit of a save", first)
+                told = coordinator.all_do("files of a save", self._write)
+                first = partial(self._commit, told) if coordinator.rank == 0 else lambda: None
+                coordinator.all_do("commit of a save", first)
             except BaseException:
                 self.abandon()
                 raise
@@ -186,7 +186,7 @@ class Saving:
 
     def abandon(self) -> None:
         """Leave nothing behind."""
-        if self._council.rank == 0 and self._made is not None:
+        if self._coordinator.rank == 0 and self._made is not None:
             files.discard(self._made)
         self._stack.close()
 
@@ -195,16 +195,16 @@ class Saving:
         if self._problem is not None:
             raise self._problem
         assert self._made is not None
-        path = self._made / file_name(self._council.rank)
-        head = header([write.entry for write in self._writes])
+        path = self._made / file_name(self._coordinator.rank)
+        head = header([item.entry for item in self._items])
         with NewFile(path) as file:
             head_checksum = file.write(memoryview(head))
-            for write in self._writes:
-                write.offset = file.nbytes
-                write.checksum = file.write(write.bytes())
+            for item in self._items:
+                item.offset = file.nbytes
+                item.checksum = file.write(item.bytes())
         return {
             "file": [path.name, file.nbytes, len(head), head_checksum],
-            "tensors": report_of(self._writes),
+            "tensors": report_items(self._items),
             "facts": self._facts,
             "threads": torch.get_num_threads(),
         }
@@ -212,7 +212,7 @@ class Saving:
     def _commit(self, told: Sequence[Json]) -> None:
         assert self._made is not None
         sections = {
-            name: together(
+            name: merge_sections(
                 name,
                 kind,
                 {rank: one["facts"].get(name, self._facts[name]) for rank, one in enumerate(told)},
@@ -221,14 +221,14 @@ class Saving:
         }
         manifest = Manifest(
             step=self._step,
-            world={"size": self._council.size},
+            world={"size": self._coordinator.size},
             versions=_versions(),
             threads=tuple(one["threads"] for one in told),
             files=tuple(
                 SavedFile(name=name, nbytes=nbytes, header_nbytes=length, header_checksum=found)
                 for name, nbytes, length, found in (one["file"] for one in told)
             ),
-            tensors=assembled([one["tensors"] for one in told], self._root),
+            tensors=merge_reports([one["tensors"] for one in told], self._root),
             sections=sections,
         )
         files.write_file(self._made / MANIFEST, manifest.dump())

@@ -1,6 +1,17 @@
-"""The bytes of a tensor in row-major order, wherever and however it lies."""
+"""The memory of tensors: their bytes in row-major order, wherever and however they lie.
+
+[Note: memory that cannot be written]
+A tensor may lie in a file that is mapped for reading only (``numpy.memmap(mode="r")``). Torch does
+not know; the first write to it fails, when half of a model may have been written. So a load asks
+before it changes anything.
+"""
 
 from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from pathlib import Path
+from typing import final
 
 import numpy as np
 import torch
@@ -9,6 +20,7 @@ from torch import Tensor
 from echelon.checkpoint.checksum import Checksum
 from echelon.comm.flat import is_expanded
 from echelon.comm.streams import is_cpu
+from echelon.errors import ArgumentError
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -78,3 +90,46 @@ def digest_of(tensor: Tensor) -> str:
     checksum.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     checksum.update(bytes_of(tensor))
     return checksum.hexdigest()
+
+
+_MAPS = Path("/proc/self/maps")
+
+
+def check_writable(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse tensors, by name, in memory that cannot be written. Where Linux does not say, all can.
+
+    Raises:
+        ArgumentError: names the first.
+    """
+    pages: _Pages | None = None
+    for name, tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        pages = _Pages() if pages is None else pages
+        if pages.is_read_only(tensor.data_ptr()):
+            raise ArgumentError(
+                f"{name!r} lies in memory that is mapped for reading only, such as a file opened "
+                "with mode='r', so nothing can be loaded into it; nothing was changed. Give it "
+                "memory of its own: tensor.clone()"
+            )
+
+
+@final
+class _Pages:
+    """The ranges of memory that this process may read and not write."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        text = _MAPS.read_text() if _MAPS.exists() else ""
+        for line in text.splitlines():
+            place, rights = line.split(maxsplit=2)[:2]
+            if "w" not in rights:
+                start, stop = place.split("-")
+                self._starts.append(int(start, 16))
+                self._stops.append(int(stop, 16))
+
+    def is_read_only(self, address: int) -> bool:
+        """Whether what lies at ``address`` cannot be written; False if nothing is known there."""
+        i = bisect_right(self._starts, address) - 1
+        return i >= 0 and address < self._stops[i]

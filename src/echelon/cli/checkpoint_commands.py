@@ -120,7 +120,7 @@ def _list_steps(folder: Path) -> int:
     from rich import box
     from rich.table import Table
 
-    from echelon.checkpoint.step import SavedStep
+    from echelon.checkpoint.saved_step import SavedStep
     from echelon.observe.progress import bytes_text
 
     table = Table(box=box.MARKDOWN)
@@ -152,7 +152,7 @@ def _list_steps(folder: Path) -> int:
 
 def _verify_steps(folder: Path) -> int:
     """Compare all bytes with their checksums, and print a line a step; 1 unless all are whole."""
-    from echelon.checkpoint.step import SavedStep
+    from echelon.checkpoint.saved_step import SavedStep
 
     code = 0
     for path in _steps(folder):
@@ -186,8 +186,8 @@ def _convert_state(source: Path, target: Path, options: ConvertOptions) -> int:
 def _compare_steps(one: Path, other: Path) -> int:
     """Print how two steps differ, of which every byte was verified; 1 if they do."""
     from echelon.checkpoint.convert.convert import step_at
-    from echelon.checkpoint.difference import differences
-    from echelon.checkpoint.step import SavedStep
+    from echelon.checkpoint.saved_step import differences
+    from echelon.checkpoint.saved_step import SavedStep
 
     with ExitStack() as stack:
         first, second = (stack.enter_context(SavedStep(step_at(path))) for path in (one, other))
@@ -206,7 +206,7 @@ def _compare_steps(one: Path, other: Path) -> int:
 def _steps(folder: Path) -> Iterable[Path]:
     from echelon.checkpoint import files
     from echelon.checkpoint.convert.convert import step_at
-    from echelon.checkpoint.names import step_of
+    from echelon.checkpoint.records import step_of
 
     if step_of(folder.name) is not None and folder.is_dir():
         return [folder]

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from echelon.c10d.dcp import is_dcp, read_dcp, write_dcp
 from echelon.checkpoint import files
-from echelon.checkpoint.convert.echelon_files import (
+from echelon.checkpoint.convert.plain_files import INDEX, PlainFiles, write_plain
+from echelon.checkpoint.convert.step_files import (
+    PlainState,
     SavedTensors,
     model_in,
     names_that_fit,
@@ -23,16 +25,14 @@ from echelon.checkpoint.convert.echelon_files import (
     read_step,
     write_step,
 )
-from echelon.checkpoint.convert.plain_files import INDEX, PlainFiles, write_plain
 from echelon.checkpoint.convert.torch_files import (
     from_nested,
     read_torch,
     to_nested,
     write_torch,
 )
-from echelon.checkpoint.convert.tree import PlainState
-from echelon.checkpoint.names import step_name, step_of
-from echelon.checkpoint.step import SavedStep
+from echelon.checkpoint.records import step_name, step_of
+from echelon.checkpoint.saved_step import SavedStep
 from echelon.errors import ArgumentError, CheckpointError, CheckpointNotFound
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")

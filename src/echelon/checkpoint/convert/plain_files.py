@@ -12,7 +12,7 @@ from typing import cast, final
 from safetensors import safe_open
 from torch import Tensor
 
-from echelon.checkpoint.convert.echelon_files import SavedTensors
+from echelon.checkpoint.convert.step_files import SavedTensors
 from echelon.checkpoint.files import NewFile, SavedBytes, sync_folder
 from echelon.checkpoint.header import header, header_nbytes, read_header
 from echelon.checkpoint.tensors import bytes_of

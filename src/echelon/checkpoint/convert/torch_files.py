@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint.convert.plain_files import check_memory
-from echelon.checkpoint.convert.tree import PlainState
+from echelon.checkpoint.convert.step_files import PlainState
 from echelon.checkpoint.files import sync_folder
 from echelon.errors import ArgumentError, CheckpointCorrupt
 

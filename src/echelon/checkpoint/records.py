@@ -1,18 +1,86 @@
-"""The names of the folders and files of checkpoints."""
+"""What a manifest says of files and tensors, their names, and the limits of both.
+
+``format`` is the specification; ``consistency`` has the laws that these records keep.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import cast
+from dataclasses import dataclass
+from typing import NamedTuple, cast, final
 
 from echelon.errors import ArgumentError
 
+MANIFEST = "manifest.json"
+MAX_MANIFEST_NBYTES = 100_000_000
+MAX_HEADER_NBYTES = 100_000_000  # of the JSON of a file's header; as in safetensors
 MAX_STEP = 10**9 - 1  # so that names sort as steps do
+MAX_PIECES = 1_000_000
 _STEP = re.compile(r"step-([0-9]{9})")
 _FILE = re.compile(r"rank-([0-9]{5,9})\.safetensors")
 _MAX_NAME = 1024  # characters
 _MAX_KEY = _MAX_NAME + 64  # two numbers of at most 19 digits, and what is around them
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters, surrogates
+
+
+@final
+class SavedPiece(NamedTuple):
+    """A range of one tensor, in one file; a plain tuple, because there may be a million.
+
+    Attributes:
+        file: index into ``Manifest.files``.
+        start: first element, in the flattened tensor.
+        numel: length, in elements; at least 1.
+        offset: first byte, in the file.
+        checksum: of its bytes.
+    """
+
+    file: int
+    start: int
+    numel: int
+    offset: int
+    checksum: str
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """A tensor, and where its elements lie.
+
+    Attributes:
+        name: in the plain model.
+        dtype: as safetensors names it, such as ``"F32"``; ``DTYPES`` has PyTorch's.
+        shape: of the whole tensor.
+        pieces: in order of their starts; they cover the tensor exactly once.
+        ties: its further names.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[SavedPiece, ...]
+    ties: tuple[str, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedFile:
+    """The file of one rank.
+
+    Attributes:
+        name: in the folder.
+        nbytes: its length.
+        header_nbytes: bytes before the data.
+        header_checksum: of these bytes.
+    """
+
+    name: str
+    nbytes: int
+    header_nbytes: int
+    header_checksum: str
+
+
+# Names ---------------------------------------------------------------------------------------
 
 
 def step_name(step: int) -> str:

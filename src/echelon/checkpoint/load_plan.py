@@ -10,18 +10,19 @@ from typing import Any, NamedTuple, cast, final
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.format import Manifest, SavedTensor
-from echelon.checkpoint.part import Json, own_name
+from echelon.checkpoint.format import Manifest
+from echelon.checkpoint.records import SavedTensor
+from echelon.checkpoint.sections import Json, per_rank_name
 from echelon.errors import CheckpointCorrupt
 from echelon.state.tensor_shard import Replication, TensorShard
 from echelon.values.decoding import decode
 from echelon.values.value_types import DTYPES, nbytes_of
 
-_OWN = re.compile(r"own/[0-9]+/(.+)")  # as own_name gives it
+_OWN = re.compile(r"own/[0-9]+/(.+)")  # as per_rank_name gives it
 _MOST_TIMES = 16  # that a tensor is loaded: several that are tied may be apart here
 
 
-class Target(NamedTuple):
+class ReadItem(NamedTuple):
     """Memory that a range of a saved tensor goes into.
 
     Attributes:
@@ -37,7 +38,7 @@ class Target(NamedTuple):
 
 @final
 @dataclass(kw_only=True, eq=False)
-class Fitting:
+class LoadPlan:
     """What a step gives to one rank, found before a byte of it moves.
 
     Attributes:
@@ -57,8 +58,8 @@ class Fitting:
     path: str
     rank: int
     size: int
-    live: list[Target] = field(default_factory=list)
-    fresh: list[Target] = field(default_factory=list)
+    live: list[ReadItem] = field(default_factory=list)
+    fresh: list[ReadItem] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
     differing: dict[str, str] = field(default_factory=dict)
@@ -111,21 +112,21 @@ class Fitting:
                 self.path,
             )
 
-    def place(self, held: TensorShard, *, fresh: bool = False) -> bool:
+    def place(self, shard: TensorShard, *, fresh: bool = False) -> bool:
         """Have a range of this rank read, if the step has it and it fits; whether it will be."""
-        saved = self.find(held.names)
+        saved = self.find(shard.names)
         if saved is None:
-            self.missing.append(held.name)
+            self.missing.append(shard.name)
             return False
         self.used.add(saved.name)
-        per_rank = held.replication is Replication.PER_RANK
+        per_rank = shard.replication is Replication.PER_RANK
         chosen = self._own(saved, self.same_size) if per_rank else saved
-        problem = _misfit(chosen, held)
+        problem = _misfit(chosen, shard)
         if problem is not None:
-            self.differing[held.name] = problem
-        if chosen.shape != held.shape or not _converts(chosen, held):
+            self.differing[shard.name] = problem
+        if chosen.shape != shard.shape or not _converts(chosen, shard):
             return False
-        (self.fresh if fresh else self.live).append(Target(chosen, held.start, held.values))
+        (self.fresh if fresh else self.live).append(ReadItem(chosen, shard.start, shard.values))
         return True
 
     def _own(self, saved: SavedTensor, has_own: bool) -> SavedTensor:
@@ -134,9 +135,8 @@ class Fitting:
             return saved
         if not self.same_size:
             self.apart.append(saved.name)
-        return (
-            self.manifest.tensors.get(own_name(self.rank, saved.name), saved) if has_own else saved
-        )
+        name = per_rank_name(self.rank, saved.name)
+        return self.manifest.tensors.get(name, saved) if has_own else saved
 
     def value(self, section: Json, name: str, *, by_place: bool = False) -> Any:
         """A value as it was saved; its tensors have memory that is read later.
@@ -176,7 +176,7 @@ class Fitting:
             chosen = self._own(found, has_own)
             self.claim(nbytes_of(chosen.dtype, chosen.shape))
             values = torch.empty(chosen.shape, dtype=DTYPES[chosen.dtype], device="cpu")
-            self.fresh.append(Target(chosen, 0, values))
+            self.fresh.append(ReadItem(chosen, 0, values))
             self._values[found.name] = values
         return self._values[found.name]
 
@@ -184,11 +184,11 @@ class Fitting:
 class _Fresh(Mapping[str, Tensor]):
     """The tensors of a value, each made when it is asked for."""
 
-    def __init__(self, fitting: Fitting, name: str, has_own: bool) -> None:
-        self._fitting, self._name, self._has_own = fitting, name, has_own
+    def __init__(self, plan: LoadPlan, name: str, has_own: bool) -> None:
+        self._plan, self._name, self._has_own = plan, name, has_own
 
     def __getitem__(self, path: str) -> Tensor:
-        return self._fitting.fresh_value(f"{self._name}/{path}", self._has_own)
+        return self._plan.fresh_value(f"{self._name}/{path}", self._has_own)
 
     def __iter__(self) -> Iterator[str]:
         return iter(())
@@ -197,15 +197,15 @@ class _Fresh(Mapping[str, Tensor]):
         return 0
 
 
-def _misfit(saved: SavedTensor, held: TensorShard) -> str | None:
+def _misfit(saved: SavedTensor, shard: TensorShard) -> str | None:
     """How a saved tensor differs from what is here; None if it does not."""
-    if saved.shape != held.shape:
-        return f"saved as {list(saved.shape)}, here {list(held.shape)}"
+    if saved.shape != shard.shape:
+        return f"saved as {list(saved.shape)}, here {list(shard.shape)}"
     dtype = DTYPES[saved.dtype]
-    if dtype != held.values.dtype:
-        return f"saved as {dtype}, here {held.values.dtype}"
+    if dtype != shard.values.dtype:
+        return f"saved as {dtype}, here {shard.values.dtype}"
     return None
 
 
-def _converts(saved: SavedTensor, held: TensorShard) -> bool:
-    return torch.can_cast(DTYPES[saved.dtype], held.values.dtype)
+def _converts(saved: SavedTensor, shard: TensorShard) -> bool:
+    return torch.can_cast(DTYPES[saved.dtype], shard.values.dtype)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import final
 
 from torch import Tensor
 
-from echelon.checkpoint.format import SavedPiece, SavedTensor
 from echelon.checkpoint.header import key_of
-from echelon.checkpoint.part import Json, Part, own_name
+from echelon.checkpoint.records import SavedPiece, SavedTensor
 from echelon.checkpoint.reshard import share
+from echelon.checkpoint.sections import Json, Section, per_rank_name
 from echelon.checkpoint.tensors import bytes_of, is_plain
 from echelon.errors import StateError
 from echelon.state.tensor_shard import Replication, TensorShard
@@ -22,7 +22,7 @@ from echelon.values.value_types import dtype_name
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
-class Write:
+class WriteItem:
     """A range of a tensor that this rank writes.
 
     Attributes:
@@ -61,98 +61,88 @@ class Write:
         return bytes_of(self.values)
 
 
-def writes_of(
-    parts: Mapping[str, Part], digests: Sequence[Mapping[str, str]], rank: int
-) -> list[Write]:
-    """What ``rank`` writes of the tensors of its parts, in the order of its file.
+def plan_writes(
+    sections: Mapping[str, Section], digests: Sequence[Mapping[str, str]], rank: int
+) -> list[WriteItem]:
+    """What ``rank`` writes of the tensors of its sections, in the order of its file.
 
     Args:
         digests: of tensors that nobody keeps alike, by rank and name.
     """
-    tensors = [one for part in parts.values() for one in part.tensors]
-    found = [*_own(tensors, digests, rank), *_firsts(tensors), *_shares(tensors)]
+    shards = [shard for section in sections.values() for shard in section.tensors]
+    by_kind: dict[Replication, list[TensorShard]] = {kind: [] for kind in Replication}
+    for shard in shards:
+        by_kind[shard.replication].append(shard)
+    items = [
+        *_differing(by_kind[Replication.PER_RANK], digests, rank),
+        *(_item(shard) for shard in by_kind[Replication.PRIMARY] if shard.copy == 0),
+        *_shares(by_kind[Replication.IDENTICAL]),
+    ]
     # Wide elements first: every range then begins at a multiple of the width of its elements.
-    return sorted(found, key=lambda write: -write.values.dtype.itemsize)
+    return sorted(items, key=lambda item: -item.values.dtype.itemsize)
 
 
-def _write(held: TensorShard, name: str | None = None) -> Write:
-    return Write(
-        name=held.name if name is None else name,
-        ties=held.names[1:] if name is None else (),
-        shape=held.shape,
-        start=held.start,
-        values=held.values.detach(),
+def _item(shard: TensorShard) -> WriteItem:
+    return WriteItem(
+        name=shard.name,
+        ties=shard.names[1:],
+        shape=shard.shape,
+        start=shard.start,
+        values=shard.values.detach(),
     )
 
 
-def _own(
-    tensors: Sequence[TensorShard], digests: Sequence[Mapping[str, str]], rank: int
-) -> list[Write]:
+def _differing(
+    shards: Sequence[TensorShard], digests: Sequence[Mapping[str, str]], rank: int
+) -> Iterator[WriteItem]:
     """The first rank writes its values; others write theirs under another name if they differ."""
-    found = []
-    for held in tensors:
-        if held.replication is Replication.PER_RANK:
-            first = next(r for r, own in enumerate(digests) if held.name in own)
-            if rank == first:
-                found.append(_write(held))
-            elif digests[rank][held.name] != digests[first][held.name]:
-                found.append(_write(held, own_name(rank, held.name)))
-    return found
+    for shard in shards:
+        first = next(r for r, known in enumerate(digests) if shard.name in known)
+        if rank == first:
+            yield _item(shard)
+        elif digests[rank][shard.name] != digests[first][shard.name]:
+            yield _item(replace(shard, names=(per_rank_name(rank, shard.name),)))
 
 
-def _firsts(tensors: Sequence[TensorShard]) -> list[Write]:
-    return [
-        _write(held)
-        for held in tensors
-        if held.replication is Replication.PRIMARY and held.copy == 0
-    ]
-
-
-def _shares(tensors: Sequence[TensorShard]) -> list[Write]:
+def _shares(shards: Sequence[TensorShard]) -> Iterator[WriteItem]:
     """Of copies that are alike, each rank writes a share."""
-    found = []
-    for held in tensors:
-        if held.replication is Replication.IDENTICAL:
-            itemsize = held.values.dtype.itemsize
-            nbytes = held.numel * itemsize
-            start, stop = share(held.name, nbytes, itemsize, held.copy, held.num_copies)
-            if start < stop or (not prod(held.shape) and held.copy == 0):
-                found.append(_part(held, start, stop))
-    return found
+    for shard in shards:
+        itemsize = shard.values.dtype.itemsize
+        nbytes = shard.numel * itemsize
+        start, stop = share(shard.name, nbytes, itemsize, shard.copy, shard.num_copies)
+        if start == stop and (0 not in shard.shape or shard.copy > 0):
+            continue  # all of it is others'; of an empty tensor the first copy is written
+        if stop - start == shard.numel:
+            yield _item(shard)
+        else:
+            flat = shard.values.detach()
+            if not is_plain(flat):
+                flat = flat.resolve_conj().resolve_neg().contiguous()
+            values = flat.view(-1)[start:stop]
+            yield _item(replace(shard, start=shard.start + start, values=values))
 
 
-def _part(held: TensorShard, start: int, stop: int) -> Write:
-    write = _write(held)
-    if stop - start < held.numel:
-        flat = held.values.detach()
-        if not is_plain(flat):
-            flat = flat.resolve_conj().resolve_neg().contiguous()
-        write.values, write.start = flat.view(-1)[start:stop], held.start + start
-    return write
+def report_items(items: Sequence[WriteItem]) -> Json:
+    """What rank 0 must know of what a rank has written, by the names of tensors."""
+    report: dict[str, Json] = {}
+    for item in items:
+        dtype = dtype_name(item.values.dtype)
+        entry = report.setdefault(item.name, [dtype, item.shape, item.ties, []])
+        if item.nbytes:
+            entry[3].append([item.start, item.values.numel(), item.offset, item.checksum])
+    return report
 
 
-def report_of(writes: Sequence[Write]) -> Json:
-    """What rank 0 must know of them."""
-    found: dict[str, Json] = {}
-    for write in writes:
-        dtype = dtype_name(write.values.dtype)
-        entry = found.setdefault(write.name, [dtype, write.shape, write.ties, []])
-        if write.nbytes:
-            numel = write.values.numel()
-            entry[3].append([write.start, numel, write.offset, write.checksum])
-    return found
-
-
-def assembled(reports: Sequence[Json], path: Path) -> dict[str, SavedTensor]:
+def merge_reports(reports: Sequence[Json], path: Path) -> dict[str, SavedTensor]:
     """The tensors of a checkpoint, from what the ranks have written.
 
     Raises:
         StateError: ranks hold different tensors under one name, or nobody holds some elements.
     """
-    found: dict[str, tuple[int, Json, list[SavedPiece]]] = {}
+    tensors: dict[str, tuple[int, Json, list[SavedPiece]]] = {}
     for rank, report in enumerate(reports):
         for name, (dtype, shape, ties, pieces) in report.items():
-            first, entry, known = found.setdefault(name, (rank, (dtype, shape, ties), []))
+            first, entry, known = tensors.setdefault(name, (rank, (dtype, shape, ties), []))
             if (dtype, shape) != tuple(entry[:2]):
                 raise StateError(
                     f"{name!r} is {dtype}{shape} on rank {rank} and {entry[0]}{entry[1]} on rank "
@@ -170,7 +160,7 @@ def assembled(reports: Sequence[Json], path: Path) -> dict[str, SavedTensor]:
             pieces=_covering(name, pieces, prod(shape)),
             ties=tuple(ties),
         )
-        for name, (_, (dtype, shape, ties), pieces) in found.items()
+        for name, (_, (dtype, shape, ties), pieces) in tensors.items()
     }
 
 

@@ -1,0 +1,267 @@
+"""What is saved beside tensors, as JSON in the manifest: its form, each rank's, and that of all.
+
+::
+
+    {"kind": "module",    "extras": {NAME: VALUE}}            what get_extra_state() returned
+    {"kind": "optimizer", "class": "AdamW",
+     "groups": [{"options": {NAME: ENTRY}, "params": [PARAM]}],
+     "state": {"values": {PARAM: {KEY: ENTRY}}, "by_rank": {PARAM: [{KEY: ENTRY} or null]}}}
+    {"kind": "object" | "value" | "random", VALUE}
+
+    VALUE is "value": X, or "by_rank": [X of rank 0, X of rank 1, ...]; X as in ``values``
+    PARAM is the name of a parameter in the checkpoint: that of its model, a slash, its own
+    ENTRY is {"$like": DTYPE}: the tensor OPTIMIZER/PARAM/KEY, of the shape of the parameter;
+             {"$whole": DTYPE}: such a tensor of a shape of its own;
+             {"$number": [DTYPE, X]}: a tensor without dims; else an X
+
+A tensor of an X has the name of what was saved, a slash and its path. Where the tensors of ranks
+differ, the first one's has that name, and that of rank 3 stands under ``own/3/`` and that name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, final
+
+from echelon.checkpoint.checksum import Checksum
+from echelon.checkpoint.format import Manifest
+from echelon.checkpoint.tensors import digest_of
+from echelon.errors import CheckpointCorrupt, StateError
+from echelon.state.tensor_shard import Replication, TensorShard
+from echelon.values.value_types import DTYPES
+
+Json = Any
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Section:
+    """What one rank saves under one name.
+
+    Attributes:
+        kind: of what is saved: ``"module"``, ``"optimizer"``, ``"object"``, ``"value"`` …
+        facts: what is no tensor.
+        tensors: ranges, under names that begin with that of the section.
+    """
+
+    kind: str
+    facts: Json
+    tensors: tuple[TensorShard, ...] = ()
+
+    def digest(self) -> str:
+        """Differs where kind or facts differ."""
+        checksum = Checksum()
+        checksum.update(json.dumps([self.kind, self.facts], sort_keys=True).encode())
+        return checksum.hexdigest()
+
+    def per_rank_digests(self, rank: int) -> dict[str, str]:
+        """Of the tensors that nobody keeps alike, by name.
+
+        What only this rank has is compared with nothing, so its bytes are not read for it.
+
+        Args:
+            rank: of this one, which stands for what only it has.
+        """
+        return {
+            shard.name: digest_of(shard.values) if shard.num_copies > 1 else f"rank {rank}"
+            for shard in self.tensors
+            if shard.replication is Replication.PER_RANK
+        }
+
+
+def per_rank_name(rank: int, name: str) -> str:
+    """The name of a rank's own values, where they differ from the first rank's."""
+    return f"own/{rank}/{name}"
+
+
+Merge = Callable[[str, Mapping[int, Json]], Json]
+
+
+def merge_sections(name: str, kind: str, by_rank: Mapping[int, Json]) -> Json:
+    """The facts of all ranks as one, for the manifest.
+
+    Raises:
+        StateError: the ranks hold states that cannot be one.
+    """
+    return {"kind": kind, **_MERGES[kind](name, by_rank)}
+
+
+def _values(name: str, by_rank: Mapping[int, Json]) -> Json:
+    """Of a value: one, or one a rank."""
+    first = by_rank[min(by_rank)]
+    if all(one == first for one in by_rank.values()):
+        return {"value": first}
+    return {"by_rank": [by_rank[rank] for rank in sorted(by_rank)]}
+
+
+def _modules(name: str, by_rank: Mapping[int, Json]) -> Json:
+    """Of modules: further state by its name, from the ranks that have it."""
+    extras: dict[str, dict[int, Json]] = {}
+    for rank, facts in by_rank.items():
+        for key, value in facts.items():
+            extras.setdefault(key, {})[rank] = value
+    merged = {}
+    for key, own in extras.items():
+        first = own[min(own)]  # stands for ranks that have none, as of a stage of another rank
+        merged[key] = _values(key, {rank: own.get(rank, first) for rank in by_rank})
+    return {"extras": merged}
+
+
+def _optimizers(name: str, by_rank: Mapping[int, Json]) -> Json:
+    """Of optimizers: their groups by place, and the states of parameters by name."""
+    counts = {rank: len(facts["groups"]) for rank, facts in by_rank.items()}
+    if len(set(counts.values())) > 1:
+        raise StateError(
+            f"the optimizers {name!r} of the ranks have different numbers of groups, "
+            f"{counts} by rank: make the same groups on all ranks"
+        )
+    first = by_rank[min(by_rank)]
+    groups = []
+    place: dict[str, int] = {}
+    for i in range(len(first["groups"])):
+        names: list[str] = []
+        for rank, facts in by_rank.items():
+            own = facts["groups"][i]
+            if own["options"] != first["groups"][i]["options"]:
+                raise StateError(
+                    f"group {i} of the optimizers {name!r} has other options on rank {rank} than "
+                    f"on rank {min(by_rank)}: {_difference(own, first['groups'][i])}. Give the "
+                    "optimizers of all ranks the same options"
+                )
+            for param in own["params"]:
+                if place.setdefault(param, i) != i:
+                    raise StateError(
+                        f"parameter {param!r} is in groups {place[param]} and {i} of the "
+                        f"optimizers {name!r} of the ranks: put it into the same group everywhere"
+                    )
+                names.append(param)
+        groups.append({**first["groups"][i], "params": list(dict.fromkeys(names))})
+    return {"class": first["class"], "groups": groups, "state": _states(name, by_rank)}
+
+
+def _states(name: str, by_rank: Mapping[int, Json]) -> Json:
+    """What is no tensor of the states, by parameter; where ranks may differ, by rank."""
+    state: dict[str, Json] = {}
+    for rank, facts in by_rank.items():
+        for param, own in facts["state"].items():
+            known = state.setdefault(param, own)
+            if known == own:
+                continue
+            if param not in facts["own"]:
+                raise StateError(
+                    f"the optimizers {name!r} of the ranks hold different states of {param!r}: "
+                    f"{own} on rank {rank}, before it {known}. Step the same optimizer on all ranks"
+                )
+    apart = {
+        param: [facts["state"].get(param) for _, facts in sorted(by_rank.items())]
+        for param, known in state.items()
+        if any(facts["state"].get(param, known) != known for facts in by_rank.values())
+    }
+    return {"values": state, "by_rank": apart}
+
+
+def _difference(one: Json, other: Json) -> str:
+    """The first option that differs."""
+    mine, theirs = one["options"], other["options"]
+    for key in sorted({*mine, *theirs}):
+        if mine.get(key) != theirs.get(key):
+            return f"{key} is {mine.get(key)} and not {theirs.get(key)}"
+    return "their order differs"
+
+
+_MERGES: Mapping[str, Merge] = {
+    "module": _modules,
+    "optimizer": _optimizers,
+    "value": _values,
+    "object": _values,
+    "random": _values,
+}
+
+
+def check_sections(manifest: Manifest, path: str) -> None:
+    """Refuse a manifest whose sections have another form.
+
+    Raises:
+        CheckpointCorrupt: names the section and what is wrong.
+    """
+    size = manifest.world.get("size")
+    if not isinstance(size, int) or isinstance(size, bool) or size != len(manifest.threads):
+        raise CheckpointCorrupt(f"the size of its world is {size!r:.80}", path)
+    for name, section in manifest.sections.items():
+        _SectionChecker(path, name, size).check(section)
+
+
+class _SectionChecker:
+    """The form of one section."""
+
+    def __init__(self, path: str, name: str, size: int) -> None:
+        self._path, self._name, self._size = path, name, size
+
+    def check(self, section: Any) -> None:
+        """Refuse another form."""
+        self._dict(section)
+        kind = section.get("kind")
+        if kind == "module":
+            for extra in self._dict(section.get("extras")).values():
+                self._value(extra)
+        elif kind == "optimizer":
+            self._optimizer(section)
+        elif kind in ("object", "value", "random"):
+            self._value(section)
+        else:
+            self._refuse(f"is of kind {kind!r:.80}")
+
+    def _value(self, found: Any) -> None:
+        self._dict(found)
+        if "by_rank" in found:
+            self._by_rank(found["by_rank"])
+        elif "value" not in found:
+            self._refuse("has no value")
+
+    def _optimizer(self, section: Any) -> None:
+        for group in self._list(section.get("groups")):
+            for entry in self._dict(self._dict(group).get("options")).values():
+                self._entry(entry)
+            if not all(isinstance(param, str) for param in self._list(group.get("params"))):
+                self._refuse("has a parameter without a name")
+        state = self._dict(section.get("state"))
+        everyone = list(self._dict(state.get("values")).values())
+        for by_rank in self._dict(state.get("by_rank")).values():
+            everyone += [one for one in self._by_rank(by_rank) if one is not None]
+        for entries in everyone:
+            for entry in self._dict(entries).values():
+                self._entry(entry)
+
+    def _entry(self, entry: Any) -> None:
+        if not isinstance(entry, dict):
+            return
+        for key in ("$like", "$whole"):
+            if key in entry:
+                self._dtype(entry[key])
+        if "$number" in entry:
+            number = self._list(entry["$number"])
+            if len(number) != 2:
+                self._refuse("has a number that is none")
+            self._dtype(number[0])
+
+    def _dtype(self, found: Any) -> None:
+        if not isinstance(found, str) or found not in DTYPES:
+            self._refuse(f"has a state of dtype {found!r:.80}")
+
+    def _by_rank(self, found: Any) -> list[Any]:
+        if len(self._list(found)) != self._size:
+            self._refuse(f"has values of {len(found)} ranks instead of {self._size}")
+        return list(found)
+
+    def _dict(self, found: Any) -> dict[str, Any]:
+        return (
+            found if isinstance(found, dict) else self._refuse(f"has {found!r:.40} for an object")
+        )
+
+    def _list(self, found: Any) -> list[Any]:
+        return found if isinstance(found, list) else self._refuse(f"has {found!r:.40} for a list")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise CheckpointCorrupt(f"section {self._name!r:.80} {what}", self._path)
