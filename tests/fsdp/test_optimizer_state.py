@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError, UnsupportedError
-from echelon.state.optimizer_state import number_keys
 from tests.fsdp.checking import shard
 from tests.fsdp.models import Block, batch, build, loss_of
 from tests.worlds import run_world
@@ -236,20 +235,6 @@ def refuses_factors(world: World) -> None:
 def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing() -> None:
     ec.run(refuses, 2)
     ec.run(refuses_factors, 2)
-
-
-def test_a_parameter_without_dims_has_states_of_both_kinds() -> None:
-    one, many = torch.tensor(1.0), torch.ones(2)
-    shapes = {"scale": (), "weight": (2,)}
-    state = {
-        "scale": {"step": one, "average": one, "decay": one, "own": one},
-        "weight": {"step": one, "average": many, "decay": one},
-    }
-    numbers = number_keys(
-        (shapes[name], key, value) for name, own in state.items() for key, value in own.items()
-    )
-    found = {key: key not in numbers for key in state["scale"]}
-    assert found == {"step": False, "average": True, "decay": False, "own": True}
 
 
 # --- other worlds --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import echelon as ec
 from echelon.comm.world import World
 from tests.checkpoint.layouts import LAYOUTS
 from tests.checkpoint.scripts import ENDS, WORLDS, run_script
-from tests.checkpoint.test_async import given, save_many
+from tests.checkpoint.test_async_save import given, save_many
 from tests.checkpoint.whole import check_equal, whole_state
 from tests.worlds import KINDS, run_world
 

@@ -50,18 +50,18 @@ class ShardedState:
 
     def renamed(self, rename: Rename) -> ShardedState:
         """The same under other names."""
-        extras = tuple(ExtraState(rename(one.name), one.module) for one in self.extras)
-        return replace(self.changed(lambda one: one.renamed(rename)), extras=extras)
+        extras = tuple(ExtraState(rename(extra.name), extra.module) for extra in self.extras)
+        return replace(self.changed(lambda shard: shard.renamed(rename)), extras=extras)
 
     def changed(self, change: Callable[[TensorShard], TensorShard]) -> ShardedState:
         """The same with something else said of each range."""
-        found = {id(one): change(one) for one in self.tensors}
+        changed = {id(shard): change(shard) for shard in self.tensors}
         return replace(
             self,
-            tensors=tuple(found.values()),
+            tensors=tuple(changed.values()),
             params={
-                param: tuple(found.get(id(one)) or change(one) for one in own)
-                for param, own in self.params.items()
+                param: tuple(changed.get(id(shard)) or change(shard) for shard in shards)
+                for param, shards in self.params.items()
             },
         )
 
@@ -126,7 +126,7 @@ class HasShards(ABC):
 def sharded_state_of(
     modules: Sequence[tuple[Rename, nn.Module]], *, copy: int = 0, num_copies: int = 1
 ) -> ShardedState:
-    """What this rank holds of modules: the Holders in them say so, and the rest is here whole.
+    """What this rank holds of modules: those with shards say so, and the rest is whole here.
 
     What is in several places is held once, under all of its names.
 
@@ -136,34 +136,34 @@ def sharded_state_of(
         num_copies: how many have them; nobody keeps them alike.
 
     Raises:
-        StateError: in the middle of a step of a Holder.
+        StateError: in the middle of a step of a module with shards.
         ArgumentError: a tensor cannot be saved or loaded.
     """
-    said: dict[int, ShardedState] = {}
-    parts: list[tuple[bool, ShardedState]] = []  # whether that is plain, and what it is
+    known: dict[int, ShardedState] = {}
+    states: list[tuple[bool, ShardedState]] = []  # whether the module is plain, and what it has
     for rename, module in modules:
-        for path, one in _places(module):
+        for path, inner in _places(module):
             in_model = partial(_joined, rename, path)
-            if isinstance(one, HasShards):
-                if id(one) not in said:
-                    said[id(one)] = one.holdings()
-                parts.append((False, said[id(one)].renamed(in_model)))
+            if isinstance(inner, HasShards):
+                if id(inner) not in known:
+                    known[id(inner)] = inner.holdings()
+                states.append((False, known[id(inner)].renamed(in_model)))
             else:
-                parts.append((True, _own_holdings(one, in_model, copy, num_copies)))
-    return _merged(parts)
+                states.append((True, _state_of_plain(inner, in_model, copy, num_copies)))
+    return _merged(states)
 
 
 def axes_in(module: nn.Module) -> tuple[Group, ...]:
-    """The groups over which the Holders in ``module`` are shared, each once."""
-    found: dict[tuple[int, ...], Group] = {}
-    for _, one in _places(module):
-        for axis in one.shared_over() if isinstance(one, HasShards) else ():
-            found.setdefault(axis.ranks, axis)
-    return tuple(found.values())
+    """The groups over which the modules with shards in ``module`` are shared, each once."""
+    axes: dict[tuple[int, ...], Group] = {}
+    for _, inner in _places(module):
+        for axis in inner.shared_over() if isinstance(inner, HasShards) else ():
+            axes.setdefault(axis.ranks, axis)
+    return tuple(axes.values())
 
 
 def _places(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module by its path, also where it comes again; nothing that is inside of a Holder."""
+    """Every module by its path, also where it comes again; nothing inside of one with shards."""
     yield path, module
     for local, child in () if isinstance(module, HasShards) else module._modules.items():
         if child is not None:
@@ -174,48 +174,48 @@ def _joined(rename: Rename, path: str, local: str) -> str:
     return rename(f"{path}.{local}".lstrip("."))
 
 
-def _own_holdings(module: nn.Module, rename: Rename, copy: int, num_copies: int) -> ShardedState:
+def _state_of_plain(module: nn.Module, rename: Rename, copy: int, num_copies: int) -> ShardedState:
     """What a plain module has itself, without the modules below."""
-    found = [
-        (tensor, whole((rename(local),), tensor, copy, num_copies, Replication.PER_RANK))
-        for local, tensor in _own_state(module)
+    shards = [
+        whole((rename(local),), tensor, copy, num_copies, Replication.PER_RANK)
+        for local, tensor in _own_state(module)  # a tensor may come twice, with two names
     ]
     return ShardedState(
-        tensors=tuple(one for _, one in found),
-        params={tensor: (one,) for tensor, one in found if isinstance(tensor, nn.Parameter)},
+        tensors=tuple(shards),
+        params={one.tensor: (one,) for one in shards if isinstance(one.tensor, nn.Parameter)},
         extras=(ExtraState(rename(_EXTRA), module),) if _has_extra(module) else (),
     )
 
 
-def _merged(parts: Sequence[tuple[bool, ShardedState]]) -> ShardedState:
-    """All as one, in order; where a plain part and another have a tensor, the other one counts."""
+def _merged(states: Sequence[tuple[bool, ShardedState]]) -> ShardedState:
+    """One state of several, in order; of a tensor in a plain module and another, the other's."""
     known: dict[int, TensorShard] = {}
-    for _, part in sorted(parts, key=lambda one: one[0]):
-        for held in part.tensors:
-            known.setdefault(held.identity, held)
+    for _, state in sorted(states, key=lambda one: one[0]):
+        for shard in state.tensors:
+            known.setdefault(shard.identity, shard)
     names: dict[int, dict[str, None]] = {}
     params: dict[nn.Parameter, tuple[TensorShard, ...]] = {}
     extras: dict[nn.Module, ExtraState] = {}
     axes: dict[tuple[int, ...], Group] = {}
-    for _, part in parts:
-        for held in part.tensors:
-            names.setdefault(held.identity, {}).update(dict.fromkeys(held.names))
-        params |= part.params
-        for extra in part.extras:
+    for _, state in states:
+        for shard in state.tensors:
+            names.setdefault(shard.identity, {}).update(dict.fromkeys(shard.names))
+        params |= state.params
+        for extra in state.extras:
             extras.setdefault(extra.module, extra)
-        for axis in part.axes:
+        for axis in state.axes:
             axes.setdefault(axis.ranks, axis)
     merged = {key: replace(known[key], names=tuple(own)) for key, own in names.items()}
 
     def before_write() -> None:
-        for _, part in parts:
-            part.before_write()
+        for _, state in states:
+            state.before_write()
 
     return ShardedState(
         tensors=tuple(merged.values()),
         params={
-            param: tuple(merged.get(one.identity, one) for one in own)
-            for param, own in params.items()
+            param: tuple(merged.get(shard.identity, shard) for shard in shards)
+            for param, shards in params.items()
         },
         extras=tuple(extras.values()),
         axes=tuple(axes.values()),
@@ -229,11 +229,13 @@ def parameter_shards_in(module: nn.Module, rename: Rename = str) -> Iterator[Par
     The modules with shards in it say so; every other parameter is whole.
     """
     plain: dict[nn.Parameter, tuple[TensorShard, ...]] = {}
+    known: set[nn.Module] = set()
     for path, inner in _places(module):
         in_model = partial(_joined, rename, path)
         if isinstance(inner, HasShards):
-            for shards in inner.parameter_shards():
+            for shards in inner.parameter_shards() if inner not in known else ():
                 yield shards.renamed(in_model)
+            known.add(inner)
         else:
             for local, param in inner._parameters.items():
                 if param is not None:
