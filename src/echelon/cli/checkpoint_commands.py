@@ -186,8 +186,7 @@ def _convert_state(source: Path, target: Path, options: ConvertOptions) -> int:
 def _compare_steps(one: Path, other: Path) -> int:
     """Print how two steps differ, of which every byte was verified; 1 if they do."""
     from echelon.checkpoint.convert.convert import step_at
-    from echelon.checkpoint.saved_step import differences
-    from echelon.checkpoint.saved_step import SavedStep
+    from echelon.checkpoint.saved_step import SavedStep, differences
 
     with ExitStack() as stack:
         first, second = (stack.enter_context(SavedStep(step_at(path))) for path in (one, other))
