@@ -40,20 +40,23 @@ def keep_plain_names(module: nn.Module) -> None:
 
     Both kinds of names are loaded.
     """
-    for one in module.modules():
-        if compiled_inside(one) is not None and _leave_out not in one._state_dict_hooks.values():
-            one.register_state_dict_post_hook(_leave_out)
-            one.register_load_state_dict_pre_hook(_put_in)
+    for submodule in module.modules():
+        if (
+            compiled_inside(submodule) is not None
+            and _remove not in submodule._state_dict_hooks.values()
+        ):
+            submodule.register_state_dict_post_hook(_remove)
+            submodule.register_load_state_dict_pre_hook(_insert)
 
 
-def _leave_out(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+def _remove(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
     start = f"{prefix}{_COMPILED}."
     for key in list(state):  # all of them, so that their order stays
         value = state.pop(key)
         state[prefix + key.removeprefix(start) if key.startswith(start) else key] = value
 
 
-def _put_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _insert(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     start = f"{prefix}{_COMPILED}."
     for key in list(state):
         if key.startswith(prefix) and not key.startswith(start):

@@ -72,7 +72,7 @@ def _attributes(value: Any) -> Iterator[Any]:
 def cast_floats(value: Any, cast: Callable[[Tensor], Tensor]) -> Any:
     """The same structure with ``cast`` of every floating-point tensor in it."""
 
-    def one(leaf: Any) -> Any:
+    def cast_leaf(leaf: Any) -> Any:
         return cast(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    return pytree.tree_map(one, value)
+    return pytree.tree_map(cast_leaf, value)

@@ -82,8 +82,8 @@ class ShardedGradient(Tensor):
         return copy.deepcopy(unmarked(self), memo)
 
 
-class _Norms(Tensor):
-    """Norms of gradients whose norm is to be taken: of shards they wait for the other ranks.
+class _PendingNorms(Tensor):
+    """Norms of gradients inside of ``clip_grad_norm_``; those of shards wait for the other ranks.
 
     Attributes:
         _order: of the norms.
@@ -106,18 +106,18 @@ class _Norms(Tensor):
         first = args[0] if args else None
         if func is torch.stack and isinstance(first, list | tuple):
             return _stacked(first, kwargs or {})
-        if func in _MOVES and isinstance(first, _Norms):
-            return _norms(_bypass(func, args, kwargs or {}), first._order, first._scopes)
-        if func in _NORMS and isinstance(first, _Norms) and first._is_stacked:
-            first.check_that_they_are_of_all()
+        if func in _MOVES and isinstance(first, _PendingNorms):
+            return _pending(_call_plain(func, args, kwargs or {}), first._order, first._scopes)
+        if func in _NORMS and isinstance(first, _PendingNorms) and first._is_stacked:
+            first.check_all_stages()
         if getattr(func, "__name__", "") == "__get__":  # such as ``device``
-            return _bypass(func, args, kwargs or {})
-        return _bypass(func, _settled(args), _settled(kwargs or {}))
+            return _call_plain(func, args, kwargs or {})
+        return _call_plain(func, _finished(args), _finished(kwargs or {}))
 
-    def check_that_they_are_of_all(self) -> None:
+    def check_all_stages(self) -> None:
         """Refuse a norm of the gradients of some stages."""
         if any(scope is not None and scope.is_staged for scope in self._scopes):
-            raise _not_of_all()
+            raise _norm_of_stages()
 
 
 def mark(gradient: Tensor, scope: GradientScope) -> ShardedGradient:
@@ -148,7 +148,7 @@ def unmarked(tensor: Tensor) -> Tensor:
 _STAGED = GradientScope(is_staged=True)
 
 
-def _bypass(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _call_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -156,8 +156,8 @@ def _bypass(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 # What stays marked ---------------------------------------------------------------------------
 
 
-def _is_asked_by(module: str) -> bool:
-    """Whether code of a module of torch, or of one inside it, has called us."""
+def _is_called_by(module: str) -> bool:
+    """Whether code of a module of torch, or of one inside it, has called this file."""
     frame = sys._getframe(1)
     for _ in range(_MOST_FRAMES):
         if f"{frame.f_globals.get('__name__')}.".startswith(f"{module}."):
@@ -177,18 +177,19 @@ def _functions(names: str, *owners: Any) -> Iterator[Callable[..., Any]]:
 
 def _marked_again(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result, marked if it is a new tensor of the size of the gradient."""
-    result = _bypass(func, args, kwargs)
+    result = _call_plain(func, args, kwargs)
     if type(result) is not Tensor:
         return result
-    scopes = {one._scope for one in args if isinstance(one, ShardedGradient)}
-    sizes = {one.numel() for one in args if isinstance(one, ShardedGradient)}
+    gradients = [arg for arg in args if isinstance(arg, ShardedGradient)]
+    scopes = {gradient._scope for gradient in gradients}
+    sizes = {gradient.numel() for gradient in gradients}
     return mark(result, scopes.pop()) if len(scopes) == 1 and result.numel() in sizes else result
 
 
 def _cloned(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A copy; what an optimizer makes of it is its state, such as a momentum."""
-    if _is_asked_by(_OPTIMIZERS):
-        return _bypass(func, args, kwargs)
+    if _is_called_by(_OPTIMIZERS):
+        return _call_plain(func, args, kwargs)
     return _marked_again(func, args, kwargs)
 
 
@@ -222,30 +223,30 @@ def _order_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The norm of one gradient, or of its rows."""
+    """The norm of one gradient, or of each of its rows."""
     gradient = args[0]
     if not isinstance(gradient, ShardedGradient):
-        return _bypass(func, args, kwargs)
+        return _call_plain(func, args, kwargs)
     scope = gradient._scope
-    if scope.by_rows and _is_of_rows(func, args, kwargs):
-        return _bypass(func, args, kwargs)
+    if scope.by_rows and _is_by_rows(func, args, kwargs):
+        return _call_plain(func, args, kwargs)
     if scope.group is None:  # whole, and one of those of a stage
-        norm = _bypass(func, args, kwargs)
+        norm = _call_plain(func, args, kwargs)
         order = 2.0
     else:
         order = _order_of(func, args, kwargs)
         dtype = kwargs.get("dtype")
         norm = _norm_of_shard(gradient, order, dtype)
-    if _is_asked_by(_CLIP):
+    if _is_called_by(_CLIP):
         if scope.is_staged:
-            raise _not_of_all()
-        return _norms(norm, order, (scope,))
+            raise _norm_of_stages()
+        return _pending(norm, order, (scope,))
     if scope.group is not None:
         norm = _over_ranks([norm], order, scope)[0]
-    return _norms(norm, order, (_STAGED,)) if scope.is_staged and not norm.dim() else norm
+    return _pending(norm, order, (_STAGED,)) if scope.is_staged and not norm.dim() else norm
 
 
-def _is_of_rows(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _is_by_rows(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the norm is along dims that no rank has a part of."""
     dims = kwargs.get("dim", dict(zip(_NORMS[func], args[1:], strict=False)).get("dim"))
     dims = (dims,) if isinstance(dims, int) else dims or ()
@@ -258,15 +259,15 @@ def _foreach_norm(
 ) -> list[Tensor]:
     """The norm of each of several gradients; one collective for each scope."""
     gradients = list(args[0])
-    scopes = [one._scope if isinstance(one, ShardedGradient) else None for one in gradients]
-    if _is_asked_by(_CLIP) and any(scope is not None and scope.is_staged for scope in scopes):
-        raise _not_of_all()
+    scopes = [g._scope if isinstance(g, ShardedGradient) else None for g in gradients]
+    if _is_called_by(_CLIP) and any(scope is not None and scope.is_staged for scope in scopes):
+        raise _norm_of_stages()
     order = _order_of(func, args, kwargs)
     norms = [
-        _norm_of_shard(one, order, kwargs.get("dtype"))
-        if isinstance(one, ShardedGradient)
-        else torch.linalg.vector_norm(one, order, dtype=kwargs.get("dtype"))
-        for one in gradients
+        _norm_of_shard(gradient, order, kwargs.get("dtype"))
+        if isinstance(gradient, ShardedGradient)
+        else torch.linalg.vector_norm(gradient, order, dtype=kwargs.get("dtype"))
+        for gradient in gradients
     ]
     return _complete(norms, order, scopes)
 
@@ -286,7 +287,7 @@ def _over_ranks(norms: Sequence[Tensor], order: float, scope: GradientScope) -> 
     return [total.to(norm) for total, norm in zip(complete.unbind(), norms, strict=True)]
 
 
-def _not_of_all() -> UnsupportedError:
+def _norm_of_stages() -> UnsupportedError:
     return UnsupportedError(
         "the norm of the gradients of this rank's stages is not that of the model, and every rank "
         f"would clip by another number: {_INSTEAD}"
@@ -296,33 +297,35 @@ def _not_of_all() -> UnsupportedError:
 # Norms of norms ------------------------------------------------------------------------------
 
 
-def _norms(values: Tensor, order: float, scopes: tuple[GradientScope | None, ...]) -> _Norms:
+def _pending(
+    values: Tensor, order: float, scopes: tuple[GradientScope | None, ...]
+) -> _PendingNorms:
     plain = unmarked(values)
-    norms: _Norms = plain.as_subclass(_Norms)
+    norms: _PendingNorms = plain.as_subclass(_PendingNorms)
     norms._order, norms._scopes, norms._is_stacked = order, scopes, plain.dim() == 1
     return norms
 
 
 def _stacked(norms: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Tensor:
     """Norms of several gradients, one after another."""
-    known = next(one for one in norms if isinstance(one, _Norms))
-    values = torch.stack([unmarked(one) for one in norms], **kwargs)
+    order = next(norm._order for norm in norms if isinstance(norm, _PendingNorms))
+    values = torch.stack([unmarked(norm) for norm in norms], **kwargs)
     if values.dim() != 1:
         return values
-    scopes = [one._scopes[0] if isinstance(one, _Norms) else None for one in norms]
-    return _norms(values, known._order, tuple(scopes))
+    scopes = [norm._scopes[0] if isinstance(norm, _PendingNorms) else None for norm in norms]
+    return _pending(values, order, tuple(scopes))
 
 
-def _settled(value: Any) -> Any:
-    """The same arguments with finished norms."""
-    if isinstance(value, _Norms):
+def _finished(value: Any) -> Any:
+    """The same arguments, with norms that no longer wait for other ranks."""
+    if isinstance(value, _PendingNorms):
         plain = unmarked(value)
         values = list(torch.atleast_1d(plain).unbind())
         return torch.stack(_complete(values, value._order, value._scopes)).view(plain.shape)
     if isinstance(value, list | tuple):
-        return type(value)(_settled(one) for one in value)
+        return type(value)(_finished(item) for item in value)
     if isinstance(value, Mapping):
-        return {key: _settled(one) for key, one in value.items()}
+        return {key: _finished(item) for key, item in value.items()}
     return value
 
 
@@ -333,9 +336,10 @@ def _complete(
     complete = list(norms)
     for scope in dict.fromkeys(scopes):
         if scope is not None and scope.group is not None:
-            at = [i for i, one in enumerate(scopes) if one == scope]
-            for i, norm in zip(at, _over_ranks([norms[i] for i in at], order, scope), strict=True):
-                complete[i] = norm
+            indices = [i for i, other in enumerate(scopes) if other == scope]
+            totals = _over_ranks([norms[i] for i in indices], order, scope)
+            for i, total in zip(indices, totals, strict=True):
+                complete[i] = total
     return complete
 
 

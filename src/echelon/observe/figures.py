@@ -162,13 +162,13 @@ def timelines_figure(line: Line) -> go.Figure:
     bars: dict[str, list[tuple[list[str], str, float, float]]] = {}  # by letter
     for name, steps in line["timelines"].items():
         for rank, what, start, end in steps:
-            letter = next((one for one in what if one in ACTIONS), "F")
+            letter = next((char for char in what if char in ACTIONS), "F")
             bars.setdefault(letter, []).append(([name, f"rank {rank}"], what, start, end))
     for letter, (meaning, colour) in ACTIONS.items():
-        found = bars.get(letter, [])
-        if not found:
+        spans = bars.get(letter, [])
+        if not spans:
             continue
-        rows, texts, starts, ends = zip(*found, strict=True)
+        rows, texts, starts, ends = zip(*spans, strict=True)
         figure.add_bar(
             orientation="h",
             y=list(zip(*rows, strict=True)),
@@ -183,7 +183,7 @@ def timelines_figure(line: Line) -> go.Figure:
     figure.update_layout(barmode="overlay", bargap=0.15)
     figure.update_xaxes(title="time since the step began (ms)", rangemode="tozero")
     figure.update_yaxes(autorange="reversed")
-    num_rows = len({(*row,) for found in bars.values() for row, *_ in found})
+    num_rows = len({(*row,) for spans in bars.values() for row, *_ in spans})
     return _styled(figure, height=140 + 26 * num_rows)
 
 
@@ -241,12 +241,12 @@ def _bars(
             }
             for i, rank in enumerate(ranks)
         ]
-    found = {name: sorted(value(rank, name) for rank in ranks) for name in names}
+    values = {name: sorted(value(rank, name) for rank in ranks) for name in names}
     kinds = (("lowest rank", 0), ("median rank", len(ranks) // 2), ("highest rank", -1))
     return [
         {
             "x": list(names),
-            "y": [found[name][position] for name in names],
+            "y": [values[name][position] for name in names],
             "name": kind,
             "marker": {"color": RANKS[i]},
         }

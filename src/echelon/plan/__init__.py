@@ -1,1 +1,6 @@
-"""One description of all axes of parallelism, applied to a model."""
+"""Share a model among all ranks by one description of all axes.
+
+``axes``         the lengths of the axes as text; knows no torch
+``plans``        ``Plan``: the axes and their options, refused at once where they do not fit
+``parallelize``  a plan applied to a model
+"""

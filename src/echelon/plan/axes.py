@@ -19,18 +19,18 @@ def axes_of(text: str) -> dict[str, int]:
         >>> axes_of("pp=2,shard=4")
         {'pp': 2, 'shard': 4}
     """
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for item in text.split(","):
         name, _, length = (part.strip() for part in item.partition("="))
-        if name not in AXES or name in found or not (length.isascii() and length.isdigit()):
+        if name not in AXES or name in lengths or not (length.isascii() and length.isdigit()):
             raise ArgumentError(
                 f"plan is {text!r:.80}, with {item!r:.40}: give each of {', '.join(AXES)} at most "
                 "once with a number of ranks, such as pp=2,shard=2"
             )
         if int(length) < 1:
             raise ArgumentError(f"plan is {text!r:.80}, with {item!r:.40}: give a number >= 1")
-        found[name] = int(length)
-    return found
+        lengths[name] = int(length)
+    return lengths
 
 
 def text_of(axes: Mapping[str, int]) -> str:

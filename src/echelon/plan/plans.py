@@ -21,14 +21,14 @@ from echelon.pipeline.schedules.families import schedule as make_schedule
 from echelon.pipeline.schedules.ir import Schedule
 from echelon.plan.axes import AXES, axes_of, text_of
 
-# Who says what a plan's ``pipeline``, ``fsdp`` and ``ddp`` do not.
-_SAID = {
+# Options that a plan's ``pipeline``, ``fsdp`` and ``ddp`` may not have, and what sets them instead.
+_SET_ELSEWHERE = {
     **dict.fromkeys(("microbatches", "schedule", "strategy"), "it is a field of Plan itself"),
     **dict.fromkeys(("loss_fn", "units"), "give it to parallelize"),
     **dict.fromkeys(("stages", "module", "group", "replicate"), "parallelize knows it"),
     "ignored": "parallelize knows it: the parameters that stages share",
 }
-_SAID_BY_SCHEDULE = ("sync", "backward_prefetch", "forward_prefetch", "limit_all_gathers")
+_SET_BY_SCHEDULE = ("sync", "backward_prefetch", "forward_prefetch", "limit_all_gathers")
 
 
 @final
@@ -129,11 +129,11 @@ class Plan:
         unknown = {name: value for name, value in others.items() if name not in of_schedules}
         _check_names("pipeline", Pipeline, {**own, **unknown}, {})
         _check_values(PipelineOptions, own)
-        made = self.make_schedule()
-        found = (made.num_ranks, made.num_stages, made.num_microbatches)
-        if found != (self.pp, self.pp * self.chunks, self.microbatches):
+        schedule = self.make_schedule()
+        sizes = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
+        if sizes != (self.pp, self.pp * self.chunks, self.microbatches):
             raise ArgumentError(
-                f"schedule is for {found[0]} ranks, {found[1]} stages and {found[2]} microbatches, "
+                f"schedule is for {sizes[0]} ranks, {sizes[1]} stages and {sizes[2]} microbatches, "
                 f"and pp is {self.pp}, pp * chunks {self.pp * self.chunks} and microbatches "
                 f"{self.microbatches}: they must agree"
             )
@@ -152,11 +152,11 @@ class Plan:
             allowed = (
                 [Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP]
                 if self.dp > 1
-                else [one for one in Strategy if not one.hybrid]
+                else [strategy for strategy in Strategy if not strategy.hybrid]
             )
             one_of("strategy", self.strategy, allowed)
         strategy = {"strategy": self.strategy or Strategy.FULL_SHARD}
-        _check_names("fsdp", FSDP, self.fsdp, self._said())
+        _check_names("fsdp", FSDP, self.fsdp, self._set_elsewhere())
         values = {name: value for name, value in self.fsdp.items() if value is not None}
         _check_values(FSDPOptions, {**values, **strategy})
 
@@ -167,17 +167,17 @@ class Plan:
                 f"ddp is {self.ddp!r:.80}, and nothing is only replicated with {self}: use dp > 1 "
                 "and shard = 1, or leave it out"
             )
-        _check_names("ddp", DDP, self.ddp, self._said())
+        _check_names("ddp", DDP, self.ddp, self._set_elsewhere())
         _check_values(DDPOptions, self.ddp)
 
-    def _said(self) -> dict[str, str]:
-        """Options that would be without effect."""
+    def _set_elsewhere(self) -> dict[str, str]:
+        """More options that the plan may not have, as they would be without effect."""
         by = "in a pipeline the schedule says when stages are gathered and reduced"
-        return dict.fromkeys(_SAID_BY_SCHEDULE, by) if self.pp > 1 else {}
+        return dict.fromkeys(_SET_BY_SCHEDULE, by) if self.pp > 1 else {}
 
     def split_options(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What of ``pipeline`` is for ``ec.Pipeline``, and what for the schedule."""
-        known = {*signature(Pipeline).parameters, *_SAID}
+        known = {*signature(Pipeline).parameters, *_SET_ELSEWHERE}
         own = {name: value for name, value in self.pipeline.items() if name in known}
         return own, {name: value for name, value in self.pipeline.items() if name not in known}
 
@@ -244,18 +244,20 @@ class Plan:
         return text_of({name: getattr(self, name) for name in AXES})
 
 
-def _check_names(what: str, made: type, given: Mapping[str, Any], said: Mapping[str, str]) -> None:
-    """Refuse options that ``made`` has not, or that something else says."""
-    parameters = signature(made).parameters.values()
-    said = {**_SAID, **said}
-    known = [one.name for one in parameters if one.kind is not Parameter.VAR_KEYWORD]
+def _check_names(
+    what: str, wrapper: type, given: Mapping[str, Any], set_elsewhere: Mapping[str, str]
+) -> None:
+    """Refuse options that ``wrapper`` has not, or that something else sets."""
+    set_elsewhere = {**_SET_ELSEWHERE, **set_elsewhere}
+    parameters = signature(wrapper).parameters.values()
+    known = [param.name for param in parameters if param.kind is not Parameter.VAR_KEYWORD]
     for name in given:
-        if name in said:
-            raise ArgumentError(f"{what} has {name!r}: {said[name]}")
+        if name in set_elsewhere:
+            raise ArgumentError(f"{what} has {name!r}: {set_elsewhere[name]}")
         if name not in known:
-            free = ", ".join(one for one in known if one not in said)
+            free = ", ".join(option for option in known if option not in set_elsewhere)
             raise ArgumentError(
-                f"{what} has {name!r}, which is no option of ec.{made.__name__}: it has {free}"
+                f"{what} has {name!r}, which is no option of ec.{wrapper.__name__}: it has {free}"
             )
 
 

@@ -36,7 +36,7 @@ class NonFinite(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
+class _StepNumbers:
     """What this rank was given to look at, besides its gradients."""
 
     loss: Tensor | None
@@ -136,14 +136,14 @@ class FiniteGuard:
                 f"allows_step() after step {self.step}, in which this guard has stopped the "
                 "training: leave the loop when guard.stopped is True"
             )
-        seen = _Seen(
+        given = _StepNumbers(
             loss=None if loss is None else _number("loss", loss),
             norm=None if norm is None else _number("norm", norm),
         )
         self.step += 1
-        alarm = self._alarm(seen)
+        alarm = self._alarm(given)
         self._group.all_reduce(alarm, "max", label="whether the step is finite")
-        error = self._error(seen) if alarm.item() else None
+        error = self._error(given) if alarm.item() else None
         if error is None:
             self._in_a_row = 0
             return True
@@ -162,37 +162,37 @@ class FiniteGuard:
     @draws_nothing
     def _gradients(self) -> dict[str, Tensor]:
         """The numbers of each gradient of this rank, by the name of the parameter."""
-        found = {}
+        numbers = {}
         for name, param in self._model.named_parameters():
             if param.grad is not None and param.grad.numel():
                 grad = unmarked(param.grad).detach()
-                found[name] = _wide(grad.coalesce().values() if grad.is_sparse else grad)
-        return found
+                numbers[name] = _wide(grad.coalesce().values() if grad.is_sparse else grad)
+        return numbers
 
     @draws_nothing
-    def _alarm(self, seen: _Seen) -> Tensor:
+    def _alarm(self, given: _StepNumbers) -> Tensor:
         """One if this rank has, or may have, a number that is not finite; else zero.
 
         A norm is finite only if all its numbers are. It may be infinite when they are only large.
         """
         device = self._group.device
         total = torch.zeros(1, dtype=torch.float64, device=device)
-        for value in (seen.loss, seen.norm):
+        for value in (given.loss, given.norm):
             if value is not None:
                 total += value.abs().sum().to(device)
-        for kind in by_kind(self._gradients().values()) if seen.norm is None else ():
+        for kind in by_kind(self._gradients().values()) if given.norm is None else ():
             # Narrow dtypes have norms that they cannot hold.
             dtype = torch.float32 if kind[0].dtype.itemsize < 4 else None
             norms = torch.stack(torch._foreach_norm(kind, 2.0, dtype=dtype))
             total += norms.sum().to(device)
         return total.isfinite().logical_not().to(torch.float32)
 
-    def _error(self, seen: _Seen) -> NonFiniteError | None:
+    def _error(self, given: _StepNumbers) -> NonFiniteError | None:
         """What is not finite on all ranks; None if it was a false alarm. All ranks call it."""
         gradients = {name: _text(gradient) for name, gradient in self._gradients().items()}
         mine = {
-            "loss": _text(seen.loss),
-            "norm": _text(seen.norm),
+            "loss": _text(given.loss),
+            "norm": _text(given.norm),
             "gradients": {name: text for name, text in gradients.items() if text},
         }
         by_rank = dict(
@@ -202,11 +202,11 @@ class FiniteGuard:
                 strict=True,
             )
         )
-        losses = {rank: found["loss"] for rank, found in by_rank.items() if found["loss"]}
-        norms = {rank: found["norm"] for rank, found in by_rank.items() if found["norm"]}
+        losses = {rank: texts["loss"] for rank, texts in by_rank.items() if texts["loss"]}
+        norms = {rank: texts["norm"] for rank, texts in by_rank.items() if texts["norm"]}
         by_name: dict[str, dict[int, str]] = {}
-        for rank, found in by_rank.items():
-            for name, text in found["gradients"].items():
+        for rank, texts in by_rank.items():
+            for name, text in texts["gradients"].items():
                 by_name.setdefault(name, {})[rank] = text
         if by_name:
             norms = {}  # they follow
@@ -243,10 +243,10 @@ def _number(name: str, value: object) -> Tensor:
         return _wide(value.detach())
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
-            found = float(value)
+            number = float(value)
         except OverflowError:  # an integer that no float can hold is as good as infinite
-            found = math.inf if value > 0 else -math.inf
-        return torch.tensor(found, dtype=torch.float64, device="cpu")
+            number = math.inf if value > 0 else -math.inf
+        return torch.tensor(number, dtype=torch.float64, device="cpu")
     raise ArgumentError(f"{name} is {value!r:.80}; give a tensor, a number, or None for none")
 
 

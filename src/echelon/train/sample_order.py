@@ -39,12 +39,12 @@ class SampleOrder:
     version: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
-        found = {
+        numbers = {
             "num_samples": whole("num_samples", self.num_samples, low=1),
             "batch_size": whole("batch_size", self.batch_size, low=1),
             "seed": whole("seed", self.seed, high=2**64 - 1),
         }
-        for name, value in found.items():  # as integers of Python, whatever they were
+        for name, value in numbers.items():  # as integers of Python, whatever they were
             object.__setattr__(self, name, value)
         flag("shuffle", self.shuffle)
         flag("drop_last", self.drop_last)
@@ -74,8 +74,8 @@ class SampleOrder:
         if not self.shuffle:
             return list(positions)
         where = np.array(positions, dtype=np.uint64)
-        found: list[int] = shuffled(where, self.num_samples, self.seed, epoch).tolist()
-        return found
+        samples: list[int] = shuffled(where, self.num_samples, self.seed, epoch).tolist()
+        return samples
 
 
 def shuffled(positions: _Positions, num_samples: int, seed: int, epoch: int) -> _Positions:
@@ -100,16 +100,16 @@ def shuffled(positions: _Positions, num_samples: int, seed: int, epoch: int) -> 
     rows, columns = np.uint64(num_rows), np.uint64(num_columns)
     digest = hashlib.shake_256(f"{seed} {epoch}".encode()).digest(8 * _ROUNDS)
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
-    found = positions.copy()
-    outside = np.arange(len(found))
+    samples = positions.copy()
+    outside = np.arange(len(samples))
     while outside.size:
-        row, column = np.divmod(found[outside], columns)
+        row, column = np.divmod(samples[outside], columns)
         for row_key, column_key in zip(keys[::2], keys[1::2], strict=True):
             row = (row + _hashed(column ^ row_key) % rows) % rows
             column = (column + _hashed(row ^ column_key) % columns) % columns
-        found[outside] = row * columns + column
-        outside = outside[found[outside] >= num_samples]
-    return found
+        samples[outside] = row * columns + column
+        outside = outside[samples[outside] >= num_samples]
+    return samples
 
 
 def _hashed(value: _Positions) -> _Positions:

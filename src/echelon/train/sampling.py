@@ -271,8 +271,8 @@ class ResumableSampler(Sampler[Any]):
         reading.num_given += 1
         if reading.num_given > reading.num_drawn:
             raise StateError(f"the loader gives batches that it never asked for: {_USE_AS}")
-        found: Batch = batch
-        return found
+        delivered: Batch = batch
+        return delivered
 
     def _lists(self, reading: _Reading) -> Iterator[list[int]]:
         """This rank's samples of each batch; batches in which it has none are left out."""
@@ -324,8 +324,8 @@ class ResumableSampler(Sampler[Any]):
         if loader.batch_sampler is self or (loader.sampler is self and loader.batch_size is None):
             return False
         if loader.sampler is not self:
-            found = type(loader.sampler).__name__
-            raise ArgumentError(f"the loader reads from a {found}, not from this one: {_USE_AS}")
+            kind = type(loader.sampler).__name__
+            raise ArgumentError(f"the loader reads from a {kind}, not from this one: {_USE_AS}")
         share = len(self._share(range(self._order.batch_size)))
         if loader.batch_size != share or (loader.drop_last and not self._order.drop_last):
             raise ArgumentError(

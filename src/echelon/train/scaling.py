@@ -116,11 +116,11 @@ class GradScaler(torch.amp.GradScaler):
         """
         # Torch refuses float16 gradients, because it takes them for those of a model without
         # master weights. Here they may be reduced ones that were kept so on purpose.
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        infinite = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         device = self._group.device
         # Something is not finite; something was looked at; a loss was scaled.
         mine = torch.tensor([0.0, 0.0, float(self._has_scaled)], device=device)
-        for flag in found.values():
+        for flag in infinite.values():
             mine[0] = torch.maximum(mine[0], flag.to(device))
             mine[1] = 1
         self._group.all_reduce(mine, "max", label="whether gradients are finite")
@@ -130,11 +130,11 @@ class GradScaler(torch.amp.GradScaler):
                 "or give a Pipeline loss_fn=lambda output, target: scaler.scale(loss(output, "
                 "target))"
             )
-        for flag in found.values():
+        for flag in infinite.values():
             flag.copy_(mine[0])
-        if not found and mine[1]:
-            found[device] = mine[0].clone()  # a rank without gradients steps with the others
-        return found
+        if not infinite and mine[1]:
+            infinite[device] = mine[0].clone()  # a rank without gradients steps with the others
+        return infinite
 
 
 def _kind(device: object) -> str:
