@@ -41,7 +41,7 @@ def text(
         rank: FailureRecord.of_process(
             rank,
             exit.code,
-            was_told=exit.closed,
+            was_signaled=exit.closed,
             where=where_of(rank, entries or {}),
             log=(logs or {}).get(rank, ""),
         )

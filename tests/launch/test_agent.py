@@ -77,7 +77,7 @@ def test_a_rank_that_leaves_to_go_on_later_is_waited_with_and_nobody_restarts(
         (tmp_path / f"go-{rank}").touch()
     with started(tmp_path, SAVES, "", options=("--max-restarts", "2")) as process:
         (attempt,) = attempts(process, tmp_path)
-    assert (attempt.codes, attempt.told, attempt.killed) == ({0: 75, 1: 75}, (), ())
+    assert (attempt.codes, attempt.signaled, attempt.killed) == ({0: 75, 1: 75}, (), ())
     assert process.exitcode == 75
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in range(2)] == ["0", "0"]
 
@@ -156,7 +156,7 @@ def test_after_a_failure_all_ranks_start_again_and_nothing_of_before_is_left(
         first, second = attempts(process, tmp_path)
     assert time.monotonic() - start_s < time_limits.END_S + 20  # torch's agent alone: 30 s
     assert first.codes == {0: -9, 1: -9}
-    assert (first.told, first.killed) == ((0,), (0,))  # rank 0 did not listen
+    assert (first.signaled, first.killed) == ((0,), (0,))  # rank 0 did not listen
     assert first.restarts
     assert has_ended(int((tmp_path / "child").read_text()))
     assert not second.restarts

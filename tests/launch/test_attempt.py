@@ -49,7 +49,7 @@ def test_attempts_are_read_as_they_were_written_and_an_unfinished_line_is_not(
     tmp_path: Path,
 ) -> None:
     assert Attempt.read(tmp_path) == []
-    first = attempt({0: -9, 11: 1}, told=(11,), killed=(0,), noticed=(11,))
+    first = attempt({0: -9, 11: 1}, signaled=(11,), killed=(0,), noticed=(11,))
     second = attempt({0: 75, 11: 75}, number=2, stop=signal.SIGUSR1.name, hurried=True)
     first.append(tmp_path)
     assert Attempt.read(tmp_path) == [first]
@@ -104,7 +104,7 @@ def test_a_job_that_was_stopped_is_one_line(one: Attempt, line: str) -> None:
 
 
 def test_a_restart_is_two_lines_of_which_the_first_is_the_cause() -> None:
-    one = only_attempt({0: -15, 1: -9}, most=3, told=(0,))
+    one = only_attempt({0: -15, 1: -9}, most=3, signaled=(0,))
     lines = restart_lines(one, failure(one), Path("/tmp/logs"))
     assert lines == [
         "rank 1 was killed by SIGKILL",

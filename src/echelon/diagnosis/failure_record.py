@@ -165,15 +165,15 @@ class FailureRecord:
 
     @classmethod
     def of_process(
-        cls, rank: int, exit_code: int, *, was_told: bool, where: str = "", log: str = ""
+        cls, rank: int, exit_code: int, *, was_signaled: bool, where: str = "", log: str = ""
     ) -> FailureRecord:
         """The record of a process that ended with another code than 0 and left none itself.
 
         Args:
-            was_told: whether its launcher had told it to end; one that ended with a code may have
-                done so by itself meanwhile.
+            was_signaled: whether its launcher had asked it to end; a process that ended with a code
+                may have done so by itself meanwhile.
         """
-        reason = Reason.EXITED if exit_code > 0 else Reason.ENDED if was_told else Reason.DIED
+        reason = Reason.EXITED if exit_code > 0 else Reason.ENDED if was_signaled else Reason.DIED
         return cls(rank=rank, reason=reason, exit_code=exit_code, where=where, log=log)
 
     # Reading records ----------------------------------------------------------------------------

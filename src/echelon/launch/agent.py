@@ -48,9 +48,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """What ranks that still run are told, so that they end, and how long they get."""
+    """The signal that ranks which still run get, if any, and the seconds until they are killed."""
 
-    told: signal.Signals | None
+    number: signal.Signals | None
     seconds: float
 
 
@@ -110,7 +110,7 @@ class LocalAgent(LocalElasticAgent):
         self._rule: StragglerRule | None = None
         self._deadline_s = 0.0
         self._hurrying = False
-        self._told: tuple[int, ...] = ()
+        self._signaled: tuple[int, ...] = ()
         self._killed: tuple[int, ...] = ()
 
     @property
@@ -152,14 +152,14 @@ class LocalAgent(LocalElasticAgent):
     def _must_kill(self, codes: Mapping[int, int | None], running: Mapping[int, int]) -> bool:
         """Tell ranks to end when there is a reason; whether their time for that is over."""
         now = time.monotonic()
-        if self._ending is None or self._ending.told is None:  # or it has been decided already
+        if self._ending is None or self._ending.number is None:  # or it has been decided already
             ending = _ending(codes, self._stop, self._grace)
             if ending is not None and ending != self._ending:
                 self._ending, self._deadline_s = ending, now + ending.seconds
-                if ending.told is not None:
+                if ending.number is not None:
                     for pid in running.values():
-                        os.kill(pid, ending.told)
-                    self._told = tuple(running)
+                        os.kill(pid, ending.number)
+                    self._signaled = tuple(running)
         if self._ending is None:
             return False
         if self._hurried and not self._hurrying:
@@ -169,7 +169,7 @@ class LocalAgent(LocalElasticAgent):
             )
         # A stopped process is deaf, and where another one has failed there is nothing to save.
         deaf = self._stop is None and all(map(_is_stopped, running.values()))
-        return now >= self._deadline_s or (deaf and self._told != ())
+        return now >= self._deadline_s or (deaf and self._signaled != ())
 
     def _tell_who_never_comes(self, codes: Mapping[int, int | None]) -> None:
         """Free ranks that start their world from waiting for one that has ended without it."""
@@ -215,7 +215,7 @@ class LocalAgent(LocalElasticAgent):
             number=len(self.attempts) + 1,
             most=self._most,
             codes=codes,
-            told=self._told,
+            signaled=self._signaled,
             killed=self._killed,
             raised=tuple(rank for rank, record in records.items() if not record.follows),
             noticed=tuple(rank for rank, record in records.items() if record.follows),

@@ -42,7 +42,7 @@ class Attempt:
         number: 1 for the first.
         most: attempts that the job may have.
         codes: exit codes by rank; negative for a signal.
-        told: ranks that were told to end: by the stop signal, or because another one had failed.
+        signaled: ranks that were asked to end, on request or because another one had failed.
         killed: ranks that did not end in time.
         raised: ranks that left a record of an exception of their own.
         noticed: ranks that left a record which only says that another rank failed.
@@ -54,7 +54,7 @@ class Attempt:
     number: int
     most: int
     codes: Mapping[int, int]
-    told: tuple[int, ...] = ()
+    signaled: tuple[int, ...] = ()
     killed: tuple[int, ...] = ()
     raised: tuple[int, ...] = ()
     noticed: tuple[int, ...] = ()
@@ -119,7 +119,7 @@ class Attempt:
 
 def _of(codes: dict[str, int], statuses: dict[str, Any], **facts: Any) -> Attempt:
     """The attempt that a line tells of: JSON has neither numbers as keys nor tuples."""
-    facts |= {name: tuple(facts[name]) for name in ("told", "killed", "raised", "noticed")}
+    facts |= {name: tuple(facts[name]) for name in ("signaled", "killed", "raised", "noticed")}
     return Attempt(
         codes={int(rank): code for rank, code in codes.items()},
         statuses={int(rank): RankStatus(**status) for rank, status in statuses.items()},
@@ -193,7 +193,7 @@ def failure_lines(
         rank: FailureRecord.of_process(
             rank,
             code,
-            was_told=rank in attempt.told + attempt.killed,
+            was_signaled=rank in attempt.signaled + attempt.killed,
             where=where_of(rank, attempt.statuses),
             log=logs.get(rank, ""),
         )

@@ -26,7 +26,7 @@ _FOLDER = "pymp-"  # of multiprocessing.util.get_temp_dir
 
 def _own_sockets() -> list[Path]:
     """The sockets in such a folder on which this process listens."""
-    found = []
+    paths = []
     for entry in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):  # the one that lists this folder is gone again
             number = int(entry.name)
@@ -34,8 +34,8 @@ def _own_sockets() -> list[Path]:
                 with socket.socket(fileno=os.dup(number)) as opened:
                     name = opened.getsockname()
                     if opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and name:
-                        found.append(Path(str(name)))
-    return [path for path in found if path.parent.name.startswith(_FOLDER)]
+                        paths.append(Path(str(name)))
+    return [path for path in paths if path.parent.name.startswith(_FOLDER)]
 
 
 def _remove(sockets: list[Path], server: int) -> None:

@@ -47,40 +47,40 @@ def listeners() -> set[Listener]:
 
 def _sockets() -> set[tuple[int, int]]:
     """The sockets of this process: descriptor, and number of the socket."""
-    found = set()
+    sockets = set()
     with suppress(FileNotFoundError):
         for name in os.listdir("/dev/fd"):
             with suppress(OSError):  # it was closed while we looked
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode):
-                    found.add((int(name), status.st_ino))
-    return found
+                    sockets.add((int(name), status.st_ino))
+    return sockets
 
 
 def _listening(sockets: Iterable[tuple[int, int]]) -> set[Listener]:
     """Those that wait for connections."""
-    found = set()
+    listening = set()
     for fd, _ in sockets:
         with suppress(OSError):  # it was closed while we looked
-            found.add(_listener(fd))
-    return {one for one in found if one is not None}
+            listening.add(_listener(fd))
+    return {listener for listener in listening if listener is not None}
 
 
 def _listener(fd: int) -> Listener | None:
     """Where a socket listens; None if it does not."""
-    one = socket.socket(fileno=fd)
+    opened = socket.socket(fileno=fd)
     try:
-        if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockopt(
+        if opened.family in (socket.AF_INET, socket.AF_INET6) and opened.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
         ):
-            host, port, *_ = one.getsockname()
+            host, port, *_ = opened.getsockname()
             address: Address = ipaddress.ip_address(host)
             if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
                 address = address.ipv4_mapped
             return Listener(address, port)
         return None
     finally:
-        one.detach()  # it is not ours to close
+        opened.detach()  # it is not ours to close
 
 
 @contextmanager
@@ -96,15 +96,15 @@ def announced(rank: int, what: str, *, one_host: bool) -> Iterator[None]:
     """
     before = _sockets()
     yield
-    for found in sorted(_listening(_sockets() - before), key=str):
-        if one_host and found.address.is_loopback:
+    for listener in sorted(_listening(_sockets() - before), key=str):
+        if one_host and listener.address.is_loopback:
             continue
-        line = f"echelon: rank {rank}: {what} listens on {found}"
-        if found.address.is_unspecified:
+        line = f"echelon: rank {rank}: {what} listens on {listener}"
+        if listener.address.is_unspecified:
             line += (
                 ": warning: that is every interface of this host, and nobody is asked for a "
                 "password; let a firewall admit the hosts of the job alone"
             )
-        elif found.address.is_loopback:
+        elif listener.address.is_loopback:
             line += ": warning: the other hosts of the job cannot reach it"
         print(line, file=sys.stderr, flush=True)

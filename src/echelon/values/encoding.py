@@ -100,9 +100,9 @@ class Encoder:
         if len(self._open) == MAX_DEPTH:
             raise ArgumentError(f"{place} is in more than {MAX_DEPTH} containers")
         self._open.add(id(value))
-        found = container(self, value, place, path)
+        encoded = container(self, value, place, path)
         self._open.remove(id(value))
-        return found
+        return encoded
 
     def list_of(self, values: Iterable[object], place: str, path: str) -> list[Json]:
         """The JSON of values in order."""
@@ -113,11 +113,11 @@ class Encoder:
 
     def set_of(self, values: Set[object], place: str, path: str) -> list[Json]:
         """The JSON of values without order."""
-        found = []
+        encoded = []
         for value in values:
-            found.append(self.encode(value, f"{place}{{{value!r:.40}}}", path))
+            encoded.append(self.encode(value, f"{place}{{{value!r:.40}}}", path))
             self._check_simple(value, f"a member of {place}")
-        return sorted(found, key=json.dumps)
+        return sorted(encoded, key=json.dumps)
 
     def dict_of(self, values: Mapping[Any, object], place: str, path: str) -> Json:
         """The JSON of a dict: an object where its keys allow it."""
@@ -133,14 +133,16 @@ class Encoder:
         self, values: Mapping[Any, object], place: str, path: str
     ) -> Iterable[tuple[Json, Json]]:
         for i, (key, value) in enumerate(values.items()):
-            found = self.encode(key, f"a key of {place}", path)
+            encoded = self.encode(key, f"a key of {place}", path)
             self._check_simple(key, f"a key of {place}")
             plain = type(key) is str and _PLAIN.fullmatch(key) is not None
-            own = f"{place}.{key}" if plain and key.isidentifier() else f"{place}[{key!r:.40}]"
+            child_place = (
+                f"{place}.{key}" if plain and key.isidentifier() else f"{place}[{key!r:.40}]"
+            )
             # Python refuses to write very long ints.
             short = type(key) is int and key.bit_length() < 64
             part = str(key) if plain or short else f"#{i}"
-            yield found, self.encode(value, own, _join(path, part))
+            yield encoded, self.encode(value, child_place, _join(path, part))
 
     @staticmethod
     def _check_simple(value: object, what: str) -> None:
@@ -228,12 +230,12 @@ _SIMPLE: Mapping[type, Callable[[Any], Json]] = {
 _CONTAINERS: Mapping[type, Callable[[Encoder, Any, str, str], Json]] = {
     list: Encoder.list_of,
     dict: Encoder.dict_of,
-    tuple: lambda encoder, *found: {"$tuple": encoder.list_of(*found)},
+    tuple: lambda encoder, *args: {"$tuple": encoder.list_of(*args)},
     deque: lambda encoder, value, *at: {"$deque": [encoder.list_of(value, *at), value.maxlen]},
-    set: lambda encoder, *found: {"$set": encoder.set_of(*found)},
-    frozenset: lambda encoder, *found: {"$frozenset": encoder.set_of(*found)},
-    OrderedDict: lambda encoder, *found: {"$ordered": encoder.pairs_of(*found)},
-    Counter: lambda encoder, *found: {"$counter": encoder.pairs_of(*found)},
+    set: lambda encoder, *args: {"$set": encoder.set_of(*args)},
+    frozenset: lambda encoder, *args: {"$frozenset": encoder.set_of(*args)},
+    OrderedDict: lambda encoder, *args: {"$ordered": encoder.pairs_of(*args)},
+    Counter: lambda encoder, *args: {"$counter": encoder.pairs_of(*args)},
 }
 
 

@@ -25,7 +25,7 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 MAX_JSON_DEPTH = 256  # brackets inside of brackets; the parser of Python calls itself for each
 _MAX_NUMBER = 40  # characters without a point or an exponent
 _MAX_SPACES = 2**20  # outside of strings; what is only long takes time, too
-_PART = 2**16  # bytes looked at together, which stay in the cache
+_CHUNK_NBYTES = 2**16  # bytes looked at together, which stay in the cache
 _QUOTE = ord('"')
 _BACKSLASHES = re.compile(rb"\\*")
 
@@ -40,9 +40,9 @@ _SPACES = " \t\r\n"
 
 def _table(of: Mapping[str, int]) -> npt.NDArray[np.int64]:
     """A number for each byte."""
-    found = np.zeros(256, np.int64)
-    found[[ord(mark) for mark in of]] = list(of.values())
-    return found
+    table = np.zeros(256, np.int64)
+    table[[ord(mark) for mark in of]] = list(of.values())
+    return table
 
 
 _COST, _DEEPER = _table(_COSTS), _table(_DEPTHS)
@@ -76,7 +76,7 @@ def read_json(data: bytes | memoryview, path: object, *, memory: int, max_record
     if problem is not None:
         raise CheckpointCorrupt(problem, path)
     try:
-        found: Json = _DECODER.decode(str(data, "utf-8"))
+        value: Json = _DECODER.decode(str(data, "utf-8"))
     except UnicodeDecodeError as error:
         problem = f"no UTF-8 at byte {error.start}"
     except json.JSONDecodeError as error:
@@ -84,7 +84,7 @@ def read_json(data: bytes | memoryview, path: object, *, memory: int, max_record
     except (_Refused, RecursionError) as error:
         problem = f"JSON that is not read: {error}"
     else:
-        return found
+        return value
     # Outside of the handler, so that the error does not keep the text alive.
     raise CheckpointCorrupt(problem, path)
 
@@ -104,38 +104,38 @@ def write_json(value: Mapping[str, object], what: str) -> bytes:
     raise ArgumentError(f"{what} cannot be written as JSON: {problem:.200}")
 
 
-def brief(found: object) -> str:
-    """What was found where something else was expected, in a few words, whatever its size."""
-    if isinstance(found, dict):
-        return f"an object of {len(found)} members"
-    if isinstance(found, list | tuple):
-        return f"an array of {len(found)} values"
-    if isinstance(found, str):
-        return repr(found if len(found) <= 80 else found[:77] + "...")
-    return repr(found)
+def brief(value: object) -> str:
+    """What ``value`` is where something else was expected, in a few words, whatever its size."""
+    if isinstance(value, dict):
+        return f"an object of {len(value)} members"
+    if isinstance(value, list | tuple):
+        return f"an array of {len(value)} values"
+    if isinstance(value, str):
+        return repr(value if len(value) <= 80 else value[:77] + "...")
+    return repr(value)
 
 
 def _problem(data: bytes | memoryview, memory: int, max_records: int) -> str | None:
     """Why the text must not be read, as far as that shows from outside."""
-    look = _Look()
-    for part in _parts(data):
-        look.at(part)
-        if look.deepest > MAX_JSON_DEPTH:
+    scan = _Scan()
+    for chunk in _chunks(data):
+        scan.at(chunk)
+        if scan.deepest > MAX_JSON_DEPTH:
             return f"JSON that nests more than {MAX_JSON_DEPTH} deep"
-        if look.longest > _MAX_NUMBER:
+        if scan.longest > _MAX_NUMBER:
             return f"JSON with a number of more than {_MAX_NUMBER} characters, or no JSON"
-        if look.num_spaces > _MAX_SPACES:
+        if scan.num_spaces > _MAX_SPACES:
             return f"JSON with more than {_MAX_SPACES} spaces between its values"
-        if look.text(len(data)) + look.values(max_records) > memory:
+        if scan.text(len(data)) + scan.values(max_records) > memory:
             return f"JSON that would take more than {memory / 2**20:.0f} MiB of memory"
     return None
 
 
-def _parts(data: bytes | memoryview) -> Iterator[bytes]:
-    """The text in parts; no escape is cut in two."""
+def _chunks(data: bytes | memoryview) -> Iterator[bytes]:
+    """The text in chunks; no escape is cut in two."""
     begin = 0
     while begin < len(data):
-        end = begin + _PART
+        end = begin + _CHUNK_NBYTES
         if data[end - 1 : end] == b"\\":
             end = _BACKSLASHES.match(data, end).end() + 1  # type: ignore[union-attr]
         yield bytes(data[begin:end])
@@ -143,8 +143,8 @@ def _parts(data: bytes | memoryview) -> Iterator[bytes]:
 
 
 @final
-class _Look:
-    """What a look at the bytes of a JSON text shows, part by part.
+class _Scan:
+    """What the bytes of a JSON text show, chunk by chunk.
 
     Attributes:
         deepest: how many brackets are inside of one another.
@@ -159,15 +159,15 @@ class _Look:
         self._depth = self._inside = 0
         self._word = 0  # bytes since the last mark, if that was outside of strings
 
-    def at(self, part: bytes) -> None:
-        """Look at the next part."""
-        self._is_ascii = self._is_ascii and part.isascii()
-        self._has_escapes = self._has_escapes or b"\\u" in part
+    def at(self, chunk: bytes) -> None:
+        """Look at the next chunk."""
+        self._is_ascii = self._is_ascii and chunk.isascii()
+        self._has_escapes = self._has_escapes or b"\\u" in chunk
         # A backslash is an escape, because outside of strings it is no JSON. Without escapes each
         # quote begins or ends a string.
-        text = part.replace(b"\\\\", b"").replace(b'\\"', b"")
+        text = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
         if self._inside and b'"' not in text:
-            self.strings += len(part)
+            self.strings += len(chunk)
             return
         array = np.frombuffer(text, np.uint8)
         places = np.flatnonzero(_IS_MARK[array])
@@ -176,7 +176,7 @@ class _Look:
         # Whether the bytes after each mark are in a string; first, those before the first mark.
         inside = (np.cumsum(np.append(self._inside, quotes), dtype=np.uint8) & 1).astype(np.bool_)
         gaps = np.diff(places, prepend=-1, append=len(text)) - 1
-        self._measure(gaps, inside, len(part) - len(text))
+        self._measure(gaps, inside, len(chunk) - len(text))
         outside = marks[~(inside[1:] & inside[:-1])]
         self._counts += np.bincount(outside, minlength=256)
         depths = self._depth + np.cumsum(_DEEPER[outside])
@@ -222,11 +222,11 @@ class _Refused(Exception):
 
 
 def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise _Refused(f"the key {twice!r:.80} is there twice")
-    return found
+    return members
 
 
 def _float(text: str) -> float:

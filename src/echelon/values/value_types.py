@@ -47,7 +47,7 @@ def dtype_name(dtype: torch.dtype) -> str:
         'BF16'
     """
     if dtype not in _NAMES:
-        known = ", ".join(str(one).removeprefix("torch.") for one in _NAMES)
+        known = ", ".join(str(known_dtype).removeprefix("torch.") for known_dtype in _NAMES)
         advice = "give torch.view_as_real of it" if dtype.is_complex else f"use one of {known}"
         raise ArgumentError(f"{dtype} cannot be saved in a checkpoint: {advice}")
     return _NAMES[dtype]
@@ -57,9 +57,9 @@ TOO_MANY = 2**60  # of elements or bytes: the sum of two still fits into 64 bits
 _MAX_DIMS = 64  # as in PyTorch and NumPy
 
 
-def is_size(found: object, limit: int = TOO_MANY) -> bool:
-    """Whether ``found`` is a whole number from 0 to less than ``limit``; a bool is none."""
-    return type(found) is int and 0 <= found < limit
+def is_size(value: object, limit: int = TOO_MANY) -> bool:
+    """Whether ``value`` is a whole number from 0 to less than ``limit``; a bool is none."""
+    return type(value) is int and 0 <= value < limit
 
 
 def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
@@ -101,9 +101,9 @@ ARRAYS = frozenset(np.dtype(name) for name in SCALARS if name != "complex128")
 ARRAY_DTYPES = frozenset(torch.from_numpy(np.empty(0, dtype)).dtype for dtype in ARRAYS)
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    str(found).removeprefix("torch."): found
-    for found in vars(torch).values()
-    if isinstance(found, torch.dtype)
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
 }
 
 _SIMPLE = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
