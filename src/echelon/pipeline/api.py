@@ -126,8 +126,8 @@ class Pipeline(StagedModule):
         modules = local_stages(schedule, stages, group, microbatches)
         check_devices(modules, group.device)
         initialize(modules, group, materialize)
-        self._local = _make_stages(modules, schedule, recompute, reduce_every)
-        data_parallel = {index: stage.data_parallel for index, stage in self._local.items()}
+        self._stages = _make_stages(modules, schedule, recompute, reduce_every)
+        data_parallel = {index: stage.data_parallel for index, stage in self._stages.items()}
         self._collectives = StageCollectives.agree(
             data_parallel, group, reduce_every, window_nbytes
         )
@@ -150,7 +150,7 @@ class Pipeline(StagedModule):
         return Executor(
             lowered,
             self._group.rank,
-            self._local,
+            self._stages,
             self._to_previous,
             self._to_next,
             self._group.ranks[self._group.rank],

@@ -97,7 +97,9 @@ def check_choices(
     """
     facts = {name: str(value) for name, value in options.items()}
     facts["stages"] = str(len(stages))
-    shapes = {index: _shapes_of(stage) for index, stage in enumerate(stages) if _is_whole(stage)}
+    shapes = {
+        index: _shapes_of(stage) for index, stage in enumerate(stages) if _has_plain_shapes(stage)
+    }
     digests = {
         index: hashlib.blake2b(
             repr([shape for _, shape in one]).encode(), digest_size=8
@@ -112,7 +114,7 @@ def check_choices(
             _refuse_stage(index, group.all_gather_object(shapes.get(index)))
 
 
-def _is_whole(stage: nn.Module | None) -> bool:
+def _has_plain_shapes(stage: nn.Module | None) -> bool:
     """Whether the parameters of a stage have the shapes of the plain module."""
     return isinstance(stage, nn.Module) and not any(
         isinstance(module, Shardable) or is_torch_wrapper(module) for module in stage.modules()
@@ -140,7 +142,7 @@ def _refuse_stage(index: int, everyone: Sequence[list[tuple[str, str]] | None]) 
 def local_stages(
     schedule: Schedule, stages: Sequence[nn.Module | None], group: Group, microbatches: int
 ) -> dict[int, nn.Module]:
-    """The stages of this rank, by number."""
+    """The stages of this rank, by number; refuses those that do not fit the schedule."""
     found = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
     given = (group.size, len(stages), microbatches)
     if found != given:
@@ -148,7 +150,7 @@ def local_stages(
             f"the schedule is for {found[0]} ranks, {found[1]} stages and {found[2]} microbatches; "
             f"the pipeline has {given[0]}, {given[1]} and {given[2]}"
         )
-    own: dict[int, nn.Module] = {}
+    local: dict[int, nn.Module] = {}
     for index in schedule.stages_of(group.rank):
         stage = stages[index]
         if not isinstance(stage, nn.Module):
@@ -156,13 +158,13 @@ def local_stages(
                 f"stage {index} is {stage!r:.60} on rank {group.rank}, where it runs: give a "
                 "torch.nn.Module"
             )
-        own[index] = stage
-    return own
+        local[index] = stage
+    return local
 
 
-def check_devices(own: Mapping[int, nn.Module], device: torch.device) -> None:
-    """Refuse stages that are not where their values arrive; sharded ones may be offloaded."""
-    for index, stage in own.items():
+def check_devices(stages: Mapping[int, nn.Module], device: torch.device) -> None:
+    """Refuse stages that are on another device than the group; sharded ones may be offloaded."""
+    for index, stage in stages.items():
         for name, tensor in () if isinstance(stage, Shardable) else _tensors_of(stage):
             if nn.parameter.is_lazy(tensor):
                 raise ArgumentError(
@@ -182,7 +184,7 @@ def _tensors_of(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_agreement(lowered: Schedule, group: Group) -> None:
-    """Refuse ranks with different programs. All ranks call it."""
+    """Refuse ranks with different schedules. All ranks call it."""
     texts = group.all_gather_object(lowered.to_csv())
     if len(set(texts)) > 1:
         raise ModelMismatch("the schedule", {rank: text[:80] for rank, text in enumerate(texts)})

@@ -1,4 +1,4 @@
-"""First values of stages that are on the meta device: each rank makes those of its own stages."""
+"""Names in the model, and first values of stages on meta: each rank makes those of its stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echelon.state.initialization import Initializer, ParameterPlace, draw_seed,
 
 
 def name_in_model(stage: nn.Module, index: int, name: str) -> str:
-    """The name in the whole model of what stage ``index`` calls ``name``.
+    """The name in the model of what stage ``index`` calls ``name``.
 
     Example:
         >>> name_in_model(nn.Linear(1, 1), 3, "bias")
@@ -25,7 +25,7 @@ def name_in_model(stage: nn.Module, index: int, name: str) -> str:
 
 
 def names_of_state(stage: nn.Module, index: int, names: Iterable[str]) -> dict[str, str]:
-    """Those of ``names`` in the whole model that belong to stage ``index``, by its own names.
+    """The ``names`` in the model that belong to stage ``index``, by the names of the stage.
 
     Example:
         >>> names_of_state(nn.Linear(1, 1), 3, ["3.bias", "4.bias"])
@@ -35,12 +35,12 @@ def names_of_state(stage: nn.Module, index: int, names: Iterable[str]) -> dict[s
     if submodule is not None:
         return {plain_name(name): name for name in names if plain_name(name) in submodule.names}
     start = f"{index}."
-    own = [name for name in names if name.startswith(start)]
-    return {plain_name(name.removeprefix(start)): name for name in own}
+    local = [name for name in names if name.startswith(start)]
+    return {plain_name(name.removeprefix(start)): name for name in local}
 
 
 def find_submodule(stage: nn.Module) -> Submodule | None:
-    """What ``split`` made, which may be compiled, or wrapped for data parallelism."""
+    """The stage that ``split`` made, inside of ``torch.compile``, ``DDP`` and ``FSDP``."""
     found: nn.Module | None = stage
     while found is not None and not isinstance(found, Submodule):
         compiled = compiled_inside(found)
@@ -62,7 +62,7 @@ def initialize(
         ArgumentError: on every rank, if a module of one cannot make its values.
     """
     places: dict[int, ParameterPlace] = {}
-    waiting: dict[int, Tensor] = {}
+    on_meta: dict[int, Tensor] = {}
     for index, stage in sorted(stages.items()):
         for local_owner, owner in stage.named_modules():
             owner_name = name_in_model(stage, index, local_owner)
@@ -72,24 +72,24 @@ def initialize(
                     id(tensor), ParameterPlace(name, owner_name, owner, tuple(tensor.shape))
                 )
                 if tensor.is_meta:
-                    waiting[id(tensor)] = tensor
+                    on_meta[id(tensor)] = tensor
     maker = Initializer(places, group.device, materialize)
-    problem = _problem(maker, [places[key] for key in waiting])
-    told = group.all_gather_object((bool(waiting), problem))
-    for rank, (_, text) in enumerate(told):
+    problem = _problem(maker, [places[key] for key in on_meta])
+    by_rank = group.all_gather_object((bool(on_meta), problem))
+    for rank, (_, text) in enumerate(by_rank):
         if text is not None:
             raise ArgumentError(f"rank {rank} cannot make values of its stages: {text}")
-    if not any(has_meta for has_meta, _ in told):
+    if not any(has_meta for has_meta, _ in by_rank):
         return
     # One draw on every rank, so that equal random streams stay equal.
     seed: int = group.broadcast_object(draw_seed(), 0)
-    for key, tensor in waiting.items():
+    for key, tensor in on_meta.items():
         if tensor.is_meta:  # else its owner made it with another
             owner = places[key].owner
             mine = {
                 id(one)
                 for _, one in own_tensors(owner)
-                if id(one) in waiting and places[id(one)].owner is owner
+                if id(one) in on_meta and places[id(one)].owner is owner
             }
             maker.make(places[key].owner_name, owner, mine, seed)
 

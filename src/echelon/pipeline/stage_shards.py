@@ -1,4 +1,4 @@
-"""What one rank holds of a model in stages.
+"""What one rank holds of a model in stages, for checkpoints.
 
 ::
 
@@ -39,10 +39,10 @@ class _Shared:
 
 @final
 class StageShards:
-    """The stages of one rank, as ranges of the model. All ranks of ``group`` make one.
+    """The stages of one rank as shards of the model. All ranks of ``group`` make one.
 
     Args:
-        own: of this rank, by number.
+        local: the stages of this rank, by number.
         stages: all, as far as this rank has them.
         group: the ranks that share the stages.
         replicate: of ``Pipeline``.
@@ -51,29 +51,29 @@ class StageShards:
 
     def __init__(
         self,
-        own: Mapping[int, nn.Module],
+        local: Mapping[int, nn.Module],
         stages: Sequence[nn.Module | None],
         group: Group,
         replicate: Group | None,
         num_ranks: int,
     ) -> None:
-        self._own, self._group = dict(own), group
+        self._local, self._group = dict(local), group
         self._replicate, self._num_ranks = replicate, num_ranks
-        told: list[list[tuple[str, ...]]] = group.all_gather_object([*_shared(own, stages)])
-        self._shared = _together(told)
+        names_by_rank = group.all_gather_object([*_names_of_shared(local, stages)])
+        self._shared = _merge_shared(names_by_rank)
 
     @property
     def axes(self) -> tuple[Group, ...]:
-        """The groups over which the model is shared."""
+        """The groups over which the model is sharded or replicated."""
         replicate = () if self._replicate is None else (self._replicate,)
         return (self._group, *replicate, *self._stage_axes())
 
     def _stage_axes(self) -> list[Group]:
-        axes = (axis for stage in self._own.values() for axis in axes_in(stage))
+        axes = (axis for stage in self._local.values() for axis in axes_in(stage))
         return list({axis.ranks: axis for axis in axes}.values())
 
     def holdings(self) -> ShardedState:
-        """What this rank holds, by the names of the model.
+        """The shards that this rank holds, by the names of the model.
 
         Raises:
             StateError: in the middle of a step of a stage.
@@ -81,90 +81,90 @@ class StageShards:
                 the same stages.
         """
         copy, num_copies = self._copies()
-        found = sharded_state_of(
-            [(partial(_name, stage, index), stage) for index, stage in self._own.items()],
+        state = sharded_state_of(
+            [(partial(_name, stage, index), stage) for index, stage in self._local.items()],
             copy=copy,
             num_copies=num_copies,
         )
-        return replace(found.changed(self._as_shared), axes=self.axes)
+        return replace(state.changed(self._with_owners), axes=self.axes)
 
     def _copies(self) -> tuple[int, int]:
-        """Which of those that have the same stages this rank is, and how many they are."""
+        """The number of this rank among those that have the same stages, and how many they are."""
         axes = self._stage_axes() if self._replicate is None else [self._replicate]
         copy, num_copies = 0, 1
         for axis in axes:
             copy, num_copies = copy * axis.size + axis.rank, num_copies * axis.size
         if num_copies < self._num_ranks:
             raise ArgumentError(
-                f"stages {list(self._own)} of this rank are in no DDP or FSDP, and another stage "
+                f"stages {list(self._local)} of this rank are in no DDP or FSDP, and another stage "
                 f"is shared by {self._num_ranks} ranks, so it is not known which ranks have these: "
                 "give ec.Pipeline replicate=, the ranks that have the same stages; ec.parallelize "
                 "does"
             )
         return copy, num_copies
 
-    def _as_shared(self, one: TensorShard) -> TensorShard:
-        """The same, with the other stages that have it."""
-        found = self._shared.get(one.name)
-        if found is None:
-            return one
-        place, num_owners = found.owners.index(self._group.rank), len(found.owners)
-        replication = one.replication
-        if not isinstance(one.tensor, nn.Parameter):
+    def _with_owners(self, shard: TensorShard) -> TensorShard:
+        """The same shard, with the names and the copies of all stages that have the tensor."""
+        shared = self._shared.get(shard.name)
+        if shared is None:
+            return shard
+        position, num_owners = shared.owners.index(self._group.rank), len(shared.owners)
+        replication = shard.replication
+        if not isinstance(shard.tensor, nn.Parameter):
             if num_owners > 1:
-                replication = Replication.PER_RANK  # every stage changes its own
-        elif self._replicate is not None or one.num_copies == 1:
+                replication = Replication.PER_RANK  # every stage changes its buffer
+        elif self._replicate is not None or shard.num_copies == 1:
             replication = Replication.IDENTICAL  # it is reduced over all that have it
         return replace(
-            one,
-            names=found.names,
-            copy=place * one.num_copies + one.copy,
-            num_copies=num_owners * one.num_copies,
+            shard,
+            names=shared.names,
+            copy=position * shard.num_copies + shard.copy,
+            num_copies=num_owners * shard.num_copies,
             replication=replication,
         )
 
 
-def _shared(
-    own: Mapping[int, nn.Module], stages: Sequence[nn.Module | None]
+def _names_of_shared(
+    local: Mapping[int, nn.Module], stages: Sequence[nn.Module | None]
 ) -> Iterator[tuple[str, ...]]:
-    """The names of what this rank has and others may have, too.
+    """The names of each tensor of this rank that other stages may have, too.
 
-    Those are parameters of which several stages are known to be theirs. Who was not given the
-    stages of others cannot know it of buffers, so these are all of them.
+    These are the parameters that several of the known stages have, and all buffers: a rank that was
+    not given the stages of others cannot know which buffers they share.
     """
     names: dict[int, dict[str, None]] = {}  # by tensor, in order
-    places: dict[int, set[int]] = {}
+    stages_of: dict[int, set[int]] = {}  # by tensor
     for index, stage in enumerate(stages):
         if stage is not None:
-            for local, tensor in named_state(stage):
-                full = dict.fromkeys(_name(stage, index, one) for one in local)
-                names.setdefault(id(tensor), {}).update(full)
-                places.setdefault(id(tensor), set()).add(index)
-    for stage in own.values():
+            for local_names, tensor in named_state(stage):
+                full_names = dict.fromkeys(_name(stage, index, name) for name in local_names)
+                names.setdefault(id(tensor), {}).update(full_names)
+                stages_of.setdefault(id(tensor), set()).add(index)
+    for stage in local.values():
         for _, tensor in named_state(stage):
-            if not isinstance(tensor, nn.Parameter) or len(places[id(tensor)]) > 1:
+            if not isinstance(tensor, nn.Parameter) or len(stages_of[id(tensor)]) > 1:
                 yield tuple(names[id(tensor)])
 
 
-def _together(told: Sequence[Sequence[tuple[str, ...]]]) -> dict[str, _Shared]:
-    """What ranks share, by each of its names.
+def _merge_shared(names_by_rank: Sequence[Sequence[tuple[str, ...]]]) -> dict[str, _Shared]:
+    """The tensors that ranks share, by each of their names.
 
     Args:
-        told: by rank, the names of each tensor.
+        names_by_rank: the names of each tensor.
     """
-    found: dict[str, tuple[dict[str, None], set[int]]] = {}
-    for rank, tensors in enumerate(told):
+    merged: dict[str, tuple[dict[str, None], set[int]]] = {}
+    for rank, tensors in enumerate(names_by_rank):
         for names in tensors:
             all_names: dict[str, None] = {}
             owners = {rank}
-            for known_names, known_owners in [found[name] for name in names if name in found]:
+            for known_names, known_owners in [merged[name] for name in names if name in merged]:
                 all_names |= known_names
                 owners |= known_owners
             all_names |= dict.fromkeys(names)
-            found |= dict.fromkeys(all_names, (all_names, owners))
+            merged |= dict.fromkeys(all_names, (all_names, owners))
     return {
         name: _Shared(tuple(names), tuple(sorted(owners)))
-        for name, (names, owners) in found.items()
+        for name, (names, owners) in merged.items()
     }
 
 

@@ -39,22 +39,22 @@ class StagedModule(nn.Module, HasShards):
 
     def _attach(
         self,
-        own: Mapping[int, nn.Module],
+        modules: Mapping[int, nn.Module],
         stages: Sequence[nn.Module | None],
         placement: Sequence[int],
         group: Group,
         replicate: Group | None,
         num_ranks: int,
     ) -> None:
-        for stage in own.values():
+        for stage in modules.values():
             keep_plain_names(stage)
             if group.size > 1:
                 what = "a Pipeline gives each rank its stages"
                 refuse_other_steps(stage.parameters(), what, has_tensors=True, owner=self)
-        self.stages = nn.ModuleDict({str(index): stage for index, stage in own.items()})
+        self.stages = nn.ModuleDict({str(index): stage for index, stage in modules.items()})
         self._first_names = _first_names(stages)
         self._placement, self._group = placement, group
-        self._held = StageShards(own, stages, group, replicate, num_ranks)
+        self._shards = StageShards(modules, stages, group, replicate, num_ranks)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -83,12 +83,12 @@ class StagedModule(nn.Module, HasShards):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load this rank's stages from a state of them, or of the whole model."""
-        own = {
+        local_state = {
             f"stages.{index}.{key}": state_dict[name]
             for index, stage in self.stages.items()
             for key, name in names_of_state(stage, int(index), state_dict).items()
         }
-        return super().load_state_dict(own, strict, assign)
+        return super().load_state_dict(local_state, strict, assign)
 
     def whole_state_dict(self, rank0_only: bool = False, cpu: bool = True) -> dict[str, Any]:
         """Copies of the state of the whole model, with its names. All ranks call it.
@@ -105,7 +105,9 @@ class StagedModule(nn.Module, HasShards):
         self._group.barrier(label="whole_state_dict(), which all ranks call")
         keep = self._group.rank == 0 or not rank0_only
         device = torch.device("cpu") if cpu else None
-        return whole_state(self._own, self._placement, self._group, keep=keep, device=device)
+        return whole_state(
+            self._local_modules, self._placement, self._group, keep=keep, device=device
+        )
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Copies of what this rank keeps of its stages, with the names of the whole model.
@@ -113,7 +115,7 @@ class StagedModule(nn.Module, HasShards):
         Nothing is communicated. Parts of ``FSDP`` stages are what their ``sharded_state_dict``
         gives; all other stages are whole.
         """
-        return parts_of(self._own)
+        return parts_of(self._local_modules)
 
     def load_sharded_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Load what ``sharded_state_dict`` returned on this rank. Nothing is communicated.
@@ -121,7 +123,7 @@ class StagedModule(nn.Module, HasShards):
         Raises:
             ArgumentError: keys (if ``strict``), sizes or dtypes do not fit.
         """
-        return load_parts(self._own, state, strict=strict)
+        return load_parts(self._local_modules, state, strict=strict)
 
     def holdings(self) -> ShardedState:
         """What this rank holds of the plain model, by its names. Nothing is communicated.
@@ -133,15 +135,15 @@ class StagedModule(nn.Module, HasShards):
             ArgumentError: a tensor cannot be saved; or some stages are replicated and those of
                 this rank are not wrapped, and ``replicate`` was not given.
         """
-        return self._held.holdings()
+        return self._shards.holdings()
 
     def parameter_shards(self) -> tuple[ParameterShards, ...]:
         """What this rank holds of the parameters of its stages. Nothing is communicated."""
-        return tuple(stage_parameters(self._own, self._first_names))
+        return tuple(stage_parameters(self._local_modules, self._first_names))
 
     def shared_over(self) -> tuple[Group, ...]:
         """The ranks of the pipeline, and the groups over which stages are shared."""
-        return self._held.axes
+        return self._shards.axes
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The whole state of ``optimizer`` by the names of the whole model. All ranks call it.
@@ -183,7 +185,7 @@ class StagedModule(nn.Module, HasShards):
         )
 
     @property
-    def _own(self) -> dict[int, nn.Module]:
+    def _local_modules(self) -> dict[int, nn.Module]:
         return {int(index): stage for index, stage in self.stages.items()}
 
     def _name_of(self, key: str) -> str:
@@ -193,7 +195,7 @@ class StagedModule(nn.Module, HasShards):
 
 
 def _first_names(stages: Sequence[nn.Module | None]) -> dict[str, str]:
-    """For parameters that several stages share: by a name in the model, that in the first stage."""
+    """By each later name of a parameter that stages share: its name in the first stage."""
     found: dict[str, str] = {}
     for names in shared_parameters(stages).values():
         known = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.costs import read_costs
@@ -173,11 +174,11 @@ def _share(costs: Mapping[str, float] | None, v: int) -> dict[str, float]:
 
 def _messages(simulation: Simulation) -> int:
     """Most transfers that one rank has an end of."""
-    found, counts = simulation.schedule, [0] * simulation.schedule.num_ranks
-    for one, other in zip(found.placement, found.placement[1:], strict=False):
-        if one != other:
-            for rank in (one, other):
-                counts[rank] += found.num_microbatches * (2 if found.has_backward else 1)
+    schedule, counts = simulation.schedule, [0] * simulation.schedule.num_ranks
+    for rank_before, rank_after in pairwise(schedule.placement):
+        if rank_before != rank_after:
+            for rank in (rank_before, rank_after):
+                counts[rank] += schedule.num_microbatches * (2 if schedule.has_backward else 1)
     return max(counts)
 
 

@@ -165,7 +165,7 @@ def simulate(
     stage_nbytes: Sequence[int] | int | None = None,
     channel: Channel = Channel.IDEAL,
 ) -> Simulation:
-    """Run ``schedule`` in thought: each rank in its order, each value after a hop.
+    """Simulate a schedule: each rank runs in its order, and each value arrives after a hop.
 
     Args:
         schedule: computations only, or lowered.
@@ -190,7 +190,7 @@ def simulate(
         0.273
     """
     check_type(schedule)
-    crosses = any(one != other for one, other in pairwise(schedule.placement))
+    crosses = any(before != after for before, after in pairwise(schedule.placement))
     if channel is not Channel.IDEAL and crosses and not schedule.is_lowered:
         raise ArgumentError(
             f"{channel.name} orders transfers and this schedule has none; lower it first "
