@@ -153,7 +153,7 @@ def is_slow(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is slow for its values, and put long files first.
 
-    Two workers take a file each until none is left.
+    Each worker takes a file at a time until none is left.
     """
     for item in items:
         if is_slow(item):

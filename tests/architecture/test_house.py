@@ -3,8 +3,9 @@
 import ast
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 
-from tests.architecture.sources import PACKAGE, Modules, package_of, read_modules
+from tests.architecture.sources import PACKAGE, ROOT, Modules, package_of, read_modules
 
 MAX_LEVELS = 2  # of folders under src/echelon
 MAX_LOOSE = 6  # files directly under src/echelon
@@ -14,6 +15,10 @@ MAY_STAND_TWICE = {"api", "group", "start", "__main__"}
 # These stand twice still. The lists only become shorter.
 KNOWN_MODULE_NAMES: set[str] = set()
 KNOWN_CLASS_NAMES: set[str] = set()
+
+# Source files without a test file of their name: one path under src/echelon a line. What they do is
+# tested elsewhere. The list only becomes shorter.
+UNTESTED = Path(__file__).parent / "untested.txt"
 
 
 def packages(modules: Modules) -> set[str]:
@@ -74,6 +79,32 @@ def class_names(modules: Modules) -> list[tuple[str, str]]:
     ]
 
 
+def without_test_file(modules: Modules, tests: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Modules whose room has no test file of their name, and known ones that have one by now.
+
+    Args:
+        tests: the test files, as paths under tests/.
+        known: modules that may have none.
+    """
+    stems = {(Path(path).parts[0].removesuffix(".py"), Path(path).stem) for path in tests}
+    folders = packages(modules)
+    missing = set()
+    for name in modules:
+        if name and name not in folders and name != "__main__":
+            last = f"test_{name.rpartition('.')[2]}"
+            rooms = (name.split(".")[0], last)  # a loose module may have its test beside the rooms
+            if not any((room, last) in stems for room in rooms):
+                missing.add(name)
+    known = set(known)
+    return [
+        f"{name} has no test file: tests/{name.split('.')[0]}/test_{name.rpartition('.')[2]}.py"
+        for name in sorted(missing - known)
+    ] + [
+        f"{name} is no module without a test file any more; remove it from the list"
+        for name in sorted(known - missing)
+    ]
+
+
 # --- the project obeys them --------------------------------------------------------------------
 
 
@@ -91,6 +122,13 @@ def test_no_two_modules_have_the_same_last_name() -> None:
 
 def test_no_two_classes_have_the_same_name() -> None:
     assert stand_twice(class_names(read_modules()), KNOWN_CLASS_NAMES) == []
+
+
+def test_every_source_file_has_a_test_file_of_its_name() -> None:
+    tests = [str(path.relative_to(ROOT / "tests")) for path in (ROOT / "tests").rglob("test_*.py")]
+    known = UNTESTED.read_text().split()
+    assert known == sorted(set(known)), "sorted, each once"
+    assert without_test_file(read_modules(), tests, known) == []
 
 
 # --- the rules see what they should ------------------------------------------------------------
@@ -126,3 +164,14 @@ def test_a_module_name_that_stands_twice_is_named_and_that_of_a_transport_is_not
 def test_a_class_name_that_stands_twice_is_named_also_in_one_file() -> None:
     modules = package_of(a="class X: ...\nclass Y: ...", b="def f():\n    class X: ...", c="")
     assert stand_twice(class_names(modules), set()) == ["X is the name of a:1 and b:2"]
+
+
+def test_a_module_without_a_test_file_is_named_and_one_that_has_it_by_now() -> None:
+    modules = package_of(ddp="", ddp__reducer="", ddp__join="", comm="", comm__shm="", ranges="")
+    tests = ["ddp/test_join.py", "comm/test_reducer.py", "test_ranges.py", "comm/deep/test_shm.py"]
+    assert without_test_file(modules, tests, []) == [
+        "ddp.reducer has no test file: tests/ddp/test_reducer.py"
+    ]
+    assert without_test_file(modules, tests, ["ddp.reducer", "ddp.join"]) == [
+        "ddp.join is no module without a test file any more; remove it from the list"
+    ]
