@@ -7,7 +7,7 @@ All checks of one kind of group run in one start of its ranks; each is then a te
 
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -397,9 +397,3 @@ def test_that(name: str, kind: str) -> None:
     order = list(CHECKS)
     first = min((order.index(failed) for failed in failures), default=len(order))
     assert order.index(name) < first, f"was not reached: {order[first]} failed before it"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forget() -> Iterator[None]:
-    yield
-    outcome.cache_clear()
