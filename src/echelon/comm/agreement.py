@@ -1,20 +1,20 @@
-"""Whether the ranks hold the same model: its structure always, its values when asked."""
+"""Whether all ranks hold the same facts, and if not, the first difference and who has what.
+
+A fact is a name with its value as text. Who gathers the facts of the ranks may do so in any way;
+what differs is decided here.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-
-from echelon.comm.flat import is_expanded
-from echelon.errors import ArgumentError, ModelMismatch
+from echelon.errors import ModelMismatch
 
 _ABSENT = "not there"
+
+Facts: TypeAlias = Mapping[str, str]
 
 
 class ObjectGatherer(Protocol):
@@ -24,122 +24,25 @@ class ObjectGatherer(Protocol):
         """The ``item`` of every rank, in the same order everywhere."""
 
 
-def check_model(module: nn.Module, device: torch.device, *, meta: bool = False) -> None:
-    """Refuse a model that cannot be replicated over ranks on ``device``.
+def first_difference(facts: Sequence[Facts]) -> tuple[str, dict[int, str]] | None:
+    """The first name whose values differ and the value of each rank; None if ranks agree.
 
     Args:
-        meta: whether parameters and buffers may be on the meta device.
+        facts: of each rank, by name. Their order does not matter.
 
-    Raises:
-        ArgumentError: scripted modules; lazy, sparse, quantized, expanded or misplaced parameters.
+    Example:
+        >>> first_difference([{"lr": "0.1"}, {"lr": "0.1", "steps": "3"}])
+        ('steps', {0: 'not there', 1: '3'})
     """
-    for name, submodule in module.named_modules():
-        if isinstance(submodule, nn.SyncBatchNorm):
-            raise ArgumentError(
-                f"module {name or 'SyncBatchNorm'!r} is a SyncBatchNorm, which talks through "
-                "torch.distributed and would silently use the statistics of its own rank here: use "
-                "a norm that does not mix samples (GroupNorm, LayerNorm), or BatchNorm with "
-                "statistics of each rank's batch"
-            )
-        if isinstance(submodule, torch.jit.ScriptModule):
-            raise ArgumentError(
-                f"module {name or type(submodule).__name__!r} is a ScriptModule, whose parameters "
-                "are not Python's: wrap the module that it was made of"
-            )
-        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
-            raise ArgumentError(
-                f"module {name or type(submodule).__name__!r} makes sparse gradients, "
-                "and DDP reduces dense ones: build it with sparse=False"
-            )
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if is_lazy(tensor):
-            raise ArgumentError(
-                f"parameter {name!r} has no shape yet: run one batch through the model before "
-                "wrapping it"
-            )
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise ArgumentError(
-                f"{name!r} is {tensor.dtype} with layout {tensor.layout}, and ranks exchange dense "
-                "tensors of plain numbers: make it one with .to_dense() or .dequantize()"
-            )
-        if tensor.is_inference():
-            raise ArgumentError(
-                f"{name!r} was made in inference mode, so it cannot be trained or broadcast: build "
-                "the model outside of torch.inference_mode()"
-            )
-        if tensor.device != device and not (meta and tensor.is_meta):
-            raise ArgumentError(
-                f"{name!r} is on {tensor.device} and the group is on {device}: "
-                f"move the model there before wrapping it"
-            )
-    for name, param in module.named_parameters():
-        if is_expanded(param):
-            raise ArgumentError(
-                f"parameter {name!r} was expanded: several of its {param.numel()} elements are one "
-                "place in memory, which no optimizer can update. Make it with .contiguous()"
-            )
-
-
-def option_facts(options: Any) -> dict[str, str]:
-    """Every option of a dataclass as text, for ranks to compare."""
-    return {item.name: repr(getattr(options, item.name)) for item in fields(options)}
-
-
-def check_agreement(
-    module: nn.Module,
-    options: Mapping[str, str],
-    ranks: ObjectGatherer,
-    *,
-    values: bool,
-    more: Mapping[str, Mapping[str, str]] | None = None,
-) -> list[frozenset[str]]:
-    """Compare the model and the options of all ranks, in one exchange of their hashes.
-
-    There is another one, of all facts, only if hashes differ. Devices are not compared, but a value
-    is never equal to none.
-
-    Args:
-        values: whether to compare parameters and buffers bit by bit (their hashes), too.
-        more: what else must agree: by kind and name, as text.
-
-    Returns:
-        By rank, the names of the parameters and buffers that it has on the meta device.
-
-    Raises:
-        ModelMismatch: the same one on every rank; names the first difference and who has what.
-    """
-    mine = {
-        "option": dict(options),
-        "parameter": {name: _describe(param) for name, param in module.named_parameters()},
-        "buffer": {name: _describe(buffer) for name, buffer in module.named_buffers()},
-    }
-    if values:
-        mine["the values of parameter"] = {n: _digest(p) for n, p in module.named_parameters()}
-        mine["the values of buffer"] = {n: _digest(b) for n, b in module.named_buffers()}
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    on_meta = [name for name, tensor in tensors if tensor.is_meta]
-    details = {kind: dict(facts) for kind, facts in (more or {}).items()}
-    everyone = ranks.all_gather_object((_digest_of(mine), on_meta, _digest_of(details)))
-    if len({one for one, _, _ in everyone}) > 1:  # so only then all of it travels
-        all_facts = ranks.all_gather_object(mine)
-        for kind in mine:
-            compare(kind, [facts[kind] for facts in all_facts])
-    if len({one for _, _, one in everyone}) > 1:
-        all_details = ranks.all_gather_object(details)
-        for kind in details:
-            compare(kind, [facts[kind] for facts in all_details])
-    return [frozenset(names) for _, names, _ in everyone]
-
-
-def _digest_of(facts: Mapping[str, Mapping[str, str]]) -> str:
-    """Of facts and their order."""
-    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+    for name in dict.fromkeys(name for of_rank in facts for name in of_rank):
+        values = {rank: of_rank.get(name, _ABSENT) for rank, of_rank in enumerate(facts)}
+        if len(set(values.values())) > 1:
+            return name, values
+    return None
 
 
 def compare(
-    kind: str,
-    facts: Sequence[Mapping[str, str]],
-    do: str = "Build the same model on every rank.",
+    kind: str, facts: Sequence[Facts], do: str = "Build the same model on every rank."
 ) -> None:
     """Refuse facts that are not the same, and in the same order, on all ranks.
 
@@ -151,32 +54,37 @@ def compare(
     Raises:
         ModelMismatch: names the first difference and who has what.
     """
-    names = list(dict.fromkeys(name for one in facts for name in one))
-    for name in names:
-        found = {rank: one.get(name, _ABSENT) for rank, one in enumerate(facts)}
-        if len(set(found.values())) > 1:
-            raise ModelMismatch(f"{kind} {name!r}", found, do)
-    orders = [list(one) for one in facts]
-    for position, names_there in enumerate(zip(*orders, strict=True)):
-        if len(set(names_there)) > 1:
+    if (difference := first_difference(facts)) is not None:
+        name, values = difference
+        raise ModelMismatch(f"{kind} {name!r}", values, do)
+    for position, names in enumerate(zip(*facts, strict=True)):
+        if len(set(names)) > 1:
             raise ModelMismatch(
                 f"the order of their {kind}s, at position {position}",
-                {rank: repr(name) for rank, name in enumerate(names_there)},
+                {rank: repr(name) for rank, name in enumerate(names)},
             )
 
 
-def _describe(tensor: Tensor) -> str:
-    """``float32[3, 4]``, with what else must agree for flat buffers to line up."""
-    text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-    if not tensor.is_contiguous():
-        text += f" strides {tensor.stride()}"
-    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
-        text += " frozen"
-    return text
+def agree(ranks: ObjectGatherer, facts: Mapping[str, Facts], *, beside: Any = None) -> list[Any]:
+    """Compare the facts of all ranks by kind, in one exchange of their hashes. All ranks call it.
 
+    There is another exchange, of all facts, only if hashes differ.
 
-def _digest(tensor: Tensor) -> str:
-    if tensor.is_meta:
-        return "none, it is on the meta device"
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data.data, digest_size=8).hexdigest()
+    Args:
+        facts: by kind and name; all ranks name the same kinds.
+        beside: what else each rank has to say to the others in the same exchange.
+
+    Returns:
+        What each rank gave as ``beside``.
+
+    Raises:
+        ModelMismatch: the same one on every rank, see ``compare``.
+    """
+    mine = {kind: dict(of_kind) for kind, of_kind in facts.items()}
+    digest = hashlib.blake2b(repr(mine).encode(), digest_size=16).hexdigest()
+    by_rank = ranks.all_gather_object((digest, beside))
+    if len({theirs for theirs, _ in by_rank}) > 1:
+        all_facts = ranks.all_gather_object(mine)
+        for kind in mine:
+            compare(kind, [of_rank[kind] for of_rank in all_facts])
+    return [theirs for _, theirs in by_rank]

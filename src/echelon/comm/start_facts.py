@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
+from echelon.comm.agreement import first_difference
 from echelon.comm.group import Group
-from echelon.comm.threads.randomness import draws_nothing
 from echelon.errors import ArgumentError, StartMismatch
-
-_ABSENT = "not there"
 
 
 def start_facts(**options: Any) -> dict[str, Any]:
@@ -80,12 +78,7 @@ def difference(rows: Sequence[bytes]) -> tuple[str, dict[int, str]] | None:
     """
     if len(set(rows)) == 1:
         return None
-    facts: list[dict[str, str]] = [json.loads(row) for row in rows]
-    for name in dict.fromkeys(name for one in facts for name in one):
-        found = {rank: one.get(name, _ABSENT) for rank, one in enumerate(facts)}
-        if len(set(found.values())) > 1:
-            return name, found
-    return None  # in another order, which does not matter
+    return first_difference([json.loads(row) for row in rows])
 
 
 def compare(rows: Sequence[bytes], ranks: Sequence[int] | None = None) -> None:
@@ -111,21 +104,11 @@ def agree(group: Group, facts: Mapping[str, Any]) -> None:
         ArgumentError: JSON has no word for a value.
         StartMismatch: on every rank, the first field that differs.
     """
-    compare(_gather(group, encode(facts), "facts"), group.ranks)
+    compare(group.all_gather_bytes(encode(facts), label="facts"), group.ranks)
 
 
 def gather_json(group: Group, item: Any, label: str) -> list[Any]:
     """The ``item`` of every rank, in rank order, as JSON gives it back. All ranks call it."""
-    return [json.loads(data) for data in _gather(group, json.dumps(item).encode(), label)]
-
-
-@draws_nothing
-def _gather(group: Group, mine: bytes, label: str) -> list[bytes]:
-    """The bytes of every rank, of which each has at least one."""
-    data = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(group.device)
-    lengths = torch.zeros(group.size, dtype=torch.int64, device=group.device)
-    length = torch.tensor([len(mine)], dtype=torch.int64, device=group.device)
-    group.all_gather_single(lengths, length, label=f"lengths of {label}")
-    parts = [data.new_empty(numel) for numel in lengths.tolist()]
-    group.all_gather(parts, data, label=label)
-    return [part.cpu().numpy().tobytes() for part in parts]
+    return [
+        json.loads(data) for data in group.all_gather_bytes(json.dumps(item).encode(), label=label)
+    ]

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from echelon import checks
 from echelon.checks import Reduction
-from echelon.comm.agreement import check_agreement, check_model, option_facts
 from echelon.comm.group import Group
 from echelon.ddp.buckets import BucketInfo, Unused
 from echelon.ddp.join import JoinStep, Rounds
@@ -22,6 +21,7 @@ from echelon.ddp.replicas import TrackedBuffers, broadcast_coalesced, replicated
 from echelon.errors import ArgumentError, StateError
 from echelon.modules.autograd import in_transform
 from echelon.modules.compiled import keep_plain_names, plain_name
+from echelon.modules.model_agreement import check_agreement, check_model, option_facts
 from echelon.modules.nested import tensors
 from echelon.modules.parameters import (
     ParameterGuard,

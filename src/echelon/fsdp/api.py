@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from echelon import checks
 from echelon.checks import Reduction
-from echelon.comm.agreement import check_agreement, check_model, option_facts
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.fsdp.build import InitialValues, build_units
@@ -30,6 +29,7 @@ from echelon.fsdp.policy import (
 from echelon.fsdp.sharded_module import ShardedModule
 from echelon.fsdp.units import Rule, plan_units, whole
 from echelon.modules.autograd import has_tangent, in_backward, in_transform
+from echelon.modules.model_agreement import check_agreement, check_model, option_facts
 from echelon.modules.nested import cast_floats, tensors
 from echelon.modules.norms import check_order, norm_over_shards
 from echelon.modules.parameters import check_unclaimed, ignored_parameters

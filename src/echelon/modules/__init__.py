@@ -3,6 +3,7 @@
 ``compiled``           the plain model's names, also of modules that ``torch.compile`` has wrapped
 ``wrapper``            the module around a module, which looks like the plain one
 ``parameters``         which ones are left out, which wrapper reduces them, what may change
+``model_agreement``    whether all ranks hold the same model, and one that can be replicated
 ``nested``             the tensors inside of what a module takes and returns
 ``autograd``           what the engine does now, and adding to ``.grad``
 ``deferred_hooks``     hooks of users on gradients, called when these are reduced

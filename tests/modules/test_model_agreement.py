@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon.comm.agreement import check_model
 from echelon.errors import ArgumentError
+from echelon.modules.model_agreement import check_model
 from tests.ddp.models import mlp
 
 
