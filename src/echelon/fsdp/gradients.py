@@ -291,7 +291,7 @@ class Reduction:
             return group.all_reduce(memory, op, async_op, label=label)
         direct = self._is_direct and not self._devices.offloads
         self._output = shard.flat if direct else memory.new_empty(storage.shard_numel)
-        splits = storage.layout.numels_by_rank
+        splits = storage.numels_by_rank
         return group.reduce_scatter_single(
             self._output, memory, op, async_op, splits=splits, label=label
         )

@@ -27,6 +27,7 @@ class Storage(ABC):
         members: the parameters, in the order of the buffer.
         params: the parameter objects.
         layout: which rank has what.
+        numels_by_rank: number of elements of each rank.
         local_ranges: what this rank has of each parameter.
         sharded: whether ranks have different shards.
         communicates: whether an unshard communicates.
@@ -65,6 +66,7 @@ class Storage(ABC):
         self.layout, self.label, self.rows = layout, label, rows
         self.dtype, self.compute_dtype = dtype, compute
         self.requires_grad = self.params[0].requires_grad
+        self.numels_by_rank = layout.numels_by_rank
         self.local_ranges = layout.ranges[self.group.rank]
         self.shard_numel = sum(span.numel for span in self.local_ranges)
         self.shards: list[Tensor] = []

@@ -41,7 +41,7 @@ class SharedStorage(Storage):
         if not self.recasts:
             self.shards = self._shard_views(buffer, in_buffer)
             if not self.rows:
-                first = sum(self.layout.numels_by_rank[: self.group.rank])
+                first = sum(self.numels_by_rank[: self.group.rank])
                 self.flat_shard = buffer[first : first + self.shard_numel]
         else:
             self._local = make_masters(
@@ -114,7 +114,7 @@ class GatheredStorage(Storage):
                 memory.resize_(self._nbytes)
             self._by_rank = torch.empty_like(self._buffer) if self.rows else self._buffer
             self._work = self.devices.unshard_group.all_gather(
-                self._by_rank.split(self.layout.numels_by_rank),
+                self._by_rank.split(self.numels_by_rank),
                 self._local.send_buffer(),
                 async_op=ahead and not stream.queued,
                 label=self.label,

@@ -38,6 +38,8 @@ class UnitState(Enum):
     UNSHARDED = "unsharded parameters are shown; the module may compute"
     HIDDEN = "shards are shown; unsharded parameters are kept for the next unshard"
 
+    __hash__ = object.__hash__  # that of Enum is Python, and runs six times a unit and step
+
 
 SHARDED, UNSHARDING, UNSHARDED, HIDDEN = UnitState
 
