@@ -55,6 +55,7 @@ def hangs_after_its_last_call(world: ec.World, seconds: float) -> None:
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_rank_that_hangs_after_the_others_have_returned_is_named(kind: str) -> None:
+    ec.run(hangs_after_its_last_call, 3, kind, args=(0.0,))  # starts the fork server
     start_s = time.monotonic()
     with pytest.raises(CommTimeout, match=r"the end of the job waited 1\.0 s for rank 1") as info:
         ec.run(hangs_after_its_last_call, 3, kind, args=(4.0,), timeout=TIMEOUT_S)
