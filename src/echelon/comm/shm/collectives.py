@@ -29,8 +29,7 @@ from echelon.comm.shm.area import SLOT_NBYTES, Area
 from echelon.comm.shm.chunks import line_chunks
 from echelon.comm.shm.direct import Direct, open_direct
 from echelon.comm.shm.exchange import ExchangedParts
-from echelon.comm.shm.staged import Staged
-from echelon.comm.shm.staging import Staging
+from echelon.comm.shm.staged import Staged, Staging
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CollectiveMismatch
 
