@@ -1,4 +1,4 @@
-"""The module inside of an FSDP, called by itself: its root is parts, which nothing had gathered.
+"""The module inside of an FSDP, called by itself: its root is sharded, and nothing unsharded it.
 
 An embedding was torch's ``'weight' must be 2-D``, and with ``layout="rows"`` a linear layer gave as
 many columns as this rank has rows, without a word. Blocks were refused by name before.
