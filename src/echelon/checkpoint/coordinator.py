@@ -32,7 +32,7 @@ class Coordinator:
         self.size = 1 if group is None else group.size
         self.world_rank = 0 if group is None else group.ranks[group.rank]
 
-    def all_do(
+    def run_on_all(
         self, what: str, step: Callable[[], Any], asked: Mapping[str, Any] | None = None
     ) -> list[Any]:
         """Run ``step`` on every rank and return what it gave on each, in rank order.
@@ -53,7 +53,9 @@ class Coordinator:
         except Exception as error:  # it is raised below, on all ranks
             problem = named(error, None if self.group is None else self.world_rank)
         label = what if asked is None else f"{what}, which all ranks make"
-        facts = self._gather([asked, None if problem is None else _told(problem), found], label)
+        facts = self._gather(
+            [asked, None if problem is None else _error_as_json(problem), found], label
+        )
         if asked is not None:
             self._check_alike([one[0] for one in facts], what)
         for rank, (_, told, _) in enumerate(facts):
@@ -61,7 +63,7 @@ class Coordinator:
                 if rank == self.rank:
                     assert problem is not None
                     raise problem
-                raise _heard(told, self._world_rank_of(rank), self.path) from problem
+                raise _error_from_json(told, self._world_rank_of(rank), self.path) from problem
         return [found for _, _, found in facts]
 
     def give(self, what: str, read: Callable[[], bytes]) -> bytes:
@@ -77,7 +79,7 @@ class Coordinator:
             if self.rank == 0:
                 data = read()
 
-        self.all_do(what, step)
+        self.run_on_all(what, step)
         if self.group is None:
             return data
         return self.group.all_gather_bytes(data, label=f"bytes of {what}")[0]
@@ -128,17 +130,17 @@ def named(error: Exception, rank: int | None) -> Exception:
     return error
 
 
-def _told(error: Exception) -> dict[str, Any]:
+def _error_as_json(error: Exception) -> dict[str, Any]:
     """An exception as JSON."""
     facts = {name: value for name, value in vars(error).items() if _is_json(value)}
     return {"type": type(error).__name__, "text": message_of(error), "facts": facts}
 
 
-def _heard(told: dict[str, Any], rank: int, path: object) -> Exception:
+def _error_from_json(data: dict[str, Any], rank: int, path: object) -> Exception:
     """The exception of another rank."""
-    error = EchelonError.revived(told["type"], told["text"], told["facts"])
+    error = EchelonError.revived(data["type"], data["text"], data["facts"])
     if error is None:  # one of the user's code, whose class this rank may not have
-        error = CheckpointError(f"raised {told['type']}: {told['text']}", path, rank=rank)
+        error = CheckpointError(f"raised {data['type']}: {data['text']}", path, rank=rank)
     return error
 
 

@@ -110,7 +110,7 @@ def folders_to_try(
         _check_stateful(given)
         return _steps_to_try(request) if coordinator.rank == 0 else None
 
-    found = coordinator.all_do("a request to load", look, asked)[0]
+    found = coordinator.run_on_all("a request to load", look, asked)[0]
     return [(step, Path(folder)) for step, folder in found]
 
 
@@ -123,7 +123,7 @@ def went_away(coordinator: Coordinator, tried: Sequence[tuple[int, Path]]) -> bo
     def look() -> Json:
         return coordinator.rank == 0 and any(not folder.is_dir() for _, folder in tried)
 
-    found: bool = coordinator.all_do("whether steps are still there", look)[0]
+    found: bool = coordinator.run_on_all("whether steps are still there", look)[0]
     return found
 
 
@@ -161,17 +161,17 @@ def load_step(
     data = coordinator.give("the manifest of a load", read)
     with ExitStack() as stack:
         loading = _Loading(coordinator, given, request, folder)
-        coordinator.all_do("the plan of a load", lambda: loading.open(data, stack))
+        coordinator.run_on_all("the plan of a load", lambda: loading.open(data, stack))
         loading.compare()
         facts = {"rank": coordinator.world_rank, "step": loading.step.manifest.step}
         with events.span("checkpoint.load", nbytes=loading.nbytes, **facts):
-            coordinator.all_do("bytes of a load", loading.verify)
+            coordinator.run_on_all("bytes of a load", loading.verify)
             try:
-                coordinator.all_do("states of a load", loading.install)
+                coordinator.run_on_all("states of a load", loading.install)
             except BaseException:
                 loading.undo()
                 raise
-            coordinator.all_do("the end of a load", loading.fill)
+            coordinator.run_on_all("the end of a load", loading.fill)
     return loading.loaded()
 
 
@@ -279,7 +279,7 @@ class _Loading:
             problems = None if fits else [plan.missing, plan.differing]
             return {"problems": problems, "used": self._used_bits()}
 
-        reports = self._coordinator.all_do("what fits of a load", report)
+        reports = self._coordinator.run_on_all("what fits of a load", report)
         used = 0
         for found in reports:
             used |= int(found["used"], 16)

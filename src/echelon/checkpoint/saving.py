@@ -86,7 +86,7 @@ class Saving:
         asked |= {"keep": self._keep, "rng": rng, "names": given.names}
         asked["kinds"] = given.kinds
         try:
-            told = self._coordinator.all_do("a request to save", request, asked)
+            told = self._coordinator.run_on_all("a request to save", request, asked)
             self._made = self._root / told[0]["made"]
             self.prepare(partial(self._plan, sections, told))
         except BaseException:
@@ -175,9 +175,9 @@ class Saving:
             "checkpoint.save", rank=coordinator.world_rank, step=self._step, nbytes=self.nbytes
         ):
             try:
-                told = coordinator.all_do("files of a save", self._write)
+                told = coordinator.run_on_all("files of a save", self._write)
                 first = partial(self._commit, told) if coordinator.rank == 0 else lambda: None
-                coordinator.all_do("commit of a save", first)
+                coordinator.run_on_all("commit of a save", first)
             except BaseException:
                 self.abandon()
                 raise
