@@ -16,3 +16,8 @@ def test_texts_are_escaped() -> None:
     assert table(["<a>"], [["<b>"]]).count("&lt;") == 2
     for made in (facts([("<b>", "<a>")]), definitions([("<a>", "<b>")])):
         assert made.count("&lt;") == 2
+
+
+def test_only_a_page_whose_drawings_are_fit_for_it_follows_a_dark_scheme() -> None:
+    assert "prefers-color-scheme: dark" in page("a", "", [], dark=True)
+    assert "prefers-color-scheme: dark" not in page("a", "", [])

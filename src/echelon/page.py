@@ -10,47 +10,63 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 STYLE = """
-:root { color-scheme: light; }
+:root { color-scheme: light; --ground: #f4f6f9; --panel: #fff; --code: #f7f9fb; --ink: #1f2933;
+  --muted: #616e7c; --edge: #e1e6ec; --rule: #e8ecf1; }
 * { box-sizing: border-box; }
-body { margin: 0; background: #f4f6f9; color: #1f2933; line-height: 1.5;
+body { margin: 0; background: var(--ground); color: var(--ink); line-height: 1.5;
   font: 15px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 32px 24px 64px; }
 header h1 { margin: 0; font-size: 28px; font-weight: 650; letter-spacing: -0.01em; }
-header p { margin: 4px 0 20px; color: #616e7c; }
+header p { margin: 4px 0 20px; color: var(--muted); }
 .facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; }
-.fact, section { background: white; border: 1px solid #e1e6ec; border-radius: 10px; }
+.fact, section { background: var(--panel); border: 1px solid var(--edge); border-radius: 10px; }
 .fact { padding: 12px 16px; }
 .fact b { display: block; font-size: 21px; font-weight: 600; white-space: nowrap; }
-.fact span { color: #616e7c; font-size: 13px; }
+.fact span { color: var(--muted); font-size: 13px; }
 section { margin-top: 16px; padding: 18px 22px; overflow-x: auto; }
 h2 { margin: 0 0 2px; font-size: 18px; font-weight: 600; }
 h2::first-letter { text-transform: uppercase; }
-section > p { margin: 0 0 8px; color: #616e7c; font-size: 13.5px; }
+section > p { margin: 0 0 8px; color: var(--muted); font-size: 13.5px; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
-th, td { padding: 5px 12px; text-align: right; border-top: 1px solid #e8ecf1;
+th, td { padding: 5px 12px; text-align: right; border-top: 1px solid var(--rule);
   font-variant-numeric: tabular-nums; white-space: nowrap; }
-thead th { border-top: 0; color: #616e7c; font-weight: 500; }
+thead th { border-top: 0; color: var(--muted); font-weight: 500; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 .key span { padding: 1px 7px; margin-right: 7px; border-radius: 3px; color: #fff; }
-pre { margin: 8px 0 0; padding: 14px 16px; background: #f7f9fb; border-radius: 8px;
+pre { margin: 8px 0 0; padding: 14px 16px; background: var(--code); border-radius: 8px;
   font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
   white-space: pre-wrap; overflow-wrap: anywhere; }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(210px, 1fr));
   gap: 6px 20px; margin: 8px 0 0; font-size: 13.5px; }
 dl div { display: flex; justify-content: space-between; gap: 10px; }
-dt { color: #616e7c; } dd { margin: 0; overflow-wrap: anywhere; text-align: right; }
+dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; text-align: right; }
+"""
+
+# For pages whose drawings can be read on a dark ground.
+DARK_STYLE = """
+@media (prefers-color-scheme: dark) { :root { color-scheme: dark; --ground: #14181d;
+  --panel: #1c2229; --code: #14181d; --ink: #e4e7eb; --muted: #9aa5b1; --edge: #323f4b;
+  --rule: #28323c; } }
 """
 
 
-def page(title: str, subtitle: str, body: Iterable[str], script: str = "") -> str:
-    """A whole page; ``script`` is JavaScript that drawings in it need."""
+def page(
+    title: str, subtitle: str, body: Iterable[str], script: str = "", *, dark: bool = False
+) -> str:
+    """A whole page.
+
+    Args:
+        script: JavaScript that drawings in it need.
+        dark: whether its drawings can be read on a dark ground, too.
+    """
+    style = STYLE + DARK_STYLE if dark else STYLE
     name = escape(title)
     head = f"<script>{script}</script>\n" if script else ""
     parts = "\n".join(body)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width">\n<title>{name} · echelon</title>\n'
-        f"<style>{STYLE}</style>\n{head}</head>\n<body>\n<main>\n"
+        f"<style>{style}</style>\n{head}</head>\n<body>\n<main>\n"
         f"<header><h1>{name}</h1><p>{escape(subtitle)}</p></header>\n{parts}\n"
         "</main>\n</body>\n</html>\n"
     )

@@ -163,7 +163,7 @@ def to_page(simulation: Simulation, measured: Timeline | None = None, unit: str 
             "Simulated, by rank", f"Time in {unit}." if unit else "", _ranks(simulation, measured)
         ),
     ]
-    return page(title, "A pipeline's schedule", body)
+    return page(title, "A pipeline's schedule", body, dark=True)
 
 
 def _totals(timelines: dict[str, Timeline], unit: str) -> str:
