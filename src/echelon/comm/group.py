@@ -134,7 +134,7 @@ class Group(Transport):
     ) -> Work | None:
         """Replace ``tensor`` of rank ``dst`` by the reduction over ranks; others keep theirs."""
         request = derived.reduce(self._arguments, tensor, dst, op, label)
-        return self._issue(request, async_op)
+        return self._issue_derived(request, async_op)
 
     @final
     @draws_nothing
@@ -149,7 +149,7 @@ class Group(Transport):
     ) -> Work | None:
         """Copy ``tensor`` of rank ``r`` to ``outputs[r]`` of rank ``dst``; others give none."""
         request = derived.gather(self._arguments, tensor, outputs, dst, label)
-        return self._issue(request, async_op)
+        return self._issue_derived(request, async_op)
 
     @final
     @draws_nothing
@@ -164,7 +164,7 @@ class Group(Transport):
     ) -> Work | None:
         """Copy ``inputs[r]`` of rank ``src`` to ``tensor`` of rank ``r``; only src gives inputs."""
         request = derived.scatter(self._arguments, tensor, inputs, src, label)
-        return self._issue(request, async_op)
+        return self._issue_derived(request, async_op)
 
     @final
     @draws_nothing
@@ -196,7 +196,7 @@ class Group(Transport):
     @draws_nothing
     def barrier(self, async_op: bool = False, *, label: str | None = None) -> Work | None:
         """Return when all ranks of the group have called it."""
-        return self._issue(derived.barrier(self._arguments, label), async_op)
+        return self._issue_derived(derived.barrier(self._arguments, label), async_op)
 
     # Objects ---------------------------------------------------------------------------------
 
@@ -313,8 +313,6 @@ class Group(Transport):
     def _issue(self, request: Request, async_op: bool) -> Work | None:
         """Number a collective and start it; wait for it here unless ``async_op``."""
         signature, operation, finish = request
-        if isinstance(operation, Derived) and type(operation) not in self.overrides:
-            operation = operation.primitive(self.rank, self.size)
         work = self._start(self._number(signature, not async_op), operation)
         for step in finish:
             if step is not None:
@@ -323,6 +321,14 @@ class Group(Transport):
             return work
         work.wait()
         return None
+
+    @final
+    def _issue_derived(self, request: Request, async_op: bool) -> Work | None:
+        """Issue a collective as it is where the transport takes it, else as its primitive."""
+        signature, operation, finish = request
+        if isinstance(operation, Derived) and type(operation) not in self.overrides:
+            operation = operation.primitive(self.rank, self.size)
+        return self._issue((signature, operation, finish), async_op)
 
     @final
     def _issue_message(self, request: Request, *, blocking: bool) -> Work:

@@ -17,26 +17,33 @@ Action = Callable[[], None]
 
 
 @final
-class OrderedWork(Work):
-    """A collective that an ``OrderedExecutor`` has run, or will run in its turn."""
-
-    def __init__(
-        self, call: CollectiveCall, executor: OrderedExecutor, action: Action | None
-    ) -> None:
-        super().__init__(call)
-        self._executor = executor
-        self.action = action
-        self.error: BaseException | None = None
-        # None: the caller has run it, and there is nothing to wait for.
-        self._ended = None if action is None else threading.Event()
+class CompletedWork(Work):
+    """A collective that its caller has run, so there is nothing to wait for."""
 
     def done(self) -> bool:
         """Whether ``wait`` would return (or raise) at once."""
-        return self._ended is None or self._ended.is_set()
+        return True
 
     def _wait(self, timeout: float | None) -> None:
-        if self._ended is None:
-            return
+        pass  # it was complete when it was made
+
+
+@final
+class OrderedWork(Work):
+    """A collective that the worker of an ``OrderedExecutor`` runs in its turn."""
+
+    def __init__(self, call: CollectiveCall, executor: OrderedExecutor, action: Action) -> None:
+        super().__init__(call)
+        self._executor = executor
+        self.action: Action | None = action
+        self.error: BaseException | None = None
+        self._ended = threading.Event()
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return (or raise) at once."""
+        return self._ended.is_set()
+
+    def _wait(self, timeout: float | None) -> None:
         executor = self._executor
         seconds = executor.wait_s if timeout is None else timeout
         if not self._ended.wait(seconds):
@@ -48,7 +55,6 @@ class OrderedWork(Work):
 
     def end(self, error: BaseException | None) -> None:
         """Let go of the tensors and wake who waits."""
-        assert self._ended is not None
         self.action, self.error = None, error
         self._ended.set()
 
@@ -105,7 +111,7 @@ class OrderedExecutor:
             raise self._stopped(call, self._error)
         if self._closed:
             raise StateError(f"{call} was issued after its world was closed")
-        if not call.blocking or self._num_open or not self._running.acquire(blocking=False):
+        if not call.blocking or self._num_open or not self._running.acquire(False):
             return self._enqueue(call, action)
         try:
             action()
@@ -115,7 +121,7 @@ class OrderedExecutor:
             raise
         finally:
             self._running.release()
-        return OrderedWork(call, self, None)
+        return CompletedWork(call)
 
     def close(self, *, drop: bool = False, seconds: float | None = None) -> bool:
         """Refuse new actions, run those outstanding (or ``drop`` them) and join the worker.

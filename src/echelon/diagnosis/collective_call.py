@@ -113,10 +113,16 @@ _NOT_THE_USERS = (
 )
 
 
+@lru_cache(maxsize=4096)
+def _is_users(file: str) -> bool:
+    """Whether the code of a file is the user's. Cached, because every call asks for its frames."""
+    return not file.startswith(_NOT_THE_USERS)
+
+
 def caller(depth: int = 1) -> CallSite:
     """The innermost line of user code that led here, at least ``depth`` frames up."""
     frame = sys._getframe(depth)
-    while frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while not _is_users(frame.f_code.co_filename):
         if frame.f_back is None:  # a thread of ours or of torch: the line that issues the call
             frame = sys._getframe(1)
             while frame.f_code.co_filename.startswith(_COMMUNICATION) and frame.f_back is not None:
