@@ -24,6 +24,7 @@ from typing import Any, final
 
 import torch
 
+from echelon.comm.threads.installation import Installation
 from echelon.errors import StateError
 
 # How long another rank may take in one call of torch while this one waits for it, in seconds.
@@ -169,32 +170,24 @@ def _get_default_dtype() -> torch.dtype:
     return _get_of_process() if rank is None else rank.dtype
 
 
-_installed = 0
-_install_lock = threading.Lock()
+def _install() -> None:
+    vars(torch)["set_default_dtype"] = _set_default_dtype
+    vars(torch)["get_default_dtype"] = _get_default_dtype
 
 
-@contextmanager
-def _installed_in_torch() -> Iterator[None]:
-    global _installed
-    with _install_lock:
-        _installed += 1
-        vars(torch)["set_default_dtype"] = _set_default_dtype
-        vars(torch)["get_default_dtype"] = _get_default_dtype
-    try:
-        yield
-    finally:
-        with _install_lock:
-            _installed -= 1
-            if not _installed:
-                vars(torch)["set_default_dtype"] = _set_of_process
-                vars(torch)["get_default_dtype"] = _get_of_process
+def _remove() -> None:
+    vars(torch)["set_default_dtype"] = _set_of_process
+    vars(torch)["get_default_dtype"] = _get_of_process
+
+
+_in_torch = Installation(_install, _remove)
 
 
 @contextmanager
 def own_default_dtype(dtype: torch.dtype) -> Iterator[RankDtype]:
     """Give this thread a default dtype of its own while the body runs; at first ``dtype``."""
     rank = RankDtype(dtype)
-    with _installed_in_torch():
+    with _in_torch.of_rank():
         _ranks.add(rank)
         _current.rank = rank
         try:

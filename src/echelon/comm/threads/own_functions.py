@@ -19,6 +19,8 @@ from functools import wraps
 from types import FunctionType, ModuleType
 from typing import Any
 
+from echelon.comm.threads.installation import Installation
+
 # Those that import functions of torch.nn.init by name, or have some of their own, are in it, too.
 _LAYERS = "activation adaptive batchnorm conv linear loss normalization rnn sparse transformer"
 _MODULES = ("torch.nn.init", *(f"torch.nn.modules.{name}" for name in _LAYERS.split(" ")))
@@ -69,23 +71,9 @@ def _dispatching(original: FunctionType) -> FunctionType:
     return dispatch
 
 
-_installed = 0
-
-
-@contextmanager
-def _installed_in_torch() -> Iterator[None]:
-    global _installed
-    with _lock:
-        _installed += 1
-        for module in _modules():
-            module.__class__ = _SharedModule
-    try:
-        yield
-    finally:
-        with _lock:
-            _installed -= 1
-            if not _installed:
-                _restore()
+def _install() -> None:
+    for module in _modules():
+        module.__class__ = _SharedModule
 
 
 def _restore() -> None:
@@ -102,6 +90,9 @@ def _modules() -> list[ModuleType]:
     return [sys.modules[name] for name in _MODULES if name in sys.modules]
 
 
+_in_torch = Installation(_install, _restore, _lock)
+
+
 @contextmanager
 def own_functions() -> Iterator[None]:
     """Let what this thread assigns to functions of ``torch.nn`` be its own while the body runs.
@@ -115,7 +106,7 @@ def own_functions() -> Iterator[None]:
         >>> torch.nn.init.zeros_(torch.empty(2))
         tensor([0., 0.])
     """
-    with _installed_in_torch():
+    with _in_torch.of_rank():
         _current.assigned = {}
         try:
             yield

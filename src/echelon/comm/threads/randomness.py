@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from echelon.comm.threads.default_dtype import RankDtype
+from echelon.comm.threads.installation import Installation
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -188,25 +189,19 @@ def _has_mode() -> bool:
 
 
 _rank_generator = _RankGenerator()
-_installed = 0
-_install_lock = threading.Lock()
 
 
-@contextmanager
-def _rank_generator_installed() -> Iterator[None]:
-    global _installed
-    with _install_lock:
-        _installed += 1
-        vars(torch.random)["default_generator"] = _rank_generator
-        vars(torch.autograd)["_engine_run_backward"] = _run_backward_with_own_draws
-    try:
-        yield
-    finally:
-        with _install_lock:
-            _installed -= 1
-            if not _installed:
-                vars(torch.random)["default_generator"] = _turns.generator
-                vars(torch.autograd)["_engine_run_backward"] = _run_backward
+def _install() -> None:
+    vars(torch.random)["default_generator"] = _rank_generator
+    vars(torch.autograd)["_engine_run_backward"] = _run_backward_with_own_draws
+
+
+def _remove() -> None:
+    vars(torch.random)["default_generator"] = _turns.generator
+    vars(torch.autograd)["_engine_run_backward"] = _run_backward
+
+
+_in_torch = Installation(_install, _remove)
 
 
 @contextmanager
@@ -226,7 +221,7 @@ def random_stream(dtype: RankDtype | None = None) -> Iterator[None]:
     """
     who = object()
     dtype = dtype or RankDtype(torch.get_default_dtype())
-    with _rank_generator_installed(), _OwnDraws(who, dtype):
+    with _in_torch.of_rank(), _OwnDraws(who, dtype):
         _current.who, _current.dtype = who, dtype
         try:
             yield

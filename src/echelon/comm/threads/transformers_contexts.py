@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from echelon.comm.threads.installation import Installation
+
 _MODULE = "transformers.initialization"
 _current = threading.local()
 _lock = threading.RLock()
@@ -145,7 +147,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         def execute_and_adapt(module: ModuleType) -> None:
             execute(module)
             with _lock:
-                if _installed:
+                if _in_library:
                     _adapt(module)
 
         spec.loader.exec_module = execute_and_adapt  # type: ignore[method-assign]
@@ -155,28 +157,24 @@ class _Finder(importlib.abc.MetaPathFinder):
 _finder = _Finder()
 _library: dict[str, Any] = {}  # what was replaced in its module, by name
 _methods: dict[tuple[type, str], Any] = {}  # what was replaced in its classes
-_installed = 0
 
 
 @contextmanager
 def own_contexts() -> Iterator[None]:
     """Let those contexts act on this thread only, where it enters them while the body runs."""
-    global _installed
-    with _lock:
-        _installed += 1
-        if _installed == 1:
-            sys.meta_path.insert(0, _finder)
-        if (module := sys.modules.get(_MODULE)) is not None and not _is_importing(module):
-            _adapt(module)
-    _current.is_rank = True
-    try:
-        yield
-    finally:
-        _current.is_rank = False
-        with _lock:
-            _installed -= 1
-            if not _installed:
-                _restore()
+    with _in_library.of_rank():
+        _current.is_rank = True
+        try:
+            yield
+        finally:
+            _current.is_rank = False
+
+
+def _install() -> None:
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    if (module := sys.modules.get(_MODULE)) is not None and not _is_importing(module):
+        _adapt(module)
 
 
 def _is_importing(module: ModuleType) -> bool:
@@ -192,3 +190,6 @@ def _restore() -> None:
         setattr(model_class, name, method)
     _library.clear()
     _methods.clear()
+
+
+_in_library = Installation(_install, _restore, _lock)
