@@ -1,11 +1,11 @@
-"""A step of the GPT under FSDP with this tree's sources and with those of another one, in turns.
+"""What takes time on two ranks, with this tree's sources and with those of another one, in turns.
 
     git worktree add /tmp/before REVISION
-    python benchmarks/against.py /tmp/before [--rounds 8] [--steps 12]
+    python benchmarks/against.py /tmp/before [--world processes] [--rounds 8] [--only fsdp]
 
-Every turn starts two ranks that share memory, warms them up and times some steps; what is compared
-is the medians of two turns that follow each other. Also compared are the peaks of whole parameters
-and of gradients, which do not depend on the machine.
+Every turn starts two ranks and times all workloads of ``WORKLOADS``; what is compared is the
+medians of two turns that follow each other. Also compared are the results that do not depend on
+the machine: losses, and the peaks of whole parameters and of gradients under FSDP.
 """
 
 from __future__ import annotations
@@ -15,94 +15,264 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from models import UNITS, Block, GPTConfig, Task, gpt_task, many_small_task, tiny_task
+from torch import nn
+
+import echelon as ec
 
 HERE = Path(__file__).resolve().parent
-WARM_UP = 3  # steps that make optimizer states and learn orders
+WARM_UP = 3  # calls that make optimizer states and learn orders
+RANKS = 2
+
+Times = dict[str, float]  # seconds of one call by workload; "cpu" is processor time
+Facts = dict[str, Any]
 
 
-def timed(world: Any, steps: int) -> dict[str, Any]:
-    """On a rank: the seconds of each step, and the peaks."""
-    import torch
-    from models import UNITS, GPTConfig, gpt_task
+class WorldKind(StrEnum):
+    """Where the ranks live."""
 
-    import echelon as ec
+    PROCESSES = "processes"
+    THREADS = "threads"
+    GLOO = "gloo"
 
-    task = gpt_task(world.rank, GPTConfig(), 2)
-    rule = ec.units.by_type(*UNITS)
-    model = ec.FSDP(task.build(), world.group, units=rule, min_num_params=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+
+def timed(group: ec.Group, call: Callable[[], object], num_samples: int, num_calls: int) -> Times:
+    """The medians of samples that begin at a barrier and contain ``num_calls`` calls."""
     seconds, cpu = [], []
-    for step in range(WARM_UP + steps):
-        inputs, targets = task.batches[step % len(task.batches)]
-        world.group.barrier()
-        start, start_cpu = time.perf_counter(), time.process_time()
+    for _ in range(WARM_UP):
+        call()
+    for _ in range(num_samples):
+        group.barrier()
+        start, start_cpu = time.perf_counter(), time.thread_time()
+        for _ in range(num_calls):
+            call()
+        seconds.append((time.perf_counter() - start) / num_calls)
+        cpu.append((time.thread_time() - start_cpu) / num_calls)
+    return {"": statistics.median(seconds), " (processor)": statistics.median(cpu)}
+
+
+def collectives(group: ec.Group) -> Iterator[tuple[str, Times | Facts]]:
+    """Every operation with 1 KiB, and those of large tensors with 4 MiB."""
+    for name, call in operations(group, 1 << 10).items():
+        yield f"{name}, 1 KiB", timed(group, call, 25, 40)
+    for name, call in operations(group, 1 << 22).items():
+        if name not in ("reduce", "gather", "scatter", "barrier"):
+            yield f"{name}, 4 MiB", timed(group, call, 15, 4)
+
+
+def operations(group: ec.Group, nbytes: int) -> dict[str, Callable[[], object]]:
+    """The operations of two ranks, on tensors of ``nbytes``."""
+    other, numel = 1 - group.rank, nbytes // 4
+    whole, target, part = torch.zeros(numel), torch.zeros(numel), torch.zeros(numel // RANKS)
+    parts = None if group.rank else [torch.zeros(numel // RANKS) for _ in range(RANKS)]
+
+    def send_and_receive() -> None:
+        for sender in range(RANKS):
+            (group.send if group.rank == sender else group.recv)(whole, other)
+
+    return {
+        "all_reduce": lambda: group.all_reduce(whole),
+        "reduce_scatter_single": lambda: group.reduce_scatter_single(part, whole),
+        "all_gather_single": lambda: group.all_gather_single(whole, part),
+        "all_to_all_single": lambda: group.all_to_all_single(target, whole),
+        "broadcast": lambda: group.broadcast(whole, 0),
+        "reduce": lambda: group.reduce(whole, 0),
+        "gather": lambda: group.gather(part, parts, 0),
+        "scatter": lambda: group.scatter(part, parts, 0),
+        "barrier": group.barrier,
+        "send and recv": send_and_receive,
+    }
+
+
+def step_of(task: Task, model: nn.Module) -> Callable[[], float]:
+    """A step of an ordinary training loop; it returns its loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    inputs, targets = task.batches[0]
+
+    def step() -> float:
         optimizer.zero_grad()
         loss = task.loss(model(inputs), targets)
         loss.backward()
         optimizer.step()
-        seconds.append(time.perf_counter() - start)
-        cpu.append(time.process_time() - start_cpu)
-    stats = model.memory_stats()
-    peaks = [stats.peak_gathered, stats.peak_gradients]
-    times = {
-        "seconds": statistics.median(seconds[WARM_UP:]),
-        "cpu": statistics.median(cpu[WARM_UP:]),
-    }
-    return {**times, "peaks": peaks, "loss": loss.item()}
+        return loss.item()
+
+    return step
 
 
-def turn(tree: Path, steps: int) -> dict[str, Any]:
+def ddp(group: ec.Group) -> Iterator[tuple[str, Times | Facts]]:
+    """Steps of the GPT and of many small layers, the model replicated."""
+    for task, num_samples in (
+        (gpt_task(group.rank, GPTConfig()), 5),
+        (many_small_task(group.rank), 12),
+    ):
+        step = step_of(task, ec.DDP(task.build(), group))
+        yield f"DDP, {task.name}", timed(group, step, num_samples, 1)
+        yield f"DDP, {task.name}", {"loss": step()}
+
+
+def fsdp(group: ec.Group) -> Iterator[tuple[str, Times | Facts]]:
+    """Steps of the GPT, and of units with almost no work, the model sharded."""
+    for task, num_samples in ((gpt_task(group.rank, GPTConfig()), 8), (tiny_task(group.rank), 60)):
+        rule = ec.units.by_type(*UNITS)
+        model = ec.FSDP(task.build(), group, units=rule, min_num_params=0)
+        step = step_of(task, model)
+        yield f"FSDP, {task.name}", timed(group, step, num_samples, 1)
+        stats = model.memory_stats()
+        peaks = [stats.peak_gathered, stats.peak_gradients]
+        yield f"FSDP, {task.name}", {"loss": step(), "peak bytes": peaks}
+
+
+def pipeline(group: ec.Group) -> Iterator[tuple[str, Times | Facts]]:
+    """Steps of the GPT's blocks and of tiny ones in stages, under 1F1B and ZB-V."""
+    gpt = gpt_task(0, GPTConfig(), batch=4)
+    for name, num_stages in (("1f1b", 2), ("zb-v", 4)):
+        for task, num_samples in ((gpt, 4), (tiny_task(0, 4), 40)):
+            layers = list(task.build().modules() if task is gpt else task.build())
+            if task is gpt:
+                layers = [m for m in layers if isinstance(m, (nn.Embedding, Block, nn.Linear))]
+                layers = [layers[0], *(m for m in layers if isinstance(m, Block)), layers[-1]]
+            cuts = [len(layers) * i // num_stages for i in range(num_stages + 1)]
+            stages = [nn.Sequential(*layers[a:b]) for a, b in pairwise(cuts)]
+            inputs, targets = task.batches[0]
+            pipe = ec.Pipeline(stages, group, microbatches=4, schedule=name, loss_fn=task.loss)
+            step = pipeline_step(pipe, inputs, targets)
+            what = f"pipeline, {name}, {task.name}"
+            yield what, timed(group, step, num_samples, 1)
+            yield what, {"loss": step()}
+
+
+def pipeline_step(
+    pipe: ec.Pipeline, inputs: torch.Tensor, targets: torch.Tensor
+) -> Callable[[], float | None]:
+    """A step of the stages of this rank; it returns the loss, where this rank has it."""
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4, foreach=True)
+
+    def step() -> float | None:
+        optimizer.zero_grad()
+        loss = pipe.step(inputs, target=targets)
+        optimizer.step()
+        return loss.item() if isinstance(loss, torch.Tensor) else None
+
+    return step
+
+
+def checkpoint(group: ec.Group) -> Iterator[tuple[str, Times | Facts]]:
+    """Saves and loads of the GPT under FSDP with AdamW's states, 405 MB together."""
+    task = gpt_task(group.rank, GPTConfig())
+    model = ec.FSDP(task.build(), group, units=ec.units.by_type(*UNITS), min_num_params=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    inputs, targets = task.batches[0]
+    task.loss(model(inputs), targets).backward()
+    optimizer.step()
+    folder = group.broadcast_object(tempfile.mkdtemp() if group.rank == 0 else None)
+    steps = count()
+
+    def save() -> None:
+        ec.save(folder, step=next(steps), model=model, optimizer=optimizer, group=group, keep=2)
+
+    def load() -> None:
+        ec.load(folder, model=model, optimizer=optimizer, group=group)
+
+    yield "checkpoint, save", timed(group, save, 4, 1)
+    yield "checkpoint, load", timed(group, load, 4, 1)
+    group.barrier()
+    if group.rank == 0:
+        shutil.rmtree(folder)
+
+
+WORKLOADS = {f.__name__: f for f in (collectives, ddp, fsdp, pipeline, checkpoint)}
+
+
+def measure(world: ec.World, names: list[str]) -> dict[str, Any]:
+    """On a rank: the times and facts of these workloads."""
+    torch.set_num_threads(1)
+    times: Times = {}
+    facts: Facts = {}
+    for name in names:
+        for what, result in WORKLOADS[name](world.group):
+            if what in times:
+                facts |= {f"{what}: {key}": value for key, value in result.items()}
+            else:
+                times |= {f"{what}{key}": seconds for key, seconds in result.items()}
+    return {"times": times, "facts": facts}
+
+
+def turn(tree: Path, world: WorldKind, names: list[str]) -> dict[str, Any]:
     """Two ranks with the sources of ``tree``, in processes of their own."""
-    command = [sys.executable, str(HERE / "against.py"), "--ranks-of", str(steps), str(tree)]
+    command = [sys.executable]
+    if world is WorldKind.GLOO:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    command += [str(HERE / "against.py"), str(tree), "--world", world, "--only", ",".join(names)]
     path = os.pathsep.join((str(tree / "src"), str(HERE)))
     done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, check=True
+        [*command, "--one-turn"],
+        env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
+        stdout=subprocess.PIPE,
+        check=True,
     )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def measure_turn(tree: Path, world: WorldKind, names: list[str]) -> None:
+    """Start the ranks, or join them, and print what rank 0 measures."""
+    assert Path(ec.__file__).is_relative_to(tree), (ec.__file__, tree)
+    if world is not WorldKind.GLOO:
+        print(json.dumps(ec.run(measure, RANKS, world.value, args=(names,))[0]), flush=True)
+        return
+    with ec.init("gloo") as joined:
+        result = measure(joined, names)
+        if joined.rank == 0:
+            print(json.dumps(result), flush=True)
 
 
 def main(
     other: Annotated[Path, typer.Argument(help="A checkout of another revision.")],
+    world: Annotated[WorldKind, typer.Option(help="Where the ranks live.")] = WorldKind.PROCESSES,
     rounds: Annotated[int, typer.Option(help="Pairs of turns.")] = 8,
-    steps: Annotated[int, typer.Option(help="Timed steps of a turn.")] = 12,
-    ranks_of: Annotated[int, typer.Option(hidden=True)] = 0,
+    only: Annotated[str, typer.Option(help="Workloads, with commas.")] = ",".join(WORKLOADS),
+    one_turn: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Compare this tree with another one."""
-    if ranks_of:
-        import echelon as ec
-
-        assert Path(ec.__file__).is_relative_to(other), (ec.__file__, other)
-        found = ec.run(timed, 2, "processes", args=(ranks_of,))
-        print(json.dumps(found[0]), flush=True)
+    names = only.split(",")
+    if unknown := set(names) - WORKLOADS.keys():
+        raise typer.BadParameter(f"{sorted(unknown)}; there are {', '.join(WORKLOADS)}")
+    if one_turn:
+        measure_turn(other, world, names)
         return
-    this = HERE.parent
+    this, other = HERE.parent, other.resolve()
     ours, theirs = [], []
     for number in range(rounds):
-        order = (this, other.resolve()) if number % 2 == 0 else (other.resolve(), this)
-        pair = {tree: turn(tree, steps) for tree in order}
+        order = (this, other) if number % 2 == 0 else (other, this)
+        pair = {tree: turn(tree, world, names) for tree in order}
         ours.append(pair[this])
-        theirs.append(pair[other.resolve()])
+        theirs.append(pair[other])
+        print(f"pair {number + 1} of {rounds}", flush=True)
+    print(f"{'':44} {'this, ms':>10} {'other, ms':>10}  other / this: median (of the fastest)")
+    for what in ours[0]["times"]:
+        a, b = ([result["times"][what] * 1e3 for result in each] for each in (ours, theirs))
+        ratio = statistics.median(y / x for x, y in zip(a, b, strict=True))
         print(
-            f"{number + 1}: {ours[-1]['seconds']:.4f} s, {theirs[-1]['seconds']:.4f} s", flush=True
+            f"{what:44} {statistics.median(a):10.4f} {statistics.median(b):10.4f}"
+            f"  {ratio:.3f} ({min(b) / min(a):.3f})"
         )
-    for key, what in (("seconds", "step"), ("cpu", "processor time of a step")):
-        middle = [statistics.median(one[key] for one in each) for each in (ours, theirs)]
-        ratios = [a[key] / b[key] for a, b in zip(ours, theirs, strict=True)]
-        print(
-            f"{what}: {middle[0]:.4f} s, other {middle[1]:.4f} s; ratio of pairs "
-            f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
-        )
-    print(f"peak bytes, whole and gradients: {ours[0]['peaks']}, other {theirs[0]['peaks']}")
-    print(f"loss: {ours[0]['loss']!r}, other {theirs[0]['loss']!r}")
+    for what, value in ours[0]["facts"].items():
+        same = all(result["facts"][what] == value for result in ours + theirs)
+        print(f"{what}: {value}, {'the same' if same else 'NOT the same'} in all turns")
 
 
 if __name__ == "__main__":
