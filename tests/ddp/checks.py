@@ -65,9 +65,9 @@ def train_beside_plain(
     losses = []
     for step in range(steps):
         inputs, targets = tokens(step, world.size)
-        mine = [share(t, world.rank, world.size) for t in (inputs, targets)]
+        local_batch = [share(t, world.rank, world.size) for t in (inputs, targets)]
         whole = token_loss(plain, inputs, targets)
-        local = token_loss(ddp, *mine)
+        local = token_loss(ddp, *local_batch)
         for optimizer in optimizers:
             optimizer.zero_grad()
         whole.backward()
@@ -87,8 +87,8 @@ def training_equals_one_process_in_float64(world: ec.World) -> None:
         world, TiedLanguageModel().double(), 5, lambda m: ec.DDP(m, world.group, **SMALL)
     )
     assert len(ddp.buckets) > 3
-    for mine, whole in losses:
-        assert abs(mine - whole) <= 1e-12 * abs(whole)
+    for mean, whole in losses:
+        assert abs(mean - whole) <= 1e-12 * abs(whole)
     assert_close(ddp, plain, rtol=1e-11)
 
 
@@ -98,8 +98,8 @@ def training_equals_one_process_in_float32(world: ec.World) -> None:
     ddp, plain, losses = train_beside_plain(
         world, TiedLanguageModel(), 5, lambda m: ec.DDP(m, world.group)
     )
-    for mine, whole in losses:
-        torch.testing.assert_close(torch.tensor(mine), torch.tensor(whole))
+    for mean, whole in losses:
+        torch.testing.assert_close(torch.tensor(mean), torch.tensor(whole))
     for param, expected in zip(ddp.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(param, expected)
 
@@ -165,12 +165,12 @@ def accumulation_reduces_the_whole_sum(world: ec.World) -> None:
         for i in range(3):
             x = rows(10 * step + i, world.size)
             plain(x).pow(2).mean().backward()
-            mine = ddp(share(x, world.rank, world.size)).pow(2).mean()
+            loss = ddp(share(x, world.rank, world.size)).pow(2).mean()
             if i < 2:
                 with ddp.no_sync():
-                    mine.backward()
+                    loss.backward()
             else:
-                mine.backward()
+                loss.backward()
         assert_close(ddp, plain)
 
 
@@ -182,8 +182,8 @@ def buffers_follow_rank_0_when_they_changed(world: ec.World) -> None:
         x = share(rows(step, world.size, per_rank=4, dtype=torch.float32), world.rank, world.size)
         ddp(x).pow(2).mean().backward()
     ddp(x)  # this forward begins with the buffers of rank 0
-    own = 0.9 * norm_before_last(world, ddp) + 0.1 * ddp.module[0](x).mean(0).detach()
-    torch.testing.assert_close(norm.running_mean, own)
+    expected = 0.9 * norm_before_last(world, ddp) + 0.1 * ddp.module[0](x).mean(0).detach()
+    torch.testing.assert_close(norm.running_mean, expected)
 
 
 def norm_before_last(world: ec.World, ddp: ec.DDP) -> torch.Tensor:

@@ -3,10 +3,12 @@
 from random import Random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.ddp.buckets import Gradient, compute_buckets, plan_buckets
+from echelon.ddp.buckets import compute_buckets, plan_buckets
+from echelon.ddp.options import DDPOptions
 from echelon.errors import ArgumentError
 
 
@@ -73,7 +75,7 @@ def test_every_gradient_is_in_one_bucket_of_one_kind_within_its_cap(items, cap, 
 
 
 def test_a_plan_aligns_every_gradient_to_a_cache_line():
-    (plan,) = plan_buckets([Gradient(5, 20), Gradient(17, 68), Gradient(1, 4)], 1000, 1000)
+    (plan,) = plan_buckets([torch.zeros(n) for n in (5, 17, 1)], DDPOptions())
     assert plan.indices == (2, 1, 0)
     assert plan.placement.starts == (0, 16, 48)
     assert plan.placement.numel == 53

@@ -22,7 +22,7 @@ def train_plain(batches, reduction="mean"):
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for i in range(max(map(len, batches))):
-        parts = [mine[i] for mine in batches if i < len(mine)]
+        parts = [rank_batches[i] for rank_batches in batches if i < len(rank_batches)]
         loss = model(torch.cat(parts)).pow(2).mean()
         optimizer.zero_grad()
         (loss * (len(parts) if reduction == "sum" else 1)).backward()
@@ -30,13 +30,19 @@ def train_plain(batches, reduction="mean"):
     return list(model.parameters())
 
 
-@pytest.mark.parametrize("num_batches", [(3, 1), (1, 3), (0, 2), (0, 0), (4, 1, 2), (2, 2, 2, 5)])
+@pytest.mark.parametrize(
+    ("num_batches", "reduction"),
+    [
+        *(((3, 1), "mean"), ((1, 3), "mean"), ((0, 2), "mean"), ((0, 0), "mean")),
+        *(((4, 1, 2), "mean"), ((2, 2, 2, 5), "mean"), ((1, 3), "sum")),
+    ],
+)
 @pytest.mark.parametrize("sync", ["overlap", "manual"])
-def test_the_mean_is_over_the_ranks_that_still_have_a_batch(num_batches, sync):
+def test_a_reduction_is_over_the_ranks_that_still_have_a_batch(num_batches, reduction, sync):
     batches = data(num_batches)
 
     def main(world):
-        ddp = ec.DDP(mlp(), world.group, sync=sync, **SMALL)
+        ddp = ec.DDP(mlp(), world.group, sync=sync, reduction=reduction, **SMALL)
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
         with ddp.join():
             for x in batches[world.rank]:
@@ -47,27 +53,9 @@ def test_the_mean_is_over_the_ranks_that_still_have_a_batch(num_batches, sync):
                 optimizer.step()
         return [param.detach() for param in ddp.parameters()]
 
-    expected = train_plain(batches)
+    expected = train_plain(batches, reduction)
     for params in ec.run(main, len(num_batches)):
         for param, there in zip(params, expected, strict=True):
-            assert_tensor_close(param, there.detach(), 1e-11, "parameter")
-
-
-def test_a_sum_is_over_the_ranks_that_still_have_a_batch():
-    batches = data((1, 3))
-
-    def main(world):
-        ddp = ec.DDP(mlp(), world.group, reduction="sum")
-        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-        with ddp.join():
-            for x in batches[world.rank]:
-                optimizer.zero_grad()
-                ddp(x).pow(2).mean().backward()
-                optimizer.step()
-        return [param.detach() for param in ddp.parameters()]
-
-    for params in ec.run(main, 2):
-        for param, there in zip(params, train_plain(batches, "sum"), strict=True):
             assert_tensor_close(param, there.detach(), 1e-11, "parameter")
 
 
@@ -78,9 +66,9 @@ def test_accumulation_under_no_sync_announces_only_what_is_reduced():
     def main(world):
         ddp = ec.DDP(mlp(), world.group, **SMALL)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        mine = batches[world.rank]
+        local_batches = batches[world.rank]
         with ddp.join():
-            for first, second in zip(mine[::2], mine[1::2], strict=True):
+            for first, second in zip(local_batches[::2], local_batches[1::2], strict=True):
                 optimizer.zero_grad()
                 with ddp.no_sync():
                     (ddp(first).pow(2).mean() / 2).backward()

@@ -157,13 +157,13 @@ def all_of_it_is_held_by_everyone(world: World) -> None:
     model = ec.DDP(TiedLanguageModel(), world.group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(2):
-        mine = [share(part, world.rank, world.size) for part in tokens(step, world.size)]
-        token_loss(model, *mine).backward()
+        local_batch = [share(part, world.rank, world.size) for part in tokens(step, world.size)]
+        token_loss(model, *local_batch).backward()
         optimizer.step()
     holdings = model.holdings()
     check_optimizer(holdings, optimizer)
     same(joined(holdings, world.group), model.state_dict())
-    assert {one.replication for one in holdings.tensors} == {Replication.IDENTICAL}
+    assert {shard.replication for shard in holdings.tensors} == {Replication.IDENTICAL}
     assert holdings.tensors[1].names == ("embedding.weight", "head.weight")
     assert holdings.axes == model.shared_over() == (world.group,)
 
@@ -180,13 +180,13 @@ def what_is_written_is_loaded(world: World) -> None:
         plain = normed()
         plain.load_state_dict(weights)
         x = batch(world, 5)
-        for one in (model, plain):
-            one.eval()
+        for ddp in (model, plain):
+            ddp.eval()
         assert torch.equal(model(x), plain(x))
         expected = ec.DDP(plain, world.group, broadcast_buffers=sends)
-        for one in (model, expected):
-            one.train()
-            train(world, one, 2)
+        for ddp in (model, expected):
+            ddp.train()
+            train(world, ddp, 2)
         same(model.state_dict(), expected.state_dict())
 
 
@@ -206,14 +206,14 @@ def test_of_buffers_the_first_counts_if_they_are_sent_and_otherwise_each_its_own
             model = ec.DDP(normed(), world.group, broadcast_buffers=sends)
             train(world, model, 2)
             model.module.register_buffer("late", torch.zeros(2))  # which is never sent
-            by_name = {one.name: one for one in model.holdings().tensors}
+            by_name = {shard.name: shard for shard in model.holdings().tensors}
             assert by_name["1.running_mean"].replication is kept
             assert by_name["1.num_batches_tracked"].replication is kept
             assert by_name["late"].replication is Replication.PER_RANK
-            found = joined(model.holdings(), world.group)["1.running_mean"]
+            mean = joined(model.holdings(), world.group)["1.running_mean"]
             first = model.module[1].running_mean.clone()
             world.group.broadcast(first, 0)
-            assert torch.equal(found, first)
+            assert torch.equal(mean, first)
             model(batch(world, 3))  # with the buffers of rank 0, if they are sent
             began = torch.equal(0.9 * first + 0.1 * mean_of(model, world), running(model))
             assert began == (sends or world.rank == 0)
@@ -237,11 +237,11 @@ def test_ignored_parameters_are_each_ranks_own() -> None:
     def main(world: World) -> None:
         plain = normed()
         model = ec.DDP(plain, world.group, ignored=[plain[2]])
-        kept = {one.name: one.replication for one in model.holdings().tensors}
-        own = {name for name, one in kept.items() if one is Replication.PER_RANK}
-        assert own == {"2.weight", "2.bias"}
+        kept = {shard.name: shard.replication for shard in model.holdings().tensors}
+        per_rank = {name for name, shard in kept.items() if shard is Replication.PER_RANK}
+        assert per_rank == {"2.weight", "2.bias"}
         clone = copy.deepcopy(model)
-        assert kept == {one.name: one.replication for one in clone.holdings().tensors}
+        assert kept == {shard.name: shard.replication for shard in clone.holdings().tensors}
 
     run_world("threads", main, 2)
 

@@ -1,11 +1,11 @@
 """Replicate one model on all ranks of a group and reduce its gradients while backward runs.
 
-``options``             what a user may choose
-``buckets``             which gradients travel together, and the memory in which they do
+``options``             the options of ``DDP``
+``buckets``             which gradients are reduced together, and the memory in which they are
 ``grad_ready_counter``  which gradients of a backward are ready
 ``reducer``             when a bucket is launched, and the end of a backward
 ``gradient_state``      whether ``.grad`` holds reduced or local gradients
-``replicas``            buffers that are made equal again, and what a rank holds
+``replicas``            buffers that are made equal again, and the state that a rank holds
 ``join``                ranks with different numbers of batches
 ``api``                 ``DDP`` itself
 """

@@ -1,4 +1,4 @@
-"""``DDP``: a module whose gradients are those of all ranks together."""
+"""``DDP``: a module whose gradients are reduced over all ranks of a group."""
 
 from __future__ import annotations
 
@@ -50,39 +50,39 @@ class DDP(Wrapper, HasShards):
 
     - ``.grad`` of every parameter is a view of a bucket, also after ``zero_grad()``. Clone what
       must outlive the next backward.
-    - Parameters without a gradient on this rank count as zero; one that no rank used keeps its
+    - A parameter without a gradient on this rank counts as zero; one that no rank used keeps its
       ``.grad`` (None).
     - Hooks of ``param.register_post_accumulate_grad_hook`` run when ``.grad`` is reduced, after the
       last bucket, in one order on all ranks; an optimizer may step there. So under ``no_sync`` and
       with ``sync="manual"`` they run in ``sync_gradients`` alone.
     - ``torch.autograd.grad`` returns local gradients, also with ``create_graph=True``, so a penalty
-      on them can be part of a loss. It may reduce zeros on the way; under ``no_sync()`` it does not
+      on them can be part of a loss. It may reduce zeros meanwhile; under ``no_sync()`` it does not
       communicate at all. Derivatives of ``torch.func`` are local, too, and never communicate.
     - ``state_dict``, ``named_parameters`` and ``named_modules`` have the names of the plain
-      module, and attributes of the module are found here too.
+      module, and the wrapper has the attributes of the module.
     - ``copy.deepcopy`` gives a DDP on the same group that shares nothing with this one. It
       communicates only when it is trained, so ranks may copy (or average) the model on their own.
 
     Args:
         module: the same on all ranks. Its parameters keep their identity, so an optimizer may be
-            made before or after. What is frozen now is not reduced and stays frozen; the rest may
-            be frozen and thawed between steps, the same on all ranks.
+            made before or after. A parameter that is frozen now is not reduced and must stay
+            frozen; others may be frozen and thawed between steps, the same on all ranks.
         group: the ranks that hold a copy.
-        bucket_bytes: gradients are reduced in buckets of at most this size; a larger one alone.
+        bucket_bytes: the cap of a bucket; a larger gradient has a bucket of its own.
         first_bucket_bytes: the cap of the first bucket, so that communication begins early.
         sync: ``"overlap"`` reduces during backward, ``"manual"`` in ``sync_gradients()``.
         broadcast_buffers: send rank 0's buffers before a forward in training mode, when a buffer
             changed on some rank before the last reduction.
         init: ``"broadcast"`` rank 0's parameters and buffers, ``"verify"`` that all are equal, or
             ``"trust"`` that they are. Names, shapes and dtypes are compared always.
-        gradient_dtype: dtype in which gradients travel; None: the parameter's own.
+        gradient_dtype: the dtype in which gradients are reduced; None: the parameter's own.
         reduction: ``"mean"``, ``"sum"``, or a number that the sum is divided by.
-        ignored: modules or parameters whose gradients nobody reduces; their values are sent at the
-            start like all others.
+        ignored: modules or parameters whose gradients are not reduced; their values are sent at
+            the start like all others.
 
     Raises:
         ArgumentError: an option, the group or the module cannot be used; nothing was done.
-        ModelMismatch: the modules or options differ between ranks; names what, and who has what.
+        ModelMismatch: the modules or options differ between ranks; the message says how.
 
     Example:
         >>> def main(world):
@@ -136,7 +136,7 @@ class DDP(Wrapper, HasShards):
         options: DDPOptions,
         ignored: Collection[nn.Parameter],
     ) -> None:
-        """Set everything up that needs no communication."""
+        """Do the part of the construction that needs no communication."""
         self.module = module
         self._wear_forward()
         self.training = module.training
@@ -196,13 +196,13 @@ class DDP(Wrapper, HasShards):
     def sync_gradients(self, *, may_be_none: bool = False) -> None:
         """Reduce what ``.grad`` of every parameter holds now. All ranks call it.
 
-        With ``sync="manual"``, after the backwards of a step. With ``sync="overlap"`` only for
-        gradients that ``no_sync`` left local, or that were written by hand. A gradient that is
-        reduced already is not reduced again, but added to.
+        With ``sync="manual"`` call it after the backwards of a step. With ``sync="overlap"`` it is
+        only for gradients that ``no_sync`` left local, or that were written by hand. A gradient
+        that is reduced already is not reduced again: the new one is added to it.
 
         Args:
-            may_be_none: whether it is right that this rank has no local gradients, such as of a
-                stage that no microbatch has trained: it takes part with zeros.
+            may_be_none: whether this rank may have no local gradients, as for a stage that no
+                microbatch has trained; it then takes part with zeros.
 
         Raises:
             StateError: inside ``no_sync`` or backward, or there are no local gradients and
@@ -214,7 +214,7 @@ class DDP(Wrapper, HasShards):
     def accumulate_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient to ``param.grad`` as a backward under ``no_sync`` does.
 
-        For whoever makes gradients outside of a backward; ``sync_gradients`` reduces them.
+        It is for gradients that are made outside of a backward; ``sync_gradients`` reduces them.
 
         Raises:
             StateError: the wrapper was taken off.
@@ -226,10 +226,10 @@ class DDP(Wrapper, HasShards):
     def join(self) -> Iterator[None]:
         """Let ranks have different numbers of batches: put the loop over batches inside.
 
-        A rank that leaves the block early takes part in the others' communication, with nothing of
-        its own, until all have left; ``reduction="mean"`` is then the mean over the ranks that
-        still have a batch. At the end the parameters and buffers of a rank that ran longest go to
-        all. Optimizer states, and gradients of ranks that left early, do not.
+        A rank that leaves the block early takes part in the others' communication, with zeros,
+        until all have left; ``reduction="mean"`` is then the mean over the ranks that still have a
+        batch. At the end the parameters and buffers of a rank that ran longest are sent to all
+        ranks; optimizer states and gradients are not.
 
         Raises:
             StateError: ``join`` inside ``join``, or the ranks are at different points of a step.
@@ -280,7 +280,7 @@ class DDP(Wrapper, HasShards):
         broadcast_coalesced(self._tracked_buffers.tensors(), self._group, source, cap, "buffers")
         self._tracked_buffers.remember()
 
-    # What is where ---------------------------------------------------------------------------
+    # State -----------------------------------------------------------------------------------
 
     @property
     def group(self) -> Group:
@@ -289,9 +289,10 @@ class DDP(Wrapper, HasShards):
 
     @property
     def buckets(self) -> tuple[BucketInfo, ...]:
-        """The buckets, in the order in which they leave; empty in a copy that was not trained.
+        """The buckets, in the order in which they are launched; empty in an untrained copy.
 
-        They are made anew once, before the second reduction, in the order of arrival in the first.
+        They are replaced once, before the second reduction, and then follow the order in which
+        gradients were ready in the first.
         """
         return tuple(
             BucketInfo(bucket.names, bucket.wire.dtype, bucket.nbytes)
@@ -300,11 +301,12 @@ class DDP(Wrapper, HasShards):
 
     def unused_parameters(self) -> Unused:
         """The parameters that got no gradient in the last reduction."""
-        here, everywhere = (tuple(self._names[i] for i in used) for used in self._reducer.unused)
-        return Unused(here, everywhere)
+        names, unused = self._names, self._reducer.unused
+        everywhere = tuple(names[i] for i in unused.everywhere)
+        return Unused(here=tuple(names[i] for i in unused.here), everywhere=everywhere)
 
     def holdings(self) -> ShardedState:
-        """All of the plain model, of which every rank has a copy. Nothing is communicated.
+        """The state of the plain model, of which every rank has a copy; without communication.
 
         Raises:
             StateError: inside backward, or the wrapper was taken off.
@@ -325,7 +327,7 @@ class DDP(Wrapper, HasShards):
         return (self._group,)
 
     def unwrap(self) -> nn.Module:
-        """Take the wrapper off and return the module; gradients stay, in memory of their own.
+        """Take the wrapper off and return the module, which keeps its gradients.
 
         The wrapper cannot be used afterwards; the module can be wrapped again.
         """
@@ -339,7 +341,7 @@ class DDP(Wrapper, HasShards):
         if not self._attached:
             raise StateError("this DDP was taken off its module by unwrap(): wrap the module again")
 
-    # A module like the plain one -------------------------------------------------------------
+    # Like the plain module -------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the module, with the plain module's keys."""
@@ -389,7 +391,7 @@ def _no_assign() -> ArgumentError:
 def _add_prefix(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    """Lead plain keys to the wrapped module, where a larger module loads them."""
+    """Add the prefix of the wrapped module to plain keys that a larger module loads."""
     if metadata.get("assign_to_params_buffers"):
         raise _no_assign()
     for key in [key for key in state if key.startswith(prefix)]:

@@ -1,4 +1,4 @@
-"""Buckets: which gradients travel together, and the memory in which they do.
+"""Buckets: which gradients are reduced together, and the memory in which they are.
 
 ``plan_buckets`` is pure arithmetic: no ranks, no memory, no autograd. A ``Bucket`` is the buffer
 of one plan and the views of it that are ``.grad``.
@@ -18,14 +18,16 @@ from torch import Tensor, nn
 
 from echelon import events
 from echelon.comm.group import Group
+from echelon.ddp.options import DDPOptions
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.ranges import Placement, pack
 
 # Gradients start at multiples of 16 elements: 64 bytes of float32, a cache line.
 ALIGN_NUMEL = 16
 
-# Numbers behind the flags of a bucket: of the last one, whether a rank's buffers changed, and
-# whether a rank has frozen or thawed a parameter.
+# The notices are numbers behind the flags of a bucket. In the last bucket they are not zero after
+# the reduction if, on some rank, a buffer has changed, or a parameter was frozen or thawed.
+BUFFERS_CHANGED, TRAINABLE_CHANGED = 0, 1
 NUM_NOTICES = 2
 
 _grad = attrgetter("grad")
@@ -36,9 +38,9 @@ class BucketInfo:
     """Gradients that are reduced together, as a user can ask a ``DDP`` for them.
 
     Attributes:
-        names: their parameters, in the order of the buffer.
-        dtype: in which they travel.
-        nbytes: size of the buffer, with padding and one flag a gradient.
+        names: the names of their parameters, in the order of the buffer.
+        dtype: the dtype in which they are reduced.
+        nbytes: the size of the buffer, with padding and one flag for each gradient.
     """
 
     names: tuple[str, ...]
@@ -51,8 +53,8 @@ class Unused:
     """Parameters that got no gradient in the last reduction, as a user can ask a ``DDP`` for them.
 
     Attributes:
-        here: on this rank.
-        everywhere: on no rank; their ``.grad`` was left as it was.
+        here: those that got none on this rank.
+        everywhere: those that got none on any rank; their ``.grad`` was left as it was.
     """
 
     here: tuple[str, ...]
@@ -60,27 +62,12 @@ class Unused:
 
 
 @dataclass(frozen=True, slots=True)
-class Gradient:
-    """What a plan needs to know of one gradient.
-
-    Attributes:
-        numel: length in elements.
-        nbytes: size on the wire, which counts against the cap of a bucket.
-        kind: gradients of different kinds (dtypes) never share a bucket.
-    """
-
-    numel: int
-    nbytes: int
-    kind: Hashable = None
-
-
-@dataclass(frozen=True, slots=True)
 class BucketPlan:
     """One bucket: its gradients, in the order in which they lie in its buffer.
 
     Attributes:
-        indices: of the gradients; the position of one in this tuple is its *slot*.
-        placement: where each begins, in elements.
+        indices: the indices of the parameters; the position in this tuple is called *slot*.
+        placement: where each gradient begins, in elements.
     """
 
     indices: tuple[int, ...]
@@ -98,13 +85,10 @@ def compute_buckets(
     """Cut gradients into buckets, in the order in which backward is expected to make them.
 
     A bucket is closed before it would exceed its cap, so only a gradient that is larger than the
-    cap makes a larger bucket, and then alone. Gradients of different ``kinds`` are not mixed. The
-    expected ``order`` is the reverse of the given one if it is None. Buckets are listed by their
-    last gradient, because that one decides when a bucket is ready. Law: every index is in exactly
-    one bucket, and none is empty.
-
-    Raises:
-        ArgumentError: a size or a cap is negative, or ``order`` is not a permutation.
+    cap makes a larger bucket, and then it is alone in it. Gradients of different ``kinds`` never
+    share a bucket. ``order`` is the expected order; None means the reverse of ``nbytes``. Buckets
+    are listed by their last gradient, because that one decides when a bucket is ready.
+    Law: every index is in exactly one bucket, and no bucket is empty.
 
     Example:
         >>> compute_buckets([40, 40, 40], 80)
@@ -133,56 +117,58 @@ def compute_buckets(
             filled.append(0)
         buckets[b].append(i)
         filled[b] += nbytes[i]
-    position = {i: k for k, i in enumerate(ready_order)}
-    return sorted(buckets, key=lambda bucket: position[bucket[-1]])
+    positions = {i: position for position, i in enumerate(ready_order)}
+    return sorted(buckets, key=lambda bucket: positions[bucket[-1]])
 
 
 def plan_buckets(
-    gradients: Sequence[Gradient],
-    bucket_bytes: int,
-    first_bucket_bytes: int,
-    order: Iterable[int] | None = None,
+    params: Sequence[Tensor], options: DDPOptions, order: Iterable[int] | None = None
 ) -> tuple[BucketPlan, ...]:
-    """Cut gradients into buckets and lay each bucket out.
+    """Cut the gradients of ``params`` into buckets of one dtype and lay each bucket out.
 
     Example:
-        >>> plan_buckets([Gradient(3, 12), Gradient(5, 20)], 100, 100)[0].indices
+        >>> plan_buckets([torch.zeros(3), torch.zeros(5)], DDPOptions())[0].indices
         (1, 0)
     """
     buckets = compute_buckets(
-        [gradient.nbytes for gradient in gradients],
-        bucket_bytes,
-        first_bucket_bytes,
-        kinds=[gradient.kind for gradient in gradients],
+        [param.numel() * options.wire_dtype(param.dtype).itemsize for param in params],
+        options.bucket_bytes,
+        options.first_bucket_bytes,
+        kinds=[param.dtype for param in params],
         order=order,
     )
     return tuple(
-        BucketPlan(tuple(bucket), pack([gradients[i].numel for i in bucket], align=ALIGN_NUMEL))
+        BucketPlan(tuple(bucket), pack([params[i].numel() for i in bucket], align=ALIGN_NUMEL))
         for bucket in buckets
     )
 
 
 @final
 class Bucket:
-    """Gradients that travel together, in one buffer.
+    """Gradients that are reduced together, in one buffer.
+
+    Each ``.grad`` is a view of the buffer, as in torch's DDP with ``gradient_as_bucket_view=True``.
 
     ::
 
-        window  | gradient 0 | pad | gradient 1 | … | 1 1 … 1 | n n |
-                  [1] views                           [2]       [3]
+        wire  | gradient 0 | pad | gradient 1 | … | 1 1 … 1 | n n |
+                [1] wire_views                      [2]       [3]
 
-    [1] ``.grad`` of the parameters; where gradients travel in another dtype, the views of a second
-    buffer in the parameters' dtype. [2] one flag a gradient: 1 where this rank has it. After the
-    reduction, 0 means that no rank has it. [3] the notices, two more numbers for the reducer's use.
+    [1] These are ``.grad`` of the parameters. If gradients are reduced in another dtype, ``.grad``
+    are the views of a second buffer, which has the parameters' dtype. [2] There is one flag for
+    each gradient: 1 where this rank has it. After the reduction, 0 means that no rank has it.
+    [3] The notices are two more numbers, which the reducer writes and reads.
 
     Attributes:
-        indices: of the parameters; methods name a gradient by its slot, its position in here.
+        indices: the indices of the parameters; methods name a gradient by its slot, which is the
+            position in here.
         params: the parameters, in the order of the buffer.
         names: their names.
-        wire: what is reduced. 1D
-        views: what ``.grad`` is, in the shape of each parameter.
-        casts: whether gradients travel in another dtype than their own.
-        label: what errors and events call it; the same on all ranks.
+        wire: the buffer that is reduced. 1D
+        notices: the part of ``wire`` that has the notices.
+        grad_views: what ``.grad`` is, in the shape of each parameter.
+        casts: whether gradients are reduced in another dtype than their parameters'.
+        label: what errors and events call the bucket; the same on all ranks.
     """
 
     def __init__(
@@ -204,47 +190,44 @@ class Bucket:
         self.wire = self._window.local
         self._flags = self.wire[numel : numel + num]
         self.notices = self.wire[numel + num :]
-        self._body = self.wire[:numel]
+        self._wire_grads = self.wire[:numel]
+        self._wire_views = _views(self._wire_grads, plan.placement.starts, self.params)
         self.casts = wire_dtype != self.dtype
-        self._gradients = self._body
+        self._grad_buffer, self.grad_views = self._wire_grads, self._wire_views
         if self.casts:
-            self._gradients = torch.zeros(numel, dtype=self.dtype, device=group.device)
-        starts = plan.placement.starts
-        self._wire_views = _views(self._body, starts, self.params)
-        self.views = (
-            _views(self._gradients, starts, self.params) if self.casts else self._wire_views
-        )
+            self._grad_buffer = torch.zeros(numel, dtype=self.dtype, device=group.device)
+            self.grad_views = _views(self._grad_buffer, plan.placement.starts, self.params)
         self._version = 0
         self._emit_memory(1)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one reduction of this bucket is about, flags and padding included."""
+        """Bytes that one reduction of this bucket sends, with flags and padding."""
         return self.wire.numel() * self.wire.element_size()
 
     # Before the reduction --------------------------------------------------------------------
 
     def copy_in(self) -> None:
-        """Move all gradients into the buffer; ``.grad`` become the views."""
+        """Move all gradients into the buffer; each ``.grad`` becomes its view."""
         # Runs over all parameters in each backward: one fused copy, and loops that stay in C.
         grads = list(map(_grad, self.params))
-        if self.casts or not any(map(is_, grads, self.views)):
+        if self.casts or not any(map(is_, grads, self.grad_views)):
             self._copy(self._wire_views, grads)
-            deque(map(setattr, self.params, repeat("grad"), self.views), maxlen=0)
+            deque(map(setattr, self.params, repeat("grad"), self.grad_views), maxlen=0)
         else:
             for slot in range(len(self.indices)):
                 self.copy_gradient_in(slot)
 
     def copy_gradient_in(self, slot: int) -> None:
         """Move one gradient into the buffer; its ``.grad`` becomes the view."""
-        param, view = self.params[slot], self.views[slot]
+        param, view = self.params[slot], self.grad_views[slot]
         grad = param.grad
         if grad is not view or self.casts:
             self._copy([self._wire_views[slot]], [grad])
             param.grad = view
 
     def zero(self, slot: int) -> None:
-        """Contribute nothing for one gradient; its ``.grad`` stays as it is."""
+        """Contribute zeros for one gradient; its ``.grad`` stays as it is."""
         self._wire_views[slot].zero_()
 
     def set_flags(self, missing: Sequence[int]) -> None:
@@ -258,73 +241,74 @@ class Bucket:
     def finalize(self, divisor: float, missing: Sequence[int]) -> list[int]:
         """Divide the sums by ``divisor``, and give ``missing`` slots the gradient of other ranks.
 
-        Returns:
-            Those of the missing slots that no rank had a gradient for.
+        It returns those of the missing slots for which no rank had a gradient.
         """
         if self.casts:
-            self._gradients.copy_(self._body)
+            self._grad_buffer.copy_(self._wire_grads)
         if divisor != 1:
-            self._gradients.div_(divisor)
+            self._grad_buffer.div_(divisor)
         if not missing:
             return []
         present = (self._flags != 0).tolist()
         for slot in missing:
             if present[slot]:
-                self.params[slot].grad = self.views[slot]
+                self.params[slot].grad = self.grad_views[slot]
         return [slot for slot in missing if not present[slot]]
 
-    def detach_reduced(self, first: nn.Parameter | None) -> dict[int, Tensor]:
-        """Take reduced gradients off their parameters, as copies, so that backward writes new ones.
+    def detach_reduced(self, arrived: nn.Parameter | None) -> dict[int, Tensor]:
+        """Take reduced gradients off their parameters, so that backward writes new ones.
 
-        That of ``first`` is left, because it is no longer the reduced one. Returns the copies by
-        the index of the parameter.
+        It returns copies by the index of the parameter. ``arrived`` is skipped: this backward has
+        already added to its gradient, which therefore is no longer the reduced one.
         """
         copies: dict[int, Tensor] = {}
-        if not any(map(is_, map(_grad, self.params), self.views)):
+        if not any(map(is_, map(_grad, self.params), self.grad_views)):
             return copies  # the usual case, after zero_grad(): one loop that stays in C
-        for i, param, view in zip(self.indices, self.params, self.views, strict=True):
-            if param.grad is view and param is not first:
+        for i, param, view in zip(self.indices, self.params, self.grad_views, strict=True):
+            if param.grad is view and param is not arrived:
                 copies[i] = view.clone()
                 param.grad = None
         return copies
 
     def add_reduced(self, copies: Mapping[int, Tensor]) -> None:
-        """Add what ``detach_reduced`` took to the gradients of now."""
+        """Add the copies that ``detach_reduced`` has returned to the present gradients."""
         slots = [slot for slot, i in enumerate(self.indices) if i in copies]
         if slots:
-            views = [self.views[slot] for slot in slots]
+            views = [self.grad_views[slot] for slot in slots]
             torch._foreach_add_(views, [copies[self.indices[slot]] for slot in slots])
         for slot in slots:
-            self.params[slot].grad = self.views[slot]
+            self.params[slot].grad = self.grad_views[slot]
 
     def remember_version(self) -> None:
-        """Take what the gradients are now as what the ranks have reduced."""
-        self._version = self._gradients._version
+        """Remember that the ranks have reduced the gradients as they are now."""
+        self._version = self._grad_buffer._version
 
     def is_written(self) -> bool:
-        """Whether the user wrote other values than zero into the views since the reduction."""
-        return self._gradients._version != self._version and any(
+        """Whether the user has written values other than zero into the views since then."""
+        return self._grad_buffer._version != self._version and any(
             param.grad is view and bool(view.any())
-            for param, view in zip(self.params, self.views, strict=True)
+            for param, view in zip(self.params, self.grad_views, strict=True)
         )
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients that are views of this bucket."""
         views = [
-            view for param, view in zip(self.params, self.views, strict=True) if param.grad is view
+            view
+            for param, view in zip(self.params, self.grad_views, strict=True)
+            if param.grad is view
         ]
         if views:
             torch._foreach_mul_(views, factor)
 
     def clear_gradients(self) -> None:
         """Set ``.grad`` to None where it is a view of this bucket."""
-        for param, view in zip(self.params, self.views, strict=True):
+        for param, view in zip(self.params, self.grad_views, strict=True):
             if param.grad is view:
                 param.grad = None
 
     def close(self) -> None:
-        """Give the memory back; gradients that live here move to memory of their own."""
-        for param, view in zip(self.params, self.views, strict=True):
+        """Give the memory back; gradients that lie in it move to memory of their own."""
+        for param, view in zip(self.params, self.grad_views, strict=True):
             if param.grad is view:
                 param.grad = view.clone()
         self._emit_memory(-1)
@@ -352,7 +336,7 @@ class Bucket:
     def _emit_memory(self, sign: int) -> None:
         if not events.listening():
             return
-        nbytes = {"gradients": self._gradients.nbytes if self.casts else self.nbytes}
+        nbytes = {"gradients": self._grad_buffer.nbytes if self.casts else self.nbytes}
         if self.casts:
             nbytes["communication"] = self.nbytes
         for category, n in nbytes.items():

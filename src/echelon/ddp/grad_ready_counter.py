@@ -20,7 +20,7 @@ _Hook = Callable[[nn.Parameter], None]
 
 
 class ReadyListener(Protocol):
-    """Who hears when gradients are ready."""
+    """The object that a ``GradReadyCounter`` calls when gradients are ready."""
 
     def large_gradient_ready(self, b: int, slot: int) -> None:
         """A large gradient is ready; its bucket may not be."""
@@ -36,20 +36,18 @@ class ReadyListener(Protocol):
 class GradReadyCounter:
     """Counts the gradients of one backward, bucket by bucket.
 
-    Between ``expect`` and ``expect_none`` each gradient is expected once. Outside, all count as
-    ready, so a hook needs one test to find that something is unusual.
+    Between ``expect`` and ``expect_none`` each gradient is expected once. At other times all count
+    as ready, so one test in a hook detects every gradient that was not expected.
 
     Attributes:
-        ready: for each parameter, 1 when its gradient is there.
-        pending: for each bucket, the number of gradients that are not there.
-        order: the parameters in the order in which they were ready, if that is recorded.
+        pending: for each bucket, the number of gradients that are not ready.
     """
 
     def __init__(
         self, params: Sequence[nn.Parameter], listener: ReadyListener, user_hooks: DeferredHooks
     ) -> None:
-        self.order: list[int] = []
-        self.ready = bytearray(b"\1" * len(params))
+        self._order: list[int] = []
+        self._ready = bytearray(b"\1" * len(params))
         self.pending: list[int] = []
         self._params, self._user_hooks = params, user_hooks
         # A parameter holds its hooks where the garbage collector does not look. If hooks held the
@@ -58,7 +56,7 @@ class GradReadyCounter:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def register_hooks(self, plans: Sequence[BucketPlan], record: bool) -> None:
-        """Hook all parameters, according to the buckets they are in; ``record`` their order."""
+        """Hook all parameters of the buckets; ``record`` the order in which they are ready."""
         self.remove_hooks()
         for b, plan in enumerate(plans):
             for slot, i in enumerate(plan.indices):
@@ -75,18 +73,23 @@ class GradReadyCounter:
 
     def expect(self, counts: Sequence[int]) -> None:
         """Expect one gradient of every parameter, ``counts`` of them in each bucket."""
-        self.order.clear()
+        self._order.clear()
         self.pending[:] = counts
-        self.ready[:] = bytes(len(self.ready))
+        self._ready[:] = bytes(len(self._ready))
 
     def expect_none(self) -> None:
         """Expect no gradient."""
-        self.ready[:] = b"\1" * len(self.ready)
+        self._ready[:] = b"\1" * len(self._ready)
+
+    def ready_order(self, plans: Sequence[BucketPlan]) -> list[int]:
+        """All parameters in the order in which they were ready; the unused ones come last."""
+        planned = (i for plan in plans for i in plan.indices)
+        return list(dict.fromkeys((*self._order, *planned)))
 
     def count(self, i: int, b: int, slot: int) -> None:
         """Count a gradient that its hook could not count."""
-        self.order.append(i)
-        self.ready[i] = 1
+        self._order.append(i)
+        self._ready[i] = 1
         listener = self._listener()
         assert listener is not None
         if self._params[i].nbytes >= _LARGE_NBYTES:
@@ -98,14 +101,14 @@ class GradReadyCounter:
     def _register(self, i: int, hook: _Hook) -> None:
         param = self._params[i]
         is_frozen = not param.requires_grad
-        # torch takes hooks of what requires a gradient only, and keeps them when that ends.
+        # torch accepts a hook only if the parameter requires a gradient, and keeps it afterwards.
         param.requires_grad_(True)
         self._handles.append(self._user_hooks.register(param, hook))
         param.requires_grad_(not is_frozen)
 
     def _lean_hook(self, i: int, b: int) -> _Hook:
         # Runs once for each parameter and backward, so it is as short as it can be.
-        ready, pending, find = self.ready, self.pending, self._listener
+        ready, pending, find = self._ready, self.pending, self._listener
 
         def hook(param: nn.Parameter) -> None:
             if param.grad is None:
@@ -124,7 +127,7 @@ class GradReadyCounter:
 
     def _full_hook(self, i: int, b: int, slot: int, large: bool) -> _Hook:
         """The hook of a large gradient, and of all while their order is recorded."""
-        ready, pending, record = self.ready, self.pending, self.order.append
+        ready, pending, record = self._ready, self.pending, self._order.append
         find = self._listener
 
         def hook(param: nn.Parameter) -> None:

@@ -1,11 +1,11 @@
-"""Whether ``.grad`` holds what the ranks have reduced or a local gradient, and how that changes.
+"""Whether ``.grad`` holds a reduced or a local gradient, and how that changes.
 
 [Note: what .grad holds]
-After a backward that reduces, ``.grad`` is a view and holds the reduced gradient. A further
-one sets it aside, reduces the new gradient alone and adds: old + reduced new, for every reduction.
-A backward under ``no_sync``, and any with ``sync="manual"``, accumulates what is local. On top of a
-reduced gradient it first brings that to local units (a sum over ranks is divided by their number),
-so that the next reduction, which takes whatever ``.grad`` holds, gives it back unchanged.
+After a backward that reduces, ``.grad`` is a view of a bucket and holds the reduced gradient. The
+next such backward sets it aside, reduces only the new gradient, and then adds the two. A backward
+under ``no_sync``, and any with ``sync="manual"``, accumulates a local gradient. If ``.grad`` is
+reduced, it is first brought to local units (a sum over ranks is divided by their number), so that
+the next reduction, which takes everything in ``.grad``, gives it back unchanged.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class GradientState:
     """Whether the views of buckets hold reduced or local gradients.
 
     Attributes:
-        reduced: whether they hold what the ranks have reduced.
-        factor: turns a reduced gradient into the share of each rank.
+        reduced: whether they hold reduced gradients.
+        factor: what a reduced gradient is multiplied by to be the share of each rank.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class GradientState:
         self._named, self._options = named, options
 
     def check_sync(self, buckets: Sequence[Bucket]) -> None:
-        """Refuse a ``sync_gradients`` that has nothing to reduce, or cannot tell what."""
+        """Refuse a ``sync_gradients`` without local gradients, or where these are unknown."""
         if not self.reduced or _has_local_gradients(buckets):
             return
         if not any(param.requires_grad for _, param in self._named):
-            return  # all are frozen now, and the ranks compare whether that is so on all of them
+            return  # all are frozen; the ranks compare whether that is so on all of them
         if self._options.sync == "overlap":
             raise StateError(
                 "there are no local gradients to reduce: with sync='overlap' backward reduces "
@@ -58,13 +58,13 @@ class GradientState:
             )
 
     def will_change(self) -> bool:
-        """Whether the backward that runs now adds to a ``.grad``, if anybody needs to know."""
+        """Whether this backward adds to a ``.grad``; True also where the answer has no effect."""
         if not self.reduced or self._options.reduction == "mean":
             return True
         return self._accumulates()
 
     def check_graph(self) -> None:
-        """Refuse a ``backward`` that makes a graph of gradients, which a reduction would cut."""
+        """Refuse a ``backward`` that makes a graph of gradients: a reduction would cut it."""
         if self._accumulates():
             raise graph_is_lost()
 
@@ -72,17 +72,16 @@ class GradientState:
         return any(param.requires_grad and will_accumulate(param) for _, param in self._named)
 
     def make_local(
-        self, buckets: Sequence[Bucket], first: int | None, *, ranks_may_leave: bool
+        self, buckets: Sequence[Bucket], arrived: int | None, *, ranks_may_leave: bool
     ) -> None:
         """Bring reduced gradients to local units.
 
-        Args:
-            first: the parameter that has a new gradient already, if nothing announced the backward.
-            ranks_may_leave: whether the next reduction may be over fewer ranks, inside ``join``.
+        ``arrived`` is as in ``Reducer.prepare_for_backward``. With ``ranks_may_leave``, which is so
+        inside ``join``, the next reduction may be over fewer ranks.
         """
         if not self.reduced:
             return
-        self.check_unmixed(buckets, first)
+        self.check_unmixed(buckets, arrived)
         if ranks_may_leave and self._options.reduction != "mean":
             self._check_shares(buckets)
         self.reduced = False
@@ -93,7 +92,7 @@ class GradientState:
 
     def _check_shares(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
-            for param, view in zip(bucket.params, bucket.views, strict=True):
+            for param, view in zip(bucket.params, bucket.grad_views, strict=True):
                 if param.grad is view and bool(view.any()):
                     raise StateError(
                         "inside join() a backward that does not reduce came on top of gradients "
@@ -103,12 +102,12 @@ class GradientState:
                         'reduction, or use reduction="mean"'
                     )
 
-    def check_unmixed(self, buckets: Sequence[Bucket], first: int | None) -> None:
+    def check_unmixed(self, buckets: Sequence[Bucket], arrived: int | None) -> None:
         """Refuse a new gradient that was added to a reduced one before they could be told apart."""
-        if first is None or self.factor == 1:
+        if arrived is None or self.factor == 1:
             return
-        name, param = self._named[first]
-        if any(param.grad is view for bucket in buckets for view in bucket.views):
+        name, param = self._named[arrived]
+        if any(param.grad is view for bucket in buckets for view in bucket.grad_views):
             raise StateError(
                 f"parameter {name!r} got a new gradient on top of a reduced one in a backward that "
                 "no output of forward announced: return tensors from forward, in tuples, lists, "
@@ -117,7 +116,7 @@ class GradientState:
 
 
 def graph_is_lost() -> StateError:
-    """What ``backward(create_graph=True)`` gets."""
+    """The error of ``backward(create_graph=True)``."""
     return StateError(
         "gradients with a graph (create_graph=True) cannot be reduced: what the ranks have reduced "
         "has none. Take the inner derivative by torch.autograd.grad(..., create_graph=True), which "
@@ -129,5 +128,5 @@ def _has_local_gradients(buckets: Sequence[Bucket]) -> bool:
     return any(
         param.grad is not None and param.grad is not view
         for bucket in buckets
-        for param, view in zip(bucket.params, bucket.views, strict=True)
+        for param, view in zip(bucket.params, bucket.grad_views, strict=True)
     )

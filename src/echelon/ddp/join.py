@@ -1,8 +1,8 @@
-"""Ranks with different numbers of batches: who still has one, and what the others do meanwhile.
+"""Ranks with different numbers of batches: which ranks still have one, and what the others do.
 
 Inside ``join`` every communication of a step is announced: each rank says in one small all-gather
 what it is about to do. A rank without batches keeps answering, and takes part in what the others
-announce, until nobody announces anything.
+announce, until no rank announces anything.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Rounds:
     """The announcements of one ``join``.
 
     Attributes:
-        active: the ranks that had a batch when something was last announced.
+        active: the ranks that had a batch at the last announcement.
     """
 
     def __init__(self, group: Group) -> None:
@@ -46,15 +46,11 @@ class Rounds:
 
     @property
     def first_active(self) -> int:
-        """The lowest rank that still has batches: the source of what must be equal."""
+        """The lowest rank that still has batches; buffers and parameters are sent from it."""
         return self.active[0]
 
     def announce(self, step: JoinStep) -> tuple[int, ...]:
-        """Say what this rank does next; returns the ranks that have a batch.
-
-        Raises:
-            StateError: they do not do the same.
-        """
+        """Announce what this rank does next, and return the ranks that have a batch."""
         self.active = _active(self._exchange(step))
         return self.active
 
@@ -68,9 +64,9 @@ class Rounds:
             actions[steps[active[0]]]()
 
     def _exchange(self, step: JoinStep) -> list[JoinStep]:
-        mine = torch.tensor([step], dtype=torch.int64, device=self._group.device)
+        announcement = torch.tensor([step], dtype=torch.int64, device=self._group.device)
         all_steps = torch.zeros(self._group.size, dtype=torch.int64, device=self._group.device)
-        self._group.all_gather_single(all_steps, mine, label="announcement of join()")
+        self._group.all_gather_single(all_steps, announcement, label="announcement of join()")
         steps = [JoinStep(number) for number in all_steps.tolist()]
         if len(set(steps) - {JoinStep.JOINED}) > 1:
             rows = "\n".join(f"  rank {rank} {_SENTENCE[s]}" for rank, s in enumerate(steps))

@@ -1,4 +1,4 @@
-"""What a user may choose for DDP, refused at once where it cannot be carried out."""
+"""The options of ``DDP``; one that cannot be carried out is refused when it is given."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class DDPOptions:
     Law: the constructor of ``DDP`` has an argument of the same name, type and default for each.
 
     Attributes:
-        bucket_bytes: cap of a bucket, on the wire.
-        first_bucket_bytes: cap of the first bucket, which leaves first.
-        sync: whether backward reduces gradients, or the user's call.
+        bucket_bytes: the cap of a bucket, in bytes that are sent.
+        first_bucket_bytes: the cap of the first bucket, which is launched first.
+        sync: whether backward reduces gradients, or a call of the user.
         broadcast_buffers: whether buffers that changed are made equal again.
         init: how parameters become equal at the start.
-        gradient_dtype: dtype of gradients on the wire; None: the parameter's.
+        gradient_dtype: the dtype in which gradients are reduced; None: the parameter's.
         reduction: ``"mean"``, ``"sum"``, or the number that a sum is divided by.
     """
 
@@ -48,17 +48,13 @@ class DDPOptions:
         checks.reduction(self.reduction)
 
     def divisor(self, num_contributors: int) -> float:
-        """What a sum over ranks is divided by.
-
-        Args:
-            num_contributors: ranks that have a batch of their own in this backward.
-        """
+        """What a sum is divided by, if ``num_contributors`` ranks have a batch in this backward."""
         if self.reduction == "mean":
             return num_contributors
         return 1.0 if self.reduction == "sum" else float(self.reduction)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a gradient of ``dtype`` travels."""
+        """The dtype in which a gradient of ``dtype`` is reduced."""
         if self.gradient_dtype is None or dtype.is_complex:
             return dtype
         return self.gradient_dtype

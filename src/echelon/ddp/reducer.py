@@ -6,11 +6,11 @@ callback for its end in the same graph task; with reentrant checkpointing that i
 
     prepare_for_backward   expect one gradient of each parameter in each bucket
       hook of a parameter  GradReadyCounter: one gradient less is pending in its bucket
-      bucket_ready         none is: copy the gradients into the buffer, and launch in order
-      _launch_bucket       all-reduce of the buffer, beside the rest of backward
-    _finalize_backward     launch what is left, wait for all, divide, run hooks of users
+      bucket_ready         no gradient is pending: fill the buffer, and launch in order
+      _launch_bucket       start the all-reduce of the buffer, beside the rest of backward
+    _finalize_backward     launch the other buckets, wait for all, divide, run hooks of users
 
-What one backward knows is in a ``BackwardRecord``, so an aborted one leaves nothing.
+What belongs to one backward is in a ``BackwardRecord``, so an aborted one leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,13 @@ from torch import Tensor, nn
 from echelon import events
 from echelon.comm.group import Group
 from echelon.comm.work import Work
-from echelon.ddp.buckets import Bucket, BucketPlan, Gradient, plan_buckets
+from echelon.ddp.buckets import (
+    BUFFERS_CHANGED,
+    TRAINABLE_CHANGED,
+    Bucket,
+    BucketPlan,
+    plan_buckets,
+)
 from echelon.ddp.grad_ready_counter import GradReadyCounter
 from echelon.ddp.gradient_state import GradientState, graph_is_lost
 from echelon.ddp.join import JoinStep, Rounds
@@ -37,17 +43,24 @@ from echelon.modules.deferred_hooks import DeferredHooks
 from echelon.modules.parameters import TrainableParameters
 
 
+class UnusedIndices(NamedTuple):
+    """As ``Unused``, with the indices of the parameters."""
+
+    here: list[int]
+    everywhere: list[int]
+
+
 @final
 @dataclass(slots=True)
 class BackwardRecord:
     """One backward, or one call of ``sync_gradients``.
 
     Attributes:
-        token: gives None when it is over or was aborted.
-        synced: whether it reduces.
-        num_contributors: ranks that have a batch of their own in it.
+        token: returns None when the backward is over or was aborted.
+        synced: whether the backward reduces gradients.
+        num_contributors: the number of ranks that have a batch in it.
         works: the all-reduces of the buckets that were launched, in order.
-        missing: for each of those, the slots without a gradient here.
+        missing: for each of those buckets, the slots without a gradient on this rank.
         reduced_before: gradients of earlier reductions to add, by index of the parameter.
     """
 
@@ -64,13 +77,13 @@ class Reducer:
     """Reduces the gradients of ``named`` parameters over ``group``.
 
     Args:
-        changed_buffers: whether buffers of this rank differ from those that ranks last agreed on;
-            asked before each reduction. None: nobody wants to know.
+        changed_buffers: tells whether buffers of this rank differ from those that the ranks last
+            agreed on; it is asked before each reduction. None: buffers are not watched.
 
     Attributes:
-        buckets: in the order in which they are launched; made by ``allocate``.
-        unused: indices of parameters without a gradient in the last reduction: here; everywhere.
-        buffers_changed: whether those of a rank had changed since this was last set to False.
+        buckets: the buckets in the order in which they are launched; ``allocate`` makes them.
+        unused: the parameters that got no gradient in the last reduction.
+        buffers_changed: whether buffers of a rank have changed since this was last set to False.
         rounds: how ranks agree on each step while some have no batches left; None outside ``join``.
     """
 
@@ -82,7 +95,7 @@ class Reducer:
         changed_buffers: Callable[[], bool] | None = None,
     ) -> None:
         self.buckets: tuple[Bucket, ...] = ()
-        self.unused: tuple[list[int], list[int]] = ([], [])
+        self.unused = UnusedIndices([], [])
         self.buffers_changed = False
         self.rounds: Rounds | None = None
         self._group = group
@@ -106,12 +119,8 @@ class Reducer:
 
     def _plan_buckets(self, order: Sequence[int] | None) -> tuple[BucketPlan, ...]:
         """Cut the parameters into buckets, and hook them."""
-        options = self._options
-        gradients = []
-        for _, param in self._named:
-            nbytes = param.numel() * options.wire_dtype(param.dtype).itemsize
-            gradients.append(Gradient(param.numel(), nbytes, param.dtype))
-        plans = plan_buckets(gradients, options.bucket_bytes, options.first_bucket_bytes, order)
+        params = [param for _, param in self._named]
+        plans = plan_buckets(params, self._options, order)
         if self._overlap or self._state.factor != 1:
             self._counter.register_hooks(plans, record=not self._is_rebuilt)
         return plans
@@ -123,7 +132,7 @@ class Reducer:
             self.buckets += (Bucket(b, plan, self._named, self._group, dtype),)
 
     def close(self) -> None:
-        """Leave the parameters alone, and give the memory back."""
+        """Remove all hooks from the parameters, and give the memory back."""
         self._discard_aborted()
         self._counter.remove_hooks()
         self._user_hooks.close()
@@ -135,7 +144,10 @@ class Reducer:
             bucket.close()
 
     def _rebuild_buckets(self) -> None:
-        """Make the buckets of a copy, or make them anew in the order of the first backward."""
+        """Make the buckets of a copy, or replace buckets once, after the first backward.
+
+        The new buckets follow the order in which gradients were ready in that backward.
+        """
         if self._ready_order is not None and not self._is_rebuilt:
             self._is_rebuilt = True
             order = torch.tensor(self._ready_order, device=self._group.device)
@@ -150,30 +162,30 @@ class Reducer:
     # Backward, in the order in which things happen -------------------------------------------
 
     def defer_hooks(self) -> None:
-        """Let hooks of users wait that were registered since the last forward or backward."""
+        """Defer the hooks that users have registered since the last forward or backward."""
         self._user_hooks.defer()
 
-    def prepare_for_backward(self, first: int | None = None) -> None:
-        """A backward begins, if none is under way. Called inside the engine.
+    def prepare_for_backward(self, arrived: int | None = None) -> None:
+        """Begin a backward, if none is under way; the autograd engine calls it.
 
-        Args:
-            first: the parameter whose gradient is there already, as nothing announced the backward.
+        ``arrived`` is the parameter whose gradient is already there, because no output of forward
+        has announced the backward; None if an output has.
         """
         if self._current() is not None:
             return
-        self._user_hooks.defer(None if first is None else self._named[first][1])
+        self._user_hooks.defer(None if arrived is None else self._named[arrived][1])
         reduces = self._syncing and self._overlap
         if reduces and torch.is_grad_enabled():
             self._state.check_graph()
         token = queue_end(self._finalize_backward if reduces else None)
         if reduces:
-            self._start(BackwardRecord(token, synced=True), first)
+            self._start(BackwardRecord(token, synced=True), arrived)
         else:
             self._backward = BackwardRecord(token, synced=False)
-            if first is not None or self._state.will_change():
-                self._make_local(first)
+            if arrived is not None or self._state.will_change():
+                self._make_local(arrived)
 
-    def _start(self, backward: BackwardRecord, first: int | None) -> None:
+    def _start(self, backward: BackwardRecord, arrived: int | None) -> None:
         """Expect one gradient of every parameter."""
         self._discard_aborted()
         self._trainable.compare(at_once=True)
@@ -182,8 +194,8 @@ class Reducer:
             backward.num_contributors = len(self.rounds.announce(JoinStep.BACKWARD))
         with torch.no_grad():
             if self._state.reduced:
-                self._state.check_unmixed(self.buckets, first)
-                local = None if first is None else self._named[first][1]
+                self._state.check_unmixed(self.buckets, arrived)
+                local = None if arrived is None else self._named[arrived][1]
                 for bucket in self.buckets:
                     backward.reduced_before.update(bucket.detach_reduced(local))
             self._rebuild_buckets()
@@ -199,7 +211,7 @@ class Reducer:
             self.buckets[b].copy_gradient_in(slot)
 
     def bucket_ready(self, b: int) -> None:
-        """Copy the gradients of a bucket into its buffer, and launch all that may go in order."""
+        """Fill the buffer of a bucket, and launch all buckets that are ready, in their order."""
         backward = self._backward
         assert backward is not None
         pending = self._counter.pending
@@ -209,13 +221,14 @@ class Reducer:
                 self._launch_bucket(backward, ())
 
     def unexpected_gradient(self, i: int, b: int) -> None:
-        """A gradient came in no backward, in one that does not reduce, or a second time in one."""
+        """Handle a gradient outside of a reducing backward, or the second one of a parameter."""
         backward = self._current()
         if backward is None:
-            # No output of forward led here: it hides in an object, or is not from forward.
-            self.prepare_for_backward(first=i)
+            # No output of forward has announced this backward: it is in an object that is not
+            # searched, or the loss does not come from forward.
+            self.prepare_for_backward(arrived=i)
             if self._syncing and self._overlap:
-                # The buckets may be new, so the numbers that the hook knows may be old.
+                # The buckets may have been replaced since the hook was made, so ``b`` may be old.
                 b = next(b for b, plan in enumerate(self._plans) if i in plan.indices)
                 self._counter.count(i, b, self._plans[b].indices.index(i))
         elif backward.synced and (b < len(backward.works) or self.buckets[b].casts):
@@ -226,22 +239,27 @@ class Reducer:
                 "backward under no_sync() and call sync_gradients() after it"
             )
 
-    def _launch_bucket(self, backward: BackwardRecord, missing: Sequence[int] | None) -> None:
-        """All-reduce the next bucket; ``missing`` slots are flagged. None: it is all zeros."""
+    def _launch_bucket(self, backward: BackwardRecord, missing: Sequence[int]) -> None:
+        """All-reduce the next bucket; the flags say that ``missing`` slots have no gradient."""
+        bucket = self.buckets[len(backward.works)]
+        bucket.set_flags(missing)
+        if bucket is self.buckets[-1]:
+            bucket.notices[TRAINABLE_CHANGED] = self._trainable.changed()
+        self._all_reduce_bucket(backward, missing)
+
+    def _all_reduce_bucket(self, backward: BackwardRecord, missing: Sequence[int]) -> None:
         b = len(backward.works)
         bucket = self.buckets[b]
-        if missing is not None:
-            bucket.set_flags(missing)
         if b == len(self.buckets) - 1:
-            bucket.notices[0] = self._changed_buffers is not None and self._changed_buffers()
-            bucket.notices[1] = missing is not None and self._trainable.changed()
+            changed = self._changed_buffers
+            bucket.notices[BUFFERS_CHANGED] = changed is not None and changed()
         if events.listening():
             events.emit("ddp.bucket", rank=self._world_rank, bucket=b, nbytes=bucket.nbytes)
         work = None
         if self._group.size > 1:
             work = self._group.all_reduce(bucket.wire, self._op, async_op=True, label=bucket.label)
         backward.works.append(work)
-        backward.missing.append(missing or ())
+        backward.missing.append(missing)
 
     @property
     def _op(self) -> str:
@@ -249,7 +267,7 @@ class Reducer:
         return "mean" if self._options.reduction == "mean" and self.rounds is None else "sum"
 
     def _finalize_backward(self) -> None:
-        """Backward is over: launch what is left, wait for all, finish the gradients."""
+        """End a backward: launch the remaining buckets, wait for all, finish the gradients."""
         backward = self._backward
         assert backward is not None
         with torch.no_grad():
@@ -264,21 +282,19 @@ class Reducer:
         for bucket in self.buckets:
             bucket.remember_version()
         if self._ready_order is None:
-            ready = dict.fromkeys(self._counter.order)
-            planned = (i for plan in self._plans for i in plan.indices)
-            self._ready_order = [*ready, *(i for i in planned if i not in ready)]
+            self._ready_order = self._counter.ready_order(self._plans)
         if events.listening():
             events.emit("ddp.backward", rank=self._world_rank, phase="end")
         self._trainable.compare(at_once=False)
-        everywhere = {*self.unused[1]}
-        params = ((i, p) for b in self.buckets for i, p in zip(b.indices, b.params, strict=True))
-        self._user_hooks.run(param for i, param in params if i not in everywhere)
+        unused = set(self.unused.everywhere)
+        indices = (i for bucket in self.buckets for i in bucket.indices)
+        self._user_hooks.run(self._named[i][1] for i in indices if i not in unused)
 
     def _launch_remaining(self, backward: BackwardRecord) -> None:
-        """Launch the buckets that wait for gradients which did not come."""
+        """Launch the buckets that still wait for a gradient, which backward did not make."""
         for b in range(len(backward.works), len(self.buckets)):
             bucket = self.buckets[b]
-            # A gradient of an earlier backward under no_sync, or of the user, counts.
+            # ``.grad`` may also come from an earlier backward under no_sync, or from the user.
             missing = [slot for slot, param in enumerate(bucket.params) if param.grad is None]
             if self._counter.pending[b] and not missing:
                 bucket.copy_in()
@@ -290,8 +306,8 @@ class Reducer:
                         bucket.copy_gradient_in(slot)
             self._launch_bucket(backward, missing)
 
-    def _wait(self, backward: BackwardRecord) -> tuple[list[int], list[int]]:
-        """Wait for every bucket and finish its gradients; what was unused here, and everywhere."""
+    def _wait(self, backward: BackwardRecord) -> UnusedIndices:
+        """Wait for every bucket, finish its gradients, and return the unused parameters."""
         here: list[int] = []
         everywhere: list[int] = []
         divisor = 1.0 if self._op == "mean" else self._options.divisor(backward.num_contributors)
@@ -302,10 +318,10 @@ class Reducer:
             here += [bucket.indices[slot] for slot in missing]
             everywhere += [bucket.indices[slot] for slot in bucket.finalize(divisor, missing)]
         notices = self.buckets[-1].notices
-        if self._changed_buffers is not None and bool(notices[0] != 0):
+        if self._changed_buffers is not None and bool(notices[BUFFERS_CHANGED] != 0):
             self.buffers_changed = True
-        self._trainable.take_answer(notices[1:])
-        return sorted(here), sorted(everywhere)
+        self._trainable.take_answer(notices[TRAINABLE_CHANGED].view(1))
+        return UnusedIndices(sorted(here), sorted(everywhere))
 
     # Without a backward ----------------------------------------------------------------------
 
@@ -339,11 +355,11 @@ class Reducer:
         self._make_local(None)
         add_gradient(param, gradient)
 
-    def _make_local(self, first: int | None) -> None:
-        self._state.make_local(self.buckets, first, ranks_may_leave=self.rounds is not None)
+    def _make_local(self, arrived: int | None) -> None:
+        self._state.make_local(self.buckets, arrived, ranks_may_leave=self.rounds is not None)
 
     def shadow_backward(self) -> None:
-        """Take part in a reduction of the other ranks, with nothing of our own."""
+        """Take part in a reduction of the other ranks, with zeros."""
         assert self.rounds is not None
         self._discard_aborted()
         self._trainable.compare(at_once=True, has_batch=False)
@@ -354,11 +370,11 @@ class Reducer:
             bucket.clear_gradients()
             bucket.wire.zero_()
         for _ in self.buckets:
-            self._launch_bucket(backward, None)
+            self._all_reduce_bucket(backward, ())
         self._wait(backward)
         self._trainable.compare(at_once=False, has_batch=False)
         self._state.reduced = False
-        # A rank with batches knows the order.
+        # This order is never used: the order is broadcast from a rank that has batches.
         self._ready_order = self._ready_order or list(range(len(self._named)))
 
     @property
@@ -373,7 +389,7 @@ class Reducer:
         return self._backward
 
     def _discard_aborted(self) -> None:
-        """Let the communication of an aborted backward end before its buffers are used again."""
+        """Wait for the all-reduces of an aborted backward, so that its buffers can be reused."""
         aborted, self._backward = self._backward, None
         if aborted is not None:
             for work in aborted.works:

@@ -1,10 +1,10 @@
-"""What makes ranks replicas: equal parameters, buffers that are made equal again, equal states.
+"""What makes ranks replicas: equal parameters, and buffers that are made equal again.
 
 [Note: when buffers are sent]
-A rank cannot know by itself whether the buffers of another one changed, and a broadcast that only
-some ranks issue is a hang. So each rank writes "mine changed" into one extra number of the last
-gradient bucket. After the reduction all ranks read the same sum, hence agree, at no extra
-communication. The next forward in training mode sends the buffers if a rank said yes.
+A rank cannot know by itself whether the buffers of another rank have changed, and a broadcast that
+only some ranks issue hangs. So each rank writes whether its buffers have changed into a notice of
+the last gradient bucket. After the reduction all ranks read the same sum, so they agree without
+further communication. If it is not zero, the next forward in training mode sends the buffers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from echelon.state.tensor_shard import Replication, whole
 
 @final
 class TrackedBuffers:
-    """The buffers of ``module``, and their state when the ranks last agreed.
+    """The buffers of ``module``, and the versions that the ranks last agreed on.
 
-    A buffer that is replaced (``module.mean = tensor``) is found, one that is registered later not.
+    A buffer that is replaced (``module.mean = tensor``) is tracked; one registered later is not.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -45,7 +45,7 @@ class TrackedBuffers:
 
     def tensors(self) -> list[Tensor]:
         """The buffers as they are now."""
-        return [tensor for home, name in self._slots if (tensor := home[name]) is not None]
+        return [tensor for buffers, name in self._slots if (tensor := buffers[name]) is not None]
 
     def changed(self) -> bool:
         """Whether a buffer was replaced or written since ``remember``."""
@@ -56,7 +56,7 @@ class TrackedBuffers:
         )
 
     def remember(self) -> None:
-        """Take the present state as the agreed one."""
+        """Remember the present versions as those that the ranks agree on."""
         self._known = [(tensor, tensor._version) for tensor in self.tensors()]
 
 
@@ -64,7 +64,7 @@ class TrackedBuffers:
 def broadcast_coalesced(
     tensors: Sequence[Tensor], group: Group, src: int, bucket_bytes: int, label: str
 ) -> None:
-    """Copy ``tensors`` of rank ``src`` to all ranks, in place; few, large broadcasts."""
+    """Copy ``tensors`` of rank ``src`` to all ranks, in place, in a few large broadcasts."""
     buckets = compute_buckets(
         [tensor.nbytes for tensor in tensors],
         bucket_bytes,
@@ -92,9 +92,9 @@ def broadcast_coalesced(
 def replicated_state(
     module: nn.Module, group: Group, broadcast_buffers: Collection[Tensor]
 ) -> ShardedState:
-    """What a rank holds of ``module``: all of it, as every rank of ``group`` does.
+    """The state of ``module``, of which every rank of ``group`` holds all.
 
-    Of ``broadcast_buffers`` rank 0's values count, of other buffers each rank has its own.
+    Rank 0's values of ``broadcast_buffers`` count; of other buffers every rank has its own values.
     """
     broadcast_ids = {id(buffer) for buffer in broadcast_buffers}
 

@@ -1,8 +1,8 @@
-"""Loss scaling for float16, of which all ranks of a group hold the same opinion.
+"""Loss scaling for float16, with the same scale and the same skipped steps on all ranks.
 
-Torch's ``GradScaler`` looks at the gradients of its own process. When every rank holds only its
-part of them, one that is not finite reaches one owner only: that rank would skip the step and the
-others would not, and from then on the weights would belong to no model.
+Torch's ``GradScaler`` inspects the gradients of its own process. If every rank holds only a part of
+them, a gradient that is not finite is on one rank only. That rank would skip the step and the
+others would not, and from then on the ranks would hold weights of different steps.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ class GradScaler(torch.amp.GradScaler):
     Law: after ``update()`` the scale is the same on all ranks, and either all ranks have stepped or
     none has.
 
-    All ranks call ``unscale_`` and ``step`` for the same optimizers in the same order: each
-    optimizer is looked at with one all-reduce of three numbers. ``ec.clip_grad_norm_`` belongs
-    between the two, as with torch.
+    All ranks call ``unscale_`` and ``step`` for the same optimizers in the same order: for each
+    optimizer there is one all-reduce of three numbers. ``ec.clip_grad_norm_`` is called between
+    the two, as with torch.
 
-    ``scale`` is called where there is a loss: of a ``Pipeline`` on the rank of the last stage, in
+    Call ``scale`` where there is a loss: for a ``Pipeline`` that is the rank of the last stage, in
     its ``loss_fn``.
 
     Args:
         group: the ranks that step together: those that share the model.
-        device: kind of device of the gradients; None: that of the group.
-        init_scale: what the first losses are multiplied by.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` steps.
-        backoff_factor: what the scale is multiplied by when a step was skipped.
-        growth_interval: steps in a row without a skipped one after which the scale grows.
-        enabled: whether to scale at all; False leaves a plain loop.
+        device: the kind of device of the gradients; None: that of the group.
+        init_scale: the factor of the first losses.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` steps.
+        backoff_factor: the scale is multiplied by it when a step was skipped.
+        growth_interval: the number of steps in a row, none of them skipped, after which the scale
+            grows.
+        enabled: whether to scale; with False the methods change nothing.
 
     Raises:
-        ArgumentError: ``group`` is no group, or a number is none that can scale.
-        StartMismatch: ranks have other numbers; on all of them.
+        ArgumentError: ``group`` is not a ``Group``, or a number cannot be used.
+        StartMismatch: the options differ between ranks; every rank raises it.
 
     Example:
         >>> def main(world):
@@ -92,12 +93,12 @@ class GradScaler(torch.amp.GradScaler):
         self._has_scaled = False
 
     def scale(self, outputs: Any) -> Any:
-        """``outputs``, one tensor or several, times the scale."""
+        """Multiply ``outputs``, a tensor or several, by the scale."""
         self._has_scaled = True
         return super().scale(outputs)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        # Torch makes the scale with the first loss, which a rank without the last stage never has.
+        # Torch makes the scale with the first loss; a rank without the last stage has no loss.
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(self._group.device)
         return super()._check_scale_growth_tracker(funcname)
@@ -109,36 +110,33 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """As torch's, for all ranks.
-
-        Raises:
-            StateError: no rank has scaled a loss.
-        """
-        # Torch refuses float16 gradients, because it takes them for those of a model without
-        # master weights. Here they may be reduced ones that were kept so on purpose.
+        """As torch's, for all ranks together; no step without a scaled loss."""
+        # Torch refuses float16 gradients, because it assumes a model without master weights. Here
+        # they may be reduced gradients that are float16 on purpose.
         infinite = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         device = self._group.device
-        # Something is not finite; something was looked at; a loss was scaled.
-        mine = torch.tensor([0.0, 0.0, float(self._has_scaled)], device=device)
+        # Whether this rank has a gradient that is not finite, has gradients, has scaled a loss.
+        flags = torch.tensor([0.0, 0.0, float(self._has_scaled)], device=device)
         for flag in infinite.values():
-            mine[0] = torch.maximum(mine[0], flag.to(device))
-            mine[1] = 1
-        self._group.all_reduce(mine, "max", label="whether gradients are finite")
-        if not (self._has_scaled or mine[2]):
+            flags[0] = torch.maximum(flags[0], flag.to(device))
+            flags[1] = 1
+        self._group.all_reduce(flags, "max", label="whether gradients are finite")
+        any_infinite, any_gradients, any_scaled = flags
+        if not (self._has_scaled or any_scaled):
             raise StateError(
                 "no rank has scaled a loss before this step: call scaler.scale(loss).backward(), "
                 "or give a Pipeline loss_fn=lambda output, target: scaler.scale(loss(output, "
                 "target))"
             )
         for flag in infinite.values():
-            flag.copy_(mine[0])
-        if not infinite and mine[1]:
-            infinite[device] = mine[0].clone()  # a rank without gradients steps with the others
+            flag.copy_(any_infinite)
+        if not infinite and any_gradients:
+            infinite[device] = any_infinite.clone()  # this rank steps with the others
         return infinite
 
 
 def _kind(device: object) -> str:
-    """``device``, if it is the text of a device."""
+    """Return ``device`` if it is the name of a device."""
     try:
         if isinstance(device, str):
             torch.device(device)
