@@ -19,11 +19,11 @@ Check = Callable[[object], object]
 @pytest.mark.parametrize(
     ("check", "good", "bad", "sentence"),
     [
-        (lambda v: checks.whole("n", v, low=1), 4, 0, "n is 0; give a whole number >= 1"),
-        (lambda v: checks.whole("n", v, high=9), 9, 10, "n is 10; give a whole number <= 9"),
-        (lambda v: checks.whole("n", v), 0, True, "n is True; give a whole number >= 0"),
-        (lambda v: checks.wholes("n", v), [1, 2], [1, "2"], r"n\[1\] is '2'; give a whole"),
-        (lambda v: checks.wholes("n", v), range(2), "12", "n is '12'; give a list of whole"),
+        (lambda v: checks.integer("n", v, low=1), 4, 0, "n is 0; give a whole number >= 1"),
+        (lambda v: checks.integer("n", v, high=9), 9, 10, "n is 10; give a whole number <= 9"),
+        (lambda v: checks.integer("n", v), 0, True, "n is True; give a whole number >= 0"),
+        (lambda v: checks.integers("n", v), [1, 2], [1, "2"], r"n\[1\] is '2'; give a whole"),
+        (lambda v: checks.integers("n", v), range(2), "12", "n is '12'; give a list of whole"),
         (lambda v: checks.number("x", v, 1.0), 1, 0.5, "x is 0.5; it must be a number of at least"),
         (lambda v: checks.number("x", v, 1.0, 2.0), 2.0, math.nan, "x is nan; .*, up to 2"),
         (lambda v: checks.positive("x", v), 0.1, 0, "x is 0; it must be a number > 0"),
@@ -55,7 +55,7 @@ def test_what_is_good_passes_and_what_is_bad_is_named(
 
 
 def test_numbers_are_pythons_own() -> None:
-    assert type(checks.whole("n", torch.tensor(3))) is int
+    assert type(checks.integer("n", torch.tensor(3))) is int
     assert type(checks.number("x", 3, 0.0)) is float
 
 

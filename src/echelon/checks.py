@@ -1,8 +1,8 @@
-"""What an argument must be: one line for each argument of a public call.
+"""Checks of the arguments of public calls.
 
 Each function refuses a value by an ``ArgumentError`` that names the argument and the value, and
-says what to give instead. Those that read numbers return them as Python's own. Knows no torch, so
-that schedules need none.
+says what to give instead. Those that read numbers return them as Python's own. This module imports
+no torch, so that schedules need none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Reduction = Literal["mean", "sum"] | float
 MOST = 2**48
 LARGEST = sys.float_info.max
 
-# By name of a class: what to give.
+# The text that says what to give, by the name of the class.
 _GIVE = {
     "Console": "a rich.console.Console",
     "Group": "a Group, such as world.group",
@@ -37,40 +37,40 @@ _GIVE = {
 }
 
 
-def whole(name: str, value: object, low: int = 0, high: int = MOST) -> int:
+def integer(name: str, value: object, low: int = 0, high: int = MOST) -> int:
     """``value`` as an int, if it is a whole number with ``low <= value <= high``.
 
     Example:
-        >>> whole("ranks", 4, low=1)
+        >>> integer("ranks", 4, low=1)
         4
-        >>> whole("ranks", 0, low=1)
+        >>> integer("ranks", 0, low=1)
         Traceback (most recent call last):
         echelon.errors.ArgumentError: ranks is 0; give a whole number >= 1
     """
     try:
-        found = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # a tensor of several elements raises the second
-        found = None
-    if found is None or found < low:
+        index = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a tensor of several elements raises a ValueError
+        index = None
+    if index is None or index < low:
         raise ArgumentError(f"{name} is {value!r:.80}; give a whole number >= {low}")
-    if found > high:
+    if index > high:
         raise ArgumentError(f"{name} is {value!r:.80}; give a whole number <= {high}")
-    return found
+    return index
 
 
-def wholes(name: str, values: object) -> list[int]:
+def integers(name: str, values: object) -> list[int]:
     """``values`` as a list of whole numbers >= 0."""
     if isinstance(values, str) or not isinstance(values, Sequence | range):
         raise ArgumentError(f"{name} is {values!r:.80}; give a list of whole numbers")
-    return [whole(f"{name}[{i}]", value) for i, value in enumerate(values)]
+    return [integer(f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 
 def number(name: str, value: object, low: float, high: float = LARGEST) -> float:
     """``value`` as a float, if it is a number with ``low <= value <= high``."""
-    found = _number(value)
-    if found is None or not low <= found <= high:
+    parsed = _number(value)
+    if parsed is None or not low <= parsed <= high:
         raise ArgumentError(_limits(name, value, f"of at least {low:g}", high))
-    return found
+    return parsed
 
 
 def positive(name: str, value: object, high: float = LARGEST) -> float:
@@ -81,14 +81,14 @@ def positive(name: str, value: object, high: float = LARGEST) -> float:
         Traceback (most recent call last):
         echelon.errors.ArgumentError: timeout is 0; it must be a number > 0
     """
-    found = _number(value)
-    if found is None or not 0 < found <= high:
+    parsed = _number(value)
+    if parsed is None or not 0 < parsed <= high:
         raise ArgumentError(_limits(name, value, "> 0", high))
-    return found
+    return parsed
 
 
 def _number(value: object) -> float | None:
-    """``value`` as a float; None if it is no number."""
+    """``value`` as a float; None if it is not a number."""
     known = isinstance(value, int | float) and not isinstance(value, bool)
     try:
         return float(value) if known else None  # type: ignore[arg-type]
@@ -102,14 +102,14 @@ def _limits(name: str, value: object, low: str, high: float) -> str:
 
 
 def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Refuse a ``value`` that is none of ``allowed``."""
+    """Refuse a ``value`` that is not one of ``allowed``."""
     if not any(value is item or (type(value) is type(item) and value == item) for item in allowed):
         raise ArgumentError(f"{name} is {value!r:.80}; use one of {', '.join(map(repr, allowed))}")
 
 
 def floating(name: str, value: object) -> None:
-    """Refuse what is neither a floating point dtype nor None."""
-    # True for such a dtype; a tensor has a method of that name.
+    """Refuse a value that is neither a floating point dtype nor None."""
+    # The attribute is True for such a dtype; a tensor has a method of that name.
     if value is not None and getattr(value, "is_floating_point", None) is not True:
         raise ArgumentError(
             f"{name} is {value!r:.80}; give a floating point dtype such as torch.bfloat16"
@@ -117,7 +117,7 @@ def floating(name: str, value: object) -> None:
 
 
 def instance(name: str, value: object, kind: type, *, or_none: bool = False) -> None:
-    """Refuse what is no ``kind``; None is one too with ``or_none``.
+    """Refuse a value that is not a ``kind``; with ``or_none``, None is accepted too.
 
     Example:
         >>> instance("name", 3, str)
@@ -129,40 +129,40 @@ def instance(name: str, value: object, kind: type, *, or_none: bool = False) -> 
 
 
 def function(name: str, value: object, of: str, *, or_none: bool = False) -> None:
-    """Refuse what cannot be called with what ``of`` says; None can be with ``or_none``."""
+    """Refuse a value that is not a function of ``of``; with ``or_none``, None is accepted too."""
     if not (callable(value) or (or_none and value is None)):
         raise ArgumentError(f"{name} is {value!r:.80}; give a function of {of}")
 
 
 def flag(name: str, value: object) -> None:
-    """Refuse what is neither True nor False."""
+    """Refuse a value that is neither True nor False."""
     one_of(name, value, (True, False))
 
 
 def mapping(name: str, value: object) -> None:
-    """Refuse what has no values by name."""
+    """Refuse a value that is not a mapping with texts as keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ArgumentError(f"{name} is {value!r:.80}; give values by name, as in a dict")
 
 
 def path(name: str, value: object) -> None:
-    """Refuse what names no file or folder."""
+    """Refuse a value that is not the path of a file or folder."""
     if not isinstance(value, str | os.PathLike):
         raise ArgumentError(f"{name} is {value!r:.80}; give a path")
 
 
 def rank(name: str, value: object, size: int) -> None:
-    """Refuse what is no rank of a group of ``size``, by a ``RankError``."""
+    """Refuse a value that is not a rank of a group of ``size``; raises ``RankError``."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < size:
         raise RankError(name, value, size)
 
 
 def reduction(value: object) -> None:
-    """Refuse what is no ``Reduction``."""
+    """Refuse a value that is not a ``Reduction``."""
     if isinstance(value, str) and value in ("mean", "sum"):
         return
-    found = _number(value)
-    if found is None or not 0 < found <= LARGEST:
+    parsed = _number(value)
+    if parsed is None or not 0 < parsed <= LARGEST:
         raise ArgumentError(
             f"reduction is {value!r:.80}; use 'mean', 'sum' or the number > 0 that divides the sum"
         )

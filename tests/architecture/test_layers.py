@@ -31,7 +31,6 @@ LAYERS: list[set[str]] = [
     {"testing", "train"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
     {"plan"},
-    {"planner"},
     {"cli"},
     {"__main__"},
     {PACKAGE},  # __init__.py: the public names

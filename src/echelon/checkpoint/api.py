@@ -232,7 +232,7 @@ def _check_request(request: Request) -> None:
     for name in ("strict", "fallback", "rng"):
         checks.flag(name, getattr(request, name))
     if request.step is not None:
-        checks.whole("step", request.step, high=MAX_STEP)
+        checks.integer("step", request.step, high=MAX_STEP)
 
 
 def _count_on(step: int, given: CheckpointItems) -> None:
@@ -260,9 +260,9 @@ def _begun(
 ) -> Saving:
     """A save whose arguments are right, and which all ranks have begun."""
     checks.flag("rng", rng)
-    step = checks.whole("step", step, high=MAX_STEP)
+    step = checks.integer("step", step, high=MAX_STEP)
     root = _folder(directory)
-    keep = None if keep is None else checks.whole("keep", keep, low=1)
+    keep = None if keep is None else checks.integer("keep", keep, low=1)
     _settle(given.group)
     saving = Saving(Coordinator(given.group, root), root, step, keep)
     saving.begin(call, given, rng=rng)

@@ -107,7 +107,7 @@ class Arguments:
 
     def splits(self, what: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:
         """Lengths of the parts of ``tensor`` for all ranks, in elements."""
-        lengths = checks.wholes("splits", splits)
+        lengths = checks.integers("splits", splits)
         if len(lengths) != self.size or sum(lengths) != tensor.numel():
             raise ArgumentError(
                 f"splits {lengths} do not cut the {tensor.numel()} elements of {what} "
@@ -130,7 +130,7 @@ class Arguments:
                     f"give {what}_splits"
                 )
             splits = [rows // self.size] * self.size
-        lengths = checks.wholes(f"{what}_splits", splits)
+        lengths = checks.integers(f"{what}_splits", splits)
         if len(lengths) != self.size or sum(lengths) != rows:
             raise ArgumentError(
                 f"{op}: {what}_splits {lengths} do not cut {rows} rows for {self.size} ranks"
@@ -142,7 +142,7 @@ class Arguments:
         """What a window or a shared tensor is made of: its number of elements."""
         if not isinstance(dtype, torch.dtype) or str(dtype).startswith(_QUANTIZED):
             raise ArgumentError(f"{op}: dtype is {dtype!r:.80}; give a dtype of plain numbers")
-        return checks.whole(f"{op}: numel", numel)
+        return checks.integer(f"{op}: numel", numel)
 
     def members(self, ranks: object) -> list[int]:
         """The ranks of a subgroup, sorted, each once."""

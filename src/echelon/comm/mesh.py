@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from echelon.checks import whole
+from echelon.checks import integer
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, RankError
 
@@ -85,7 +85,7 @@ def _lengths(size: int, axes: Mapping[str, int]) -> dict[str, int]:
     if not axes:
         raise ArgumentError("a mesh needs at least one axis, such as world.mesh(dp=2, pp=2)")
     for name, length in axes.items():
-        whole(f"axis {name}", length, low=-1)
+        integer(f"axis {name}", length, low=-1)
     free = [name for name, length in axes.items() if length == -1]
     known = prod(length for length in axes.values() if length != -1)
     if len(free) > 1 or known < 1:

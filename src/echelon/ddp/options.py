@@ -40,7 +40,7 @@ class DDPOptions:
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "first_bucket_bytes"):
-            checks.whole(name, getattr(self, name))
+            checks.integer(name, getattr(self, name))
         checks.one_of("sync", self.sync, get_args(Sync))
         checks.one_of("init", self.init, get_args(Init))
         checks.flag("broadcast_buffers", self.broadcast_buffers)

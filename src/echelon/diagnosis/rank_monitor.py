@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from echelon.checks import whole
+from echelon.checks import integer
 from echelon.diagnosis import stacks
 from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder, Phase, RankStatus
 from echelon.diagnosis.root_cause import held_up_by
@@ -257,7 +257,7 @@ class StepCounter:
 
     @number.setter
     def number(self, number: int) -> None:
-        self._first = self._number = whole("step", number)
+        self._first = self._number = integer("step", number)
         self._taken.clear()
         self._note(self._number)
 

@@ -58,7 +58,7 @@ def whole() -> Rule:
 
 def by_size(num_parameters: int) -> Rule:
     """Modules with at least ``num_parameters`` that no unit inside them has claimed."""
-    least = checks.whole("by_size(num_parameters)", num_parameters, low=1)
+    least = checks.integer("by_size(num_parameters)", num_parameters, low=1)
 
     def claims(module: nn.Module, numel: int, rest: int) -> bool:
         return not isinstance(module, nn.ModuleList | nn.ModuleDict) and rest >= least

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from echelon.checks import positive, whole
+from echelon.checks import integer, positive
 from echelon.comm import shm
 from echelon.comm.streams import is_cpu, local_device
 from echelon.comm.threads.exit_handlers import guarded_exit
@@ -77,7 +77,7 @@ def run(
     """
     if not callable(fn):
         raise ArgumentError(f"fn is {fn!r:.80}; give a function that takes a World")
-    ranks = whole("ranks", ranks, low=1, high=MOST_RANKS)
+    ranks = integer("ranks", ranks, low=1, high=MOST_RANKS)
     if not isinstance(args, list | tuple):
         raise ArgumentError(f"args is {args!r:.80}; give a tuple of what fn takes after the world")
     timeout = positive("timeout", timeout, threading.TIMEOUT_MAX)

@@ -52,7 +52,7 @@ class CommMeter:
     """
 
     def __init__(self, rank: int) -> None:
-        self.rank = checks.whole("rank", rank)
+        self.rank = checks.integer("rank", rank)
         self.totals: dict[str, CommTotal] = {}
         self._lock = threading.Lock()  # hooks of a backward may issue from other threads
 
@@ -90,7 +90,7 @@ class MemoryMeter:
     """
 
     def __init__(self, rank: int) -> None:
-        self.rank = checks.whole("rank", rank)
+        self.rank = checks.integer("rank", rank)
         self.totals: dict[str, PeakBytes] = {}
         self._lock = threading.Lock()  # backward may emit from threads of autograd
 

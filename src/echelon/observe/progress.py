@@ -82,7 +82,7 @@ class Progress:
         interval_s: float = 5.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.total_steps = checks.whole("total_steps", total_steps, low=1)
+        self.total_steps = checks.integer("total_steps", total_steps, low=1)
         checks.instance("unit", unit, str)
         checks.instance("console", console, Console, or_none=True)
         checks.function("clock", clock, "nothing, which gives seconds")

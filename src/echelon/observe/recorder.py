@@ -54,7 +54,7 @@ class RunInfo:
     config: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        checks.whole("total_steps", self.total_steps, low=1)
+        checks.integer("total_steps", self.total_steps, low=1)
         checks.instance("unit", self.unit, str)
         checks.mapping("references", self.references)
         checks.mapping("config", self.config)

@@ -38,10 +38,10 @@ class Trace:
     """
 
     def __init__(self, rank: int, limit: int = 200_000) -> None:
-        self.rank = checks.whole("rank", rank)
+        self.rank = checks.integer("rank", rank)
         self.rows: list[Row] = []
         self.dropped = 0
-        self._limit = checks.whole("limit", limit)
+        self._limit = checks.integer("limit", limit)
         self._memory: dict[str, int] = {}
         self._begun: float | None = None
         self._lock = threading.Lock()

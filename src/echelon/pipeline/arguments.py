@@ -52,7 +52,7 @@ def check_arguments(
         )
     if schedule_options and isinstance(schedule, Schedule):
         raise ArgumentError(f"options {sorted(schedule_options)} belong to a schedule's name")
-    checks.whole("microbatches", microbatches, low=1)
+    checks.integer("microbatches", microbatches, low=1)
     checks.function("loss_fn", loss_fn, "output and target", or_none=True)
 
 
@@ -80,7 +80,7 @@ class PipelineOptions:
         checks.flag("recompute", self.recompute)
         checks.one_of("reduce_every", self.reduce_every, get_args(ReduceEvery))
         if self.window_nbytes is not None:
-            checks.whole("window_nbytes", self.window_nbytes)
+            checks.integer("window_nbytes", self.window_nbytes)
         checks.function("materialize", self.materialize, "a module", or_none=True)
 
 

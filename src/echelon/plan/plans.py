@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from inspect import Parameter, signature
 from typing import Any, Self, final
 
-from echelon.checks import instance, mapping, one_of, whole
+from echelon.checks import instance, integer, mapping, one_of
 from echelon.comm.world import World
 from echelon.ddp import DDP
 from echelon.ddp.options import DDPOptions
@@ -71,7 +71,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in (*AXES, "chunks"):
-            whole(name, getattr(self, name), low=1)
+            integer(name, getattr(self, name), low=1)
         for name in ("pipeline", "fsdp", "ddp"):
             mapping(name, getattr(self, name))
             object.__setattr__(self, name, dict(getattr(self, name)))  # which nobody else changes

@@ -106,8 +106,8 @@ class FiniteGuard:
         if most_skips is not None and action is not NonFinite.SKIP:
             raise ArgumentError(f"most_skips is {most_skips!r:.80}, and {action} skips nothing")
         most_skips = MOST_SKIPS if most_skips is None else most_skips
-        self._most_skips = checks.whole("most_skips", most_skips)
-        self.step = checks.whole("first_step", first_step) - 1
+        self._most_skips = checks.integer("most_skips", most_skips)
+        self.step = checks.integer("first_step", first_step) - 1
         options = {"action": action.name, "most_skips": self._most_skips, "first_step": first_step}
         agree(group, {f"option {name} of FiniteGuard": value for name, value in options.items()})
         self._model, self._group, self._action = model, group, action

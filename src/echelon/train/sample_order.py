@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.checks import flag, whole
+from echelon.checks import flag, integer
 from echelon.errors import ArgumentError
 
 _Positions = NDArray[np.uint64]
@@ -40,9 +40,9 @@ class SampleOrder:
 
     def __post_init__(self) -> None:
         numbers = {
-            "num_samples": whole("num_samples", self.num_samples, low=1),
-            "batch_size": whole("batch_size", self.batch_size, low=1),
-            "seed": whole("seed", self.seed, high=2**64 - 1),
+            "num_samples": integer("num_samples", self.num_samples, low=1),
+            "batch_size": integer("batch_size", self.batch_size, low=1),
+            "seed": integer("seed", self.seed, high=2**64 - 1),
         }
         for name, value in numbers.items():  # as integers of Python, whatever they were
             object.__setattr__(self, name, value)

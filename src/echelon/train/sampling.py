@@ -17,7 +17,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from echelon.checks import whole
+from echelon.checks import integer
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, RankError, StateError
 from echelon.train.sample_order import SampleOrder
@@ -152,7 +152,7 @@ class ResumableSampler(Sampler[Any]):
             StateError: the ranks of the group stand at different positions.
         """
         if epochs is not None:
-            whole("epochs", epochs, low=1)
+            integer("epochs", epochs, low=1)
         single = self._is_single(loader)
         if self._group is not None:
             self._check_agreement(self._group)
@@ -190,8 +190,8 @@ class ResumableSampler(Sampler[Any]):
                 f"the state is of another order of samples: {', '.join(differs)}. To go on from it "
                 "would repeat some samples and drop others: use what it was saved with"
             )
-        epoch = whole("epoch of the state", state["epoch"])
-        position = whole("position of the state", state["position"], high=self._order.end - 1)
+        epoch = integer("epoch of the state", state["epoch"])
+        position = integer("position of the state", state["position"], high=self._order.end - 1)
         if position % self._order.batch_size:
             raise ArgumentError(
                 f"position of the state is {position}, inside a batch of {self._order.batch_size}"
@@ -353,8 +353,8 @@ def _rank_and_size(group: object) -> tuple[int, int]:
             f"group is {group!r:.80}; give a Group such as world.group or mesh['dp'], "
             "or a tuple (rank, size)"
         )
-    size = whole("size", group[1], low=1)
-    rank = whole("rank", group[0])
+    size = integer("size", group[1], low=1)
+    rank = integer("rank", group[0])
     if rank >= size:
         raise RankError("rank", rank, size)
     return rank, size

@@ -79,7 +79,7 @@ class GradScaler(torch.amp.GradScaler):
             "init_scale": checks.positive("init_scale", init_scale, _LARGEST),
             "growth_factor": checks.positive("growth_factor", growth_factor, _LARGEST),
             "backoff_factor": checks.positive("backoff_factor", backoff_factor),
-            "growth_interval": checks.whole("growth_interval", growth_interval, low=1),
+            "growth_interval": checks.integer("growth_interval", growth_interval, low=1),
             "enabled": enabled,
         }
         if not options["backoff_factor"] < 1 < options["growth_factor"]:

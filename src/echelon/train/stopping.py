@@ -17,7 +17,7 @@ from typing import ClassVar, Final, Self, final
 
 import torch
 
-from echelon.checks import instance, positive, whole
+from echelon.checks import instance, integer, positive
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError
 from echelon.process.main_thread import in_main_thread
@@ -152,7 +152,7 @@ class StopSignals:
         instance("group", group, Group)
         self._group = group
         self._numbers = _numbers(signals)
-        self._every = whole("every", every, low=1)
+        self._every = integer("every", every, low=1)
         self._grace_s = None if grace_s is None else positive("grace_s", grace_s)
         self._open = False
         self._num_calls = 0
@@ -245,7 +245,7 @@ def _numbers(signals: object) -> tuple[signal.Signals, ...]:
     """``signals``, each once, if they can be caught."""
     if not isinstance(signals, Sequence) or isinstance(signals, str) or not signals:
         raise ArgumentError(f"signals is {signals!r:.80}; give a list such as [signal.SIGTERM]")
-    numbers = [whole(f"signals[{i}]", number) for i, number in enumerate(signals)]
+    numbers = [integer(f"signals[{i}]", number) for i, number in enumerate(signals)]
     for number in numbers:
         if number not in _CATCHABLE:
             raise ArgumentError(f"signals has {number}, which is no signal that can be caught")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from echelon.checks import whole
+from echelon.checks import integer
 from echelon.errors import ArgumentError
 from echelon.pipeline.schedules import looped, vshaped
 from echelon.pipeline.schedules.controllable import v_half, v_min
@@ -79,8 +79,8 @@ def schedule(
     if not isinstance(name, str) or name not in FAMILIES:
         raise ArgumentError(f"there is no schedule {name!r:.80}; use one of {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    stages, ranks = whole("stages", stages, low=1), whole("world size", ranks, low=1)
-    microbatches = whole("microbatches", microbatches, low=1)
+    stages, ranks = integer("stages", stages, low=1), integer("world size", ranks, low=1)
+    microbatches = integer("microbatches", microbatches, low=1)
     _fits(name, family, stages, ranks)
     known = family.options
     for option, value in options.items():

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from echelon.checks import number, whole
+from echelon.checks import integer, number
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.ir import Schedule, check_type
@@ -85,7 +85,7 @@ def split(
 def _check_num_stages(
     module: nn.Module, blocks: Blocks, num_stages: int, schedule: Schedule | None
 ) -> None:
-    whole("num_stages", num_stages, 1)
+    integer("num_stages", num_stages, 1)
     if schedule is not None:
         check_type(schedule)
     if num_stages > blocks.num_blocks:
