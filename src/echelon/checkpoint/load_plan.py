@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast, final
@@ -12,22 +11,22 @@ from torch import Tensor
 
 from echelon.checkpoint.format import Manifest
 from echelon.checkpoint.records import SavedTensor
-from echelon.checkpoint.sections import Json, per_rank_name
+from echelon.checkpoint.sections import Json, parse_per_rank_name, per_rank_name
 from echelon.errors import CheckpointCorrupt
 from echelon.state.tensor_shard import Replication, TensorShard
 from echelon.values.decoding import decode
 from echelon.values.value_types import DTYPES, nbytes_of
 
-_OWN = re.compile(r"own/[0-9]+/(.+)")  # as per_rank_name gives it
-_MOST_TIMES = 16  # that a tensor is loaded: several that are tied may be apart here
+# New memory may be so many times the bytes of the step, as tied tensors may be separate here.
+_MAX_COPIES = 16
 
 
 class ReadItem(NamedTuple):
-    """Memory that a range of a saved tensor goes into.
+    """Memory that a range of a saved tensor is read into.
 
     Attributes:
         saved: the tensor.
-        start: of the range.
+        start: first element of the range, in the flattened tensor.
         values: the memory.
     """
 
@@ -39,19 +38,20 @@ class ReadItem(NamedTuple):
 @final
 @dataclass(kw_only=True, eq=False)
 class LoadPlan:
-    """What a step gives to one rank, found before a byte of it moves.
+    """What a step gives to one rank, planned before a byte of it moves.
 
     Attributes:
         manifest: of the step.
         path: of the step, for messages.
-        rank: of this one.
-        size: how many load.
-        live: memory that the user sees already; it is written when all is known to be good.
-        fresh: memory that nobody sees yet.
-        used: names of the step that have a place here.
-        missing: what the step does not have.
+        rank: the rank that loads.
+        size: how many ranks load.
+        live: memory that the user sees already; it is written when all bytes are verified.
+        fresh: new memory, which the user does not see yet.
+        used: names in the step that have a place here.
+        missing: names that the step does not have.
         differing: what has another shape or dtype, by name.
-        apart: what ranks had values of their own of, which cannot be given back.
+        not_restored: names whose values differed between ranks and are not given back to each
+            rank, because another number of ranks loads.
     """
 
     manifest: Manifest
@@ -63,19 +63,16 @@ class LoadPlan:
     used: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
     differing: dict[str, str] = field(default_factory=dict)
-    apart: list[str] = field(default_factory=list)
+    not_restored: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._by_name = {
-            name: saved
-            for saved in self.manifest.tensors.values()
-            for name in (saved.name, *saved.ties)
-        }
-        found = map(_OWN.fullmatch, self.manifest.tensors)
-        self._apart = {match[1] for match in found if match is not None}
         tensors = self.manifest.tensors.values()
-        self._most = _MOST_TIMES * sum(nbytes_of(one.dtype, one.shape) for one in tensors)
-        self._claimed = 0
+        self._by_name = {name: saved for saved in tensors for name in (saved.name, *saved.ties)}
+        parsed = map(parse_per_rank_name, self.manifest.tensors)
+        self._names_saved_per_rank = {name for name in parsed if name is not None}
+        nbytes = sum(nbytes_of(saved.dtype, saved.shape) for saved in tensors)
+        self._max_nbytes = _MAX_COPIES * nbytes
+        self._claimed_nbytes = 0
         self._values: dict[str, Tensor] = {}
 
     @property
@@ -92,120 +89,112 @@ class LoadPlan:
         """The tensor that has one of these names."""
         return next((self._by_name[name] for name in names if name in self._by_name), None)
 
-    def fits(self, names: Sequence[str], shape: tuple[int, ...]) -> bool:
-        """Whether the step has a tensor of one of these names that has this shape."""
-        saved = self.find(names)
-        return saved is not None and saved.shape == shape
-
     def claim(self, nbytes: int) -> None:
-        """Say that memory is taken for what the step has.
+        """Count new memory, and refuse a step that asks for far more than its tensors take.
 
         Raises:
-            CheckpointCorrupt: it is far more than the step itself takes, which somebody has made
-                so.
+            CheckpointCorrupt: somebody has made the manifest so.
         """
-        self._claimed += nbytes
-        if self._claimed > self._most:
+        self._claimed_nbytes += nbytes
+        if self._claimed_nbytes > self._max_nbytes:
             raise CheckpointCorrupt(
-                f"asks for more than {self._most} bytes of memory, {_MOST_TIMES} times of what its "
-                "tensors have",
+                f"asks for more than {self._max_nbytes} bytes of memory, which is {_MAX_COPIES} "
+                "times what its tensors take",
                 self.path,
             )
 
-    def place(self, shard: TensorShard, *, fresh: bool = False) -> bool:
-        """Have a range of this rank read, if the step has it and it fits; whether it will be."""
+    def source_of(self, shard: TensorShard, dtype: torch.dtype) -> SavedTensor | None:
+        """The tensor that a range is to be read from; None if the step has none that fits.
+
+        What does not fit is recorded for the report to the user.
+
+        Args:
+            dtype: of the memory that the range is read into.
+        """
         saved = self.find(shard.names)
         if saved is None:
             self.missing.append(shard.name)
-            return False
+            return None
         self.used.add(saved.name)
-        per_rank = shard.replication is Replication.PER_RANK
-        chosen = self._own(saved, self.same_size) if per_rank else saved
-        problem = _misfit(chosen, shard)
-        if problem is not None:
+        if shard.replication is Replication.PER_RANK:
+            saved = self._tensor_of_this_rank(saved, self.same_size)
+        saved_dtype = DTYPES[saved.dtype]
+        if saved.shape != shard.shape:
+            problem = f"saved as {list(saved.shape)}, here {list(shard.shape)}"
             self.differing[shard.name] = problem
-        if chosen.shape != shard.shape or not _converts(chosen, shard):
-            return False
-        (self.fresh if fresh else self.live).append(ReadItem(chosen, shard.start, shard.values))
-        return True
+            return None
+        if saved_dtype != dtype:
+            self.differing[shard.name] = f"saved as {saved_dtype}, here {dtype}"
+        return saved if torch.can_cast(saved_dtype, dtype) else None
 
-    def _own(self, saved: SavedTensor, has_own: bool) -> SavedTensor:
-        """This rank's own values, where ranks had different ones."""
-        if saved.name not in self._apart:
+    def place(self, shard: TensorShard) -> None:
+        """Have a range of the model read into its memory, if the step has it and it fits."""
+        saved = self.source_of(shard, shard.values.dtype)
+        if saved is not None:
+            self.live.append(ReadItem(saved, shard.start, shard.values))
+
+    def _tensor_of_this_rank(self, saved: SavedTensor, restores_per_rank: bool) -> SavedTensor:
+        """This rank's values of a tensor whose values may differ between ranks."""
+        if saved.name not in self._names_saved_per_rank:
             return saved
         if not self.same_size:
-            self.apart.append(saved.name)
+            self.not_restored.append(saved.name)
         name = per_rank_name(self.rank, saved.name)
-        return self.manifest.tensors.get(name, saved) if has_own else saved
+        return self.manifest.tensors.get(name, saved) if restores_per_rank else saved
 
-    def value(self, section: Json, name: str, *, by_place: bool = False) -> Any:
+    def value(self, section: Json, name: str, *, restores_per_rank: bool | None = None) -> Any:
         """A value as it was saved; its tensors have memory that is read later.
 
         Args:
-            by_place: whether ranks that were there get their own on any number of ranks.
+            restores_per_rank: whether this rank gets the values that it saved itself, where they
+                differed between ranks; None: if as many ranks load as have saved.
         """
-        has_own = self.same_size or (by_place and self.rank < self.saved_size)
+        if restores_per_rank is None:
+            restores_per_rank = self.same_size
         facts = section.get("value")
         if "by_rank" in section:
-            facts = section["by_rank"][self.rank if has_own else 0]
+            facts = section["by_rank"][self.rank if restores_per_rank else 0]
             if not self.same_size:
-                self.apart.append(name)
-        return decode(facts, _Fresh(self, name, has_own), f"{self.path}: {name}")
+                self.not_restored.append(name)
+        return decode(facts, _FreshTensors(self, name, restores_per_rank), f"{self.path}: {name}")
 
-    def members_apart(self, section: Json, name: str) -> set[str]:
-        """The members of a value, a dict, of which ranks had their own."""
-        facts = [one for one in section.get("by_rank", ()) if isinstance(one, dict)]
-        found = {key for one in facts for key in one if one[key] != facts[0].get(key)}
-        tensors = (path.split("/") for path in self._apart)
-        return found | {path[1] for path in tensors if path[0] == name and len(path) > 1}
+    def differing_members(self, section: Json, name: str) -> set[str]:
+        """The members of a dict whose values differed between the ranks that saved."""
+        by_rank = [facts for facts in section.get("by_rank", ()) if isinstance(facts, dict)]
+        keys = {key for facts in by_rank for key in facts if facts[key] != by_rank[0].get(key)}
+        paths = (path.split("/") for path in self._names_saved_per_rank)
+        return keys | {path[1] for path in paths if path[0] == name and len(path) > 1}
 
-    def fresh_value(self, name: str, has_own: bool) -> Tensor:
-        """The memory of a tensor of a value, which is read later; once for each tensor.
-
-        Args:
-            has_own: whether this rank gets its own, where ranks had different ones.
+    def fresh_value(self, name: str, restores_per_rank: bool) -> Tensor:
+        """The memory of a tensor of a value, which is read later; each tensor has one memory.
 
         Raises:
             KeyError: the step has no such tensor.
         """
-        found = self.find([name])
-        if found is None:
+        shared = self.find([name])
+        if shared is None:
             raise KeyError(name)
-        self.used.add(found.name)
-        if found.name not in self._values:
-            chosen = self._own(found, has_own)
-            self.claim(nbytes_of(chosen.dtype, chosen.shape))
-            values = torch.empty(chosen.shape, dtype=DTYPES[chosen.dtype], device="cpu")
-            self.fresh.append(ReadItem(chosen, 0, values))
-            self._values[found.name] = values
-        return self._values[found.name]
+        self.used.add(shared.name)
+        if shared.name not in self._values:
+            saved = self._tensor_of_this_rank(shared, restores_per_rank)
+            self.claim(nbytes_of(saved.dtype, saved.shape))
+            values = torch.empty(saved.shape, dtype=DTYPES[saved.dtype], device="cpu")
+            self.fresh.append(ReadItem(saved, 0, values))
+            self._values[shared.name] = values
+        return self._values[shared.name]
 
 
-class _Fresh(Mapping[str, Tensor]):
-    """The tensors of a value, each made when it is asked for."""
+class _FreshTensors(Mapping[str, Tensor]):
+    """The tensors of a value; memory for each is allocated when it is first looked up."""
 
-    def __init__(self, plan: LoadPlan, name: str, has_own: bool) -> None:
-        self._plan, self._name, self._has_own = plan, name, has_own
+    def __init__(self, plan: LoadPlan, name: str, restores_per_rank: bool) -> None:
+        self._plan, self._name, self._restores_per_rank = plan, name, restores_per_rank
 
     def __getitem__(self, path: str) -> Tensor:
-        return self._plan.fresh_value(f"{self._name}/{path}", self._has_own)
+        return self._plan.fresh_value(f"{self._name}/{path}", self._restores_per_rank)
 
     def __iter__(self) -> Iterator[str]:
         return iter(())
 
     def __len__(self) -> int:
         return 0
-
-
-def _misfit(saved: SavedTensor, shard: TensorShard) -> str | None:
-    """How a saved tensor differs from what is here; None if it does not."""
-    if saved.shape != shard.shape:
-        return f"saved as {list(saved.shape)}, here {list(shard.shape)}"
-    dtype = DTYPES[saved.dtype]
-    if dtype != shard.values.dtype:
-        return f"saved as {dtype}, here {shard.values.dtype}"
-    return None
-
-
-def _converts(saved: SavedTensor, shard: TensorShard) -> bool:
-    return torch.can_cast(DTYPES[saved.dtype], shard.values.dtype)

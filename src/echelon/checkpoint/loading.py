@@ -227,9 +227,10 @@ class _Loading:
             if section.get("kind") == "value" and name not in given.objects:
                 self._values[name] = plan.value(section, name)
         if self._request.rng and sections.get(RANDOM, {}).get("kind") == "random":
-            self._random = plan.value(sections[RANDOM], RANDOM, by_place=True)
-            if plan.saved_size < min(2, size):  # of one rank it is not known what others had
-                plan.apart.append(RANDOM)
+            was_there = rank < plan.saved_size
+            self._random = plan.value(sections[RANDOM], RANDOM, restores_per_rank=was_there)
+            if plan.saved_size < min(2, size):  # one rank does not show what others would have had
+                plan.not_restored.append(RANDOM)
 
     def _section(self, name: str, *kinds: str) -> Json | None:
         """What the step has under a name; notes what does not fit."""
@@ -316,8 +317,8 @@ class _Loading:
         if plan.rank < plan.saved_size:
             return states
         section = self.step.sections[RANDOM]
-        apart = plan.members_apart(section, RANDOM) if plan.saved_size > 1 else GENERATORS
-        return states.for_rank(plan.rank, apart, device)
+        differing = plan.differing_members(section, RANDOM) if plan.saved_size > 1 else GENERATORS
+        return states.for_rank(plan.rank, differing, device)
 
     def _read(self, item: ReadItem, check: tuple[int, int] | None = None) -> list[PieceKey]:
         return self.step.read(item.saved, item.start, item.values, check)
@@ -385,7 +386,7 @@ class _Loading:
             missing=self._missing,
             unexpected=self._unexpected,
             differing=MappingProxyType(self._differing),
-            apart=tuple(dict.fromkeys(self._plan.apart)),
+            apart=tuple(dict.fromkeys(self._plan.not_restored)),
         )
 
 

@@ -1,28 +1,28 @@
 """The state of an optimizer in a checkpoint, in ranges like those of its parameters.
 
 A state per element is sharded as its parameter is. A tensor without dims, such as ``step``, is a
-number of its parameter. Any other tensor belongs to a parameter that is whole.
+number of its parameter. Any other tensor belongs to a parameter that this rank has as a whole.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.checkpoint.load_plan import LoadPlan
+from echelon.checkpoint.load_plan import LoadPlan, ReadItem
 from echelon.checkpoint.sections import Json, Section
 from echelon.checkpoint.tensors import is_ordinary
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointError, UnsupportedError
 from echelon.state.optimizer_state import (
     StateEntry,
     entries_of,
+    group_options,
     install_states,
     names_by_group,
     saved_group,
@@ -34,7 +34,10 @@ from echelon.values.encoding import encode
 from echelon.values.untrusted_json import brief
 from echelon.values.value_types import DTYPES, dtype_name
 
-_LIKE, _WHOLE, _NUMBER = "$like", "$whole", "$number"  # ``sections`` says what they are
+# The keys of entries in a section; the docstring of ``sections`` specifies them.
+_PER_ELEMENT, _OTHER_SHAPE, _NUMBER = "$like", "$whole", "$number"
+
+_LEFT_OUT: Final = object()  # in the place of a state that does not fit; None is a value
 
 # Saving --------------------------------------------------------------------------------------
 
@@ -49,11 +52,11 @@ def optimizer_section(name: str, optimizer: Optimizer, shards: ShardsByParam) ->
             not sharded like it.
     """
     ranges = ranges_of(name, optimizer, shards)
-    alone = {own[0] for own in ranges.values() if len(own) == 1}  # the others are flat
+    unflattened = {members[0] for members in ranges.values() if len(members) == 1}
     state: dict[str, dict[str, Json]] = {}
     tensors: list[TensorShard] = []
     for entry in entries_of(optimizer, ranges):
-        facts, values = _saved(name, entry, is_alone=entry.shard in alone)
+        facts, values = _saved(name, entry, is_unflattened=entry.shard in unflattened)
         state.setdefault(entry.shard.name, {})[entry.key] = facts
         if values is not None:
             tensors.append(values)
@@ -65,8 +68,8 @@ def optimizer_section(name: str, optimizer: Optimizer, shards: ShardsByParam) ->
     ]
     per_rank = [
         shard.name
-        for own in ranges.values()
-        for shard in own
+        for members in ranges.values()
+        for shard in members
         if shard.replication is Replication.PER_RANK
     ]
     facts = {"class": type(optimizer).__name__, "groups": groups, "state": state, "own": per_rank}
@@ -77,33 +80,34 @@ def ranges_of(name: str, optimizer: Optimizer, shards: ShardsByParam) -> ShardsB
     """The ranges of the parameters of an optimizer.
 
     Raises:
-        ArgumentError: one is of no model that is saved or loaded with it, or a state is of none.
+        ArgumentError: a parameter is of no model that is saved or loaded with the optimizer, or a
+            state is of no parameter.
         UnsupportedError: a state is not one value for each name.
     """
-    found = {}
+    ranges: dict[nn.Parameter, tuple[TensorShard, ...]] = {}
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if param in shards:
-                found[param] = shards[param]
+                ranges[param] = shards[param]
             elif optimizer.state.get(param) or param.requires_grad:
                 raise ArgumentError(
                     f"group {i} of {name!r} has a parameter of shape {tuple(param.shape)} that is "
                     "in no model given with it: give the model that the optimizer was made for"
                 )
             else:
-                found[param] = ()
-    for owner, own in optimizer.state.items():
-        if owner not in found:
+                ranges[param] = ()  # nothing of a frozen parameter without state is saved
+    for owner, state in optimizer.state.items():
+        if owner not in ranges:
             raise ArgumentError(
                 f"{name!r} has a state of {_described(owner)} that is in none of its groups: put "
                 "it back into one, or take its state out of optimizer.state"
             )
-        if not isinstance(own, Mapping) or not all(type(key) is str for key in own):
+        if not isinstance(state, Mapping) or not all(type(key) is str for key in state):
             raise UnsupportedError(
-                f"{name!r} keeps {own!r:.80} as the state of {_described(owner)}: a checkpoint "
+                f"{name!r} keeps {state!r:.80} as the state of {_described(owner)}: a checkpoint "
                 "takes a dict whose keys are names"
             )
-    return found
+    return ranges
 
 
 def _described(owner: object) -> str:
@@ -112,12 +116,10 @@ def _described(owner: object) -> str:
     return f"{owner!r:.80}"
 
 
-def _saved(name: str, entry: StateEntry, *, is_alone: bool) -> tuple[Json, TensorShard | None]:
-    """What is noted of an entry, and its values if they are a tensor in the checkpoint.
-
-    Args:
-        is_alone: whether its range is all that the optimizer's parameter is.
-    """
+def _saved(
+    name: str, entry: StateEntry, *, is_unflattened: bool
+) -> tuple[Json, TensorShard | None]:
+    """What the section says of an entry, and its values if they are a tensor in the checkpoint."""
     shard, key, value, per_element = entry
     where = f"{name}.state.{key}"
     if not isinstance(value, Tensor):
@@ -127,25 +129,30 @@ def _saved(name: str, entry: StateEntry, *, is_alone: bool) -> tuple[Json, Tenso
         return facts, None
     dtype = dtype_name(value.dtype)
     if per_element:
-        names = tuple(_state_name(name, param, key) for param in shard.names)
-        return {_LIKE: dtype}, replace(shard, names=names, values=value.detach())
+        values = replace(_renamed(shard, name, key), values=value.detach())
+        return {_PER_ELEMENT: dtype}, values
     if not value.dim():
         return {_NUMBER: [dtype, encode(value.item(), where)[0]]}, None
-    # A tensor of a shape of its own, such as the row means of Adafactor.
+    # A tensor of another shape, such as the row means of Adafactor.
     shape = tuple(value.shape)
-    if not is_alone or not shard.is_whole:
+    if not is_unflattened or not shard.is_whole:
         raise UnsupportedError(
             f"state {key!r} of {shard.name!r} in {name!r} has shape {shape}, which is not cut "
             "like its parameter, of which this rank has a part only: keep such parameters whole "
             "(min_num_params, or DDP)"
         )
     names = (_state_name(name, shard.name, key),)
-    return {_WHOLE: dtype}, replace(shard, names=names, shape=shape, values=value.detach())
+    return {_OTHER_SHAPE: dtype}, replace(shard, names=names, shape=shape, values=value.detach())
 
 
 def _state_name(name: str, param: str, key: str) -> str:
     """The name in the checkpoint of a state of a parameter."""
     return f"{name}/{param}/{key}"
+
+
+def _renamed(shard: TensorShard, name: str, key: str) -> TensorShard:
+    """A range of a parameter under the names that its state has in the checkpoint."""
+    return shard.renamed(lambda param: _state_name(name, param, key))
 
 
 def _saved_options(name: str, i: int, group: Mapping[str, Any]) -> Json:
@@ -167,21 +174,21 @@ def _saved_options(name: str, i: int, group: Mapping[str, Any]) -> Json:
 # Loading --------------------------------------------------------------------------------------
 
 
-def number_of(found: Json, where: str, device: torch.device) -> Any:
-    """A number or a tensor without dims, as it was saved.
+def number_of(facts: Json, where: str) -> Any:
+    """A Python value, or a tensor without dims on the CPU, as it was saved.
 
     Raises:
-        CheckpointCorrupt: it is none.
+        CheckpointCorrupt: the facts are of neither.
     """
-    if not isinstance(found, dict) or _NUMBER not in found:
-        return decode(found, {}, where)
-    dtype, saved = found[_NUMBER]
+    if not isinstance(facts, dict) or _NUMBER not in facts:
+        return decode(facts, {}, where)
+    dtype, saved = facts[_NUMBER]
     number = decode(saved, {}, where)
     if isinstance(number, int | float | complex):
         try:
-            return torch.tensor(number, dtype=DTYPES[dtype], device=device)
+            return torch.tensor(number, dtype=DTYPES[dtype], device="cpu")
         except (RuntimeError, TypeError, OverflowError):
-            pass  # a number that this dtype does not have
+            pass  # this dtype does not have the number
     raise CheckpointCorrupt(f"has {brief(saved)} for a number of {dtype}", where)
 
 
@@ -191,35 +198,38 @@ class TensorFacts:
     """A state that is a tensor in the checkpoint.
 
     Attributes:
-        like: whether it is cut like its parameter.
-        dtype: as saved.
+        per_element: whether it is sharded like its parameter.
+        dtype: of the saved tensor.
     """
 
-    like: bool
+    per_element: bool
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, found: Json) -> TensorFacts | None:
-        """What the facts of a state say; None if it is no tensor."""
-        if isinstance(found, dict):
-            for key in (_LIKE, _WHOLE):
-                if key in found:
-                    return cls(key == _LIKE, DTYPES[found[key]])
+    def of(cls, facts: Json) -> TensorFacts | None:
+        """What the facts of a state say; None if the state is no tensor in the checkpoint."""
+        if isinstance(facts, dict):
+            for key in (_PER_ELEMENT, _OTHER_SHAPE):
+                if key in facts:
+                    return cls(key == _PER_ELEMENT, DTYPES[facts[key]])
         return None
 
 
 @final
 class OptimizerLoader:
-    """One optimizer and what a step has of it.
+    """Loads the state of one optimizer from a step.
+
+    Law: a parameter gets all of its saved state or none of it, unless the optimizer has a state of
+    that shape already, of which then only the ranges that fit are read.
 
     Args:
         name: in the checkpoint.
-        section: its facts.
+        section: the facts that were saved.
         shards: the ranges of all parameters.
-        plan: where its tensors are noted.
+        plan: takes note of the tensors to read.
     """
 
-    @torch.inference_mode(mode=False)  # steps will write what is made here
+    @torch.inference_mode(mode=False)  # Later steps write into the memory that is made here.
     def __init__(
         self, name: str, optimizer: Optimizer, section: Json, shards: ShardsByParam, plan: LoadPlan
     ) -> None:
@@ -229,18 +239,18 @@ class OptimizerLoader:
         self._options = self._match(ranges)
         self._states: dict[nn.Parameter, dict[str, Any]] = {}
         self._before: dict[str, Any] | None = None
-        for param, own in ranges.items():
-            if own:
-                state = self._state_of(param, own)
+        for param, members in ranges.items():
+            if members:
+                state = self._state_of(param, members)
                 if state is not None:
                     self._states[param] = state
 
     @torch.inference_mode(mode=False)
     def install(self) -> None:
-        """Give the optimizer its options and states. The memory of new ones is filled by now.
+        """Give the optimizer its options and states, whose new memory has been filled before.
 
         Raises:
-            CheckpointError: it does not take them.
+            CheckpointError: the optimizer does not take them.
         """
         self._before = dict(vars(self._optimizer))
         try:
@@ -251,119 +261,138 @@ class OptimizerLoader:
             ) from error
 
     def undo(self) -> None:
-        """Let the optimizer be as it was before ``install``."""
+        """Restore what the optimizer had before ``install``, which replaces and never mutates."""
         if self._before is not None:
-            # What it has is replaced by it, never changed.
             vars(self._optimizer).clear()
             vars(self._optimizer).update(self._before)
 
     def _install(self) -> None:
         install_states(self._optimizer, self._states, self._options)
-        for param, own in self._states.items():  # torch casts to the dtype of the parameter
-            for key, value in own.items():
+        for param, state in self._states.items():  # torch casts to the dtype of the parameter
+            installed = self._optimizer.state[param]
+            for key, value in state.items():
                 if isinstance(value, Tensor):
-                    state = self._optimizer.state[param]
-                    cast = state.get(key)
+                    cast = installed.get(key)
                     is_number = isinstance(cast, Tensor) and not value.dim()
-                    state[key] = value.to(cast.device) if is_number else value
+                    installed[key] = value.to(cast.device) if is_number else value
 
     def _match(self, ranges: ShardsByParam) -> list[dict[str, Any]]:
         """For each group the options of the saved one that has its parameters."""
         saved = self._section["groups"]
         known = {param for group in saved for param in group["params"]}
         chosen: list[dict[str, Any]] = []
-        groups = self._optimizer.param_groups
-        for i, own in enumerate(names_by_group(self._optimizer, ranges)):
-            names = set(own)
+        for i, members in enumerate(names_by_group(self._optimizer, ranges)):
+            names = set(members)
             where = f"{self._name}.param_groups[{i}]"
             self._plan.used |= {f"{self._name}/{name}" for name in names & known}
             self._plan.missing += [f"{self._name}/{name}" for name in sorted(names - known)]
-            same = saved_group(names & known, i, saved)
-            if same is None:
+            group = saved_group(names & known, i, saved)
+            if group is None:
                 self._plan.differing[where] = (
                     f"no group of the checkpoint has its {len(names)} parameters together"
                 )
             options = {
-                key: number_of(value, f"{self._plan.path}: {where}.{key}", torch.device("cpu"))
-                for key, value in ({} if same is None else same["options"]).items()
+                key: number_of(value, f"{self._plan.path}: {where}.{key}")
+                for key, value in ({} if group is None else group["options"]).items()
             }
-            chosen.append({**_options(groups[i]), **options})
+            chosen.append({**group_options(self._optimizer.param_groups[i]), **options})
         return chosen
 
-    def _state_of(self, param: nn.Parameter, own: Sequence[TensorShard]) -> dict[str, Any] | None:
-        """The state of what an optimizer has; None where the step has none."""
-        entries = [self._entries(shard.name) for shard in own]
-        first = entries[0]
-        if any(one != first for one in entries):
-            other = next(h.name for h, one in zip(own, entries, strict=True) if one != first)
-            self._plan.differing[f"{self._name}/{own[0].name}"] = (
-                f"its state differs from that of {other!r}, and both are one flat parameter here, "
-                "which has one state: wrap with use_orig_params=True"
-            )
-            return None
+    def _state_of(
+        self, param: nn.Parameter, members: Sequence[TensorShard]
+    ) -> dict[str, Any] | None:
+        """The state of a parameter with its members; None if the step has none that fits."""
+        first = self._entries(members[0].name)
+        for shard in members[1:]:
+            if self._entries(shard.name) != first:
+                self._leave_out(
+                    members,
+                    f"its state differs from that of {shard.name!r}, and both are one flat "
+                    "parameter here, which has one state: wrap with use_orig_params=True",
+                )
+                return None
         if first is None:
             return None
-        return {key: self._value(param, own, key, facts) for key, facts in first.items()}
+        state = {key: self._value(param, members, key, facts) for key, facts in first.items()}
+        if all(value is not _LEFT_OUT for value in state.values()):
+            return state
+        if len(members) > 1:
+            self._leave_out(
+                members,
+                "it is part of a flat parameter, which gets no state because that of another "
+                "part does not fit: wrap with use_orig_params=True",
+            )
+        return None
+
+    def _leave_out(self, members: Sequence[TensorShard], problem: str) -> None:
+        self._plan.differing[f"{self._name}/{members[0].name}"] = problem
 
     def _entries(self, param: str) -> Mapping[str, Json] | None:
+        """What the section says of the states of a parameter, by key; None if it has none."""
         states = self._section["state"]
-        apart = states["by_rank"].get(param)
-        if apart is not None:
-            if self._plan.same_size:
-                found: Mapping[str, Json] | None = apart[self._plan.rank]
-                return found
-            self._plan.apart.append(f"{self._name}/{param}")
-        entries: Mapping[str, Json] | None = states["values"].get(param)
+        by_rank = states["by_rank"].get(param)
+        if by_rank is not None and not self._plan.same_size:
+            self._plan.not_restored.append(f"{self._name}/{param}")
+            by_rank = None
+        entries: Mapping[str, Json] | None
+        entries = states["values"].get(param) if by_rank is None else by_rank[self._plan.rank]
         return entries
 
-    def _value(self, param: nn.Parameter, own: Sequence[TensorShard], key: str, facts: Json) -> Any:
+    def _value(
+        self, param: nn.Parameter, members: Sequence[TensorShard], key: str, facts: Json
+    ) -> Any:
+        """A state, with memory that is read later if it is a tensor with dims."""
         tensor = TensorFacts.of(facts)
         if tensor is None:
-            where = f"{self._plan.path}: {self._name}.state.{key}"
-            return number_of(facts, where, torch.device("cpu"))
-        if not tensor.like:
-            return self._whole(param, own[0], key, tensor)
-        wanted = [
-            replace(shard, names=tuple(_state_name(self._name, n, key) for n in shard.names))
-            for shard in own
+            return number_of(facts, f"{self._plan.path}: {self._name}.state.{key}")
+        if not tensor.per_element:
+            return self._value_of_other_shape(param, members[0], key, tensor.dtype)
+        sources = [
+            self._plan.source_of(_renamed(shard, self._name, key), tensor.dtype)
+            for shard in members
         ]
-        fitting = [shard for shard in wanted if self._plan.fits(shard.names, shard.shape)]
         live = self._optimizer.state.get(param, {}).get(key)
         is_live = (
             isinstance(live, Tensor)
             and (live.shape, live.dtype) == (param.shape, tensor.dtype)
             and is_ordinary(live)
         )
-        values: Tensor = param  # nothing is written where nothing fits
         if is_live:
-            values = live
-        elif fitting:
-            self._plan.claim(sum(shard.numel for shard in fitting) * tensor.dtype.itemsize)
-            values = torch.empty_like(param, dtype=tensor.dtype)
-        values = values.detach()
-        end = 0
-        for shard in wanted:
-            part = values if len(own) == 1 else values.view(-1)[end : end + shard.numel]
-            self._plan.place(replace(shard, values=part), fresh=not is_live)
-            end += shard.numel
+            values = live.detach()
+        elif None in sources:
+            return _LEFT_OUT
+        else:
+            self._plan.claim(sum(shard.numel for shard in members) * tensor.dtype.itemsize)
+            values = torch.empty_like(param, dtype=tensor.dtype).detach()
+        items = self._plan.live if is_live else self._plan.fresh
+        parts = [values]
+        if len(members) > 1:
+            parts = list(values.view(-1).split([shard.numel for shard in members]))
+        for shard, saved, part in zip(members, sources, parts, strict=True):
+            if saved is not None:
+                items.append(ReadItem(saved, shard.start, part))
         return values
 
-    def _whole(
-        self, param: nn.Parameter, shard: TensorShard, key: str, tensor: TensorFacts
-    ) -> Tensor | None:
-        """Memory for a state of a shape of its own, which is read later."""
+    def _value_of_other_shape(
+        self, param: nn.Parameter, shard: TensorShard, key: str, dtype: torch.dtype
+    ) -> Any:
+        """Memory for a state that is not shaped like its parameter, which is read later."""
         name = _state_name(self._name, shard.name, key)
-        saved = self._plan.find([name])
-        if saved is None or not shard.is_whole:
-            problem = "is not in the checkpoint" if saved is None else "cannot be cut"
-            self._plan.differing[name] = problem
-            return None
-        self._plan.claim(prod(saved.shape) * tensor.dtype.itemsize)
-        values = torch.empty(saved.shape, dtype=tensor.dtype, device=param.device)
-        whole = replace(shard, names=(name,), shape=saved.shape, start=0, values=values)
-        self._plan.place(whole, fresh=True)
+        saved, saved_param = self._plan.find([name]), self._plan.find(shard.names)
+        problem = None
+        if saved is None:
+            problem = "is not in the checkpoint"
+        elif not shard.is_whole:
+            problem = "cannot be cut"
+        elif saved_param is not None and saved_param.shape != shard.shape:
+            problem = f"is of a parameter saved as {list(saved_param.shape)}"
+        if saved is None or problem is not None:
+            self._plan.differing[name] = str(problem)
+            return _LEFT_OUT
+        source = self._plan.source_of(replace(shard, names=(name,), shape=saved.shape), dtype)
+        if source is None:
+            return _LEFT_OUT
+        self._plan.claim(prod(saved.shape) * dtype.itemsize)
+        values = torch.empty(saved.shape, dtype=dtype, device=param.device)
+        self._plan.fresh.append(ReadItem(source, 0, values))
         return values
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}

@@ -11,7 +11,7 @@
     VALUE is "value": X, or "by_rank": [X of rank 0, X of rank 1, ...]; X as in ``values``
     PARAM is the name of a parameter in the checkpoint: that of its model, a slash, its own
     ENTRY is {"$like": DTYPE}: the tensor OPTIMIZER/PARAM/KEY, of the shape of the parameter;
-             {"$whole": DTYPE}: such a tensor of a shape of its own;
+             {"$whole": DTYPE}: such a tensor of another shape;
              {"$number": [DTYPE, X]}: a tensor without dims; else an X
 
 A tensor of an X has the name of what was saved, a slash and its path. Where the tensors of ranks
@@ -21,6 +21,7 @@ differ, the first one's has that name, and that of rank 3 stands under ``own/3/`
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
@@ -33,6 +34,9 @@ from echelon.state.tensor_shard import Replication, TensorShard
 from echelon.values.value_types import DTYPES
 
 Json = Any
+
+PER_RANK_PREFIX = "own"  # no item of a checkpoint can have this name
+_PER_RANK_RE = re.compile(rf"{PER_RANK_PREFIX}/[0-9]+/(.+)")
 
 
 @final
@@ -51,18 +55,16 @@ class Section:
     tensors: tuple[TensorShard, ...] = ()
 
     def digest(self) -> str:
-        """Differs where kind or facts differ."""
+        """A checksum that differs where kind or facts differ."""
         checksum = Checksum()
         checksum.update(json.dumps([self.kind, self.facts], sort_keys=True).encode())
         return checksum.hexdigest()
 
     def per_rank_digests(self, rank: int) -> dict[str, str]:
-        """Of the tensors that nobody keeps alike, by name.
+        """Digests of the tensors whose values may differ between ranks, by name.
 
-        What only this rank has is compared with nothing, so its bytes are not read for it.
-
-        Args:
-            rank: of this one, which stands for what only it has.
+        Nothing is compared with a tensor that only this rank has, so its bytes are not read, and
+        its digest is ``rank``.
         """
         return {
             shard.name: digest_of(shard.values) if shard.num_copies > 1 else f"rank {rank}"
@@ -72,45 +74,52 @@ class Section:
 
 
 def per_rank_name(rank: int, name: str) -> str:
-    """The name of a rank's own values, where they differ from the first rank's."""
-    return f"own/{rank}/{name}"
+    """The name of a rank's own values of a tensor, where they differ from the first rank's."""
+    return f"{PER_RANK_PREFIX}/{rank}/{name}"
+
+
+def parse_per_rank_name(name: str) -> str | None:
+    """The ``name`` of which ``per_rank_name`` made this one; None if it made no such name."""
+    match = _PER_RANK_RE.fullmatch(name)
+    return None if match is None else match[1]
 
 
 Merge = Callable[[str, Mapping[int, Json]], Json]
 
 
 def merge_sections(name: str, kind: str, by_rank: Mapping[int, Json]) -> Json:
-    """The facts of all ranks as one, for the manifest.
+    """The facts of all ranks as one section of the manifest.
 
     Raises:
-        StateError: the ranks hold states that cannot be one.
+        StateError: the ranks hold states that cannot be merged.
     """
     return {"kind": kind, **_MERGES[kind](name, by_rank)}
 
 
 def _values(name: str, by_rank: Mapping[int, Json]) -> Json:
-    """Of a value: one, or one a rank."""
+    """Merge a value: the manifest has one, or one of each rank if they differ."""
     first = by_rank[min(by_rank)]
-    if all(one == first for one in by_rank.values()):
+    if all(value == first for value in by_rank.values()):
         return {"value": first}
     return {"by_rank": [by_rank[rank] for rank in sorted(by_rank)]}
 
 
 def _modules(name: str, by_rank: Mapping[int, Json]) -> Json:
-    """Of modules: further state by its name, from the ranks that have it."""
+    """Merge modules: the extra state of each name, from the ranks that have it."""
     extras: dict[str, dict[int, Json]] = {}
     for rank, facts in by_rank.items():
         for key, value in facts.items():
             extras.setdefault(key, {})[rank] = value
     merged = {}
-    for key, own in extras.items():
-        first = own[min(own)]  # stands for ranks that have none, as of a stage of another rank
-        merged[key] = _values(key, {rank: own.get(rank, first) for rank in by_rank})
+    for key, values in extras.items():
+        # Ranks without the module, as of a stage of another rank, get what the first one has.
+        first = values[min(values)]
+        merged[key] = _values(key, {rank: values.get(rank, first) for rank in by_rank})
     return {"extras": merged}
 
 
 def _optimizers(name: str, by_rank: Mapping[int, Json]) -> Json:
-    """Of optimizers: their groups by place, and the states of parameters by name."""
+    """Merge optimizers: their groups by index, and the states of parameters by name."""
     counts = {rank: len(facts["groups"]) for rank, facts in by_rank.items()}
     if len(set(counts.values())) > 1:
         raise StateError(
@@ -119,21 +128,21 @@ def _optimizers(name: str, by_rank: Mapping[int, Json]) -> Json:
         )
     first = by_rank[min(by_rank)]
     groups = []
-    place: dict[str, int] = {}
+    group_of: dict[str, int] = {}
     for i in range(len(first["groups"])):
         names: list[str] = []
         for rank, facts in by_rank.items():
-            own = facts["groups"][i]
-            if own["options"] != first["groups"][i]["options"]:
+            group = facts["groups"][i]
+            if group["options"] != first["groups"][i]["options"]:
                 raise StateError(
                     f"group {i} of the optimizers {name!r} has other options on rank {rank} than "
-                    f"on rank {min(by_rank)}: {_difference(own, first['groups'][i])}. Give the "
+                    f"on rank {min(by_rank)}: {_difference(group, first['groups'][i])}. Give the "
                     "optimizers of all ranks the same options"
                 )
-            for param in own["params"]:
-                if place.setdefault(param, i) != i:
+            for param in group["params"]:
+                if group_of.setdefault(param, i) != i:
                     raise StateError(
-                        f"parameter {param!r} is in groups {place[param]} and {i} of the "
+                        f"parameter {param!r} is in groups {group_of[param]} and {i} of the "
                         f"optimizers {name!r} of the ranks: put it into the same group everywhere"
                     )
                 names.append(param)
@@ -142,32 +151,31 @@ def _optimizers(name: str, by_rank: Mapping[int, Json]) -> Json:
 
 
 def _states(name: str, by_rank: Mapping[int, Json]) -> Json:
-    """What is no tensor of the states, by parameter; where ranks may differ, by rank."""
-    state: dict[str, Json] = {}
+    """The states of parameters without their tensors; by rank where these may differ and do."""
+    first: dict[str, Json] = {}
     for rank, facts in by_rank.items():
-        for param, own in facts["state"].items():
-            known = state.setdefault(param, own)
-            if known == own:
-                continue
-            if param not in facts["own"]:
+        for param, state in facts["state"].items():
+            known = first.setdefault(param, state)
+            if known != state and param not in facts["own"]:
                 raise StateError(
                     f"the optimizers {name!r} of the ranks hold different states of {param!r}: "
-                    f"{own} on rank {rank}, before it {known}. Step the same optimizer on all ranks"
+                    f"{state} on rank {rank}, before it {known}. Step the same optimizer on all "
+                    "ranks"
                 )
-    apart = {
+    differing = {
         param: [facts["state"].get(param) for _, facts in sorted(by_rank.items())]
-        for param, known in state.items()
+        for param, known in first.items()
         if any(facts["state"].get(param, known) != known for facts in by_rank.values())
     }
-    return {"values": state, "by_rank": apart}
+    return {"values": first, "by_rank": differing}
 
 
-def _difference(one: Json, other: Json) -> str:
-    """The first option that differs."""
-    mine, theirs = one["options"], other["options"]
-    for key in sorted({*mine, *theirs}):
-        if mine.get(key) != theirs.get(key):
-            return f"{key} is {mine.get(key)} and not {theirs.get(key)}"
+def _difference(group: Json, expected: Json) -> str:
+    """The first option in which two groups differ."""
+    options, others = group["options"], expected["options"]
+    for key in sorted({*options, *others}):
+        if options.get(key) != others.get(key):
+            return f"{key} is {options.get(key)} and not {others.get(key)}"
     return "their order differs"
 
 
@@ -181,7 +189,7 @@ _MERGES: Mapping[str, Merge] = {
 
 
 def check_sections(manifest: Manifest, path: str) -> None:
-    """Refuse a manifest whose sections have another form.
+    """Refuse a manifest whose sections do not have the form that this module specifies.
 
     Raises:
         CheckpointCorrupt: names the section and what is wrong.
@@ -194,13 +202,12 @@ def check_sections(manifest: Manifest, path: str) -> None:
 
 
 class _SectionChecker:
-    """The form of one section."""
+    """Checks the form of one section."""
 
     def __init__(self, path: str, name: str, size: int) -> None:
         self._path, self._name, self._size = path, name, size
 
     def check(self, section: Any) -> None:
-        """Refuse another form."""
         self._dict(section)
         kind = section.get("kind")
         if kind == "module":
@@ -213,11 +220,11 @@ class _SectionChecker:
         else:
             self._refuse(f"is of kind {kind!r:.80}")
 
-    def _value(self, found: Any) -> None:
-        self._dict(found)
-        if "by_rank" in found:
-            self._by_rank(found["by_rank"])
-        elif "value" not in found:
+    def _value(self, value: Any) -> None:
+        self._dict(value)
+        if "by_rank" in value:
+            self._by_rank(value["by_rank"])
+        elif "value" not in value:
             self._refuse("has no value")
 
     def _optimizer(self, section: Any) -> None:
@@ -246,22 +253,22 @@ class _SectionChecker:
                 self._refuse("has a number that is none")
             self._dtype(number[0])
 
-    def _dtype(self, found: Any) -> None:
-        if not isinstance(found, str) or found not in DTYPES:
-            self._refuse(f"has a state of dtype {found!r:.80}")
+    def _dtype(self, value: Any) -> None:
+        if not isinstance(value, str) or value not in DTYPES:
+            self._refuse(f"has a state of dtype {value!r:.80}")
 
-    def _by_rank(self, found: Any) -> list[Any]:
-        if len(self._list(found)) != self._size:
-            self._refuse(f"has values of {len(found)} ranks instead of {self._size}")
-        return list(found)
+    def _by_rank(self, value: Any) -> list[Any]:
+        if len(self._list(value)) != self._size:
+            self._refuse(f"has values of {len(value)} ranks instead of {self._size}")
+        return list(value)
 
-    def _dict(self, found: Any) -> dict[str, Any]:
+    def _dict(self, value: Any) -> dict[str, Any]:
         return (
-            found if isinstance(found, dict) else self._refuse(f"has {found!r:.40} for an object")
+            value if isinstance(value, dict) else self._refuse(f"has {value!r:.40} for an object")
         )
 
-    def _list(self, found: Any) -> list[Any]:
-        return found if isinstance(found, list) else self._refuse(f"has {found!r:.40} for a list")
+    def _list(self, value: Any) -> list[Any]:
+        return value if isinstance(value, list) else self._refuse(f"has {value!r:.40} for a list")
 
     def _refuse(self, what: str) -> NoReturn:
         raise CheckpointCorrupt(f"section {self._name!r:.80} {what}", self._path)

@@ -219,8 +219,7 @@ def _is_over(section: Mapping[str, Any], start: str) -> bool:
 
 
 def _group(name: str, group: Mapping[str, Any], start: str) -> dict[str, Any]:
-    cpu = torch.device("cpu")
-    options = {key: number_of(one, name, cpu) for key, one in group["options"].items()}
+    options = {key: number_of(facts, name) for key, facts in group["options"].items()}
     return {**options, "params": [param.removeprefix(start) for param in group["params"]]}
 
 
