@@ -20,7 +20,7 @@ def random_schedule(seed: int) -> Schedule:
     for stage in range(stages):
         for i in range(m):
             kinds = draw.choice([(Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)])
-            todo += [Action(kind, i, stage) for kind in kinds]
+            todo += [Action(kind=kind, microbatch=i, stage=stage) for kind in kinds]
     empty = Schedule(name="random", num_stages=stages, num_microbatches=m, placement=(), orders=())
     values, there = Values(empty), set()
     orders: list[list[Action]] = [[] for _ in range(ranks)]

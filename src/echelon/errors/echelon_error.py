@@ -51,6 +51,7 @@ class ScheduleError(ArgumentError):
     """A pipeline schedule that cannot run, found before anything runs.
 
     Attributes:
+        problem: what is wrong, without the place.
         rank: whose list of actions it is; None where no single rank is at fault.
         index: the position in that list; None where something is missing from it.
         action: the action, in text form.
@@ -64,7 +65,7 @@ class ScheduleError(ArgumentError):
         index: int | None = None,
         action: object = None,
     ) -> None:
-        self.rank, self.index = rank, index
+        self.problem, self.rank, self.index = problem, rank, index
         self.action = None if action is None else str(action)
         place = [] if rank is None else [f"rank {rank}"]
         if index is not None:

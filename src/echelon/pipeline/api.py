@@ -26,7 +26,7 @@ from echelon.pipeline.link import links_of
 from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import Batch, BatchSplitter, Loss, join_microbatches
 from echelon.pipeline.schedules.families import schedule as make_schedule
-from echelon.pipeline.schedules.ir import Kind, Schedule
+from echelon.pipeline.schedules.ir import WEIGHT, Schedule
 from echelon.pipeline.schedules.passes import forwards_only, lower_once
 from echelon.pipeline.shared_parameters import find_shared_parameters
 from echelon.pipeline.stage import Stage
@@ -298,7 +298,7 @@ class Pipeline(StagedModule):
     @property
     def most_alive(self) -> int:
         """Microbatches of stages whose activations this rank held at once in the last step."""
-        return self._train_executor.most_alive
+        return self._train_executor.peak_num_alive
 
     def extra_repr(self) -> str:
         """What ``repr`` shows besides the stages of this rank."""
@@ -335,7 +335,7 @@ def _make_stages(
     recompute: bool,
     reduce_every: ReduceEvery,
 ) -> dict[int, Stage]:
-    splits = any(item.kind is Kind.W for order in schedule.orders for item in order)
+    splits = any(item.kind is WEIGHT for order in schedule.orders for item in order)
     return {
         index: Stage(module, index, splits=splits, recomputes=recompute, reduce_every=reduce_every)
         for index, module in modules.items()

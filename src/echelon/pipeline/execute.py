@@ -1,6 +1,6 @@
 """Runs the actions of one rank in the order of its schedule; one executor for every schedule.
 
-There is one slot for each stage of this rank and each microbatch, and the actions move its values::
+Each microbatch in each stage of this rank has a slot, whose values the actions fill and use::
 
                    stage before           slot of the stage            stage after
 
@@ -10,10 +10,10 @@ There is one slot for each stage of this rank and each microbatch, and the actio
     [4] RECV_B                                            bwd_recv <──────────────
     [5] B or I       input_grads <─ bwd_recv or output_grads
     [6] SEND_B   <── input_grads
-    [7] W            gradients of weights that I has put off
+    [7] W            gradients of weights that I has deferred
 
-Where the next stage is on this rank, too, F fills the ``fwd_input`` of its slot and B the
-``output_grads`` of the slot before, and nothing is sent. Law: the action that uses a value frees
+If the next stage is on the same rank, F fills the ``fwd_input`` of its slot, B fills the
+``output_grads`` of the previous slot, and nothing is sent. Law: the action that uses a value frees
 it, and after a step all slots are empty.
 """
 
@@ -22,10 +22,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -35,28 +34,55 @@ from echelon.errors import CommError, ModelMismatch, StageError, WorldError
 from echelon.pipeline.boundary import BoundaryValue, TensorSpec
 from echelon.pipeline.link import BackwardRecv, ForwardRecv, Link, PendingSend
 from echelon.pipeline.microbatch import Batch
-from echelon.pipeline.schedules.ir import Action, Kind, Schedule
+from echelon.pipeline.schedules.ir import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Action,
+    Kind,
+    Schedule,
+)
 from echelon.pipeline.send_completion import SendCompletion
 from echelon.pipeline.stage import Stage
 
+_Received = TypeVar("_Received")
 _NUM_LISTED = 20  # actions before a failure that its message lists
 _NO_BATCH = Batch(inputs=(), kwargs=(), targets=(), weights=(), loss_fn=None, training=False)
+
+
+@dataclass(slots=True)
+class _StepValues:
+    """What a step holds of one microbatch in one stage; each is empty outside of a step."""
+
+    fwd_recv: ForwardRecv | None = None
+    fwd_input: BoundaryValue | None = None
+    input_specs: tuple[TensorSpec, ...] | None = None  # of the inputs that get a gradient
+    output: BoundaryValue | None = None
+    output_specs: tuple[TensorSpec, ...] | None = None  # of the outputs that get a gradient
+    is_bwd_recv_due: bool = False  # RECV_B ran before F, which knows what to receive
+    bwd_recv: BackwardRecv | None = None
+    output_grads: list[Tensor | None] | None = None
+    input_grads: list[Tensor | None] | None = None
+
+
+_NO_VALUES = _StepValues()
 
 
 @final
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """One stage and one microbatch: where its values go, and those that are there now.
+    """One microbatch in one stage: the values of the step, and where they come from and go.
 
     Attributes:
         is_first: whether the stage is the first of the model.
         is_last: whether the stage is the last of the model.
-        to_previous: the link to the stage before; None if that is on this rank, or if none is.
-        to_next: the link to the stage after; None if that is on this rank, or if none is.
-        previous: the slot of the stage before, if that is on this rank.
-        next: the slot of the stage after, if that is on this rank.
-        sent_before_input: the sends that have arrived when ``fwd_recv`` has.
-        sent_before_grads: the sends that have arrived when ``bwd_recv`` has.
+        to_previous: the link to the previous stage; None if that is on this rank or does not exist.
+        to_next: the link to the next stage; None if that is on this rank or does not exist.
+        previous: the slot of the previous stage, if that is on this rank.
+        next: the slot of the next stage, if that is on this rank.
+        sent_before_input: the sends that are complete when ``fwd_recv`` is.
+        sent_before_grads: the sends that are complete when ``bwd_recv`` is.
     """
 
     stage: Stage
@@ -65,48 +91,18 @@ class _Slot:
     is_last: bool
     to_previous: Link | None
     to_next: Link | None
+    sent_before_input: Sequence[Action]
+    sent_before_grads: Sequence[Action]
     previous: _Slot | None = None
     next: _Slot | None = None
-    sent_before_input: Sequence[Action] = ()
-    sent_before_grads: Sequence[Action] = ()
-
-    # Each of these is None outside of a step.
-    fwd_recv: ForwardRecv | None = None
-    fwd_input: BoundaryValue | None = None
-    input_specs: tuple[TensorSpec, ...] | None = None  # of the inputs that get a gradient
-    output: BoundaryValue | None = None
-    output_specs: tuple[TensorSpec, ...] | None = None  # of the outputs that get a gradient
-    bwd_recv_is_due: bool | None = None  # RECV_B came before F, which knows what to receive
-    bwd_recv: BackwardRecv | None = None
-    output_grads: list[Tensor | None] | None = None
-    input_grads: list[Tensor | None] | None = None
-
-    def is_empty(self) -> bool:
-        """Whether no value of a step is left."""
-        return _values_of(self) == _NO_VALUES
-
-    def clear(self) -> None:
-        """Drop what a failed step has left."""
-        for name in _VALUES:
-            setattr(self, name, None)
-
-
-_VALUES = [value.name for value in fields(_Slot) if value.default is None]
-_VALUES = _VALUES[_VALUES.index("fwd_recv") :]
-_values_of, _NO_VALUES = attrgetter(*_VALUES), (None,) * len(_VALUES)
+    values: _StepValues = field(default_factory=_StepValues)
 
 
 @final
 class Executor:
-    """The stages of one rank, and their links to stages on other ranks.
+    """Runs a lowered schedule with the stages of this rank and their links, both by stage number.
 
-    Args:
-        schedule: lowered: with its transfers.
-        rank: the rank in the schedule.
-        stages: those of this rank, by number.
-        to_previous: by stage, the link to the stage before, where that is on another rank.
-        to_next: by stage, the link to the stage after.
-        world_rank: the rank in events.
+    Events show ``world_rank``, which may differ from the ``rank`` in the schedule.
     """
 
     def __init__(
@@ -119,7 +115,10 @@ class Executor:
         world_rank: int,
     ) -> None:
         self._world_rank, self._stages = world_rank, stages
+        # To poll may take a thread. Up to 2p - 1 sends wait for a message in the warm-up of ZB-H2,
+        # the longest of the schedules with bounded memory; more are polled.
         self._max_unpolled_sends = 2 * schedule.num_ranks
+        completion = SendCompletion.of(schedule, rank)
         self._slots = {
             (index, i): _Slot(
                 stage,
@@ -128,26 +127,23 @@ class Executor:
                 is_last=index == schedule.num_stages - 1,
                 to_previous=to_previous.get(index),
                 to_next=to_next.get(index),
+                sent_before_input=completion.by_input.get((index, i), ()),
+                sent_before_grads=completion.by_gradient.get((index, i), ()),
             )
             for index, stage in stages.items()
             for i in range(schedule.num_microbatches)
         }
-        completion = SendCompletion.of(schedule, rank)
         for (index, i), slot in self._slots.items():
-            slot.previous, slot.next = (
-                self._slots.get((index - 1, i)),
-                self._slots.get((index + 1, i)),
-            )
-            slot.sent_before_input = completion.by_input.get((index, i), ())
-            slot.sent_before_grads = completion.by_gradient.get((index, i), ())
+            slot.previous = self._slots.get((index - 1, i))
+            slot.next = self._slots.get((index + 1, i))
         self._program = [
             (action, self._bind(action)) for item in schedule.orders[rank] for action in item.parts
         ]
-        self.most_alive = 0  # microbatches of stages whose activations were held at once
+        self.peak_num_alive = 0  # microbatches of stages whose activations were held at once
         self._reset(_NO_BATCH)
 
     def _bind(self, action: Action) -> Callable[[], None]:
-        """What an action calls."""
+        """The call that carries out an action."""
         kind, i, stage = action
         if i is None:
             parallel = self._stages[stage].data_parallel
@@ -159,36 +155,32 @@ class Executor:
         slot = self._slots[stage, i]
         run: dict[Kind, Callable[[_Slot], None]] = {
             Kind.RECV_F: self._recv_forward,
-            Kind.F: self._forward,
+            FORWARD: self._forward,
             Kind.SEND_F: partial(self._send_forward, action),
             Kind.RECV_B: self._recv_backward,
-            Kind.B: partial(self._backward, slot.stage.backward),
-            Kind.I: partial(self._backward, slot.stage.backward_input),
+            BACKWARD: partial(self._backward, slot.stage.backward),
+            INPUT: partial(self._backward, slot.stage.backward_input),
             Kind.SEND_B: partial(self._send_backward, action),
-            Kind.W: self._backward_weight,
+            WEIGHT: self._backward_weight,
         }
         return partial(run[kind], slot)
 
     def _reset(self, batch: Batch) -> None:
         self._batch = batch
-        self._waited_s = 0.0  # for what the action under way needs
-        self._start_s = 0.0  # of the action under way, where somebody listens
+        self._start_s = 0.0  # when the current action began, if somebody listens
+        self._waited_s = 0.0  # from then until the value that it received had arrived
         self._recent: deque[Action] = deque(maxlen=_NUM_LISTED)
         self._pending_sends: dict[Action, PendingSend] = {}  # the oldest first
 
     def run(self, batch: Batch, *, finalize: bool = True) -> None:
-        """Carry out all actions; afterwards nothing of the step is held.
+        """Carry out all actions; without ``finalize`` gradients are not reduced.
 
-        Args:
-            finalize: whether gradients are reduced.
-
-        Raises:
-            StageError: a stage or the loss raised; names the action and those before it.
+        An exception of a stage or of the loss is a ``StageError`` that names the action and those
+        before it. Afterwards nothing of the step is held, also if it failed.
         """
         self._reset(batch)
-        self.most_alive = 0
+        self.peak_num_alive = 0
         try:
-            # 1. Every action of this rank, in the order of the schedule.
             for action, run in self._program:
                 if action.kind is Kind.REDUCE and not finalize:
                     continue
@@ -196,10 +188,10 @@ class Executor:
                     self._run_timed(action, run)
                 else:
                     self._run_action(action, run)
-            # 2. The sends that no received message has told to be complete.
+            # Some sends are not known to be complete by any message that was received.
             self._wait_for_sends()
-            # 3. The ranks that still read sharded parameters, which the optimizer may write next.
-            #    A reduction has waited for them already.
+            # Other ranks may still read sharded parameters, which the optimizer may write next.
+            # A reduction has waited for them already.
             if not (batch.training and finalize):
                 for stage in self._stages.values():
                     stage.data_parallel.wait_for_readers()
@@ -207,19 +199,18 @@ class Executor:
             for stage in self._stages.values():
                 stage.forget()
             for slot in self._slots.values():
-                slot.clear()
+                slot.values = _StepValues()
             self._reset(_NO_BATCH)
             raise
-        # 4. Nothing is left over.
         assert not batch.training or self._is_empty()
         self._reset(_NO_BATCH)
 
     def _is_empty(self) -> bool:
         is_alive = any(stage.num_alive for stage in self._stages.values())
-        return not is_alive and all(slot.is_empty() for slot in self._slots.values())
+        return not is_alive and all(slot.values == _NO_VALUES for slot in self._slots.values())
 
     def _run_timed(self, action: Action, run: Callable[[], None]) -> None:
-        """Run an action, and tell listeners how long it took and how much of that was waiting."""
+        """Run an action, and emit how long it took and how much of that was waiting."""
         self._waited_s, self._start_s = 0.0, time.perf_counter()
         try:
             self._run_action(action, run)
@@ -238,7 +229,7 @@ class Executor:
     def _run_action(self, action: Action, run: Callable[[], None]) -> None:
         try:
             run()
-        except (CommError, ModelMismatch, WorldError) as error:  # of the ranks, not of a stage
+        except (CommError, ModelMismatch, WorldError) as error:  # no stage is at fault
             error.add_note(f"in action {action}, after {self._last_actions()}")
             raise
         except Exception as error:
@@ -255,7 +246,7 @@ class Executor:
     def _recv_forward(self, slot: _Slot) -> None:
         assert slot.to_previous is not None
         training = self._batch.training
-        slot.fwd_recv = slot.to_previous.recv_forward(slot.microbatch, training=training)
+        slot.values.fwd_recv = slot.to_previous.recv_forward(slot.microbatch, training=training)
 
     def _forward(self, slot: _Slot) -> None:
         batch, stage, i = self._batch, slot.stage, slot.microbatch
@@ -263,43 +254,53 @@ class Executor:
         kwargs = batch.kwargs[i] if batch.kwargs else {}
         with torch.set_grad_enabled(batch.training):
             if not slot.is_last:
-                self._hand_on(slot, stage.forward(i, value, kwargs))
+                self._pass_to_next(slot, stage.forward(i, value, kwargs))
             elif batch.loss_fn is None:
                 batch.outputs[i] = stage.forward(i, value, kwargs).unflatten()
             else:
                 loss = stage.loss(i, value, kwargs, partial(batch.loss, i))
                 batch.losses[i] = loss * batch.weights[i]
-        self.most_alive = max(self.most_alive, sum(s.num_alive for s in self._stages.values()))
+        num_alive = sum(stage.num_alive for stage in self._stages.values())
+        self.peak_num_alive = max(self.peak_num_alive, num_alive)
 
     def _take_input(self, slot: _Slot) -> Any:
-        if slot.fwd_recv is None:
-            value, slot.fwd_input = slot.fwd_input, None
+        values = slot.values
+        if values.fwd_recv is None:
+            value, values.fwd_input = values.fwd_input, None
             assert value is not None
         else:
-            recv, slot.fwd_recv = slot.fwd_recv, None
-            value = recv.wait()
-            self._waited_s = time.perf_counter() - self._start_s
-            self._release_sends(slot.sent_before_input)
+            recv, values.fwd_recv = values.fwd_recv, None
+            value = self._timed_wait(recv.wait, slot.sent_before_input)
         if self._batch.training:
-            slot.input_specs = value.spec.requiring_grad
+            values.input_specs = value.spec.requiring_grad
         return value.unflatten()
 
-    def _hand_on(self, slot: _Slot, output: BoundaryValue) -> None:
+    def _timed_wait(
+        self, wait: Callable[[], _Received], sent_before: Sequence[Action]
+    ) -> _Received:
+        """Wait for a value, and release what was sent before it."""
+        value = wait()
+        self._waited_s = time.perf_counter() - self._start_s
+        self._release_sends(sent_before)
+        return value
+
+    def _pass_to_next(self, slot: _Slot, output: BoundaryValue) -> None:
         """Keep the output for its send, or give it to the next stage on this rank."""
+        values = slot.values
         if self._batch.training:
-            slot.output_specs = output.spec.requiring_grad
+            values.output_specs = output.spec.requiring_grad
         if slot.next is not None:
             output.require_grad()
-            slot.next.fwd_input = output
+            slot.next.values.fwd_input = output
             return
-        slot.output = output
-        if slot.bwd_recv_is_due:
-            slot.bwd_recv_is_due = None
+        values.output = output
+        if values.is_bwd_recv_due:
+            values.is_bwd_recv_due = False
             self._recv_backward(slot)
 
     def _send_forward(self, action: Action, slot: _Slot) -> None:
         assert slot.to_next is not None
-        output, slot.output = slot.output, None
+        output, slot.values.output = slot.values.output, None
         assert output is not None
         training = self._batch.training
         send = slot.to_next.send_forward(slot.microbatch, output, training=training)
@@ -309,10 +310,11 @@ class Executor:
 
     def _recv_backward(self, slot: _Slot) -> None:
         assert slot.to_next is not None
-        if slot.output_specs is None:
-            slot.bwd_recv_is_due = True
+        specs = slot.values.output_specs
+        if specs is None:
+            slot.values.is_bwd_recv_due = True
         else:
-            slot.bwd_recv = slot.to_next.recv_backward(slot.microbatch, slot.output_specs)
+            slot.values.bwd_recv = slot.to_next.recv_backward(slot.microbatch, specs)
 
     def _backward(
         self,
@@ -322,34 +324,33 @@ class Executor:
         grads = backward(slot.microbatch, self._take_output_grads(slot))
         if slot.is_first:
             return
-        assert slot.input_specs is not None
-        if not grads:  # no gradient came to this stage
-            grads = [None] * len(slot.input_specs)
+        specs = slot.values.input_specs
+        assert specs is not None
+        if not grads:  # the stage did not receive any gradient
+            grads = [None] * len(specs)
         if slot.previous is None:
-            slot.input_grads = grads
+            slot.values.input_grads = grads
         else:
-            slot.input_specs, slot.previous.output_grads = None, grads
+            slot.values.input_specs, slot.previous.values.output_grads = None, grads
 
     def _take_output_grads(self, slot: _Slot) -> list[Tensor | None]:
         if slot.is_last:
             i = slot.microbatch
             # The gradient of the weighted loss, without a multiplication in the graph.
             return [torch.full_like(self._batch.losses[i], self._batch.weights[i])]
-        slot.output_specs = None
-        if slot.bwd_recv is None:
-            grads, slot.output_grads = slot.output_grads, None
+        values = slot.values
+        values.output_specs = None
+        if values.bwd_recv is None:
+            grads, values.output_grads = values.output_grads, None
             assert grads is not None
             return grads
-        recv, slot.bwd_recv = slot.bwd_recv, None
-        grads = recv.wait()
-        self._waited_s = time.perf_counter() - self._start_s
-        self._release_sends(slot.sent_before_grads)
-        return grads
+        recv, values.bwd_recv = values.bwd_recv, None
+        return self._timed_wait(recv.wait, slot.sent_before_grads)
 
     def _send_backward(self, action: Action, slot: _Slot) -> None:
         assert slot.to_previous is not None
-        specs, grads = slot.input_specs, slot.input_grads
-        slot.input_specs = slot.input_grads = None
+        specs, grads = slot.values.input_specs, slot.values.input_grads
+        slot.values.input_specs = slot.values.input_grads = None
         assert specs is not None
         assert grads is not None
         self._add_send(action, slot.to_previous.send_backward(slot.microbatch, specs, grads))
@@ -357,10 +358,10 @@ class Executor:
     def _backward_weight(self, slot: _Slot) -> None:
         slot.stage.backward_weight(slot.microbatch)
 
-    # Sends under way -------------------------------------------------------------------------
+    # Pending sends ---------------------------------------------------------------------------
 
     def _add_send(self, action: Action, send: PendingSend) -> None:
-        """Remember a send, after the oldest ones that are done were released."""
+        """Release the oldest sends that are complete, and remember this one."""
         pending = self._pending_sends
         while pending:
             oldest = next(iter(pending))
@@ -370,7 +371,7 @@ class Executor:
         pending[action] = send
 
     def _release_sends(self, arrived: Sequence[Action]) -> None:
-        """Free what was sent, now that it is known to be there."""
+        """Free the memory of sends that are known to have arrived."""
         for action in arrived:
             send = self._pending_sends.pop(action, None)
             if send is not None:

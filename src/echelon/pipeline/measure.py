@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple, Self, final
 from echelon import events
 from echelon.errors import StateError
 from echelon.pipeline.schedules.ir import (
+    BACKWARD,
     COMPUTE,
     FORWARD,
     INPUT,
+    WEIGHT,
     Action,
     Kind,
     Schedule,
@@ -159,9 +161,12 @@ def _givers(text: str, num_stages: int) -> list[Action]:
     assert isinstance(item, Action)
     kind, i, stage = item
     if kind is FORWARD:
-        return [Action(Kind.F, i, stage - 1)] if stage else []
-    if kind in (Kind.B, INPUT) and stage + 1 < num_stages:
-        return [Action(Kind.B, i, stage + 1), Action(Kind.I, i, stage + 1)]
+        return [Action(kind=FORWARD, microbatch=i, stage=stage - 1)] if stage else []
+    if kind in (BACKWARD, INPUT) and stage + 1 < num_stages:
+        return [
+            Action(kind=BACKWARD, microbatch=i, stage=stage + 1),
+            Action(kind=INPUT, microbatch=i, stage=stage + 1),
+        ]
     return []
 
 
@@ -184,7 +189,7 @@ def measured_costs(steps: Iterable[Step], num_stages: int) -> dict[str, list[flo
     costs: dict[str, list[float]] = {"F": [], "B": [], "I": [], "W": []}
     for stage in range(num_stages):
         forward, whole, inputs, weights = (
-            medians.get((kind, stage)) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+            medians.get((kind, stage)) for kind in (FORWARD, BACKWARD, INPUT, WEIGHT)
         )
         if whole is None:
             whole = (inputs or 0.0) + (weights or 0.0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from echelon.pipeline.schedules.ir import FORWARD, INPUT, Action, Kind, Schedule
+from echelon.pipeline.schedules.ir import BACKWARD, FORWARD, INPUT, Action, Kind, Schedule
 
 _Key = tuple[int, int]  # stage, microbatch
 
@@ -51,9 +51,9 @@ class SendCompletion:
                 if mb is None:
                     continue
                 if kind is FORWARD and rank_of(stage - 1) == rank:
-                    used.append(Action(Kind.SEND_F, mb, stage - 1))
-                elif kind in (Kind.B, INPUT) and rank_of(stage + 1) == rank:
-                    used.append(Action(Kind.SEND_B, mb, stage + 1))
+                    used.append(Action(kind=Kind.SEND_F, microbatch=mb, stage=stage - 1))
+                elif kind in (BACKWARD, INPUT) and rank_of(stage + 1) == rank:
+                    used.append(Action(kind=Kind.SEND_B, microbatch=mb, stage=stage + 1))
                 elif kind is Kind.SEND_F and rank_of(stage + 1) == rank:
                     completion.by_input[stage + 1, mb] += used
                     used = []

@@ -50,7 +50,19 @@ def test_a_schedule_reads_back_from_its_csv(variant, p, more) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["F0", "0", "0F", "0X1", "-1F0", "0F0x", "0UNSHARD1", "(0F0;1F0)OVERLAP_F_B", "(0F0)B", "()"],
+    [
+        "F0",
+        "0",
+        "0F",
+        "0X1",
+        "-1F0",
+        "0F0x",
+        "2F0: x",
+        "0UNSHARD1",
+        "(0F0;1F0)OVERLAP_F_B",
+        "(0F0)B",
+        "()",
+    ],
 )
 def test_text_that_is_no_action_is_named_with_its_place(text) -> None:
     with pytest.raises(ScheduleError, match="this is no action") as info:
@@ -64,7 +76,10 @@ def test_text_that_is_no_action_is_named_with_its_place(text) -> None:
 def test_empty_cells_are_bubbles() -> None:
     read = Schedule.from_csv("0F0,,,0B0,\n,1F0,1B0,,\n")
     assert read == Schedule.from_orders([["0F0", None, "0B0"], ["1F0", "1B0"]], "csv")
-    assert read.orders[1] == (Action(Kind.F, 0, 1), Action(Kind.B, 0, 1))
+    assert read.orders[1] == (
+        Action(kind=Kind.F, microbatch=0, stage=1),
+        Action(kind=Kind.B, microbatch=0, stage=1),
+    )
 
 
 def test_a_stage_on_two_ranks_is_named() -> None:

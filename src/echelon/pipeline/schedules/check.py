@@ -1,12 +1,14 @@
-"""Whether a schedule can run, one rule per function. Nothing that passes here can stall.
+"""The rules of schedules, one per function: a schedule that keeps them all cannot stall.
 
-Each rule names the rank, the position in its list and the action that breaks it.
+A rule that is broken raises a ``ScheduleError`` that names the rank, the position in its list and
+the action.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from echelon.errors import ArgumentError, ScheduleError
 from echelon.pipeline.schedules.ir import (
@@ -21,24 +23,26 @@ from echelon.pipeline.schedules.ir import (
     Kind,
     Schedule,
     check_type,
+    placed_parts,
 )
 from echelon.pipeline.schedules.readiness import Values, transfer_of, walk
 
-# Positions in the lists of ranks, by kind and by stage * num_microbatches + microbatch; -1 for
-# those that are not there.
+# Positions in the lists of ranks, by kind and by stage * num_microbatches + microbatch; -1 if an
+# action is missing.
 Places = dict[Kind, list[int]]
 
 
 def check(schedule: Schedule, memory_cap: float | Sequence[float] | None = None) -> None:
-    """Apply all rules to ``schedule``.
+    """Refuse a schedule that breaks a rule.
 
     Args:
         schedule: computations only, or with transfers, unshards and reductions.
-        memory_cap: as ``memory``.
+        memory_cap: most activations of one microbatch over one rank's whole share, on each rank or
+            by rank; None for no cap.
 
     Raises:
         ArgumentError: it is no schedule.
-        ScheduleError: a rule is broken.
+        ScheduleError: it breaks a rule.
 
     Example:
         >>> check(Schedule.from_csv("0F0,0B0\\n1F0,1B0"))
@@ -52,7 +56,7 @@ before 1F0, which is at index 1
     if schedule.is_lowered:
         transfers(schedule)
         channel_order(schedule)
-    event_graph(schedule)
+    check_deadlock(schedule)
     coverage(schedule)
     if memory_cap is not None:
         memory(schedule, memory_cap)
@@ -61,90 +65,70 @@ before 1F0, which is at index 1
 def placed_and_complete(schedule: Schedule) -> Places:
     """Each stage does each microbatch once, on its own rank: one F, and one B or one I and one W.
 
-    A schedule without any backward needs forwards only.
-
-    Returns:
-        where each computation stands.
-
-    Raises:
-        ScheduleError: an action is missing, is there twice, or is on the wrong rank.
+    A schedule without any backward needs forwards only. Returns where each computation stands.
     """
     num_stages, m, placement = schedule.num_stages, schedule.num_microbatches, schedule.placement
     places = {kind: [-1] * (num_stages * m) for kind in COMPUTE}
-    for rank, order in enumerate(schedule.orders):
-        for index, item in enumerate(order):
-            for kind, i, stage in (item,) if isinstance(item, Action) else item.parts:
-                wrong = None
-                if not (0 <= stage < num_stages and (i is None or 0 <= i < m)):
-                    wrong = f"there are {num_stages} stages and {m} microbatches, counted from 0"
-                elif placement[stage] != rank:
-                    wrong = f"stage {stage} is on rank {placement[stage]}"
-                elif kind in places:
-                    found, n = places[kind], stage * m + (i or 0)
-                    if found[n] >= 0:
-                        wrong = f"it is at index {found[n]} already"
-                    found[n] = index
-                if wrong is not None:
-                    raise ScheduleError(wrong, rank=rank, index=index, action=item)
+    for rank, index, item, (kind, i, stage) in placed_parts(schedule.orders):
+        problem = None
+        if not (0 <= stage < num_stages and (i is None or 0 <= i < m)):
+            problem = f"there are {num_stages} stages and {m} microbatches, counted from 0"
+        elif placement[stage] != rank:
+            problem = f"stage {stage} is on rank {placement[stage]}"
+        elif kind in places:
+            indices, n = places[kind], stage * m + (i or 0)
+            if indices[n] >= 0:
+                problem = f"it is at index {indices[n]} already"
+            indices[n] = index
+        if problem is not None:
+            raise ScheduleError(problem, rank=rank, index=index, action=item)
     _check_complete(schedule, places)
     return places
 
 
 def _check_complete(schedule: Schedule, places: Places) -> None:
     """Name the first computation that is missing or too much."""
-    m = schedule.num_microbatches
-    for n, (f, b, i, w) in enumerate(zip(*(places[kind] for kind in COMPUTE), strict=True)):
-        stage, microbatch = divmod(n, m)
-        rank = schedule.placement[stage]
-        missing = []
-        if f < 0:
-            missing = [FORWARD]
-        elif b >= 0 and (i >= 0 or w >= 0):
-            half = INPUT if i >= 0 else WEIGHT
+    for n, indices in enumerate(zip(*(places[kind] for kind in COMPUTE), strict=True)):
+        has_forward, has_backward, has_input, has_weight = (index >= 0 for index in indices)
+        wrong, problem = None, "it is missing"
+        if not has_forward:
+            wrong = FORWARD
+        elif has_backward and (has_input or has_weight):
+            wrong, problem = INPUT if has_input else WEIGHT, "the whole backward {} is there too"
+        elif schedule.has_backward and not has_backward:
+            if not has_input:
+                wrong = INPUT if has_weight else BACKWARD
+            elif not has_weight:
+                wrong = WEIGHT
+        if wrong is not None:
+            stage, i = divmod(n, schedule.num_microbatches)
             raise ScheduleError(
-                f"the whole backward {Action(BACKWARD, microbatch, stage)} is there too",
-                rank=rank,
-                index=places[half][n],
-                action=Action(half, microbatch, stage),
-            )
-        elif schedule.has_backward and b < 0:
-            missing = [BACKWARD] if i < 0 and w < 0 else [INPUT] * (i < 0) + [WEIGHT] * (w < 0)
-        if missing:
-            raise ScheduleError(
-                "it is missing", rank=rank, action=Action(missing[0], microbatch, stage)
+                problem.format(Action(kind=BACKWARD, microbatch=i, stage=stage)),
+                rank=schedule.placement[stage],
+                index=None if places[wrong][n] < 0 else places[wrong][n],
+                action=Action(kind=wrong, microbatch=i, stage=stage),
             )
 
 
 def local_order(schedule: Schedule, places: Places) -> None:
-    """On a rank, for each stage and microbatch: F, then B or I, then W.
-
-    Args:
-        schedule: the schedule.
-        places: what ``placed_and_complete`` returned for it.
-
-    Raises:
-        ScheduleError: an action stands before one that it needs.
-    """
+    """On a rank, for each stage and microbatch: F, then B or I, then W."""
     m = schedule.num_microbatches
     for first, second in ((FORWARD, BACKWARD), (FORWARD, INPUT), (INPUT, WEIGHT)):
         pairs = zip(places[first], places[second], strict=True)
         for n, (before, after) in enumerate(pairs):
-            if after < before and after >= 0:
+            if 0 <= after < before:
                 stage, i = divmod(n, m)
+                needed = Action(kind=first, microbatch=i, stage=stage)
                 raise ScheduleError(
-                    f"it stands before {Action(first, i, stage)}, which is at index {before}",
+                    f"it stands before {needed}, which is at index {before}",
                     rank=schedule.placement[stage],
                     index=after,
-                    action=Action(second, i, stage),
+                    action=Action(kind=second, microbatch=i, stage=stage),
                 )
 
 
 def transfers(schedule: Schedule) -> None:
-    """Each value that another rank needs is sent once and received once, after and before its use.
-
-    Raises:
-        ScheduleError: an end is missing, is there twice, is not needed, or stands at a wrong place.
-    """
+    """Each value that another rank needs is sent and received once, after and before its use."""
     values = Values(schedule)
     ends: Counter[tuple[bool, int]] = Counter()
     for rank, order in enumerate(schedule.orders):
@@ -154,15 +138,15 @@ def transfers(schedule: Schedule) -> None:
                 value, src, dst = transfer_of(item, schedule, values, index=index)
                 sends = item.kind in SENDS
                 ends[sends, value] += 1
-                wrong = None
+                problem = None
                 if src == dst:
-                    wrong = f"both of its stages are on rank {rank}, so nothing is to transfer"
+                    problem = f"both of its stages are on rank {rank}, so nothing is to transfer"
                 elif ends[sends, value] > 1:
-                    wrong = "it is there twice"
+                    problem = "it is there twice"
                 elif sends and value not in done:
-                    wrong = f"it stands before {values.text(value)}, which gives what it sends"
-                if wrong is not None:
-                    raise ScheduleError(wrong, rank=rank, index=index, action=item)
+                    problem = f"it stands before {values.text(value)}, which gives what it sends"
+                if problem is not None:
+                    raise ScheduleError(problem, rank=rank, index=index, action=item)
                 received.update(() if sends else (value,))
             for part in item.parts:
                 for value in values.needed(part):
@@ -174,9 +158,9 @@ def transfers(schedule: Schedule) -> None:
                             index=index,
                             action=item,
                         )
-                given = values.given(part)
-                if given is not None:
-                    done.add(given)
+                result = values.given(part)
+                if result is not None:
+                    done.add(result)
     for sends, value in ends:
         if not ends[not sends, value]:
             has, lacks = ("sent", "received") if sends else ("received", "sent")
@@ -186,132 +170,123 @@ def transfers(schedule: Schedule) -> None:
             )
 
 
-def channel_order(schedule: Schedule) -> None:
-    """Both ranks of a pair list their transfers in the same order.
+class _ListedTransfer(NamedTuple):
+    """One end of a transfer: the value, and where the action stands in the list of its rank."""
 
-    Raises:
-        ScheduleError: the lists differ; the first difference is named.
-    """
+    value: int
+    position: int
+    action: Action
+
+
+def channel_order(schedule: Schedule) -> None:
+    """Both ranks of a pair list their transfers in the same order."""
     values = Values(schedule)
-    lists: dict[tuple[int, int], dict[int, list[tuple[int, int, Action]]]] = {}
+    lists: dict[tuple[int, int], dict[int, list[_ListedTransfer]]] = {}  # by pair, then by rank
     for rank, order in enumerate(schedule.orders):
         for index, item in enumerate(order):
             if isinstance(item, Action) and item.kind in TRANSFER:
                 transfer = transfer_of(item, schedule, values)
                 ends = lists.setdefault(transfer.pair(), {})
-                ends.setdefault(rank, []).append((transfer.value, index, item))
+                ends.setdefault(rank, []).append(_ListedTransfer(transfer.value, index, item))
     for (low, high), ends in lists.items():
-        for mine, theirs in zip(ends.get(low, ()), ends.get(high, ()), strict=False):
-            if mine[0] != theirs[0]:
+        for listed, other in zip(ends.get(low, ()), ends.get(high, ()), strict=False):
+            if listed.value != other.value:
                 raise ScheduleError(
-                    f"its transfer comes in another order on rank {high}, which has {theirs[2]} "
-                    f"(index {theirs[1]}) at that place of their channel",
+                    f"its transfer comes in another order on rank {high}, which has {other.action} "
+                    f"(index {other.position}) at that place of their channel",
                     rank=low,
-                    index=mine[1],
-                    action=mine[2],
+                    index=listed.position,
+                    action=listed.action,
                 )
 
 
-def event_graph(schedule: Schedule) -> None:
-    """No rank waits for ever, even where a send holds its rank until the other end takes it.
-
-    Raises:
-        ScheduleError: ranks wait for one another; the circle is drawn.
-    """
-    for _ in walk(schedule):
-        pass
+def check_deadlock(schedule: Schedule) -> None:
+    """No rank waits forever, even if a send holds its rank until the other end takes it."""
+    deque(walk(schedule), maxlen=0)
 
 
 def memory(schedule: Schedule, cap: float | Sequence[float]) -> None:
-    """Activations alive never exceed a cap.
+    """Activations alive never exceed a cap, which is that of ``check``.
 
     A forward takes one, and the end of a whole backward or of the gradients of weights gives it
     back. In a pair the forward comes first.
-
-    Args:
-        schedule: the schedule.
-        cap: activations of one microbatch over one rank's whole share, on each rank or by rank.
-
-    Raises:
-        ScheduleError: the action that exceeds it is named.
     """
     caps = [cap] * schedule.num_ranks if isinstance(cap, int | float) else list(cap)
     if len(caps) != schedule.num_ranks:
         raise ArgumentError(
             f"memory_cap has {len(caps)} numbers for {schedule.num_ranks} ranks; give one per rank"
         )
-    for rank, order in enumerate(schedule.orders):
-        alive, share = 0, max(1, len(schedule.stages_of(rank)))
-        for index, item in enumerate(order):
-            for part in item.parts:
-                if part.kind is FORWARD:
-                    alive += 1
-                elif part.kind in (BACKWARD, WEIGHT):
-                    alive -= 1
-                if schedule.has_backward and alive > caps[rank] * share:
-                    raise ScheduleError(
-                        f"with it {alive / share:g} microbatches are alive on its rank, more than "
-                        f"the cap of {caps[rank]:g}",
-                        rank=rank,
-                        index=index,
-                        action=item,
-                    )
+    if not schedule.has_backward:
+        return
+    shares = [max(1, len(schedule.stages_of(rank))) for rank in range(schedule.num_ranks)]
+    alive = [0] * schedule.num_ranks
+    for rank, index, item, part in placed_parts(schedule.orders):
+        if part.kind is FORWARD:
+            alive[rank] += 1
+        elif part.kind in (BACKWARD, WEIGHT):
+            alive[rank] -= 1
+        if alive[rank] > caps[rank] * shares[rank]:
+            raise ScheduleError(
+                f"with it {alive[rank] / shares[rank]:g} microbatches are alive on its rank, more "
+                f"than the cap of {caps[rank]:g}",
+                rank=rank,
+                index=index,
+                action=item,
+            )
 
 
 def coverage(schedule: Schedule) -> None:
     """Stages are unsharded where they compute, and reduced once, after their last backward.
 
     Holds for schedules that unshard or reduce any stage.
-
-    Raises:
-        ScheduleError: a computation of a sharded stage, an unshard or reshard twice in turn, a
-            stage that stays unsharded, or a reduction too early, twice, or missing.
     """
     kinds = {item.kind for order in schedule.orders for item in order}
-    for rank, order in enumerate(schedule.orders):
-        if Kind.UNSHARD in kinds or Kind.RESHARD in kinds:
+    if Kind.UNSHARD in kinds or Kind.RESHARD in kinds:
+        for rank in range(schedule.num_ranks):
             _check_unsharded(schedule, rank)
-        if Kind.REDUCE not in kinds:
-            continue
-        reduced: dict[int, int] = {}
-        for index, item in enumerate(order):
-            for part in item.parts:
-                before = reduced.get(part.stage)
-                if before is not None and part.kind in (BACKWARD, WEIGHT, Kind.REDUCE):
-                    raise ScheduleError(
-                        f"stage {part.stage} is reduced already, at index {before}",
-                        rank=rank,
-                        index=index,
-                        action=item,
-                    )
-                if part.kind is Kind.REDUCE:
-                    reduced[part.stage] = index
-        for stage in schedule.stages_of(rank):
-            if stage not in reduced:
-                raise ScheduleError(
-                    "it is missing", rank=rank, action=Action(Kind.REDUCE, None, stage)
-                )
+    if Kind.REDUCE in kinds:
+        _check_reduced(schedule)
+
+
+def _check_reduced(schedule: Schedule) -> None:
+    """Refuse reductions that are missing, come twice, or come before a backward."""
+    reduced: dict[int, int] = {}  # by stage: the position of its reduction
+    for rank, index, item, part in placed_parts(schedule.orders):
+        before = reduced.get(part.stage)
+        if before is not None and part.kind in (BACKWARD, WEIGHT, Kind.REDUCE):
+            raise ScheduleError(
+                f"stage {part.stage} is reduced already, at index {before}",
+                rank=rank,
+                index=index,
+                action=item,
+            )
+        if part.kind is Kind.REDUCE:
+            reduced[part.stage] = index
+    for stage, rank in enumerate(schedule.placement):
+        if stage not in reduced:
+            missing = Action(kind=Kind.REDUCE, microbatch=None, stage=stage)
+            raise ScheduleError("it is missing", rank=rank, action=missing)
 
 
 def _check_unsharded(schedule: Schedule, rank: int) -> None:
     """Refuse computations of a rank whose stage is not unsharded."""
-    full: set[int] = set()
+    unsharded: set[int] = set()
     for index, item in enumerate(schedule.orders[rank]):
         for part in item.parts:
-            stage, wrong = part.stage, None
+            stage, problem = part.stage, None
             if part.kind is Kind.UNSHARD:
-                wrong = "its stage is unsharded already" if stage in full else None
-                full.add(stage)
+                problem = "its stage is unsharded already" if stage in unsharded else None
+                unsharded.add(stage)
             elif part.kind is Kind.RESHARD:
-                wrong = None if stage in full else "its stage is not unsharded"
-                full.discard(stage)
-            elif part.kind in COMPUTE and stage not in full:
-                wrong = f"stage {stage} is not unsharded: {stage}UNSHARD must stand before it"
-            if wrong is not None:
-                raise ScheduleError(wrong, rank=rank, index=index, action=item)
-    if full:
+                problem = None if stage in unsharded else "its stage is not unsharded"
+                unsharded.discard(stage)
+            elif part.kind in COMPUTE and stage not in unsharded:
+                problem = f"stage {stage} is not unsharded: {stage}UNSHARD must stand before it"
+            if problem is not None:
+                raise ScheduleError(problem, rank=rank, index=index, action=item)
+    if unsharded:
         raise ScheduleError(
             "it is missing: the stage stays unsharded",
             rank=rank,
-            action=Action(Kind.RESHARD, None, min(full)),
+            action=Action(kind=Kind.RESHARD, microbatch=None, stage=min(unsharded)),
         )

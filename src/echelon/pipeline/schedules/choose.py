@@ -1,4 +1,4 @@
-"""Which schedule for a size: all of them side by side, and one of them marked with the reason."""
+"""Compares all schedules that a size can have, and recommends one with the reason."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from echelon.pipeline.schedules.costs import read_costs
 from echelon.pipeline.schedules.families import FAMILIES, schedule
 from echelon.pipeline.schedules.simulate import Simulation, simulate
 
-_WIDTHS = (11, 9, 9, 8, 10)  # of the columns behind the name
-ALIKE = 0.01  # schedules whose times differ by less are equally fast: costs are not known better
+ALIKE = 0.01  # Schedules whose times differ by less count as equally fast: costs are as uncertain.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +19,12 @@ class ChoiceRow:
     """One schedule of a size.
 
     Attributes:
-        name: its name.
+        name: the name of the schedule.
         chunks: stages per rank.
-        options: its options.
-        simulation: what it would do; the unit of time is that of the costs.
-        messages: most transfers of one rank, sent and received.
-        fits: whether its peak is within the cap.
+        options: options of the schedule.
+        simulation: of the schedule; the unit of time is that of the costs.
+        messages: the largest number of transfers of one rank, sent and received.
+        fits: whether the peak is within the cap.
     """
 
     name: str
@@ -41,9 +40,9 @@ class ChoiceRow:
         return max(self.simulation.peak)
 
     def __str__(self) -> str:
-        options = {"v": self.chunks} if FAMILIES[self.name].chunks is None else {}
-        given = ", ".join(f"{key}={value}" for key, value in {**options, **self.options}.items())
-        return f"{self.name}({given})" if given else self.name
+        chunks = {"v": self.chunks} if FAMILIES[self.name].chunks is None else {}
+        options = ", ".join(f"{key}={value}" for key, value in {**chunks, **self.options}.items())
+        return f"{self.name}({options})" if options else self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +51,8 @@ class Choice:
 
     Attributes:
         rows: from the fastest to the slowest.
-        recommended: one of them; None if none is within the cap.
-        reason: why, in a sentence.
+        recommended: the row to take; None if no schedule is within the cap.
+        reason: a sentence that says why.
     """
 
     rows: tuple[ChoiceRow, ...]
@@ -67,10 +66,10 @@ class Choice:
         lines = [head]
         for row in self.rows:
             mark = "*" if row is self.recommended else " " if row.fits else "x"
-            found = row.simulation
+            simulation = row.simulation
             lines.append(
-                f"{mark} {row!s:<28} {found.makespan:>10.4g} {found.span_bubble:>8.2%} "
-                f"{found.own_bubble:>8.2%} {row.peak:>7.4g} {row.messages:>9}"
+                f"{mark} {row!s:<28} {simulation.makespan:>10.4g} {simulation.span_bubble:>8.2%} "
+                f"{simulation.own_bubble:>8.2%} {row.peak:>7.4g} {row.messages:>9}"
             )
         return "\n".join([*lines, self.reason])
 
@@ -99,7 +98,7 @@ def choose(
             whole share (1F1B keeps as many as there are ranks); None for no cap.
 
     Raises:
-        ArgumentError: a number or list is none.
+        ArgumentError: an argument is not a number, or a list of them, that is allowed.
 
     Example:
         >>> choice = choose(4, 8, chunks=[1, 2], costs={"F": 1, "B": 2}, memory_cap=4)
@@ -108,18 +107,17 @@ def choose(
         >>> choice.reason.split(":")[0]
         'zb(v=2, k=1) is recommended'
     """
-    given = list(chunks) if isinstance(chunks, Iterable) else [chunks]
-    if not given or not all(isinstance(v, int) and v > 0 for v in given):
+    numbers = list(chunks) if isinstance(chunks, Iterable) else [chunks]
+    if not numbers or not all(isinstance(v, int) and v > 0 for v in numbers):
         raise ArgumentError(f"chunks is {chunks!r:.80}; give numbers of stages per rank, each >= 1")
     if memory_cap is not None and not (isinstance(memory_cap, int | float) and memory_cap >= 0):
         raise ArgumentError(f"memory_cap is {memory_cap!r:.80}; give a number >= 0, or None")
     rows = []
     for name, v, options in _candidates(
-        sorted(set(given)), ranks, microbatches, fused=costs is not None and "F&B" in costs
+        sorted(set(numbers)), ranks, microbatches, fused=costs is not None and "F&B" in costs
     ):
-        found = schedule(name, ranks * v, microbatches, ranks, **options)
-        simulation = simulate(found, _share(costs, v))
-        peak = max(simulation.peak)
+        candidate = schedule(name, ranks * v, microbatches, ranks, **options)
+        simulation = simulate(candidate, _share(costs, v))
         rows.append(
             ChoiceRow(
                 name=name,
@@ -127,7 +125,7 @@ def choose(
                 options=options,
                 simulation=simulation,
                 messages=_messages(simulation),
-                fits=memory_cap is None or peak <= memory_cap,
+                fits=memory_cap is None or max(simulation.peak) <= memory_cap,
             )
         )
     rows.sort(key=lambda row: (row.simulation.makespan, row.peak, row.messages))
@@ -138,7 +136,7 @@ def choose(
 def _candidates(
     chunks: list[int], ranks: int, microbatches: int, *, fused: bool
 ) -> Iterator[tuple[str, int, dict[str, int | bool]]]:
-    """Every training schedule once: zb of one chunk goes by its own names."""
+    """Every training schedule once; zb of one chunk is zb-h1 and zb-h2."""
     for name, family in FAMILIES.items():
         for v in chunks:
             if name == "forward-only" or (family.chunks is not None and family.chunks != v):
@@ -159,21 +157,21 @@ def _candidates(
 
 def _share(costs: Mapping[str, float] | None, v: int) -> dict[str, float]:
     """The costs of one of the v stages of a rank; a message takes as long as before."""
-    given = {"F": 1.0} if costs is None else dict(costs)
-    for name, number in given.items():
+    costs = {"F": 1.0} if costs is None else costs
+    for name, number in costs.items():
         if not isinstance(number, int | float):
             raise ArgumentError(
                 f"costs[{name!r}] is {number!r:.80}; choose compares cuts into different numbers "
                 "of stages, so give one number for a rank's share"
             )
-    whole = read_costs(given, 1)
+    whole = read_costs(costs, 1)
     parts = {"F": whole.forward, "B": whole.backward, "I": whole.inputs, "W": whole.weights}
     parts |= {} if whole.pair is None else {"F&B": whole.pair}
     return {name: by_stage[0] / v for name, by_stage in parts.items()} | {"hop": whole.hop}
 
 
 def _messages(simulation: Simulation) -> int:
-    """Most transfers that one rank has an end of."""
+    """The largest number of transfers that one rank sends or receives."""
     schedule, counts = simulation.schedule, [0] * simulation.schedule.num_ranks
     for rank_before, rank_after in pairwise(schedule.placement):
         if rank_before != rank_after:
@@ -197,7 +195,9 @@ def _recommend(rows: list[ChoiceRow], cap: float | None) -> tuple[ChoiceRow | No
     within = "" if cap is None else f" within the memory cap of {cap:g}"
     reason = f"{best} is recommended: the fastest{within}"
     if len(alike) > 1:
-        reason = f"{best} is recommended: of the {len(alike)} fastest{within}, alike to 1 %, "
-        reason += "it has the least memory and, among those, the fewest messages"
-    found = best.simulation
-    return best, f"{reason} (time {found.makespan:.4g}, bubble {found.span_bubble:.2%})."
+        reason = (
+            f"{best} is recommended: of the {len(alike)} fastest{within}, alike to "
+            f"{100 * ALIKE:g} %, it has the least memory and, among those, the fewest messages"
+        )
+    time, bubble = best.simulation.makespan, best.simulation.span_bubble
+    return best, f"{reason} (time {time:.4g}, bubble {bubble:.2%})."

@@ -112,20 +112,20 @@ def _stretch(order: list[Action], middle: int, periods: int) -> Iterator[Action]
 def _later(actions: list[Action], microbatches: int) -> Iterator[Action]:
     for kind, i, stage in actions:
         assert i is not None  # computations have one
-        yield Action(kind, i + microbatches, stage)
+        yield Action(kind=kind, microbatch=i + microbatches, stage=stage)
 
 
 def _weights(row: list[list[int]]) -> list[int]:
     """The free slots in which gradients of weights run, each after its backward, oldest first."""
     taken = {slot for slots in row for slot in slots}
-    found: list[int] = []
+    weights: list[int] = []
     slot = 0
     for backward in sorted(row[B1] + row[B0]):
         slot = max(slot, backward) + 1
         while slot in taken:
             slot += 1
-        found.append(slot)
-    return found
+        weights.append(slot)
+    return weights
 
 
 def _marks(grid: Grid) -> list[Mark]:
@@ -313,12 +313,12 @@ def _order(r: int, ranks: int, row: list[list[int]]) -> Iterator[Action]:
         if slot in at:
             kind, i = at[slot]
             action, stage = meaning[kind]
-            yield Action(action, i, stage)
+            yield Action(kind=action, microbatch=i, stage=stage)
             if action is INPUT:
                 heapq.heappush(waiting, (-stage, i, stage))
         elif waiting:
             _, i, stage = heapq.heappop(waiting)
-            yield Action(WEIGHT, i, stage)
+            yield Action(kind=WEIGHT, microbatch=i, stage=stage)
     while waiting:
         _, i, stage = heapq.heappop(waiting)
-        yield Action(WEIGHT, i, stage)
+        yield Action(kind=WEIGHT, microbatch=i, stage=stage)

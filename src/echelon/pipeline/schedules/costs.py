@@ -1,4 +1,4 @@
-"""What the computations of a pipeline cost: numbers in any one unit of time."""
+"""The costs of computations and messages, in any one unit of time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from echelon.errors import ArgumentError
-from echelon.pipeline.schedules.ir import BACKWARD, FORWARD, INPUT, Item, Kind, Pair
+from echelon.pipeline.schedules.ir import BACKWARD, FORWARD, INPUT, WEIGHT, Item, Pair
 
 _NAMES = ("F", "B", "I", "W", "F&B", "hop")
-Given = Mapping[str, float | Sequence[float]]
+CostsByName = Mapping[str, float | Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,12 +18,12 @@ class Costs:
     """What one microbatch costs in each stage.
 
     Attributes:
-        forward: of F, by stage.
-        backward: of B.
-        inputs: of I.
-        weights: of W.
-        pair: of a fused pair, by the stage of its forward; None where it is the sum of its parts.
-        hop: from the end of a computation to the arrival of its result on another rank.
+        forward: time of F, by stage.
+        backward: time of B, by stage.
+        inputs: time of I, by stage.
+        weights: time of W, by stage.
+        pair: time of a fused pair, by the stage of its forward; None: the sum of its parts.
+        hop: time from the end of a computation to the arrival of its result on another rank.
     """
 
     forward: tuple[float, ...]
@@ -34,7 +34,7 @@ class Costs:
     hop: float
 
     def of(self, item: Item) -> float:
-        """How long a computation takes; 0 for what is no computation."""
+        """How long an item takes; 0 if it is not a computation."""
         if isinstance(item, Pair):
             if self.pair is not None:
                 return self.pair[item.forward.stage]
@@ -46,21 +46,16 @@ class Costs:
             return self.backward[stage]
         if kind is INPUT:
             return self.inputs[stage]
-        return self.weights[stage] if kind is Kind.W else 0.0
+        return self.weights[stage] if kind is WEIGHT else 0.0
 
 
-def read_costs(costs: Given | None, num_stages: int) -> Costs:
-    """The costs that a user gave, completed.
+def read_costs(costs: CostsByName | None, num_stages: int) -> Costs:
+    """Check the costs of a user, and complete them.
 
-    Args:
-        costs: of one stage and one microbatch, a number for all stages or a list by stage, under
-            ``F``, ``B``, ``I``, ``W`` and, for fused pairs, ``F&B``; a number under ``hop``.
-            F is 1 if it is left out. B and I + W are the same time: what is left out of the three
-            follows from the others; I and W are half of B if only B is given, and 1 if none is.
-        num_stages: length of the lists.
-
-    Raises:
-        ArgumentError: no mapping, another name, a list of another length, or no number >= 0.
+    ``F``, ``B``, ``I``, ``W`` and, for fused pairs, ``F&B`` are costs of one stage and one
+    microbatch: a number for all stages, or a list by stage. ``hop`` is a number. F is 1 by default.
+    B and I + W are the same time, so the others follow from one or two of them; I and W are half of
+    B if only B is given, and 1 if none of the three is.
 
     Example:
         >>> costs = read_costs({"F": [1, 2], "B": 3, "hop": 0.1}, num_stages=2)
@@ -86,8 +81,8 @@ def read_costs(costs: Given | None, num_stages: int) -> Costs:
     elif i is None and w is None:
         i = w = tuple(x / 2 for x in b)
     elif i is None or w is None:
-        known = i or w or ones
-        rest = tuple(x - y for x, y in zip(b, known, strict=True))
+        half = i or w or ones
+        rest = tuple(x - y for x, y in zip(b, half, strict=True))
         if min(rest, default=0.0) < 0:
             raise ArgumentError(f"costs has a part of the backward that is more than B: {costs!r}")
         i, w = i or rest, w or rest
@@ -105,16 +100,16 @@ def read_costs(costs: Given | None, num_stages: int) -> Costs:
 
 
 def _by_stage(name: str, value: object, num_stages: int) -> tuple[float, ...]:
-    given = [value] * num_stages if isinstance(value, int | float) else value
-    if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != num_stages:
+    numbers = [value] * num_stages if isinstance(value, int | float) else value
+    if isinstance(numbers, str) or not isinstance(numbers, Sequence) or len(numbers) != num_stages:
         raise ArgumentError(
             f"costs[{name!r}] is {value!r:.80}; give a number, or one for each of the "
             f"{num_stages} stages"
         )
-    for number in given:
+    for number in numbers:
         if not isinstance(number, int | float) or not 0 <= number < math.inf:
             raise ArgumentError(f"costs[{name!r}] has {number!r:.80}; a cost is a number >= 0")
-    return tuple(float(number) for number in given)
+    return tuple(float(number) for number in numbers)
 
 
 def _add(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:

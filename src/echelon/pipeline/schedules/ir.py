@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -35,7 +35,8 @@ class Kind(StrEnum):
     OVERLAP = "OVERLAP_F_B"  # a Pair
 
 
-# Names for the four kinds of computation: hot loops do not look up attributes of an enum.
+# The kinds of computation. Loops over all actions compare with them, and a global name is found
+# several times faster than a member of an enum.
 FORWARD, BACKWARD, INPUT, WEIGHT = Kind.F, Kind.B, Kind.I, Kind.W
 COMPUTE = (FORWARD, BACKWARD, INPUT, WEIGHT)
 TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
@@ -43,19 +44,22 @@ SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 WHOLE_STAGE = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE)  # these have no microbatch
 
 _TEXT = re.compile(
-    r"([0-9]{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)([0-9]{0,9})"
+    f"([0-9]{{1,9}})({'|'.join(kind for kind in Kind if kind is not Kind.OVERLAP)})([0-9]{{0,9}})"
 )
-_PAIR = re.compile(r"\(\s*([^;()]+?)\s*;\s*([^;()]+?)\s*\)OVERLAP_F_B")
+_PAIR = re.compile(rf"\(\s*([^;()]+?)\s*;\s*([^;()]+?)\s*\){Kind.OVERLAP}")
 
-
-_MAX_ITEM = 80  # characters of an action or a pair
-_MAX_TEXT = 1 << 26  # and of a whole schedule: some millions of actions
+_MAX_ITEM_CHARS = 80
+_MAX_TEXT_CHARS = 1 << 26  # some millions of actions
 _MAX_RANKS = 1 << 16
-_SMALL = 1 << 16  # stages times microbatches: a draft of so many may leave actions out
+# ``check`` names the missing actions of an incomplete schedule by tables of stages times
+# microbatches. So many entries are always allowed, more only where there are as many computations.
+_MAX_INCOMPLETE = 1 << 16
 
 
 class Action(NamedTuple):
     """One step of a stage, for one microbatch or (unshard, reshard, reduce) for the whole stage.
+
+    The text form has the fields in another order, so give them by name.
 
     A send belongs to the stage that sends, a receive to the stage that receives: ``2SEND_F0`` and
     ``3RECV_F0`` are the two ends of one transfer.
@@ -66,8 +70,10 @@ class Action(NamedTuple):
         stage: by which stage.
 
     Example:
-        >>> str(Action(Kind.F, 0, 2)), str(Action(Kind.UNSHARD, None, 3))
-        ('2F0', '3UNSHARD')
+        >>> str(Action(kind=Kind.F, microbatch=0, stage=2))
+        '2F0'
+        >>> str(Action(kind=Kind.UNSHARD, microbatch=None, stage=3))
+        '3UNSHARD'
     """
 
     kind: Kind
@@ -90,7 +96,8 @@ class Pair(NamedTuple):
     It starts when the inputs of both are there, and what it produces is sent when both have ended.
 
     Example:
-        >>> str(Pair(Action(Kind.F, 4, 0), Action(Kind.B, 1, 7)))
+        >>> forward = Action(kind=Kind.F, microbatch=4, stage=0)
+        >>> str(Pair(forward, Action(kind=Kind.B, microbatch=1, stage=7)))
         '(0F4;7B1)OVERLAP_F_B'
     """
 
@@ -121,16 +128,16 @@ def parse_item(text: str) -> Item:
         ScheduleError: the text is neither.
 
     Example:
-        >>> parse_item("3SEND_B1") == Action(Kind.SEND_B, 1, 3)
-        True
+        >>> parse_item("3SEND_B1")
+        Action(kind=<Kind.SEND_B: 'SEND_B'>, microbatch=1, stage=3)
         >>> parse_item("F3")
         Traceback (most recent call last):
         echelon.errors.ScheduleError: the schedule cannot run: F3: this is no action; write stage, \
 kind and microbatch, such as 2F0, 3SEND_B1, 0UNSHARD or (0F4;7B1)OVERLAP_F_B
     """
     text = text.strip()
-    if len(text) > _MAX_ITEM:
-        text = f"{text[:_MAX_ITEM]}..."  # which is no action
+    if len(text) > _MAX_ITEM_CHARS:
+        text = f"{text[:_MAX_ITEM_CHARS]}..."  # which is no action
     pair = _PAIR.fullmatch(text)
     if pair is not None:
         forward, backward = (parse_item(part) for part in pair.groups())
@@ -142,7 +149,11 @@ kind and microbatch, such as 2F0, 3SEND_B1, 0UNSHARD or (0F4;7B1)OVERLAP_F_B
     if action is not None:
         stage, kind, microbatch = action.groups()
         if (Kind(kind) in WHOLE_STAGE) == (microbatch == ""):
-            return Action(Kind(kind), int(microbatch) if microbatch else None, int(stage))
+            return Action(
+                kind=Kind(kind),
+                microbatch=int(microbatch) if microbatch else None,
+                stage=int(stage),
+            )
     raise ScheduleError(
         "this is no action; write stage, kind and microbatch, such as 2F0, 3SEND_B1, 0UNSHARD "
         "or (0F4;7B1)OVERLAP_F_B",
@@ -190,12 +201,8 @@ class Schedule:
     @cached_property
     def has_backward(self) -> bool:
         """Whether it trains; a schedule without any backward only evaluates."""
-        return any(
-            part.kind in (BACKWARD, INPUT, WEIGHT)
-            for order in self.orders
-            for item in order
-            for part in item.parts
-        )
+        backwards = (BACKWARD, INPUT, WEIGHT)
+        return any(part.kind in backwards for _, _, _, part in placed_parts(self.orders))
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank holds, in ascending order."""
@@ -226,8 +233,8 @@ class Schedule:
         """
         if not isinstance(text, str):
             raise ArgumentError(f"text is {text!r:.80}; give the CSV itself, as a string")
-        if len(text) > _MAX_TEXT:
-            raise ScheduleError(f"its text has {len(text)} characters, more than {_MAX_TEXT}")
+        if len(text) > _MAX_TEXT_CHARS:
+            raise ScheduleError(f"its text has {len(text)} characters, more than {_MAX_TEXT_CHARS}")
         rows: list[list[str]] = []
         try:
             for row in csv.reader(io.StringIO(text)):
@@ -264,21 +271,19 @@ class Schedule:
         _check_numbers(rows)
         owners: dict[int, int] = {}
         microbatches = 0
-        for rank, row in enumerate(rows):
-            for index, item in enumerate(row):
-                for part in item.parts:
-                    if part.kind not in COMPUTE:
-                        continue
-                    owner = owners.setdefault(part.stage, rank)
-                    if owner != rank:
-                        raise ScheduleError(
-                            f"stage {part.stage} runs on rank {owner} already; "
-                            "all actions of a stage belong on one rank",
-                            rank=rank,
-                            index=index,
-                            action=item,
-                        )
-                    microbatches = max(microbatches, (part.microbatch or 0) + 1)
+        for rank, index, item, part in placed_parts(rows):
+            if part.kind not in COMPUTE:
+                continue
+            owner = owners.setdefault(part.stage, rank)
+            if owner != rank:
+                raise ScheduleError(
+                    f"stage {part.stage} runs on rank {owner} already; "
+                    "all actions of a stage belong on one rank",
+                    rank=rank,
+                    index=index,
+                    action=item,
+                )
+            microbatches = max(microbatches, (part.microbatch or 0) + 1)
         missing = sorted(set(range(max(owners, default=0) + 1)) - set(owners))
         if missing:
             raise ScheduleError(f"no rank runs stage {missing[0]}")
@@ -291,25 +296,32 @@ class Schedule:
         )
 
 
+def placed_parts(orders: Iterable[Iterable[Item]]) -> Iterator[tuple[int, int, Item, Action]]:
+    """Every action with its place: the rank, the position in its list, the item, the action."""
+    for rank, order in enumerate(orders):
+        for index, item in enumerate(order):
+            for part in item.parts:
+                yield rank, index, item, part
+
+
 def _check_numbers(rows: Sequence[Sequence[Item]]) -> None:
     """Refuse numbers so large that most actions are missing, before there are tables for them."""
-    computations = sum(part.kind in COMPUTE for row in rows for i in row for part in i.parts)
+    computations = sum(part.kind in COMPUTE for _, _, _, part in placed_parts(rows))
+    limit = max(computations, _MAX_INCOMPLETE)
     sizes = {"stage": 0, "microbatch": 0}
-    for rank, row in enumerate(rows):
-        for index, item in enumerate(row):
-            for part in item.parts:
-                for what, found in (("stage", part.stage), ("microbatch", part.microbatch or 0)):
-                    if found >= max(computations, _SMALL):
-                        raise ScheduleError(
-                            f"there are {computations} computations in all, so that most of those "
-                            f"of {what} {found} and of those before it are missing",
-                            rank=rank,
-                            index=index,
-                            action=item,
-                        )
-                    sizes[what] = max(sizes[what], found + 1)
+    for rank, index, item, part in placed_parts(rows):
+        for what, number in (("stage", part.stage), ("microbatch", part.microbatch or 0)):
+            if number >= limit:
+                raise ScheduleError(
+                    f"there are {computations} computations in all, so that most of those "
+                    f"of {what} {number} and of those before it are missing",
+                    rank=rank,
+                    index=index,
+                    action=item,
+                )
+            sizes[what] = max(sizes[what], number + 1)
     needed = sizes["stage"] * sizes["microbatch"]
-    if needed > max(_SMALL, computations):
+    if needed > limit:
         raise ScheduleError(
             f"it has {sizes['stage']} stages and {sizes['microbatch']} microbatches, which need "
             f"{needed} forwards, and {computations} computations in all"
@@ -322,9 +334,8 @@ def _read(item: Item | str, rank: int, index: int) -> Item:
     try:
         return parse_item(item)
     except ScheduleError as error:
-        problem = str(error).split(": ", 2)[-1]
         shown = error.action if error.action and error.action.isprintable() else repr(error.action)
-        raise ScheduleError(problem, rank=rank, index=index, action=shown) from None
+        raise ScheduleError(error.problem, rank=rank, index=index, action=shown) from None
 
 
 def schedule_of(
@@ -344,11 +355,7 @@ def schedule_of(
 
 
 def check_type(schedule: object) -> None:
-    """Refuse what is no ``Schedule``, such as its name.
-
-    Raises:
-        ArgumentError: it is not.
-    """
+    """Refuse what is no ``Schedule``, such as its name."""
     if not isinstance(schedule, Schedule):
         raise ArgumentError(
             f"schedule is {schedule!r:.80}; give a Schedule, as "

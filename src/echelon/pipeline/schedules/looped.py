@@ -1,4 +1,4 @@
-"""Schedules that place the stages in a loop: stage j on rank j modulo ranks.
+"""GPipe, 1F1B, interleaved, breadth-first and zero-bubble: stage j is on rank j modulo ranks.
 
 In the bounds and formulas below p is the number of ranks, m of microbatches, v of stages per rank
 ("chunks"), r a rank. Memory counts microbatches whose forward has begun and whose backward has not
@@ -18,13 +18,13 @@ from echelon.pipeline.schedules.ir import (
     WEIGHT,
     Action,
     Item,
+    Kind,
     Schedule,
     schedule_of,
 )
 
-# One computation before it is placed: the chunk on its rank, and the microbatch.
-Slot = tuple[int, int]
-_Order = Callable[[int], Iterator[Item]]  # what a rank does
+Slot = tuple[int, int]  # the chunk on a rank, and the microbatch
+_Order = Callable[[int], Iterator[Item]]  # from a rank to its actions
 
 
 def loop(ranks: int, chunks: int) -> tuple[int, ...]:
@@ -172,19 +172,17 @@ def zero_bubble(
 
     def order(r: int) -> Iterator[Item]:
         warmup = min(len(forwards), (chunks - 1) * first + k * (ranks - 1 - r))
-        for c, i in forwards[:warmup]:
-            yield Action(FORWARD, i, c * ranks + r)
+        for slot in forwards[:warmup]:
+            yield _place(FORWARD, slot, r, ranks)
         late = k * r  # how many gradients of weights wait behind those of inputs
-        for n, (c, i) in enumerate(backwards):
+        for n, slot in enumerate(backwards):
             if warmup + n < len(forwards):
-                chunk, microbatch = forwards[warmup + n]
-                yield Action(FORWARD, microbatch, chunk * ranks + r)
-            yield Action(INPUT, i, c * ranks + r)
+                yield _place(FORWARD, forwards[warmup + n], r, ranks)
+            yield _place(INPUT, slot, r, ranks)
             if n >= late:
-                chunk, microbatch = backwards[n - late]
-                yield Action(WEIGHT, microbatch, chunk * ranks + r)
-        for c, i in backwards[max(0, len(backwards) - late) :]:
-            yield Action(WEIGHT, i, c * ranks + r)
+                yield _place(WEIGHT, backwards[n - late], r, ranks)
+        for slot in backwards[max(0, len(backwards) - late) :]:
+            yield _place(WEIGHT, slot, r, ranks)
 
     return _schedule(name, ranks, microbatches, chunks, order)
 
@@ -215,6 +213,11 @@ def _schedule(name: str, ranks: int, microbatches: int, chunks: int, order: _Ord
     return schedule_of(name, loop(ranks, chunks), microbatches, order)
 
 
+def _place(kind: Kind, slot: Slot, r: int, ranks: int) -> Action:
+    chunk, microbatch = slot
+    return Action(kind=kind, microbatch=microbatch, stage=chunk * ranks + r)
+
+
 def _groups(ranks: int, microbatches: int) -> list[tuple[int, int]]:
     """Start and stop of each group of microbatches; sizes differ by at most 1, larger ones first.
 
@@ -243,10 +246,9 @@ def _alternate(
 ) -> Iterator[Item]:
     """``warmup`` forwards, then one forward and one backward in turn, then the other backwards."""
     warmup = min(len(forwards), warmup)
-    for c, i in forwards[:warmup]:
-        yield Action(FORWARD, i, c * ranks + r)
-    for n, (c, i) in enumerate(backwards):
+    for slot in forwards[:warmup]:
+        yield _place(FORWARD, slot, r, ranks)
+    for n, slot in enumerate(backwards):
         if warmup + n < len(forwards):
-            chunk, microbatch = forwards[warmup + n]
-            yield Action(FORWARD, microbatch, chunk * ranks + r)
-        yield Action(BACKWARD, i, c * ranks + r)
+            yield _place(FORWARD, forwards[warmup + n], r, ranks)
+        yield _place(BACKWARD, slot, r, ranks)

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from echelon.errors import ArgumentError, ScheduleError
 from echelon.pipeline.schedules.check import check
-from echelon.pipeline.schedules.costs import Given
+from echelon.pipeline.schedules.costs import CostsByName
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
     COMPUTE,
@@ -34,7 +34,7 @@ AHEAD = 4  # computations between the post of a receive and its consumer, at mos
 
 def lower(
     schedule: Schedule,
-    costs: Given | None = None,
+    costs: CostsByName | None = None,
     *,
     gather: Sequence[int] | None = None,
     window_nbytes: int | None = None,
@@ -72,7 +72,7 @@ def lower(
 # --- transfers -----------------------------------------------------------------------------------
 
 
-def add_transfers(schedule: Schedule, costs: Given | None = None) -> Schedule:
+def add_transfers(schedule: Schedule, costs: CostsByName | None = None) -> Schedule:
     """Add sends and receives, in the better of two orders.
 
     *By sender*: computations are taken in the order in which they end in the simulation; the send
@@ -122,7 +122,7 @@ class _Route:
     dst: tuple[int, int]
 
 
-def _by_end(schedule: Schedule, costs: Given | None) -> list[tuple[int, int]]:
+def _by_end(schedule: Schedule, costs: CostsByName | None) -> list[tuple[int, int]]:
     """Rank and position of every item, by its end in the simulation, after all it waits for."""
     ends: list[list[float]] = [[] for _ in schedule.orders]
     for step in simulate(schedule, costs).timeline.steps:
@@ -144,19 +144,25 @@ def _routes(schedule: Schedule, order: list[tuple[int, int]]) -> list[_Route]:
         for kind, i, stage in schedule.orders[rank][position].parts:
             if kind is FORWARD or kind in (BACKWARD, INPUT):
                 receive = Kind.RECV_F if kind is FORWARD else Kind.RECV_B
-                consumers[Action(receive, i, stage)] = rank, position
+                consumers[Action(kind=receive, microbatch=i, stage=stage)] = rank, position
     routes = []
     for rank, position in order:
         for kind, i, stage in schedule.orders[rank][position].parts:
             if kind is FORWARD:
-                send, received = Kind.SEND_F, Action(Kind.RECV_F, i, stage + 1)
+                send, received = (
+                    Kind.SEND_F,
+                    Action(kind=Kind.RECV_F, microbatch=i, stage=stage + 1),
+                )
             elif kind in (BACKWARD, INPUT):
-                send, received = Kind.SEND_B, Action(Kind.RECV_B, i, stage - 1)
+                send, received = (
+                    Kind.SEND_B,
+                    Action(kind=Kind.RECV_B, microbatch=i, stage=stage - 1),
+                )
             else:
                 continue
             dst = consumers.get(received)
             if dst is not None and dst[0] != rank:
-                sent = Action(send, i, stage)
+                sent = Action(kind=send, microbatch=i, stage=stage)
                 routes.append(_Route(send=sent, receive=received, src=(rank, position), dst=dst))
     return routes
 
@@ -234,11 +240,13 @@ def add_reductions(schedule: Schedule) -> Schedule:
         for position, item in enumerate(order):
             # What a backward sends goes first: others wait for it, and for a reduction nobody.
             if item.kind not in (Kind.SEND_F, Kind.SEND_B):
-                grown.extend(Action(Kind.REDUCE, None, stage) for stage in waiting)
+                grown.extend(
+                    Action(kind=Kind.REDUCE, microbatch=None, stage=stage) for stage in waiting
+                )
                 waiting = []
             grown.append(item)
             waiting += [part.stage for part in item.parts if last.get(part.stage) == position]
-        grown.extend(Action(Kind.REDUCE, None, stage) for stage in waiting)
+        grown.extend(Action(kind=Kind.REDUCE, microbatch=None, stage=stage) for stage in waiting)
         orders.append(tuple(grown))
     return replace(schedule, orders=tuple(orders))
 
@@ -287,11 +295,15 @@ def _with_unshards(order: Sequence[Item], sizes: Sequence[int], room: int) -> It
                 if used > room and stage not in now:
                     break
                 wanted.append(stage)
-            yield from (Action(Kind.RESHARD, None, s) for s in full if s not in wanted)
-            yield from (Action(Kind.UNSHARD, None, s) for s in wanted if s not in full)
+            yield from (
+                Action(kind=Kind.RESHARD, microbatch=None, stage=s) for s in full if s not in wanted
+            )
+            yield from (
+                Action(kind=Kind.UNSHARD, microbatch=None, stage=s) for s in wanted if s not in full
+            )
             full = wanted
         yield item
-    yield from (Action(Kind.RESHARD, None, stage) for stage in full)
+    yield from (Action(kind=Kind.RESHARD, microbatch=None, stage=stage) for stage in full)
 
 
 def _next_uses(order: Sequence[Item]) -> list[tuple[int, ...]]:
@@ -333,7 +345,7 @@ def forwards_only(schedule: Schedule, num_microbatches: int) -> Schedule:
         for i in range(num_microbatches)
     )
     for _, stage, i in waves:
-        orders[schedule.placement[stage]].append(Action(Kind.F, i, stage))
+        orders[schedule.placement[stage]].append(Action(kind=FORWARD, microbatch=i, stage=stage))
     return replace(
         schedule,
         name="forward-only",

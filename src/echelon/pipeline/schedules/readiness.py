@@ -199,7 +199,7 @@ class _Walk:
         for kind in Kind:
             needs[kind], gives[kind] = [], []
             for stage, rank in enumerate(placement):
-                first = Action(kind, 0, stage)
+                first = Action(kind=kind, microbatch=0, stage=stage)
                 needed, given = values.needed(first), values.given(first)
                 is_far = [
                     schedule.is_lowered and placement[values.stage(v)] != rank for v in needed

@@ -1,6 +1,6 @@
-"""Draws timelines, simulated and measured alike: text for a terminal, SVG, and a page of HTML.
+"""Draws simulated and measured timelines as text for a terminal, as SVG and as a page of HTML.
 
-The page is one file that loads nothing. It shows a schedule as it was planned and as it ran.
+The page is one file that loads no other. It shows a schedule as planned and as it ran.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from echelon.page import page, section, table
 from echelon.pipeline.schedules.ir import BACKWARD, FORWARD, INPUT, Item, Kind
 from echelon.pipeline.schedules.simulate import Simulation, Step, Timeline
 
-WIDEST = 4000  # characters of a row of text; beyond it nobody reads it
+MAX_ROW_CHARS = 4000  # longer rows of text are unreadable
 
 # Geometry of the SVG, in pixels.
 ROW, GAP, LEFT, TOP, RIGHT = 22, 4, 64, 26, 16
@@ -46,7 +46,7 @@ def to_text(timeline: Timeline, unit: float | None = None) -> str:
         raise ArgumentError(f"unit is {unit!r:.80}; give a time > 0")
     labels = max((len(str(step.item)) for step in timeline.steps), default=1)
     cells = round(timeline.makespan / unit)
-    if cells * (labels + 1) > WIDEST:
+    if cells * (labels + 1) > MAX_ROW_CHARS:
         raise ArgumentError(
             f"{cells} cells of {labels + 1} characters are too wide for text; draw an SVG, or give "
             f"a unit larger than {unit:g}"
@@ -102,7 +102,7 @@ def to_svg(timelines: Mapping[str, Timeline], width: int = 1200) -> str:
 
 
 def _rectangle(step: Step, y: int, scale: float) -> str:
-    """One step, with its name in it where there is room."""
+    """One step, with its name if there is room for it."""
     x, length = LEFT + step.start * scale, (step.end - step.start) * scale
     text = str(step.item)
     tip = f"rank {step.rank}: {text}, {step.start:.6g} to {step.end:.6g}"
@@ -127,8 +127,8 @@ def to_page(simulation: Simulation, measured: Timeline | None = None, unit: str 
     """The simulated timeline, the measured one under it on the same scale, and both in numbers.
 
     Args:
-        simulation: what was planned.
-        measured: what ran, in the unit of the costs of the simulation.
+        simulation: of the schedule as planned.
+        measured: the steps that ran, in the unit of the costs of the simulation.
         unit: name of that unit, such as ``s``.
 
     Raises:
@@ -142,18 +142,18 @@ def to_page(simulation: Simulation, measured: Timeline | None = None, unit: str 
         (1, True)
     """
     checks.instance("unit", unit, str)
-    found = simulation.schedule
+    schedule = simulation.schedule
     timelines = {"simulated": simulation.timeline}
     if measured is not None:
-        if measured.num_ranks != found.num_ranks:
+        if measured.num_ranks != schedule.num_ranks:
             raise ArgumentError(
                 f"the measured timeline has {measured.num_ranks} ranks and the simulated one "
-                f"{found.num_ranks}; draw two runs of the same schedule"
+                f"{schedule.num_ranks}; draw two runs of the same schedule"
             )
         timelines["measured"] = measured
     title = (
-        f"{found.name}: {found.num_ranks} ranks, {found.num_stages} stages, "
-        f"{found.num_microbatches} microbatches"
+        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+        f"{schedule.num_microbatches} microbatches"
     )
     key = " ".join(f'<span style="background:{c}">{name}</span>' for name, c in COLOURS.items())
     drawing = f'<p class="key">{key}</p>\n{to_svg(timelines)}'
@@ -176,7 +176,7 @@ def _totals(timelines: dict[str, Timeline], unit: str) -> str:
 
 
 def _ranks(simulation: Simulation, measured: Timeline | None) -> str:
-    """Per rank: what it keeps, and where its idle time comes from."""
+    """A table of the peak memory and the causes of idle time, by rank."""
     head = ["rank", "peak", "busy", "warm-up", "steady", "drain", "messages", "waiting on"]
     rows = []
     for rank, (busy, idle) in enumerate(zip(simulation.busy, simulation.idle, strict=True)):

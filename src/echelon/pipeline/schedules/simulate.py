@@ -1,6 +1,6 @@
-"""How long a schedule takes and what it keeps, before anything runs; and timelines of both.
+"""Simulates a schedule: when each computation runs, why ranks idle, and how much memory is used.
 
-One type of timeline is for what was simulated and what was measured.
+``Timeline`` also holds measured steps, so both can be compared and drawn alike.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.check import placed_and_complete
-from echelon.pipeline.schedules.costs import Costs, Given, read_costs
+from echelon.pipeline.schedules.costs import Costs, CostsByName, read_costs
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
     FORWARD,
@@ -30,10 +30,10 @@ class Step(NamedTuple):
     """One computation as it ran.
 
     Attributes:
-        rank: where.
-        item: what.
-        start: when it began; in seconds, or in the unit of the costs.
-        end: when it ended.
+        rank: the rank that ran it.
+        item: an action, or a pair.
+        start: in seconds, or in the unit of the costs.
+        end: in the same unit.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class Timeline:
     """The steps of all ranks.
 
     Attributes:
-        num_ranks: how many ranks there are, also those without a step.
+        num_ranks: the number of ranks, also of those without a step.
         steps: in the order in which they begin on each rank.
     """
 
@@ -92,11 +92,11 @@ class Idle:
     """Why a rank had nothing to run, in the unit of the costs.
 
     Attributes:
-        warm_up: before its first computation.
-        steady: between two of its computations.
-        drain: after its last.
-        messages: how much of ``warm_up`` and ``steady`` a value was on its way.
-        waiting_on: ``steady`` by the rank that gave what it waited for.
+        warm_up: time before its first computation.
+        steady: time between two of its computations.
+        drain: time after its last computation.
+        messages: the part of ``warm_up`` and ``steady`` in which the awaited value was in transit.
+        waiting_on: ``steady`` by the rank that computed the awaited value.
     """
 
     warm_up: float = 0.0
@@ -107,16 +107,16 @@ class Idle:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """All idle time."""
         return self.warm_up + self.steady + self.drain
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a schedule would do.
+    """The simulated run of a schedule.
 
     Attributes:
-        schedule: what was simulated.
+        schedule: the schedule that was simulated.
         timeline: when each computation runs.
         busy: time in computations, by rank.
         idle: the rest of the makespan by cause, by rank.
@@ -150,17 +150,17 @@ class Simulation:
 
     @property
     def own_bubble(self) -> float:
-        """The same, with the longest time from a rank's own first start to its own last end.
+        """Idle time over time, of the longest time from a rank's own first start to its last end.
 
         What a step costs where each rank steps its optimizer alone.
         """
-        own = max((self.makespan - i.warm_up - i.drain for i in self.idle), default=0.0)
-        return 1 - sum(self.busy) / (self.schedule.num_ranks * own) if own else 0.0
+        longest = max((self.makespan - i.warm_up - i.drain for i in self.idle), default=0.0)
+        return 1 - sum(self.busy) / (self.schedule.num_ranks * longest) if longest else 0.0
 
 
 def simulate(
     schedule: Schedule,
-    costs: Given | None = None,
+    costs: CostsByName | None = None,
     *,
     stage_nbytes: Sequence[int] | int | None = None,
     channel: Channel = Channel.IDEAL,
@@ -175,10 +175,10 @@ def simulate(
         channel: which transfers wait for one another; other than ideal needs a lowered schedule.
 
     Returns:
-        times in the unit of the costs.
+        its times are in the unit of the costs.
 
     Raises:
-        ArgumentError: costs that are none, or a channel without transfers.
+        ArgumentError: the costs are wrong, or a channel is given and the schedule has no transfers.
         ScheduleError: the schedule lacks an action or stalls.
 
     Example:
@@ -223,8 +223,8 @@ class _Clock:
         self._values = Values(schedule)
         size = schedule.num_ranks
         self._now: list[float | None] = [None] * size  # end of the last computation
-        self._given = [0.0] * self._values.count  # when a value was computed
-        self._arrival = [0.0] * self._values.count  # when it was on its other rank
+        self._computed = [0.0] * self._values.count  # when a value was computed
+        self._arrival = [0.0] * self._values.count  # when it arrived on the other rank
         self._posted: dict[Transfer, float] = {}
         self._free: dict[object, float] = {}  # when a channel has ended its last transfer
         self.busy = [0.0] * size
@@ -251,32 +251,32 @@ class _Clock:
 
     def _compute(self, rank: int, item: Item) -> Step:
         before = self._now[rank]
-        ready, source, given = 0.0, rank, 0.0
+        ready, source, computed = 0.0, rank, 0.0
         for part in item.parts:
             for value in self._values.needed(part):
                 owner = self._schedule.placement[self._values.stage(value)]
-                arrival = self._given[value] if owner == rank else self._arrive(value)
+                arrival = self._computed[value] if owner == rank else self._arrive(value)
                 if arrival > ready:
-                    ready, source, given = arrival, owner, self._given[value]
+                    ready, source, computed = arrival, owner, self._computed[value]
         start = max(ready, before or 0.0)
-        self._account(rank, before, start, source, given)
+        self._account(rank, before, start, source, computed)
         seconds = self._costs.of(item)
         self._now[rank] = end = start + seconds
         self.busy[rank] += seconds
         for part in item.parts:
-            value_given = self._values.given(part)
-            if value_given is not None:
-                self._given[value_given] = end
+            result = self._values.given(part)
+            if result is not None:
+                self._computed[result] = end
         return Step(rank, item, start, end)
 
     def _account(
-        self, rank: int, before: float | None, start: float, source: int, given: float
+        self, rank: int, before: float | None, start: float, source: int, computed: float
     ) -> None:
-        """Write down why the rank was idle until ``start``."""
+        """Add up why the rank was idle until ``start``."""
         idle, since = self.idle[rank], before or 0.0
         if start <= since:
             return
-        idle.messages += start - max(since, given)
+        idle.messages += start - max(since, computed)
         if before is None:
             idle.warm_up += start
         else:
@@ -284,20 +284,20 @@ class _Clock:
             idle.waiting_on[source] = idle.waiting_on.get(source, 0.0) + start - since
 
     def _arrive(self, value: int) -> float:
-        """When a value of another rank is there."""
+        """When a value of another rank arrives."""
         if self._schedule.is_lowered:
             return self._arrival[value]
-        return self._given[value] + self._costs.hop
+        return self._computed[value] + self._costs.hop
 
     def _transfer(self, transfer: Transfer) -> None:
-        """Both ends have posted, and all transfers before it on its channels are done."""
+        """Time a transfer that both ends have posted, after all others on its channels."""
         channels: list[object] = []
         if self._channel is Channel.PAIR:
             channels = [transfer.pair()]
         elif self._channel is Channel.RANK:
             channels = [transfer.src, transfer.dst]
         begin = max(
-            self._given[transfer.value],
+            self._computed[transfer.value],
             self._posted.pop(transfer),
             *(self._free.get(channel, 0.0) for channel in channels),
         )
@@ -307,8 +307,8 @@ class _Clock:
 
 
 def _most_alive(schedule: Schedule, rank: int, sizes: Sequence[int]) -> int:
-    """Most activations alive on a rank, each counted by the size of its stage."""
-    if not schedule.has_backward:  # nothing is kept for a backward that does not come
+    """The largest sum of activations alive on a rank, each counted by the size of its stage."""
+    if not schedule.has_backward:  # forwards keep nothing then
         return 0
     alive = most = 0
     for item in schedule.orders[rank]:
@@ -321,13 +321,13 @@ def _most_alive(schedule: Schedule, rank: int, sizes: Sequence[int]) -> int:
     return most
 
 
-def _stage_nbytes(given: Sequence[int] | int | None, num_stages: int) -> Sequence[int] | None:
-    if given is None:
+def _stage_nbytes(nbytes: Sequence[int] | int | None, num_stages: int) -> Sequence[int] | None:
+    if nbytes is None:
         return None
-    sizes = [given] * num_stages if isinstance(given, int) else list(given)
+    sizes = [nbytes] * num_stages if isinstance(nbytes, int) else list(nbytes)
     if len(sizes) != num_stages or any(size < 0 for size in sizes):
         raise ArgumentError(
-            f"stage_nbytes is {given!r:.80}; give a number >= 0, or one for each of the "
+            f"stage_nbytes is {nbytes!r:.80}; give a number >= 0, or one for each of the "
             f"{num_stages} stages"
         )
     return sizes

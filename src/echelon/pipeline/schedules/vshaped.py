@@ -195,4 +195,4 @@ class _Counter:
         counts = self._counts[kind]
         microbatch = counts[chunk]
         counts[chunk] = microbatch + 1
-        return Action(kind, microbatch, self._stages[chunk])
+        return Action(kind=kind, microbatch=microbatch, stage=self._stages[chunk])
