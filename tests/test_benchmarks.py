@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.processes import becomes_true, has_ended
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks"
@@ -241,7 +242,7 @@ def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(tmp_pat
     note = tmp_path / "pid"
     with pytest.raises(TimeoutError, match=r"sh ran longer than 0\.5 s"):
         run_to_end(["sh", "-c", f"sleep 60 & echo $! > {note}; wait"], limit_s=0.5)
-    assert is_gone(int(note.read_text()))
+    assert becomes_true(lambda: has_ended(int(note.read_text())), 5.0)
 
 
 def test_a_command_ends_with_the_benchmark_that_started_it() -> None:
@@ -251,12 +252,4 @@ def test_a_command_ends_with_the_benchmark_that_started_it() -> None:
         assert benchmark.stdout is not None
         command = int(benchmark.stdout.readline())
         benchmark.kill()
-    assert is_gone(command)
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended, or does within 5 s."""
-    end = time.monotonic() + 5
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    return not Path(f"/proc/{pid}").exists()
+    assert becomes_true(lambda: has_ended(command), 5.0)

@@ -4,24 +4,15 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests import conftest
+from tests.processes import wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
-
-
-def appears(find: Callable[[], list[str]]) -> list[str]:
-    """What ``find`` returns, as soon as it is not empty, or after 5 s."""
-    end = time.monotonic() + 5.0
-    while not (found := find()) and time.monotonic() < end:
-        time.sleep(0.01)
-    return found
 
 
 def test_a_process_that_outlives_its_parent_is_named_with_its_test() -> None:
@@ -34,7 +25,8 @@ def test_a_process_that_outlives_its_parent_is_named_with_its_test() -> None:
         env={**os.environ, conftest.MARK: mark},
     )
     assert parent.wait() == 0
-    [line] = appears(lambda: conftest.leftover_processes(mark))
+    wait_until(lambda: conftest.leftover_processes(mark))
+    [line] = conftest.leftover_processes(mark)
     assert "test_a_process_that_outlives_its_parent_is_named_with_its_test" in line
     parent.stdin.close()
     parent.stdin = None
@@ -47,7 +39,8 @@ def test_a_rank_of_the_forkserver_is_named_and_the_forkserver_is_not() -> None:
     ended = context.Event()
     rank = context.Process(target=ended.wait)
     rank.start()
-    found = appears(lambda: sorted(set(conftest.leftover_processes(mark)) - before))
+    wait_until(lambda: set(conftest.leftover_processes(mark)) - before)
+    found = sorted(set(conftest.leftover_processes(mark)) - before)
     ended.set()
     rank.join()
     assert [line.split()[1] for line in found] == [str(rank.pid)]

@@ -7,8 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 
 import echelon as ec
 from tests.children import environ
+from tests.processes import free_port, wait_until
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 RANKS = 2
@@ -54,12 +54,6 @@ def write_training(folder: Path) -> None:
     written = '"runs/a", 1000, 100'
     assert written in text
     (folder / "train.py").write_text(text.replace(written, f'"runs/a", {STEPS}, {SAVE_EVERY}'))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def port_of_job() -> int:
@@ -105,15 +99,6 @@ def batch_job(folder: Path, script: str, srun: str) -> Iterator[subprocess.Popen
             pass
 
 
-def until(condition: Callable[[], bool], job: subprocess.Popen[str]) -> None:
-    """Wait for something that the job does."""
-    end = time.monotonic() + 90
-    while not condition():
-        assert time.monotonic() < end
-        assert job.poll() is None, job.communicate()
-        time.sleep(0.02)
-
-
 def children(pid: int) -> list[int]:
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in found]
@@ -152,7 +137,7 @@ def test_a_torchrun_that_fails_after_a_signal_is_requeued(
     srun = f"#!/bin/bash\n{ranks if asked else f'exit {code}'}\n"
     with batch_job(tmp_path, blocks("slurm.md", "bash")[1], srun) as job:
         if asked:
-            until(lambda: (tmp_path / "ready").exists(), job)
+            wait_until((tmp_path / "ready").exists, job)
             job.send_signal(signal.SIGUSR1)
         assert job.wait(timeout=60) == expected
     assert (tmp_path / "asked").exists() == (expected == 75)
@@ -182,7 +167,7 @@ def check_requeued(number: int, folder: Path, straight: dict[str, Any]) -> None:
     """Refuse a job that its signal does not stop in time, or that ends otherwise than another."""
     script, srun = blocks("slurm.md", "bash")[number], (TASKS, ONE_TASK)[number]
     with batch_job(folder, script, srun) as job:
-        until(lambda: bool(ec.steps(folder / "runs" / "a")), job)
+        wait_until(lambda: ec.steps(folder / "runs" / "a"), job)
         # Without B: the signal is for the steps of the job, with it for the shell.
         for pid in [job.pid] if "B:USR1" in script else children(job.pid):
             os.kill(pid, signal.SIGUSR1)

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ec
+from tests import worlds
 from tests.comm.checking import same
 
 KINDS = ("threads", "processes")
@@ -186,3 +187,31 @@ def test_a_world_can_be_started_right_after_one_that_failed(kind) -> None:
         with pytest.raises(ValueError, match="between"):
             ec.run(raises_with_works_open, 2, kind, timeout=30.0)
     assert ec.run(polls, 2, kind) == [2.0, 2.0]
+
+
+def calls_in_inference_mode(world: ec.World) -> None:
+    group = world.group
+    with torch.inference_mode():
+        assert group.all_gather_object({"rank": world.rank}) == [{"rank": 0}, {"rank": 1}]
+        values, parts = torch.full((3,), world.rank + 1.0), torch.zeros(6)
+        for async_op in (False, True):
+            reduced = values.clone()
+            works = [
+                group.all_reduce(reduced, async_op=async_op),
+                group.all_gather_single(parts, values, async_op=async_op),
+            ]
+            for work in works:
+                if work is not None:
+                    work.wait()
+            assert reduced.tolist() == [3.0] * 3
+            assert parts.tolist() == [1.0] * 3 + [2.0] * 3
+    model = ec.FSDP(torch.nn.Sequential(torch.nn.Linear(3, 3)), group, min_num_params=0)
+    with torch.inference_mode():
+        found = model(values)
+    assert torch.equal(found, model(values.clone()).detach())
+
+
+@pytest.mark.slow_for("processes", "gloo")
+@pytest.mark.parametrize("kind", worlds.KINDS)
+def test_calls_in_inference_mode_are_carried_out_at_once_or_beside_the_caller(kind: str) -> None:
+    worlds.run_world(kind, calls_in_inference_mode, 2, timeout=20)

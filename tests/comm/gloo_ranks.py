@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -24,6 +23,7 @@ from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder
 from echelon.diagnosis.rank_monitor import RankMonitor
 from echelon.errors import RankFailed
 from echelon.process.environment import JobEnvironment
+from tests.processes import free_port
 
 # The server imports torch once; a rank is then a fork of it, which starts in milliseconds.
 _context = multiprocessing.get_context("forkserver")
@@ -35,12 +35,6 @@ END_S = 60.0  # after this, ranks are killed
 
 class Died(Exception):
     """A rank's process ended without a result."""
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def run_gloo(

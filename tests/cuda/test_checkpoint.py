@@ -5,11 +5,11 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import echelon as ec
 from tests.cuda.training import Block, build, on_all, optimizer_of, train
+from tests.reference import assert_states_equal
 
 
 def fsdp(world: ec.World, **options: Any) -> nn.Module:
@@ -55,9 +55,7 @@ def test_a_training_goes_on_as_if_it_had_not_stopped(device: str, case: Any) -> 
             return whole(model), whole(other)
 
         for _, (saved, loaded) in on_all(device, main):
-            assert saved.keys() == loaded.keys()
-            for name, value in saved.items():
-                assert torch.equal(loaded[name], value), name
+            assert_states_equal(loaded, saved)
 
 
 def test_an_asynchronous_save_holds_the_values_of_its_moment(device: str) -> None:
@@ -76,5 +74,4 @@ def test_an_asynchronous_save_holds_the_values_of_its_moment(device: str) -> Non
             return saved, whole(other)
 
         for _, (saved, loaded) in on_all(device, main):
-            for name, value in saved.items():
-                assert torch.equal(loaded[name], value), name
+            assert_states_equal(loaded, saved)

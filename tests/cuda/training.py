@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.comm.torch_dist import connect
 from echelon.process.environment import JobEnvironment
+from tests import reference
+from tests.processes import free_port
 
 WIDTH, BLOCKS, ROWS, STEPS = 8, 4, 4, 2
 RANKS = 2  # simulated ones
@@ -59,12 +60,13 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def train(model: nn.Module, world: ec.World, steps: int = STEPS) -> torch.optim.Optimizer:
     """Train a wrapped model on this rank's batches."""
     optimizer = optimizer_of(model)
-    for step in range(steps):
+
+    def losses(step: int) -> Iterator[Tensor]:
         inputs, targets = batch_on(world.device, step, world.rank)
-        F.mse_loss(model(inputs), targets).backward()
+        yield F.mse_loss(model(inputs), targets)
         ec.clip_grad_norm_(model, 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
+
+    reference.train(optimizer, steps, losses)
     return optimizer
 
 
@@ -72,30 +74,25 @@ def train(model: nn.Module, world: ec.World, steps: int = STEPS) -> torch.optim.
 def trained_plainly(ranks: int, steps: int = STEPS, clip: float = 0.3) -> dict[str, Tensor]:
     """The state that one process reaches on the batches of all ranks together."""
     model = build()
-    optimizer = optimizer_of(model)
-    for step in range(steps):
+
+    def losses(step: int) -> Iterator[Tensor]:
         columns = zip(*(batch(step, rank) for rank in range(ranks)), strict=True)
         inputs, targets = (torch.cat(column) for column in columns)
-        F.mse_loss(model(inputs), targets).backward()
+        yield F.mse_loss(model(inputs), targets)
         nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict())
+
+    return reference.train_alone(model, optimizer_of(model), steps, losses)
 
 
 def assert_trained(state: Mapping[str, Tensor], ranks: int, steps: int = STEPS) -> None:
     """Compare a state with that of one process."""
-    expected = trained_plainly(ranks, steps)
-    assert state.keys() == expected.keys()
-    for name, value in expected.items():
-        # The kernels of a device sum in another order than those of the CPU.
-        torch.testing.assert_close(state[name].cpu(), value, rtol=1e-9, atol=1e-11, msg=name)
+    on_cpu = {name: value.cpu() for name, value in state.items()}
+    # The kernels of a device sum in another order than those of the CPU.
+    reference.assert_states_close(on_cpu, trained_plainly(ranks, steps), rtol=1e-9, atol=1e-11)
 
 
 def on_one_rank(device: str, function: Callable[[ec.World], Any]) -> Any:
     """What ``function`` returns in a world of one rank over NCCL; over gloo on the CPU."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
     job = JobEnvironment(
         launcher="torchrun",
         rank=0,
@@ -103,7 +100,7 @@ def on_one_rank(device: str, function: Callable[[ec.World], Any]) -> Any:
         local_rank=0,
         local_size=1,
         master_addr="127.0.0.1",
-        master_port=port,
+        master_port=free_port(),
     )
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     with connect(job, "nccl" if device == "cuda" else "gloo", device=place) as world:

@@ -3,17 +3,20 @@
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import echelon as ec
 from echelon.comm.world import World
 from echelon.fsdp.gradients import Reduction
 from echelon.fsdp.unit import Unit
+from tests import reference
 from tests.fsdp.models import PLAIN, Block, batch, build, loss_of, train_plain
+from tests.reference import assert_states_close, assert_states_equal
 from tests.worlds import run_world
 
 BLOCKS = ec.units.by_type(Block)
@@ -22,18 +25,16 @@ STEPS = 2
 
 def train(
     world: World, steps: int = STEPS, **options: Any
-) -> tuple[dict[str, torch.Tensor], list[float]]:
+) -> tuple[dict[str, Tensor], list[float]]:
     model = ec.FSDP(build(), world.group, units=BLOCKS, min_num_params=0, **options)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    losses = []
-    for step in range(steps):
-        loss = loss_of(model, *batch(step, world.rank))
-        loss.backward()
+
+    def losses(step: int) -> Iterator[Tensor]:
+        yield loss_of(model, *batch(step, world.rank))
         late("optimizer")
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return model.state_dict(), losses
+
+    totals = reference.train(optimizer, steps, losses)
+    return model.state_dict(), totals
 
 
 # --- delays --------------------------------------------------------------------------------------
@@ -47,7 +48,7 @@ def late(where: str) -> None:
         time.sleep(0.004 * _chance.random())
 
 
-def train_late(world: World, every: int) -> list[dict[str, torch.Tensor]]:
+def train_late(world: World, every: int) -> list[dict[str, Tensor]]:
     """A rank is late before gathers, reductions and the optimizer; each rank elsewhere."""
     global _chance
     _chance = random.Random(world.rank)
@@ -74,12 +75,12 @@ EVERY = [
 ]
 
 
-def train_every(world: World, every: int = 1) -> list[dict[str, torch.Tensor]]:
+def train_every(world: World, every: int = 1) -> list[dict[str, Tensor]]:
     return [train(world, **options)[0] for options in EVERY[::every]]
 
 
 @pytest.fixture(scope="module")
-def in_time() -> list[dict[str, torch.Tensor]]:
+def in_time() -> list[dict[str, Tensor]]:
     return ec.run(train_every, 3)[0]
 
 
@@ -89,11 +90,9 @@ def test_late_ranks_change_nothing(kind, every, in_time) -> None:
     plain, _ = train_plain(3, STEPS)
     for states in run_world(kind, train_late, 3, (every,)):
         for options, state, expected in zip(EVERY[::every], states, in_time[::every], strict=True):
-            for name, value in plain.items():
-                if options["precision"] is None:
-                    torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=name)
-                # The same bits as without delays, in another world.
-                assert torch.equal(state[name], expected[name]), (options, name)
+            if options["precision"] is None:
+                assert_states_close(state, plain, rtol=1e-11, atol=1e-12)
+            assert_states_equal(state, expected)  # as without delays, in another world
 
 
 # --- same bits -----------------------------------------------------------------------------------
@@ -104,8 +103,7 @@ def test_two_runs_and_all_ranks_have_the_same_bits(kind) -> None:
     first, second = (run_world(kind, train, 3) for _ in range(2))
     states = [state for state, _ in (*first, *second)]
     for state in states[1:]:
-        for name, value in states[0].items():
-            assert torch.equal(state[name], value), name
+        assert_states_equal(state, states[0])
     assert [losses for _, losses in first] == [losses for _, losses in second]
 
 
@@ -204,7 +202,7 @@ def test_at_most_two_units_are_whole_at_once(kind) -> None:
 # --- many ranks ----------------------------------------------------------------------------------
 
 
-def train_many(world: World) -> dict[str, torch.Tensor]:
+def train_many(world: World) -> dict[str, Tensor]:
     return train(world, steps=1 if world.size == 64 else 2)[0]
 
 
@@ -212,5 +210,4 @@ def train_many(world: World) -> dict[str, torch.Tensor]:
 def test_parity_on_many_simulated_ranks(ranks) -> None:
     expected, _ = train_plain(ranks, 1 if ranks == 64 else 2)
     state = ec.run(train_many, ranks)[-1]
-    for name, value in expected.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-11, msg=name)
+    assert_states_close(state, expected, rtol=1e-10, atol=1e-11)

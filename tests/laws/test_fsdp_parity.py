@@ -1,14 +1,18 @@
 """Law *Parity* for FSDP: k steps are those of one process on all batches together."""
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import echelon as ec
 from echelon.comm.world import World
+from tests import reference
 from tests.fsdp.models import PLAIN, Block, batch, build, loss_of, train_plain
+from tests.reference import assert_states_close
 from tests.worlds import run_world
 
 STEPS = 2  # the second uses what the first left: optimizer state, order, memory
@@ -24,27 +28,23 @@ def train(world: World, options: dict[str, Any], clip: float | None) -> tuple[di
     model = ec.FSDP(build(seed=world.rank), world.group, **options)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     ids = [id(p) for p in model.parameters()]
-    losses = []
-    for step in range(STEPS):
-        loss = loss_of(model, *batch(step, world.rank))
-        loss.backward()
+
+    def losses(step: int) -> Iterator[Tensor]:
+        yield loss_of(model, *batch(step, world.rank))
         if clip is not None:
             ec.clip_grad_norm_(model, clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        world.group.all_reduce(total, "mean")
-        losses.append(total.item())
+
+    means = torch.tensor(reference.train(optimizer, STEPS, losses), dtype=torch.float64)
+    world.group.all_reduce(means, "mean")
     assert [id(p) for p in model.parameters()] == ids
-    return model.state_dict(), losses
+    return model.state_dict(), means.tolist()
 
 
 def compare(found: tuple[dict, list[float]], expected: tuple[dict, list[float]]) -> None:
     state, losses = found
     torch.testing.assert_close(losses, expected[1], rtol=1e-12, atol=1e-12)
     assert list(state) == list(expected[0])
-    for name, value in expected[0].items():
-        torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=name)
+    assert_states_close(state, expected[0], rtol=1e-11, atol=1e-12)
 
 
 def train_all(world: World, every: list[tuple[dict[str, Any], float | None]]) -> list[Any]:

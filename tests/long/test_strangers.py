@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.jobs import Job
-from tests.comm.gloo_ranks import free_port
+from tests.processes import free_port
 from tests.regressions.test_strangers import (
     RIGHT,
     SCRIPT,

@@ -1,17 +1,22 @@
-"""Derivatives of derivatives, ``torch.func`` and copies, over DDP and Pipeline."""
+"""Derivatives of derivatives, ``torch.func`` and copies, over DDP, Pipeline and FSDP."""
 
 import copy
 import io
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
 import echelon as ec
-from tests.worlds import run_world
+from echelon.errors import StateError, UnsupportedError
+from tests import reference
+from tests.worlds import KINDS, run_world
 
 OPTIONS = (
     {},
@@ -26,23 +31,23 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 
 
-def rows(rank: int) -> torch.Tensor:
-    return torch.randn(4, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+def rows(rank: int) -> Tensor:
+    return reference.rows(rank, 4, 3)
 
 
-def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def penalty(model: nn.Module, x: Tensor) -> Tensor:
     """Of the gradient with respect to the input, alone."""
     x = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     return ((slope.norm(dim=1) - 1) ** 2).mean()
 
 
-def critic(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def critic(model: nn.Module, x: Tensor) -> Tensor:
     """A loss with such a penalty."""
     return model(x).mean() + 10 * penalty(model, x)
 
 
-def score_matching(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def score_matching(model: nn.Module, x: Tensor) -> Tensor:
     """The divergence of the score, which takes three derivatives."""
     x = x.clone().requires_grad_()
     (score,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
@@ -50,14 +55,14 @@ def score_matching(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (divergence.sum(dim=1) + score.pow(2).sum(dim=1) / 2).mean()
 
 
-def norm_of_gradient(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def norm_of_gradient(model: nn.Module, x: Tensor) -> Tensor:
     """Of the gradient with respect to the parameters."""
     grads = torch.autograd.grad(model(x).pow(2).mean(), list(model.parameters()), create_graph=True)
     return sum(one.pow(2).sum() for one in grads)
 
 
 LOSSES = (penalty, critic, score_matching, norm_of_gradient)
-Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 def trains_as_one_process(world: ec.World, loss: Loss, options: dict[str, object]) -> None:
@@ -84,7 +89,7 @@ def all_train_as_one_process(world: ec.World) -> None:
             trains_as_one_process(world, loss, options)
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_losses_with_derivatives_of_derivatives_train_as_in_one_process(kind):
     run_world(kind, all_train_as_one_process, 2)
 
@@ -110,7 +115,7 @@ def functional_derivatives_are_local(world: ec.World) -> None:
             assert torch.equal(old, param.grad)
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_functional_derivatives_are_those_of_the_rank_and_leave_gradients_alone(kind):
     run_world(kind, functional_derivatives_are_local, 2)
 
@@ -206,18 +211,19 @@ def pipelines_refuse(world: ec.World) -> None:
     assert pipe.step(x, target=y, loss_everywhere=True) is not None
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_pipeline_inside_of_a_transform_is_refused_on_every_rank(kind):
     run_world(kind, pipelines_refuse, 2)
 
 
+def tangent(model: nn.Module, x: Tensor) -> None:
+    with forward_ad.dual_level():
+        model(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
 def pipelines_refuse_tangents(world: ec.World) -> None:
-    pipe, x = pipeline(world), rows(0)
-    with (
-        torch.autograd.forward_ad.dual_level(),
-        pytest.raises(ec.ArgumentError, match="forward-mode"),
-    ):
-        pipe(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+    with pytest.raises(ec.ArgumentError, match="forward-mode"):
+        tangent(pipeline(world), rows(0))
 
 
 @pytest.mark.parametrize("kind", ["processes", "gloo"])
@@ -239,3 +245,84 @@ def copies(world: ec.World) -> None:
 
 def test_what_cannot_be_copied_or_pickled_says_what_to_do():
     run_world("threads", copies, 2)
+
+
+# FSDP -----------------------------------------------------------------------------------------
+
+
+def sharded(world: ec.World, **options: Any) -> ec.FSDP:
+    units = ec.units.by_type(nn.Linear)
+    return ec.FSDP(net(), world.group, units=units, min_num_params=0, **options)
+
+
+def of_parameters(model: nn.Module, x: Tensor) -> None:
+    values = {name: param.detach() for name, param in net().named_parameters()}
+    grad(lambda own: functional_call(model, own, (x,)).sum())(values)
+
+
+GRAPHS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "gradient penalty": penalty,
+    "backward": lambda model, x: model(x).square().mean().backward(create_graph=True),
+}
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "grad": lambda model, x: grad(lambda one: model(one).sum())(x),
+    "jvp": lambda model, x: jvp(model, (x,), (torch.ones_like(x),)),
+    "vmap": lambda model, x: vmap(model)(x),
+    "jacrev": lambda model, x: jacrev(model)(x[0]),
+    "forward mode": tangent,
+    "functional_call in grad": of_parameters,
+}
+
+
+def refused(world: ec.World) -> None:
+    plain = net()
+    plain(torch.cat([rows(0), rows(1)])).square().mean().backward()
+    for strategy in (ec.Strategy.FULL_SHARD, ec.Strategy.SHARD_GRAD_OP, ec.Strategy.NO_SHARD):
+        model = sharded(world, strategy=strategy)
+        for take in GRAPHS.values():
+            with pytest.raises(UnsupportedError, match=r"create_graph=True over FSDP.*ec\.DDP"):
+                take(model, rows(world.rank))
+        for turn in range(world.size):  # torch has one forward mode for all threads
+            for take in TRANSFORMS.values() if turn == world.rank else ():
+                with pytest.raises(UnsupportedError, match=r"inside of torch\.func"):
+                    take(model, rows(world.rank))
+            world.group.barrier()
+        # Nothing is left of what was refused.
+        model.zero_grad()
+        model(rows(world.rank)).square().mean().backward()
+        for found, expected in zip(model.unwrap().parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")  # it is refused
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's forward mode
+@pytest.mark.parametrize("kind", KINDS)
+def test_derivatives_of_derivatives_and_transforms_are_refused_over_fsdp(kind: str) -> None:
+    run_world(kind, refused, 2)
+
+
+def inputs_and_checkpoints(world: ec.World) -> None:
+    plain = net()
+    x = rows(world.rank).requires_grad_()
+    wanted = torch.autograd.grad(plain(x).sum(), x)[0]
+    model = sharded(world)
+    found = torch.autograd.grad(model(x).sum(), x)[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13)
+    for reentrant in (False, True):  # which runs forward in backward, with gradients enabled
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+        assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_derivatives_are_taken_as_ever(kind: str) -> None:
+    run_world(kind, inputs_and_checkpoints, 2)
+
+
+def test_functional_call_with_other_tensors_is_refused_where_it_trains() -> None:
+    def main(world: ec.World) -> None:
+        model = ec.FSDP(net(), world.group, min_num_params=0)
+        values = {name: param.clone() for name, param in net().named_parameters()}
+        with pytest.raises(StateError, match=r"functional_call does.*before it is sharded"):
+            functional_call(model, values, (rows(0),))
+
+    ec.run(main, 2)

@@ -1,15 +1,16 @@
-"""Parameters are frozen and thawed between steps, as in GANs and gradual unfreezing."""
+"""Parameters that are frozen between steps, as in GANs, and models that are wholly frozen."""
 
 import copy
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import echelon as ec
-from tests.reference import train_alone
-from tests.worlds import run_world
+from tests import reference
+from tests.reference import assert_states_close, assert_states_equal, train_alone
+from tests.worlds import KINDS, run_world
 
 MICROBATCHES = 2
 
@@ -28,17 +29,16 @@ def freeze(model: nn.Module, step: int) -> None:
         param.requires_grad_(name not in frozen and name.split(".")[0] not in frozen)
 
 
-def rows(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(4 * size, 4, generator=generator, dtype=torch.float64)
-    return x, torch.randn(4 * size, 2, generator=generator, dtype=torch.float64)
+def rows(step: int, size: int) -> tuple[Tensor, ...]:
+    """Inputs and targets of all ranks."""
+    return reference.rows(step, 4 * size, 6).split([4, 2], dim=1)
 
 
-def plain_weights(steps: int, size: int) -> dict[str, torch.Tensor]:
+def plain_weights(steps: int, size: int) -> dict[str, Tensor]:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
-    def losses(step: int) -> Iterator[torch.Tensor]:
+    def losses(step: int) -> Iterator[Tensor]:
         freeze(model, step)
         x, y = rows(step, size)
         yield nn.functional.mse_loss(model(x), y)
@@ -69,8 +69,7 @@ def trains_as_one_process(world: ec.World, name: str, steps: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     # Sums over ranks are taken in another order than over one batch.
-    for key, value in plain_weights(steps, world.size).items():
-        torch.testing.assert_close(model.state_dict()[key], value, rtol=0, atol=1e-12, msg=key)
+    assert_states_close(model.state_dict(), plain_weights(steps, world.size), rtol=0, atol=1e-12)
 
 
 def all_train_as_one_process(world: ec.World) -> None:
@@ -116,9 +115,7 @@ def pipeline_trains_as_one_process(
         pipe.step(x, target=y)
         optimizer.step()
         optimizer.zero_grad()
-    state = pipe.whole_state_dict()
-    for key, value in plain_weights(9, replicas).items():
-        torch.testing.assert_close(state[key], value, rtol=0, atol=1e-12, msg=key)
+    assert_states_close(pipe.whole_state_dict(), plain_weights(9, replicas), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("plan", "schedule", "options"), PLANS)
@@ -164,7 +161,7 @@ def all_differ(world: ec.World) -> list[str]:
     return [differs(world, name) for name in WRAPS]
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_ranks_that_freeze_different_parameters_are_named_with_the_parameter_over(kind):
     for texts in run_world(kind, all_differ, 3):
         for text in texts:
@@ -241,3 +238,75 @@ def a_copy_freezes_alone(world: ec.World) -> None:
 
 def test_a_frozen_copy_does_not_freeze_the_model():
     run_world("threads", a_copy_freezes_alone, 2)
+
+
+# A model that is wholly frozen, such as a large teacher or a reference model ----------------------
+
+STEPS = 3
+
+
+def distilled(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 4)).double()
+
+
+def distillation_loss(student: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
+    """Gradients come to the student beside the teacher, and also through it."""
+    with torch.no_grad():
+        wanted = teacher(x)
+    answer = student(x)
+    return (answer - wanted).square().mean() + teacher(answer).square().mean()
+
+
+def distil(world: ec.World, strategy: ec.Strategy) -> dict[str, Tensor]:
+    units = ec.units.by_type(nn.Linear)
+    frozen = distilled(1).requires_grad_(False)
+    teacher = ec.FSDP(frozen, world.group, units=units, strategy=strategy, min_num_params=0)
+    student = ec.FSDP(distilled(0), world.group, units=units, min_num_params=0)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=0.1)
+    reference.train(
+        optimizer,
+        STEPS,
+        lambda step: [
+            distillation_loss(student, teacher, reference.rows(world.rank, 3, 4, step=step))
+        ],
+    )
+    assert all(param.grad is None for param in teacher.parameters())
+    assert_states_equal(teacher.state_dict(), distilled(1).state_dict())
+    if strategy is ec.Strategy.FULL_SHARD and world.size > 1:
+        whole = sum(param.nbytes for param in distilled(1).parameters())
+        assert teacher.memory_stats().shards < whole
+    return student.state_dict()
+
+
+def distil_all(world: ec.World) -> list[dict[str, Tensor]]:
+    strategies = (ec.Strategy.FULL_SHARD, ec.Strategy.SHARD_GRAD_OP, ec.Strategy.NO_SHARD)
+    return [distil(world, one) for one in strategies]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("threads", 1), ("threads", 3), ("processes", 2), ("gloo", 2)]
+)
+def test_a_teacher_is_sharded_over(kind: str, ranks: int) -> None:
+    teacher, student = distilled(1).requires_grad_(False), distilled(0)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=0.1)
+
+    def losses(step: int) -> Iterator[Tensor]:
+        for rank in range(ranks):
+            yield distillation_loss(student, teacher, reference.rows(rank, 3, 4, step=step)) / ranks
+
+    expected = train_alone(student, optimizer, STEPS, losses)
+    for states in run_world(kind, distil_all, ranks):
+        for state in states:
+            assert_states_close(state, expected, rtol=0, atol=1e-12)
+
+
+def thaw_a_teacher(world: ec.World) -> None:
+    model = ec.FSDP(distilled(1).requires_grad_(False), world.group)
+    model.module.requires_grad_(True)
+    model(reference.rows(0, 3, 4))
+
+
+def test_a_teacher_that_is_thawed_is_refused_before_the_step() -> None:
+    with pytest.raises(ec.StateError, match="was frozen, and unfrozen"):
+        run_world("threads", thaw_a_teacher, 2)

@@ -1,6 +1,6 @@
 """Ranks may skip units of one checkpoint, which backward reaches from the end and runs forwards."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import pytest
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import echelon as ec
+from tests import reference
+from tests.reference import assert_states_close, train_alone
 from tests.worlds import run_world
 
 WIDTH, BLOCKS, RANKS = 4, 3, 2
@@ -57,8 +59,7 @@ def build(reentrant: bool | None = None) -> Net:
 
 
 def rows(step: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
+    return reference.rows(rank, 3, WIDTH, step=step)
 
 
 def sharded(world: ec.World, net: nn.Module, strategy: ec.Strategy) -> ec.FSDP:
@@ -71,10 +72,12 @@ def train(
 ) -> dict[str, Tensor]:
     model = sharded(world, build(reentrant), strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, used in enumerate(PROGRAMS[program]):
-        model(rows(step, world.rank), used[world.rank]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    programs = PROGRAMS[program]
+
+    def losses(step: int) -> Iterator[Tensor]:
+        yield model(rows(step, world.rank), programs[step][world.rank]).square().mean()
+
+    reference.train(optimizer, len(programs), losses)
     assert not any(unit.gathered for unit in model.units)
     return model.state_dict()
 
@@ -87,15 +90,16 @@ def test_ranks_skip_units_of_one_checkpoint(
 ) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, used in enumerate(PROGRAMS[program]):
+    programs = PROGRAMS[program]
+
+    def losses(step: int) -> Iterator[Tensor]:
         for rank in range(RANKS):
-            (model(rows(step, rank), used[rank]).square().mean() / RANKS).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            yield model(rows(step, rank), programs[step][rank]).square().mean() / RANKS
+
+    expected = train_alone(model, optimizer, len(programs), losses)
     work = partial(train, program=program, strategy=strategy, reentrant=reentrant)
     for state in run_world("gloo", work, RANKS, timeout=20):
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=name)
+        assert_states_close(state, expected, rtol=1e-11, atol=1e-12)
 
 
 def evaluate(world: ec.World, strategy: ec.Strategy) -> None:

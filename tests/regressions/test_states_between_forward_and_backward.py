@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from tests.reference import train_alone
+from tests import reference
+from tests.reference import assert_states_close, train_alone
 from tests.worlds import KINDS, run_world
 
 WIDTH, BLOCKS, LR = 4, 4, 0.5
@@ -43,8 +44,7 @@ def build() -> Net:
 
 
 def rows(rank: int, step: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
+    return reference.rows(rank, 3, WIDTH, step=step)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -58,12 +58,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def shard(world: ec.World, **options: Any) -> ec.FSDP:
-    options = {"units": ec.units.by_function(is_block), "min_num_params": 0, **options}
+    options = {"units": ec.units.by_type(nn.Linear), "min_num_params": 0, **options}
     return ec.FSDP(build(), world.group, **options)
-
-
-def is_block(module: nn.Module, numel: int) -> bool:
-    return isinstance(module, nn.Linear)
 
 
 def stepped(size: int) -> State:
@@ -76,22 +72,7 @@ def stepped(size: int) -> State:
     return model.state_dict()
 
 
-def assert_close(found: State, expected: State, what: object, **close: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        message = f"{name}, {what}"
-        torch.testing.assert_close(found[name], value, **(close or CLOSE), msg=message)
-
-
 # States ---------------------------------------------------------------------------------------
-
-
-def by_state_dict(model: ec.FSDP) -> State:
-    return model.state_dict()
-
-
-def by_whole_state_dict(model: ec.FSDP) -> State:
-    return model.whole_state_dict()
 
 
 def by_full_parameters(model: ec.FSDP) -> State:
@@ -121,8 +102,8 @@ def by_evaluation(model: ec.FSDP) -> State:
 
 
 WAYS: list[Callable[[ec.FSDP], State]] = [
-    by_state_dict,
-    by_whole_state_dict,
+    ec.FSDP.state_dict,
+    ec.FSDP.whole_state_dict,
     by_full_parameters,
     by_writeback,
     by_copy,
@@ -141,7 +122,7 @@ def read_all_states(world: ec.World) -> None:
             model(rows(world.rank)).square().mean().backward()
             output = model(rows(world.rank))
             optimizer.step()
-            assert_close(way(model), expected, (way.__name__, options), **close)
+            assert_states_close(way(model), expected, **close)
             del output
 
 
@@ -164,8 +145,9 @@ def load_and_read(world: ec.World) -> None:
                 model.load_state_dict(other.state_dict())
             with model.full_parameters():
                 assert all(bool((param == 3.0).all()) for param in model.parameters()), options
-            assert_close(model.state_dict(), other.state_dict(), options)
-            assert_close(model.sharded_state_dict(), other.sharded_state_dict(), options)
+            assert_states_close(model.state_dict(), other.state_dict(), **CLOSE)
+            shards = other.sharded_state_dict()
+            assert_states_close(model.sharded_state_dict(), shards, **CLOSE)
             del output
 
 
@@ -190,10 +172,6 @@ def gradients_of(model: nn.Module) -> State:
     }
 
 
-def whole_gradients(model: ec.FSDP) -> State:
-    return gradients_of(model.unwrap())
-
-
 def look(model: ec.FSDP, step: int) -> None:
     """What someone may do between a forward and its backward."""
     if step % 3 == 0:
@@ -208,16 +186,17 @@ def look(model: ec.FSDP, step: int) -> None:
 def train_with_looks(world: ec.World, num_forwards: int, **options: Any) -> State:
     model = shard(world, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(6):
-        losses = [
-            model(rows(world.rank, step + i), used_by(world.rank, step + i)).square().mean()
+
+    def losses(step: int) -> Iterator[Tensor]:
+        outputs = [
+            model(rows(world.rank, step + i), used_by(world.rank, step + i))
             for i in range(num_forwards)
         ]
         if step != 3:
             look(model, step)
-        sum(losses).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        yield sum(output.square().mean() for output in outputs)
+
+    reference.train(optimizer, 6, losses)
     return model.state_dict()
 
 
@@ -239,7 +218,7 @@ def train_all_with_looks(world: ec.World) -> None:
         expected = train_plain(world.size, num_forwards)
         for options in OPTIONS[:4]:
             found = train_with_looks(world, num_forwards, **options)
-            assert_close(found, expected, (num_forwards, options))
+            assert_states_close(found, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -344,7 +323,7 @@ def partial_backwards(world: ec.World) -> None:
     for options in OPTIONS[:4]:
         model = shard(world, reduction="sum", **options)
         partial_steps(model, world.rank, world.size)
-        assert_close(whole_gradients(model), gradients_of(plain), options)
+        assert_states_close(gradients_of(model.unwrap()), gradients_of(plain), **CLOSE)
 
 
 @pytest.mark.parametrize("kind", KINDS)

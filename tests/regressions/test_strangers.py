@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +15,8 @@ import pytest
 
 from tests.children import environ
 from tests.cli.jobs import Job as Started
-from tests.comm.gloo_ranks import free_port
 from tests.own_network import own_network
+from tests.processes import free_port, wait_until
 from tests.regressions.stranger import KNOCKS, SHARED
 
 needs_root = pytest.mark.skipif(
@@ -96,13 +95,10 @@ def stranger(*how: str) -> Iterator[str]:
             [sys.executable, "-m", "tests.regressions.stranger", name, *how],
             env=environ(),
             stderr=subprocess.DEVNULL,  # torch tells of each connection that ends
+            text=True,
         )
         try:
-            end = time.monotonic() + 60
-            while not (folder / "ready").exists():
-                assert attack.poll() is None
-                assert time.monotonic() < end
-                time.sleep(0.02)
+            wait_until((folder / "ready").exists, attack)
             assert Path(f"/proc/{attack.pid}").stat().st_uid == 65534
             yield name
             assert attack.poll() is None, "the attack has ended before the job"

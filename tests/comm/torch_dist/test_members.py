@@ -90,6 +90,7 @@ def test_in_a_script_the_first_line_is_of_the_rank_that_has_ended(how: str, tmp_
     assert lines[0].startswith(f"rank 1 at step 0 exited with code {how[-2]}")
 
 
+@pytest.mark.slow_for("processes")
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_so_is_one_that_returns_in_other_worlds(kind: str) -> None:
     with pytest.raises(ec.CommError, match=r"rank 1 (returned|closed)"):
@@ -99,13 +100,13 @@ def test_so_is_one_that_returns_in_other_worlds(kind: str) -> None:
 def does_not_come(world: ec.World) -> None:
     world.group.barrier()
     if world.rank == 1:
-        time.sleep(6.0)
+        time.sleep(3.0)
     else:
         world.group.subgroup([0, 1, 2])
 
 
 def test_a_rank_that_does_not_come_to_a_new_group_is_named_alone() -> None:
-    found = gloo_outcomes(does_not_come, 3, timeout=2.0)
+    found = gloo_outcomes(does_not_come, 3, timeout=1.0)
     for rank in (0, 2):
         error = found[rank][0]
         assert isinstance(error, CommTimeout), (rank, error)

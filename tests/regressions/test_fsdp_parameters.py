@@ -1,16 +1,20 @@
-"""Ordinary functions of torch that take parameters are right on parts, or refused by name."""
+"""What other code, or forward itself, does to the parameters of FSDP is right or is refused."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel
 
 import echelon as ec
 from echelon.errors import StateError
+from tests import reference
+from tests.reference import assert_states_close
 from tests.worlds import KINDS, run_world
 
 KINDS_OF_FSDP: tuple[dict[str, Any], ...] = (
@@ -28,8 +32,7 @@ def build() -> nn.Sequential:
 
 
 def rows(rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randn(2, 6, dtype=torch.float64, generator=generator)
+    return reference.rows(rank, 2, 6)
 
 
 def shard(world: ec.World, **options: Any) -> ec.FSDP:
@@ -47,13 +50,11 @@ def vectors(world: ec.World) -> None:
             vector = parameters_to_vector(model.parameters()).detach()
             vector_to_parameters(vector * 2 + 1, model.parameters())
             before = [param.data_ptr() for param in model.parameters()]
-            for name, value in look(model).items():
-                torch.testing.assert_close(value, expected.state_dict()[name], msg=str(options))
+            assert_states_close(look(model), expected.state_dict())
             assert before != [param.data_ptr() for param in model.parameters()]
             for param in model.parameters():
                 param.data = param.data.clone()  # and again, between forward and the next
-            for name, value in look(model).items():
-                torch.testing.assert_close(value, expected.state_dict()[name])
+            assert_states_close(look(model), expected.state_dict())
 
 
 def trained(model: ec.FSDP) -> dict[str, Tensor]:
@@ -91,8 +92,7 @@ def initialises(world: ec.World) -> None:
             torch.manual_seed(7)
             assert one.apply(fill) is one
         if "precision" not in options:  # whole parameters have the dtype of compute
-            for name, value in model.state_dict().items():
-                torch.testing.assert_close(value, expected.state_dict()[name])
+            assert_states_close(model.state_dict(), expected.state_dict())
         torch.manual_seed(world.rank)  # also where ranks draw otherwise, they end up equal
         model.apply(fill)
         state = [*model.state_dict().values()]
@@ -150,10 +150,9 @@ def averages(world: ec.World) -> None:
         for value, param in zip(shadow, model.parameters(), strict=True):
             value.lerp_(param, 0.25)
             param.copy_(value)
-    for name, value in mean.module.state_dict().items():
-        torch.testing.assert_close(value, plain_mean.module.state_dict()[name])
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, build().state_dict()[name] + 0.5)
+    assert_states_close(mean.module.state_dict(), plain_mean.module.state_dict())
+    raised = {name: value + 0.5 for name, value in build().state_dict().items()}
+    assert_states_close(model.state_dict(), raised)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -195,3 +194,134 @@ def test_the_clipping_of_accelerate_is_that_of_one_process() -> None:
             """Nothing is scaled."""
 
     ec.run(main, 2)
+
+
+# What forward writes into a parameter, or returns of it ------------------------------------------
+
+
+class Standardised(nn.Linear):
+    """Weight standardisation in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.sub_(self.weight.mean()).div_(self.weight.std())
+        return super().forward(x)
+
+
+class Replaced(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data / 2
+        return super().forward(x)
+
+
+class Lookup(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight[:2].detach()
+
+
+class Table(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight
+
+
+def embed() -> nn.Module:
+    return nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 4))
+
+
+WRITING: dict[str, Callable[[], nn.Module]] = {
+    "0.weight": embed,
+    "1.weight": lambda: nn.Sequential(nn.Embedding(8, 4), Standardised(4, 4)),
+    "1.weight'": lambda: nn.Sequential(nn.Embedding(8, 4), Replaced(4, 4)),
+}
+RETURNING = [
+    lambda: nn.Sequential(nn.Embedding(8, 4), Lookup(4, 4)),
+    lambda: nn.Sequential(nn.Embedding(8, 4), Table(4, 4)),
+]
+RULES = [ec.units.whole(), ec.units.by_type(nn.Linear)]
+
+
+def refusals(world: ec.World) -> list[str]:
+    said = []
+    index = torch.arange(4) + world.rank
+    for make in [*WRITING.values(), *RETURNING]:
+        for rule in RULES:
+            model = ec.FSDP(make(), world.group, units=rule, min_num_params=0)
+            try:
+                model(index).sum().backward()
+            except ec.StateError as error:
+                said.append(str(error))
+            else:
+                said.append("nothing")
+            world.group.barrier()
+    return said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_that_writes_into_a_parameter_is_told_which(kind: str) -> None:
+    for said in run_world(kind, refusals, 2):
+        told = iter(said)
+        for name in WRITING:
+            for _ in RULES:
+                assert re.search(f"wrote into parameter '{name.rstrip(chr(39))}'", next(told))
+        for sentence in told:
+            assert "returned a view of its own parameters" in sentence
+
+
+def keep_outside(world: ec.World) -> float:
+    """The ways that the message names."""
+    torch.manual_seed(0)
+    inner = embed()
+    model = ec.FSDP(inner, world.group, ignored=[inner[0]], min_num_params=0)
+    model(torch.arange(8)).sum().backward()
+    assert model.state_dict()["0.weight"].norm(dim=1).max() <= 1.0 + 1e-6
+    torch.manual_seed(0)
+    model = ec.FSDP(nn.Linear(4, 4), world.group, min_num_params=0)
+    with model.full_parameters(writeback=True), torch.no_grad():
+        model.module.weight.copy_(F.normalize(model.module.weight))
+    return float(model.state_dict()["weight"].norm(dim=1).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_may_be_written_is_kept(kind: str) -> None:
+    assert run_world(kind, keep_outside, 2) == pytest.approx([1.0, 1.0])
+
+
+def train_inside(world: ec.World) -> tuple[list[float], float]:
+    """A forward, an evaluation and a backward inside the block, and a write between them."""
+    torch.manual_seed(0)
+    rule = ec.units.by_type(nn.Linear)
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model = ec.FSDP(inner, world.group, units=rule, min_num_params=0)
+    x = torch.full((1, 4), 1.0 + world.rank)
+    with model.full_parameters(writeback=True):
+        with torch.no_grad():
+            inner[0].weight.fill_(2.0)
+            inner[0].bias.zero_()
+            inner[1].weight.fill_(3.0)
+            model(x)
+        loss = model(x).sum()
+        assert inner[0].weight.shape == (4, 4)
+        with pytest.raises(ec.StateError, match="after the block"):
+            loss.backward(retain_graph=True)
+    loss.backward()
+    grads = world.group.all_gather_object(inner[0].weight.grad.tolist())
+    return [v for part in grads for v in part], float(model.state_dict()["1.weight"].sum())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_inside_full_parameters_is_that_of_what_was_written(kind: str) -> None:
+    for grads, total in run_world(kind, train_inside, 2):
+        assert grads == [4.5] * 16
+        assert total == 12.0
+
+
+def write_without_saying_so(world: ec.World) -> None:
+    model = ec.FSDP(nn.Linear(4, 4), world.group, min_num_params=0)
+    with model.full_parameters(), torch.no_grad():
+        model.module.weight.zero_()
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_a_write_that_full_parameters_would_lose_is_refused(kind: str) -> None:
+    with pytest.raises(ec.StateError, match="writeback=True"):
+        run_world(kind, write_without_saying_so, 2)

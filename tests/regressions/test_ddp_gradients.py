@@ -1,10 +1,11 @@
-"""DDP: ``sync="manual"`` accumulates as ``sync="overlap"`` does, for every reduction."""
+"""Gradients of DDP: accumulation with ``sync="manual"``, and functions that return None."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import echelon as ec
 from tests.worlds import run_world
@@ -47,13 +48,13 @@ def by_hand(model: ec.DDP, op: str, rank: int) -> None:
             param.grad = torch.full_like(param, 2.0 * rank)
 
 
-def gradients_of(model: ec.DDP) -> list[torch.Tensor | None]:
+def gradients_of(model: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 def gradients_after_each_reduction(
     world: ec.World, sync: str, reduction: float | str, program: str
-) -> list[list[torch.Tensor | None]]:
+) -> list[list[Tensor | None]]:
     model, seen = model_of(world, sync, reduction), []
     for step, op in enumerate(program):
         if op == "n":
@@ -83,7 +84,7 @@ def both_ways_agree(world: ec.World, programs: list[str]) -> None:
                     assert a is None or torch.equal(a, b), (reduction, program, a, b)
 
 
-@pytest.mark.slow_for("4")
+@pytest.mark.slow_for("1", "4")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gradients_are_those_of_overlap_whatever_comes_between(ranks):
     run_world("threads", both_ways_agree, ranks, ([*PROGRAMS, *random_programs(40)],))
@@ -94,7 +95,7 @@ def test_gradients_are_those_of_overlap_over(kind):
     run_world(kind, both_ways_agree, 2, (list(PROGRAMS),))
 
 
-def reduce_again(world: ec.World, reduction: float | str) -> list[list[torch.Tensor | None]]:
+def reduce_again(world: ec.World, reduction: float | str) -> list[list[Tensor | None]]:
     model = model_of(world, "manual", reduction)
     backward(model, world.rank, 0)
     model.sync_gradients()
@@ -110,7 +111,7 @@ def test_a_second_sync_gradients_changes_nothing(reduction):
             assert torch.equal(a, b)
 
 
-def write_in_place(world: ec.World, reduction: float | str) -> list[torch.Tensor | None]:
+def write_in_place(world: ec.World, reduction: float | str) -> list[Tensor | None]:
     model = model_of(world, "manual", reduction)
     backward(model, world.rank, 0)
     model.sync_gradients()
@@ -127,7 +128,7 @@ def test_values_written_into_reduced_gradients_are_refused_where_their_meaning_i
         assert all(bool((grad == 0.5).all()) for grad in grads)
 
 
-def skip_a_batch(world: ec.World, set_to_none: bool) -> list[torch.Tensor | None]:
+def skip_a_batch(world: ec.World, set_to_none: bool) -> list[Tensor | None]:
     model = model_of(world, "manual", "sum")
     backward(model, world.rank, 0)
     model.sync_gradients()
@@ -147,7 +148,7 @@ def test_a_rank_without_a_batch_adds_nothing(set_to_none):
         assert torch.equal(ours, theirs)
 
 
-def ask_for_gradients_between(world: ec.World, sync: str) -> list[torch.Tensor | None]:
+def ask_for_gradients_between(world: ec.World, sync: str) -> list[Tensor | None]:
     model = model_of(world, sync, "sum")
     backward(model, world.rank, 0)
     if sync == "manual":
@@ -168,3 +169,84 @@ def test_autograd_grad_leaves_reduced_gradients_as_they_are():
     for a, b, c in zip(manual, overlap, expected, strict=True):
         assert torch.equal(a, c)
         assert torch.equal(b, c)
+
+
+# A parameter for which an ``autograd.Function`` returns None has no gradient ----------------------
+
+
+class Blocked(torch.autograd.Function):
+    """The identity; None goes back, and on through everything before it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(3, 3, dtype=torch.float64) for _ in range(3)])
+
+    def forward(self, x: Tensor, blocked: int) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            y = layer(x)
+            x = x + (Blocked.apply(y) if i == blocked else y.tanh())
+        return x
+
+
+def loss_of(model: nn.Module, step: int, rank: int, case: str) -> Tensor:
+    x = torch.full((2, 3), 1.0 + step + rank, dtype=torch.float64)
+    return model(x, step if case == "all" else (step + rank) % 3).square().mean()
+
+
+def plain(case: str, num_ranks: int) -> list[list[Tensor | None]]:
+    found = []
+    for step in range(3):
+        model = Blocks()
+        for rank in range(num_ranks):
+            (loss_of(model, step, rank, case) / num_ranks).backward()
+        found.append(gradients_of(model))
+    return found
+
+
+def train(world: ec.World, case: str, options: dict[str, Any]) -> list[list[Tensor | None]]:
+    model = ec.DDP(Blocks(), world.group, **options)
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        loss_of(model, step, world.rank, case).backward()
+        if options.get("sync") == "manual":
+            model.sync_gradients()
+        found.append(gradients_of(model))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 0, "first_bucket_bytes": 0},
+                                     {"sync": "manual"}])  # fmt: skip
+@pytest.mark.parametrize("case", ["all", "by rank"])
+def test_it_counts_as_unused(case, options) -> None:
+    expected = plain(case, 2)
+    for found in ec.run(train, 2, args=(case, options)):
+        for steps in zip(found, expected, strict=True):
+            for mine, theirs in zip(*steps, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_a_hook_that_came_first_takes_a_gradient_away_when_it_is_reduced() -> None:
+    def main(world: ec.World) -> None:
+        module = nn.Linear(2, 1)
+        module.bias.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+        model = ec.DDP(module, world.group)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            assert module.bias.grad is None
+            unused = model.unused_parameters()
+            assert not unused.here
+            assert not unused.everywhere
+
+    ec.run(main, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon as ec
 from tests.fsdp.checking import same_grads, whole_grads
+from tests.reference import assert_states_close, rows, train, train_alone
 from tests.worlds import KINDS, run_world
 
 WIDTH = 6
@@ -157,60 +158,42 @@ def build(kind: Callable[[], Unit]) -> Stack:
 
 
 def loss_of(model: nn.Module, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
+    x = rows(rank, 3, WIDTH)
     return F.mse_loss(model(x), x)
+
+
+def sharded(world: ec.World, model: nn.Module, **options: Any) -> ec.FSDP:
+    return ec.FSDP(model, world.group, units=ec.units.by_type(Unit), min_num_params=0, **options)
 
 
 def gradients(world: ec.World) -> list[dict[str, Tensor]]:
     """Of two backwards of each case; the second one adds to the first."""
-    found = []
+    gradients_of_cases = []
     for kind, options in CASES:
-        rule = ec.units.by_type(Unit)
-        model = ec.FSDP(build(kind), world.group, units=rule, min_num_params=0, **options)
+        model = sharded(world, build(kind), **options)
         for _ in range(2):
             loss_of(model, world.rank).backward()
             assert not any(unit.gathered for unit in model.units)
-        found.append(whole_grads(model, world))
-    return found
+        gradients_of_cases.append(whole_grads(model, world))
+    return gradients_of_cases
 
 
-def of_one_process(kind: Callable[[], Unit], size: int) -> dict[str, Tensor]:
-    model = build(kind)
+def of_one_process(model: nn.Module, size: int, num_backwards: int) -> dict[str, Tensor]:
     for rank in range(size):
-        (2 * loss_of(model, rank) / size).backward()
+        (num_backwards * loss_of(model, rank) / size).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_through_frozen_and_detached_parameters_are_those_of_one_process(
-    kind: str,
-) -> None:
+def test_gradients_through_frozen_and_detached_parameters_are_those_of_one_process(kind) -> None:
     for found in run_world(kind, gradients, 2):
         for (unit, _), grads in zip(CASES, found, strict=True):
-            same_grads(grads, of_one_process(unit, 2))
+            same_grads(grads, of_one_process(build(unit), 2, 2))
 
 
 def checkpointed_by_hand() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), Reentrant(), Reentrant()).double()
-
-
-def reentrant(world: ec.World) -> dict[str, Tensor]:
-    rule = ec.units.by_type(Unit)
-    model = ec.FSDP(checkpointed_by_hand(), world.group, units=rule, min_num_params=0)
-    loss_of(model, world.rank).backward()
-    return whole_grads(model, world)
-
-
-@pytest.mark.parametrize("kind", ["threads", "gloo"])
-def test_a_frozen_norm_may_be_checkpointed_by_a_nested_backward(kind: str) -> None:
-    plain = checkpointed_by_hand()
-    for rank in range(2):
-        (loss_of(plain, rank) / 2).backward()
-    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    for found in run_world(kind, reentrant, 2):
-        same_grads(found, expected)
 
 
 class TwiceByHand(nn.Module):
@@ -232,31 +215,31 @@ def twice_by_hand() -> nn.Module:
     return TwiceByHand().double()
 
 
-def several_nested(world: ec.World) -> dict[str, Tensor]:
-    rule = ec.units.by_type(Unit)
-    model = ec.FSDP(twice_by_hand(), world.group, units=rule, min_num_params=0)
-    for _ in range(2):
+def nested_backwards(
+    world: ec.World, make: Callable[[], nn.Module], num_backwards: int
+) -> dict[str, Tensor]:
+    model = sharded(world, make())
+    for _ in range(num_backwards):
         loss_of(model, world.rank).backward()
     return whole_grads(model, world)
 
 
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
-def test_a_unit_may_be_in_several_nested_backwards(kind: str) -> None:
-    plain = twice_by_hand()
-    for rank in range(2):
-        loss_of(plain, rank).backward()
-    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    for found in run_world(kind, several_nested, 2):
+@pytest.mark.parametrize(("make", "num_backwards"), [(checkpointed_by_hand, 1), (twice_by_hand, 2)])
+def test_a_unit_with_a_frozen_norm_may_be_in_one_nested_backward_or_in_several(
+    kind: str, make: Callable[[], nn.Module], num_backwards: int
+) -> None:
+    expected = of_one_process(make(), 2, num_backwards)
+    for found in run_world(kind, nested_backwards, 2, (make, num_backwards)):
         same_grads(found, expected)
 
 
 def peak_of_frozen_units(world: ec.World) -> int:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[AllFrozen() for _ in range(5)])
-    rule = ec.units.by_type(Unit)
-    sharded = ec.FSDP(model, world.group, units=rule, min_num_params=0)
+    wrapped = sharded(world, model)
     for _ in range(2):
-        sharded(torch.randn(2, WIDTH)).sum().backward()
-    return sharded.memory_stats().peak_gathered
+        wrapped(torch.randn(2, WIDTH)).sum().backward()
+    return wrapped.memory_stats().peak_gathered
 
 
 def test_frozen_units_are_released_one_by_one() -> None:
@@ -279,8 +262,7 @@ class Aside(Unit):
 
 def loss_aside(world: ec.World) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Aside())
-    sharded = ec.FSDP(model, world.group, units=ec.units.by_type(Unit), min_num_params=0)
-    sharded(torch.randn(2, WIDTH))
+    sharded(world, model)(torch.randn(2, WIDTH))
     model[1].aside.backward()
 
 
@@ -292,8 +274,7 @@ def test_a_backward_that_comes_to_a_unit_by_another_way_than_its_outputs_is_refu
 
 def frozen_after_wrapping(world: ec.World) -> list[str]:
     """What happens to the units in a backward, when a parameter of each was frozen later."""
-    rule = ec.units.by_type(Unit)
-    model = ec.FSDP(build(FrozenScale), world.group, units=rule, min_num_params=0)
+    model = sharded(world, build(FrozenScale))
     for unit in model.module.units:
         unit.linear.bias.requires_grad_(False)
     found: list[str] = []
@@ -312,3 +293,108 @@ def test_a_unit_does_not_wait_for_parameters_that_were_frozen_later() -> None:
     found = ec.run(frozen_after_wrapping, 1)[0]
     assert found.index("release units.2") < found.index("gather units.1")
     assert found.index("release units.1") < found.index("gather units.0")
+
+
+class Inner(nn.Linear):
+    """A unit inside of another one."""
+
+
+class Outer(nn.Module):
+    """Takes a derivative of its inner unit in its forward, while both have to stay unsharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(3, 3), Inner(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.enable_grad():
+            point = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.inner(point).tanh().square().sum(), point)
+        return self.inner(x - slope).tanh() @ self.first.weight
+
+
+class Descending(nn.Module):
+    """Goes down the slope of its own first layers, and then through them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Outer(), Outer()])
+        self.last = nn.Linear(3, 2)
+        self.double()
+
+    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
+        with torch.enable_grad():
+            point = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self.last(self.blocks[0](point)).sum(), point)
+        x = x - slope
+        for block in self.blocks:
+            x = block(x)
+        if fails:
+            raise KeyError("no output today")
+        return self.last(x)
+
+
+def loss_in_step(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(torch.full((2, 3), 0.3 + step + rank, dtype=torch.float64)).square().mean()
+
+
+def descend_alone(num_ranks: int) -> dict[str, Tensor]:
+    model = Descending()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def losses(step: int) -> Iterator[Tensor]:
+        for rank in range(num_ranks):
+            for other in (0, 5, 9):
+                yield loss_in_step(model, step, rank + other) / num_ranks
+
+    return train_alone(model, optimizer, 3, losses)
+
+
+def descend(world: ec.World, options: dict[str, Any]) -> dict[str, Tensor]:
+    units = ec.units.by_type(Outer, Inner)
+    model = ec.FSDP(Descending(), world.group, units=units, min_num_params=0, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def losses(step: int) -> Iterator[Tensor]:
+        loss = loss_in_step(model, step, world.rank)
+        with torch.no_grad():
+            loss_in_step(model, step, world.rank)
+        yield loss
+        with model.no_sync():
+            yield loss_in_step(model, step, world.rank + 5)
+        yield loss_in_step(model, step, world.rank + 9)
+
+    train(optimizer, 3, losses)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"layout": "rows"},
+        {"strategy": ec.Strategy.SHARD_OPTIMIZER},
+        {"use_orig_params": False},
+        {"offload": ec.Offload.ALL, "forward_prefetch": 2},  # gathers communicate
+        {"offload": ec.Offload.ALL, "backward_prefetch": ec.BackwardPrefetch.POST},
+    ],
+)
+def test_units_around_a_derivative_in_their_forward_train_as_in_one_process(options) -> None:
+    expected = descend_alone(2)
+    for state in ec.run(descend, 2, args=(options,)):
+        assert_states_close(state, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_a_forward_that_failed_is_not_under_way_any_more() -> None:
+    def main(world: ec.World) -> None:
+        model = ec.FSDP(Descending(), world.group, units=ec.units.by_type(Outer), min_num_params=0)
+        loss = loss_in_step(model, 0, world.rank)
+        with pytest.raises(KeyError):
+            model(torch.ones(2, 3, dtype=torch.float64), fails=True)
+        loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert all(param.dim() == 1 for param in model.parameters())  # parts
+
+    ec.run(main, 2)

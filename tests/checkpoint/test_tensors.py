@@ -48,6 +48,7 @@ def loads_nothing(world: ec.World, folder: str) -> list[bool]:
     return [torch.equal(before[key], value) for key, value in model.state_dict().items()]
 
 
+@pytest.mark.slow_for("processes")
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_buffer_mapped_for_reading_on_one_rank_is_named_and_nothing_is_changed(kind, tmp_path):
     for unchanged in run_world(kind, loads_nothing, 2, (str(tmp_path),)):
