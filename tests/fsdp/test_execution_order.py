@@ -21,24 +21,24 @@ def test_whatever_ranks_leave_out_they_gather_the_same() -> None:
         for used in itertools.combinations(expected, length):
             order = PassOrder(expected)
             assert gathered(order, list(used)) == expected
-            assert not order.strayed
+            assert not order.deviated
 
 
 def test_units_in_another_order_are_gathered_when_they_are_reached() -> None:
     order = PassOrder([1, 2, 3])
     assert gathered(order, [2, 1, 3]) == [1, 2, 1, 3]
-    assert order.strayed
+    assert order.deviated
     assert order.reached == [2, 1, 3]
     order.begin()
-    assert not order.strayed
+    assert not order.deviated
 
 
 def test_nothing_is_predicted_from_a_guess_or_after_another_order() -> None:
-    assert PassOrder([1, 2], guess=True).peek() is None
+    assert PassOrder([1, 2], is_guess=True).peek() is None
     order = PassOrder([1, 2, 3, 4])
     assert order.peek() == 1
     order.take_next()
-    order.reach_prefetched(1)
+    order.note_reached(1)
     assert order.reach(3) == [2]
     assert order.peek() == 4
     order.reach(1)

@@ -1,7 +1,7 @@
-"""The module inside of an FSDP, called by itself: its root is sharded, and nothing unsharded it.
+"""What the hooks on modules refuse: the module inside of an FSDP, called by itself.
 
-An embedding was torch's ``'weight' must be 2-D``, and with ``layout="rows"`` a linear layer gave as
-many columns as this rank has rows, without a word. Blocks were refused by name before.
+Its root is sharded, and nothing has unsharded it. An embedding then failed in torch with ``'weight'
+must be 2-D``. With ``layout="rows"`` a linear layer returned as many columns as this rank has rows.
 """
 
 from __future__ import annotations
@@ -69,6 +69,35 @@ def test_a_call_of_the_module_itself_says_what_to_do(call: str, layout: str, aft
     for text in run_world("threads", called, 2, (call, layout, after_a_step)):
         assert "was called outside of the model's forward" in text
         assert "`with model.full_parameters():`" in text
+
+
+def runs_out_of_memory(world: ec.World) -> None:
+    model = wrapped(world, "flat")
+    x = torch.full((2, 4), 1.0 + world.rank)
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("no memory for the root")
+
+    model._units[0].unshard = fail  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError):
+        model(x)
+    del model._units[0].unshard
+    state = model.state_dict()  # refused inside a forward
+    model(x).sum().backward()
+    torch.manual_seed(0)
+    plain = Model()
+    plain(
+        torch.cat([torch.full((2, 4), 1.0 + rank) for rank in range(world.size)])
+    ).sum().backward()
+    for (name, expected), param in zip(
+        plain.named_parameters(), model.unwrap().parameters(), strict=True
+    ):
+        assert torch.equal(state[name], expected)
+        torch.testing.assert_close(param.grad * world.size, expected.grad)
+
+
+def test_after_a_forward_that_could_not_unshard_the_next_one_is_an_outermost_one() -> None:
+    run_world("threads", runs_out_of_memory, 2)
 
 
 def copies(world: ec.World) -> None:

@@ -41,6 +41,7 @@ from echelon.errors import StateError
 from echelon.modules.autograd import Token, add_gradient, queue_end
 from echelon.modules.deferred_hooks import DeferredHooks
 from echelon.modules.parameters import TrainableParameters
+from echelon.modules.wrapper import check_may_sync
 
 
 class UnusedIndices(NamedTuple):
@@ -336,10 +337,7 @@ class Reducer:
 
     def reduce_now(self, *, may_be_none: bool) -> None:
         """Reduce what ``.grad`` holds now; ``may_be_none`` as in ``DDP.sync_gradients``."""
-        if not self._syncing:
-            raise StateError("sync_gradients() inside no_sync(): leave the block first")
-        if self._current() is not None:
-            raise StateError("sync_gradients() inside backward: call it after loss.backward()")
+        check_may_sync(in_no_sync=not self._syncing, in_backward=self._current() is not None)
         if not may_be_none:
             self._state.check_sync(self.buckets)
         if any(p.grad is not None and p.grad.requires_grad for _, p in self._named):

@@ -174,21 +174,20 @@ class FSDP(ShardedModule):
         if not self._hooks.depth:
             is_nested = in_backward()
             if not is_nested:
-                self._hooks.discard_aborted()
+                self._hooks.backward.discard_aborted()
             self._parameter_guard.check()
             if not is_nested:
                 self._take_replaced()
-        with self._hooks.forward((args, kwargs)):
-            try:
-                output = self.module(*args, **kwargs)
-            except (RuntimeError, IndexError) as error:
-                better = explain_sharded_use(error, self._units)
-                if better is None:
-                    raise
-                raise better from error
-        if not self._hooks.depth:
-            self._hooks.end_forward(output)
-        return output
+        return self._hooks.forward(self._call_module, args, kwargs)
+
+    def _call_module(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.module(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            better = explain_sharded_use(error, self._units)
+            if better is None:
+                raise
+            raise better from error
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -196,11 +195,12 @@ class FSDP(ShardedModule):
 
         The next backward outside reduces the sum of all.
         """
-        before, self._hooks.syncing = self._hooks.syncing, False
+        backward = self._hooks.backward
+        before, backward.requires_gradient_sync = backward.requires_gradient_sync, False
         try:
             yield
         finally:
-            self._hooks.syncing = before
+            backward.requires_gradient_sync = before
 
     def sync_gradients(self, *, may_be_none: bool = False) -> None:
         """Reduce the gradients that ``no_sync`` kept. All ranks call it.
@@ -213,7 +213,7 @@ class FSDP(ShardedModule):
             StateError: inside ``no_sync`` or backward, or there are none and ``may_be_none`` is
                 False.
         """
-        self._hooks.reduce_now(may_be_none=may_be_none)
+        self._hooks.backward.reduce_now(may_be_none=may_be_none)
 
     # For schedules that run a model many times before an optimizer step ----------------------
 
@@ -234,18 +234,18 @@ class FSDP(ShardedModule):
         if self._hooks.busy:
             raise StateError("gather_parameters() inside a forward or a backward: call it outside")
         self._take_replaced()
-        self._hooks.unshard_all()
+        self._hooks.unsharder.unshard_all()
 
     def release_parameters(self) -> None:
         """Give the memory of unsharded parameters back. Does not communicate."""
-        self._hooks.reshard_all()
+        self._hooks.unsharder.reshard_all()
 
     def await_readers(self) -> None:
         """Return when no rank reads the shards of this one, so that they may be written.
 
         All ranks call it, after parameters were resharded and nothing was reduced.
         """
-        self._hooks.wait_for_readers("parameters are resharded")
+        self._hooks.unsharder.wait_for_readers("parameters are resharded")
 
     def accumulate_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add an unsharded gradient to those that ``no_sync`` keeps until ``sync_gradients``.
@@ -254,7 +254,7 @@ class FSDP(ShardedModule):
             param: one of this model that needs a gradient.
             gradient: in the shape of the unsharded parameter.
         """
-        self._hooks.add_gradient(param, gradient)
+        self._hooks.reducer.add(param, gradient)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of the whole model; a plain scalar tensor, equal on all ranks.

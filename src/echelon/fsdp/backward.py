@@ -2,12 +2,12 @@
 
 [Note: when gradients are reduced]
 Hooks on the outputs of a unit tell when backward reaches it, hooks on its inputs when backward has
-left it (see ``pass_state``), and hooks on its parameters count gradients. A unit whose gradients
-are all there, and that backward has left, is *complete*: it is resharded, and its gradients are
-reduced. Reductions have one order on all ranks, that of the first backward, so a unit that one rank
-has used in part waits there until the end. The callback at the end of backward reduces what is
-left, waits for all, finds out which parameters no rank used, and hands the reduced shards over as
-``.grad``.
+left it (see ``pass_state``), and hooks on its parameters count gradients. A unit is *complete* when
+backward has left it and all its gradients are there: it is resharded, and its gradients are
+reduced. Reductions have one order on all ranks, that of the first backward, so a unit of which a
+rank has used some parameters only waits there until the end. The callback at the end of backward
+reduces what is left, waits for all reductions, finds out which parameters no rank used, and makes
+the reduced shards ``.grad``.
 """
 
 from __future__ import annotations
@@ -37,24 +37,17 @@ from echelon.fsdp.unit import Unit
 from echelon.fsdp.unsharder import Unsharder
 from echelon.modules.autograd import Token, queue_end
 from echelon.modules.deferred_hooks import DeferredHooks
+from echelon.modules.wrapper import check_may_sync
 
 
 @final
 class Backward:
     """What hooks on tensors and parameters call while autograd runs.
 
-    Args:
-        units: the root first.
-        unsharder: unshards them.
-        reducer: takes their gradients.
-
     Attributes:
-        syncing: whether the next backward reduces.
-        forwards: those that have a graph, by unit.
-        runs: forwards of the model that await a backward.
-        under_way: units in whose forward this rank is, of itself and not of a backward.
-        all_are_done: whether no rank is in a pass that another one is through with.
-        hands_over: whether hooks of users run, which get reduced gradients.
+        requires_gradient_sync: whether the next backward reduces gradients.
+        forwards: by unit, its forwards that have a graph.
+        hands_over: whether the hooks of users run, which get reduced gradients.
     """
 
     def __init__(
@@ -62,32 +55,53 @@ class Backward:
     ) -> None:
         self._units, self._unsharder, self._reducer = units, unsharder, reducer
         self._storages = [storage for unit in units for storage in unit.storages]
-        self.syncing = True
+        self.requires_gradient_sync = True
         self.forwards = [UnitForwards() for _ in units]
-        self.runs: weakref.WeakSet[ForwardRun] = weakref.WeakSet()
-        self.under_way: list[int] = []
-        self.all_are_done = True
         self.hands_over = False
+        self._runs: weakref.WeakSet[ForwardRun] = weakref.WeakSet()  # a backward of them may come
+        self._in_forward: list[int] = []  # units in whose forward this rank is, outside of backward
         self._pass: BackwardPass | None = None
         self._handles: list[RemovableHandle] = []
         trainable = [shard.storage for unit in units for shard in unit.gradient_shards]
         flat = [storage.optimizer_params[0] for storage in trainable if storage.is_flat]
-        named = ((member.name, member.param) for one in trainable for member in one.members)
-        self._late = DeferredHooks(named, flat)
+        named = ((member.name, member.param) for storage in trainable for member in storage.members)
+        self._user_hooks = DeferredHooks(named, flat)
         self._is_flat = bool(flat)
         for u, unit in enumerate(units):
             for param in unit.trainable:
-                self._handles.append(self._late.register(param, self._gradient_hook(u)))
+                self._handles.append(self._user_hooks.register(param, self._gradient_hook(u)))
 
-    def detach(self) -> None:
+    def remove_hooks(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
-        self._late.close()
+        self._user_hooks.close()
 
-    def defer_hooks(self, arrived: nn.Parameter | None = None) -> None:
-        """Let hooks of users wait that were registered since the last forward or backward."""
-        self._late.defer(arrived)
+    # Forwards --------------------------------------------------------------------------------
+
+    def begin_forward(self, run: ForwardRun) -> None:
+        """An outermost forward begins, whose backward may come."""
+        self._user_hooks.defer()
+        self._runs.add(run)
+        self._in_forward.clear()
+
+    def abandon_forward(self, run: ForwardRun) -> None:
+        """An outermost forward has failed, so no backward of it comes."""
+        self._in_forward.clear()
+        self._runs.discard(run)
+
+    def enter_forward(self, u: int) -> None:
+        """A forward of a unit begins outside of backward."""
+        self._in_forward.append(u)
+
+    def leave_forward(self, u: int) -> None:
+        """A forward of a unit is over that began outside of backward."""
+        self._in_forward.remove(u)
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether this rank is in the forward of a unit, outside of backward."""
+        return bool(self._in_forward)
 
     @property
     def is_running(self) -> bool:
@@ -97,7 +111,10 @@ class Backward:
     # Begin -----------------------------------------------------------------------------------
 
     def _begin(self, arrived: nn.Parameter | None = None) -> BackwardPass:
-        """The pass that runs, begun if none does, when the gradient of one has ``arrived``."""
+        """Return the pass that runs; begin one if none does.
+
+        ``arrived`` is the parameter whose gradient showed that a backward runs, if one did.
+        """
         current = self._pass
         if current is None or current.token() is None:
             if self._units[0].pinned:
@@ -107,32 +124,29 @@ class Backward:
                 )
             self._check_hooks(arrived)
             self.discard_aborted()
-            for u in self.under_way:
-                self._units[u].in_forward = True
-            self._unsharder.begin_backward(self.runs, self._may_reach, self._launch_ready)
+            for u in self._in_forward:
+                self._units[u].in_outer_forward = True
+            self._unsharder.begin_backward(self._runs, self._may_reach, self._launch_ready)
             token = queue_end(self._end_backward)
-            current = self._pass = BackwardPass(token, self.syncing, len(self._units))
-            for u in sorted({u for run in self.runs for u in run.opaque}):
+            current = BackwardPass(token, self.requires_gradient_sync, len(self._units))
+            self._pass = current
+            for u in sorted({u for run in self._runs for u in run.opaque}):
                 self._open(current, u)
-                current.units[u].inside += 1  # nothing tells when backward leaves it
+                current.units[u].inside += 1  # no hook tells when backward leaves it
                 self._unsharder.unshard(u, self._unsharder.order.backward)
         return current
 
     def _may_reach(self, u: int) -> bool:
-        """Whether the backward that runs may need a unit that was not unsharded in it yet."""
+        """Whether the backward that runs may still need a unit that it has not unsharded."""
         unit, current = self._units[u], self._pass
         if current is not None and current.units[u].state is COMPLETE and unit.gradient_shards:
             return False
-        return any(u in run.units for run in self.runs)
+        return any(u in run.units for run in self._runs)
 
     def _check_hooks(self, arrived: nn.Parameter | None) -> None:
-        """Let hooks of users wait.
-
-        Raises:
-            StateError: one would never be called, or too early.
-        """
-        self.defer_hooks(arrived)
-        if self._is_flat and (name := self._late.find()) is not None:
+        """Let hooks of users wait; refuse one that would never be called, or too early."""
+        self._user_hooks.defer(arrived)
+        if self._is_flat and (name := self._user_hooks.find()) is not None:
             raise StateError(
                 f"a hook was registered on the gradient of parameter {name!r}, which FSDP has put "
                 "into a flat parameter, so it gets no gradient of its own: register the hook on "
@@ -142,11 +156,7 @@ class Backward:
     # Reach a unit ----------------------------------------------------------------------------
 
     def reach(self, u: int, forward: UnitForward, run: ForwardRun) -> None:
-        """Backward has reached an output of a unit: unshard it.
-
-        Raises:
-            UnsupportedError: backward makes a graph of its own, which would read parameters again.
-        """
+        """Backward has reached an output of a unit: unshard it."""
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 "create_graph=True over FSDP: the backward of this backward would read parameters "
@@ -154,7 +164,7 @@ class Backward:
                 "(a gradient penalty, score matching) of a model in ec.DDP, or write the first "
                 "one out as a forward"
             )
-        run.is_awaited = False
+        run.awaits_backward = False
         current = self._begin()
         state = current.units[u]
         is_new = state.state in (UNREACHED, SKIPPED)
@@ -180,7 +190,7 @@ class Backward:
         self._unsharder.unshard(u, self._unsharder.order.backward)
 
     def _open(self, current: BackwardPass, u: int) -> None:
-        """Set the gradients of a unit aside that its parameters have, and await new ones."""
+        """Set aside the gradients that a unit has, and expect new ones."""
         if current.units[u].state is SKIPPED:
             raise StateError(
                 f"unit {self._units[u].label!r} got a gradient in a backward whose forward did not "
@@ -189,19 +199,19 @@ class Backward:
         current.units[u].state = REACHED
         current.units[u].remaining = self._expected(u)
         with torch.no_grad():
-            current.had[u] = [shard.set_aside() for shard in self._units[u].gradient_shards]
+            current.reduced_before[u] = [
+                shard.set_aside() for shard in self._units[u].gradient_shards
+            ]
 
     def _expected(self, u: int) -> int:
-        """How many gradients will come; none of what was frozen since the model was wrapped."""
+        """The number of gradients that will come; parameters may be frozen after wrapping."""
         return sum(param.requires_grad for param in self._units[u].trainable)
 
     def _gradient_hook(self, u: int) -> Callable[[nn.Parameter], None]:
-        # A parameter holds its hooks where the garbage collector does not look. If they held us,
-        # who hold the parameters, a wrapper that is dropped would never be freed.
-        find = weakref.ref(self)
+        reference = weakref.ref(self)  # see ``DeferredHooks.register``
 
         def hook(param: nn.Parameter) -> None:
-            backward = find()
+            backward = reference()
             if backward is not None:
                 backward._gradient_arrived(u, param)
 
@@ -226,10 +236,9 @@ class Backward:
             self._complete_if_left(current, u)
 
     def _open_late(self, current: BackwardPass, u: int, param: nn.Parameter) -> None:
-        """A gradient came to a unit whose outputs announced nothing: keep it, and open.
+        """Open a unit when its first gradient arrives, as no hook on an output announced it.
 
-        Raises:
-            StateError: the gradient was computed with this rank's shard of a parameter.
+        Raises StateError if the gradient was computed with this rank's shard of a parameter.
         """
         unit = self._units[u]
         if not unit.is_unsharded and unit.is_sharded:
@@ -240,7 +249,7 @@ class Backward:
             )
         gradient, param.grad = param.grad, None
         self._open(current, u)
-        current.units[u].inside += 1  # nothing tells when backward leaves it
+        current.units[u].inside += 1  # no hook tells when backward leaves it
         param.grad = gradient
 
     # Leave a unit ----------------------------------------------------------------------------
@@ -249,30 +258,33 @@ class Backward:
         """Backward has passed an input of a unit, or the base of one that is a view."""
         current = self._pass
         if current is None or not self.is_running or not forward.is_reached_by(current):
-            return  # it came there by another way
+            return  # backward reached that input by a path outside of this forward
         if forward.leave(by_base):
             current.units[u].inside -= 1
             self._complete_if_left(current, u)
 
     def _complete_if_left(self, current: BackwardPass, u: int) -> None:
-        """Reshard a unit that backward has left, and reduce its gradients if they are all there."""
+        """Reshard a unit that backward has left, and reduce its gradients if all are there."""
         state = current.units[u]
         if state.inside:
             return
         if state.state is COMPLETE:
-            self._units[u].reshard()  # its frozen parameters were needed after the gradients
+            self._units[u].reshard()  # its frozen parameters were needed until now
         elif state.remaining <= 0 and not self._awaits(current, u):
             self._complete(current, u)
 
     def _awaits(self, current: BackwardPass, u: int) -> bool:
-        """Whether more gradients may come to a unit that has one of each parameter."""
+        """Whether more gradients may come to a unit that has one of each parameter.
+
+        The notes in ``pass_state`` on nested backwards and on several accumulators say why.
+        """
         nested = current.units[u].nested
-        if nested and nested < sum(run.unseen[u] for run in self.runs):
+        if nested and nested < sum(run.num_without_graph[u] for run in self._runs):
             return True
         return bool(nested or self._units[u].num_recast) and self.forwards[u].awaits(current)
 
     def _complete(self, current: BackwardPass, u: int) -> None:
-        """All gradients of a unit are there: take them off, reshard it, reduce what may be."""
+        """Detach the gradients of a unit, reshard it, and launch the reductions that may go."""
         unit = self._units[u]
         gradients = self._reducer.collect(current, u)
         unit.reshard()
@@ -281,42 +293,45 @@ class Backward:
         if not unit.gradient_shards:
             return
         current.completed.append(u)
-        if current.synced:
+        if current.requires_gradient_sync:
             current.waiting[u] = gradients
             self._launch_ready()
         else:
-            self._reducer.keep(u, gradients, current.had.pop(u))
+            self._reducer.keep(u, gradients, current.reduced_before.pop(u))
 
     def _launch_ready(self) -> None:
-        """Reduce the gradients of units whose turn it is."""
-        if self._pass is not None and self._pass.synced:
+        """Launch the reductions that come next in the order of all ranks and may go."""
+        if self._pass is not None and self._pass.requires_gradient_sync:
             self._reducer.launch_ready(self._pass, self._gets_no_gradient)
 
     def _gets_no_gradient(self, u: int) -> bool:
-        """Whether no gradient will come to a unit, and others do not wait for our next unshard."""
-        return self._unsharder.is_done(u) and not any(u in run.units for run in self.runs)
+        """Whether this rank gets no gradient of a unit, and no rank waits for its unshard of it."""
+        return self._unsharder.is_done(u) and not any(u in run.units for run in self._runs)
 
     # End -------------------------------------------------------------------------------------
 
     def _end_backward(self) -> None:
-        """Backward is over. Unshards first: others may need them to reduce what we wait for."""
-        by_run = [run.units for run in self.runs]
+        """Take part in the unshards that are left, then finish the gradients.
+
+        Other ranks may need these unshards before they can reduce what this rank waits for.
+        """
+        by_run = [run.units for run in self._runs]
         used = set[int]().union(*by_run).intersection(*by_run)
-        self._unsharder.end_backward(used, sum(run.is_awaited for run in self.runs))
+        self._unsharder.end_backward(used, sum(run.awaits_backward for run in self._runs))
         self._finish()
 
     def _finish(self) -> None:
-        """Reduce what is left, wait for all, hand the reduced shards over."""
+        """Reduce what is left, wait for all reductions, and make the reduced shards ``.grad``."""
         current = self._pass
         assert current is not None
-        if not current.synced:
+        if not current.requires_gradient_sync:
             self._keep_rest(current)
             return
         self._reducer.launch_rest(current)
         for unit in self._units:
             unit.reshard()
         changed = self._reducer.finish(current)
-        self.all_are_done = not self.under_way
+        self._unsharder.note_reduced(in_forward=self.in_forward)
         self._unsharder.order.note_reductions(current.completed)
         try:
             self._reducer.compare_trainable(changed)
@@ -328,42 +343,32 @@ class Backward:
         """Under ``no_sync``: keep the gradients of units that are not complete, and end."""
         for u, (unit, state) in enumerate(zip(self._units, current.units, strict=True)):
             is_left = state.state is REACHED
-            gradients = self._reducer.take(u) if is_left else []
+            gradients = self._reducer.detach_gradients(u) if is_left else []
             unit.reshard()
             if is_left:
-                self._reducer.keep(u, gradients, current.had.pop(u))
+                self._reducer.keep(u, gradients, current.reduced_before.pop(u))
         wait_for_unshards(self._storages)
         self._end()
 
     def _run_hooks(self, current: BackwardPass) -> None:
-        """Call the hooks of users. Parameters are sharded, and ``.grad`` is that of each shard."""
+        """Call the hooks of users; ``.grad`` is the reduced gradient of each shard by now."""
         self.hands_over = True
         try:
-            self._late.run(_with_new_gradients(current))
+            self._user_hooks.run(_with_new_gradients(current))
         finally:
             self.hands_over = False
 
     def _end(self) -> None:
         self._pass = None
         for u, unit in enumerate(self._units):
-            if unit.in_forward:
-                unit.in_forward = False
-                if u in self.under_way:  # else that forward has failed
+            if unit.in_outer_forward:
+                unit.in_outer_forward = False
+                if u in self._in_forward:  # otherwise that forward has failed
                     unit.unshard()
 
     def reduce_now(self, *, may_be_none: bool) -> None:
-        """Reduce what ``no_sync`` kept.
-
-        Args:
-            may_be_none: whether a rank that kept nothing takes part with zeros.
-
-        Raises:
-            StateError: inside ``no_sync`` or a backward, or nothing was kept.
-        """
-        if not self.syncing:
-            raise StateError("sync_gradients() inside no_sync(): leave the block first")
-        if self.is_running:
-            raise StateError("sync_gradients() inside backward: call it after loss.backward()")
+        """Reduce what ``no_sync`` kept; with ``may_be_none`` a rank may take part with zeros."""
+        check_may_sync(in_no_sync=not self.requires_gradient_sync, in_backward=self.is_running)
         if not self._reducer.kept and not may_be_none:
             raise StateError(
                 "sync_gradients() found no gradients to reduce: were forward and backward called, "
@@ -375,7 +380,7 @@ class Backward:
         self._finish()
 
     def discard_aborted(self) -> None:
-        """Leave nothing of a backward that was aborted."""
+        """Undo what a backward has left that was aborted."""
         aborted = self._pass
         self._end()
         if aborted is not None:
@@ -385,8 +390,9 @@ class Backward:
 
 
 def _with_new_gradients(current: BackwardPass) -> Iterator[nn.Parameter]:
-    """What has a new reduced gradient, in one order on all ranks."""
-    for of_unit in current.reductions:
-        for reduction in of_unit:
+    """The parameters that have a new reduced gradient, in one order on all ranks."""
+    for reductions in current.reductions:
+        for reduction in reductions:
             params = reduction.shard.storage.optimizer_params
-            yield from (param for param, new in zip(params, reduction.came, strict=True) if new)
+            is_new = reduction.has_new_gradient
+            yield from (param for param, new in zip(params, is_new, strict=True) if new)

@@ -84,7 +84,7 @@ def restore_parameters(
     All ranks call it.
     """
     gradients = [storage.gather_gradients() for storage in storages]
-    hooks.wait_for_readers("gradients were copied")
+    hooks.unsharder.wait_for_readers("gradients were copied")
     for storage, unsharded in zip(storages, gradients, strict=True):
         for param, gradient in zip(storage.params, unsharded, strict=True):
             param.grad = None

@@ -1,4 +1,4 @@
-"""Collects the gradients of units and launches their reductions, in one order on all ranks."""
+"""Detaches the gradients of units and launches their reductions, in one order on all ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from echelon.modules.parameters import TrainableParameters
 
 @final
 class GradientReducer:
-    """Takes gradients off parameters, keeps or reduces them, and hands the reduced ones over.
+    """Detaches gradients from parameters, keeps or reduces them, and sets the reduced ``.grad``.
 
     Attributes:
-        kept: by unit, unsharded gradients of ``no_sync``.
-        num_reductions: how many were launched.
-        peak_nbytes: of unsharded gradients, at most, of units that backward is through with.
+        kept: by unit, the unsharded gradients that ``no_sync`` keeps.
+        num_reductions: the number of reductions that were launched.
+        peak_nbytes: the most bytes of unsharded gradients of complete units at one time.
     """
 
     def __init__(
@@ -42,25 +42,25 @@ class GradientReducer:
             param: (u, i) for u, unit in enumerate(units) for i, param in enumerate(unit.trainable)
         }
         storages = [shard.storage for unit in units for shard in unit.gradient_shards]
-        named = [(member.name, member.param) for one in storages for member in one.members]
+        named = [(member.name, member.param) for storage in storages for member in storage.members]
         self._trainable = TrainableParameters(named, groups)
         self._kept_nbytes = 0
         self.num_reductions = self.peak_nbytes = 0
 
     def collect(self, current: BackwardPass, u: int) -> list[Tensor | None]:
-        """``take`` the gradients of a unit that are all there, and note how many bytes wait."""
-        gradients = self.take(u)
+        """Detach the gradients of a complete unit, and note how many bytes wait."""
+        gradients = self.detach_gradients(u)
         waiting = sum(map(_nbytes, (gradients, *current.waiting.values())))
         self.peak_nbytes = max(self.peak_nbytes, waiting + self._kept_nbytes)
         return gradients
 
-    def take(self, u: int) -> list[Tensor | None]:
-        """Take the unsharded gradients of a unit off its parameters, and add what was kept."""
+    def detach_gradients(self, u: int) -> list[Tensor | None]:
+        """Take the unsharded gradients of a unit off its parameters, and add the kept ones."""
         unit = self._units[u]
         gradients: list[Tensor | None] = [param.grad for param in unit.trainable]
         for param in unit.trainable:
             param.grad = None
-        kept = self._take_kept(u)
+        kept = self._pop_kept(u)
         if kept is None:
             return gradients
         return [
@@ -69,23 +69,26 @@ class GradientReducer:
         ]
 
     def keep(
-        self, u: int, gradients: Sequence[Tensor | None], had: Sequence[list[bool] | None]
+        self,
+        u: int,
+        gradients: Sequence[Tensor | None],
+        reduced_before: Sequence[list[bool] | None],
     ) -> None:
-        """Keep unsharded gradients of ``no_sync`` for the next ones to be added to.
+        """Keep unsharded gradients under ``no_sync``, for the next ones to be added to.
 
-        The unit is sharded again, so the reduced gradients that it ``had`` can be put back.
+        The unit is sharded again, so its earlier reduced gradients can be put back.
         """
         self.kept[u] = [
             None if gradient is None else gradient.to(dtype)
             for gradient, dtype in zip(gradients, self._wire_dtypes(u), strict=True)
         ]
         self._kept_nbytes += _nbytes(self.kept[u])
-        for shard, old in zip(self._units[u].gradient_shards, had, strict=True):
-            shard.put_back(old)
+        for shard, before in zip(self._units[u].gradient_shards, reduced_before, strict=True):
+            shard.put_back(before)
 
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add an unsharded gradient of one parameter to those that ``no_sync`` keeps."""
-        if param not in self._indices:  # ignored: it is not sharded, and neither is its gradient
+        if param not in self._indices:  # an ignored parameter, which is not sharded
             add_gradient(param, gradient)
             return
         u, i = self._indices[param]
@@ -101,17 +104,16 @@ class GradientReducer:
         shards = self._units[u].gradient_shards
         return [shard.wire_dtype for shard in shards for _ in shard.storage.params]
 
-    def _take_kept(self, u: int) -> list[Tensor | None] | None:
+    def _pop_kept(self, u: int) -> list[Tensor | None] | None:
         kept = self.kept.pop(u, None)
         if kept is not None:
             self._kept_nbytes -= _nbytes(kept)
         return kept
 
     def launch_ready(self, current: BackwardPass, gets_none: Callable[[int], bool]) -> None:
-        """Reduce the gradients of units whose turn it is.
+        """Launch the reductions that come next in the order of all ranks and may go.
 
-        Args:
-            gets_none: whether no gradient will come to a unit.
+        ``gets_none`` tells whether a unit gets no gradient in this backward.
         """
         order = self._order.reductions
         while current.num_reduced < len(order):
@@ -121,36 +123,38 @@ class GradientReducer:
                 self._launch(current, u, current.waiting.pop(u))
             elif state.state is UNREACHED and gets_none(u):
                 state.state = SKIPPED
-                self._launch(current, u, self._take_unreached(u))
+                self._launch(current, u, self._unreached_gradients(u))
             else:
                 return
 
     def launch_rest(self, current: BackwardPass) -> None:
-        """At the end of backward, reduce what waits for other units or got no gradient."""
+        """At the end of backward, launch the reductions that waited or got no gradient."""
         for u in self._order.reductions[current.num_reduced :]:
             gradients = current.waiting.pop(u, None)
             if gradients is None:
                 is_reached = current.units[u].state is REACHED
-                gradients = self.take(u) if is_reached else self._take_unreached(u)
+                gradients = self.detach_gradients(u) if is_reached else self._unreached_gradients(u)
             self._units[u].reshard()
             self._launch(current, u, gradients)
 
     def _launch(self, current: BackwardPass, u: int, gradients: list[Tensor | None]) -> None:
-        """Reduce the gradients of a unit; empties the list, so that they are free early."""
+        """Launch the reductions of a unit; empties ``gradients``, so that they are freed early."""
         unit = self._units[u]
-        had = current.had.get(u) or [shard.set_aside() for shard in unit.gradient_shards]
+        reduced_before = current.reduced_before.get(u) or [
+            shard.set_aside() for shard in unit.gradient_shards
+        ]
         started = []
         with torch.no_grad():
-            for shard, old in zip(unit.gradient_shards, had, strict=True):
+            for shard, before in zip(unit.gradient_shards, reduced_before, strict=True):
                 num_params = len(shard.storage.params)
                 of_storage = gradients[:num_params]
                 del gradients[:num_params]
                 reduction = Reduction(
                     shard,
-                    old,
+                    before,
                     self._options,
                     self._groups.replicas,
-                    unshards_come=not self._order.all_unsharded,
+                    unshards_follow=not self._order.all_unsharded,
                 )
                 reduction.start(of_storage)
                 started.append(reduction)
@@ -158,45 +162,43 @@ class GradientReducer:
         current.reductions.append(started)
         current.num_reduced += 1
 
-    def _take_unreached(self, u: int) -> list[Tensor | None]:
-        """Of a unit that backward did not reach: what ``no_sync`` kept, or nothing."""
-        kept = self._take_kept(u)
+    def _unreached_gradients(self, u: int) -> list[Tensor | None]:
+        """The gradients of a unit that backward did not reach: those that ``no_sync`` kept."""
+        kept = self._pop_kept(u)
         return [None] * len(self._units[u].trainable) if kept is None else kept
 
     def finish(self, current: BackwardPass) -> Tensor:
-        """Wait for all reductions; agree on which parameters have a gradient; set ``.grad``.
+        """Wait for all reductions, agree on which parameters were used, and set ``.grad``.
 
-        Returns:
-            For ``compare_trainable``: whether a rank has frozen or thawed a parameter. 1D, one
-            element
+        Returns whether a rank has frozen or thawed a parameter, 1D with one element.
         """
-        flat = [reduction for started in current.reductions for reduction in started]
+        reductions = [reduction for started in current.reductions for reduction in started]
         with torch.no_grad():
-            for reduction in flat:
+            for reduction in reductions:
                 reduction.finish()
-            here = [new for reduction in flat for new in reduction.present]
-            used = torch.ones(len(here) + 1, dtype=torch.uint8, device=self._groups.shard.device)
-            if not all(here):
-                used[:-1].copy_(torch.tensor(here))
-            used[-1] = self._trainable.changed()
-            if here:
-                self._groups.all_reduce(used, "max", "which parameters were used")
+            used_here = [used for reduction in reductions for used in reduction.used_here]
+            flags = torch.ones(
+                len(used_here) + 1, dtype=torch.uint8, device=self._groups.shard.device
+            )
+            if not all(used_here):
+                flags[:-1].copy_(torch.tensor(used_here))
+            flags[-1] = self._trainable.changed()
+            if used_here:
+                self._groups.all_reduce(flags, "max", "which parameters were used")
         # A rank that used them all knows the answer: on CUDA, reading it waits for the device.
-        anywhere = here if all(here) else used[:-1].bool().tolist()
+        used_anywhere = used_here if all(used_here) else flags[:-1].bool().tolist()
         first = 0
-        for reduction in flat:
-            last = first + len(reduction.present)
-            reduction.hand_over(anywhere[first:last])
+        for reduction in reductions:
+            last = first + len(reduction.used_here)
+            reduction.set_grads(used_anywhere[first:last])
             first = last
-        return used[-1:]
+        return flags[-1:]
 
     def compare_trainable(self, changed: Tensor) -> None:
-        """Compare whether all ranks have frozen the same parameters, if one ``changed`` something.
+        """Compare which parameters the ranks have frozen, if a rank has ``changed`` that.
 
-        On CUDA, where reading an answer waits for the device, this is about the backward before.
-
-        Raises:
-            ModelMismatch: on every rank; names the parameter and who has frozen it.
+        On CUDA, where reading the answer waits for the device, the next backward compares. Raises
+        ModelMismatch on every rank, which names the parameter and the ranks that have frozen it.
         """
         self._trainable.compare(at_once=True)
         self._trainable.take_answer(changed)
@@ -204,7 +206,7 @@ class GradientReducer:
             self._trainable.compare(at_once=True)
 
     def discard(self, aborted: BackwardPass) -> None:
-        """Leave nothing of a backward that was aborted."""
+        """Finish the reductions of a backward that was aborted, and drop its gradients."""
         for started in aborted.reductions:
             for reduction in started:
                 reduction.finish()

@@ -1,33 +1,33 @@
-"""From unsharded gradients on every rank to reduced shards of them.
+"""Reductions: from the unsharded gradients of all ranks to reduced shards of them.
 
 ::
 
     gradients of a unit ─ one fused copy ─> slot (a window) ─ reduce-scatter ─> this rank's shard
 
-A slot is used by one reduction after another; who needs it next waits until the last one is over.
+A slot is used by one reduction after another: a reduction waits until the one before it is over.
 
-Gradients are copied into a slot in the current order of execution, so their memory may be freed at
-once; what follows is on the reduce stream. Where gradients are kept on the host, the reduced
-ones are copied there on that stream, and the host waits for them when it hands them over.
+Gradients are copied into a slot on the current stream, so their memory may be freed at once. All
+that follows is on the reduce stream. Where gradients are kept on the host, that stream copies the
+reduced ones there, and the host waits for the copy at the end of backward.
 
 [Note: a reduction that others are late for]
-Where unshards communicate, a rank must not wait for a reduction while others may wait for its next
-unshard before they join it: a rank that got no gradient for some parameter of a unit
-learns only at the end of its backward that none will come. There, on the CPU, a slot is waited for
-with patience once. From then on gradients that find their slot in use travel in memory of their
-own. On an accelerator waiting is for its streams, and the program runs far ahead of them, so every
-reduction would find its slot in use; slots are waited for.
+A rank that gets no gradient of some parameter of a unit learns only at the end of its backward that
+none will come, and reduces the unit then. Where unshards communicate, it may wait for the next
+unshard of another rank before that, so the other rank must not wait for the reduction. On the CPU,
+a rank waits for a slot at most ``PATIENCE_S`` once. From then on gradients whose slot is in use
+travel in memory of their own. On an accelerator the streams wait, and the program runs far ahead of
+them, so every slot would look as if it were in use: there, slots are always waited for.
 
 [Note: accumulated in the dtype of the reduction]
 The reduced gradients of several backwards are added in the dtype they were reduced in. Where
-``.grad`` cannot hold every value of that dtype, the sum is kept beside it, and ``.grad`` is the sum
-rounded. What the user writes into ``.grad`` counts: it replaces the sum before the next addition.
+``.grad`` cannot hold every value of that dtype, the sum is kept separately, and ``.grad`` is the
+rounded sum. If the user writes into ``.grad``, that replaces the sum before the next addition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from echelon.comm.streams import StreamEvent, is_cpu
 from echelon.comm.work import Work
 from echelon.errors import CommTimeout
 from echelon.fsdp.policy import FSDPOptions
-from echelon.fsdp.storage import Storage, shaped_shard
+from echelon.fsdp.storage import Storage, view_as_rows
 from echelon.modules.sharded_gradients import GradientScope, mark
 
 PATIENCE_S = 1.0  # far more than a reduction takes once all ranks have sent it
@@ -45,7 +45,7 @@ PATIENCE_S = 1.0  # far more than a reduction takes once all ranks have sent it
 
 @final
 class Slots:
-    """Windows that gradients travel in, used in turn; every rank has the same."""
+    """Windows in which gradients travel, used in turn; all ranks have the same ones."""
 
     def __init__(self, group: Group, numel: int, dtype: torch.dtype, count: int) -> None:
         self._windows = [group.window(numel, dtype) for _ in range(count)]
@@ -55,24 +55,49 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
+        """The bytes of all slots."""
         return sum(window.numel * window.dtype.itemsize for window in self._windows)
 
-    def take(self, user: Reduction, *, wait: bool) -> Tensor | None:
-        """The memory of the next slot, 1D, when whoever had it has finished.
+    def acquire(self, user: Reduction, *, wait: bool) -> Tensor | None:
+        """Return the memory of the next slot, 1D, when the reduction before has left it.
 
-        Args:
-            wait: however long that takes. If not, and others are late, the answer is None.
+        Without ``wait``, return None if other ranks are late for that reduction.
         """
-        last = self._users[self._next]
-        if last is not None:
-            if not wait and not last.comes_within(self._patience_s):
+        before = self._users[self._next]
+        if before is not None:
+            if not wait and not before.is_over_within(self._patience_s):
                 self._patience_s = 0.0
                 return None
-            last.vacate()
-        at, self._next = self._next, (self._next + 1) % len(self._windows)
-        self._users[at] = user
-        return self._windows[at].local
+            before.release_slot()
+        i, self._next = self._next, (self._next + 1) % len(self._windows)
+        self._users[i] = user
+        return self._windows[i].local
+
+
+class GradientBuffer(NamedTuple):
+    """The memory in which the gradients of one storage travel, 1D.
+
+    ``views`` has one view for each parameter, or by rows one for each parameter and rank.
+    """
+
+    memory: Tensor
+    views: list[list[Tensor]]
+
+    def fill(self, gradients: Sequence[Tensor | None]) -> None:
+        """Copy unsharded gradients in; None counts as zero."""
+        targets, sources = [], []
+        for views, gradient in zip(self.views, gradients, strict=True):
+            if gradient is None:
+                torch._foreach_zero_(views)
+            elif len(views) == 1:
+                targets.append(views[0])
+                sources.append(gradient)
+            else:
+                rows = gradient if gradient.dim() else gradient.view(1)
+                targets += views
+                sources += rows.split([view.shape[0] for view in views])
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
 
 @final
@@ -80,12 +105,12 @@ class GradientShard:
     """This rank's shard of the gradients of one storage.
 
     Attributes:
-        storage: whose.
-        wire_dtype: in which gradients are reduced and accumulated.
-        grad_dtype: of ``views``.
-        slots: where they travel.
-        views: what ``.grad`` is, for each of ``storage.optimizer_params``; empty before their first
-            use.
+        storage: the storage of the parameters.
+        wire_dtype: the dtype in which gradients are reduced and accumulated.
+        grad_dtype: the dtype of ``views``.
+        slots: the slots in which the gradients travel.
+        views: what ``.grad`` becomes, for each of ``storage.optimizer_params``; empty before
+            ``flat`` is first used.
     """
 
     def __init__(
@@ -96,21 +121,21 @@ class GradientShard:
         self.views: list[Tensor] = []
         self._flat: Tensor | None = None
         self._rounds = torch.promote_types(wire_dtype, grad_dtype) != grad_dtype
-        self._sum: Tensor | None = None  # where ``views`` round: what they are rounded from
-        self._version = 0  # of ``flat``, when it was the rounded sum
+        self._sum: Tensor | None = None  # the exact sum, where ``views`` hold the rounded one
+        self._version = 0  # of ``flat``, when it was last the rounded sum
         self._slot_views: dict[int, list[list[Tensor]]] = {}  # by address of a slot
         if grad_dtype != storage.dtype:
             for param in storage.optimizer_params:
-                param.grad_dtype = None  # otherwise torch insists on the parameter's own
+                param.grad_dtype = None  # otherwise torch requires the dtype of the parameter
 
     @property
     def nbytes(self) -> int:
-        """Bytes of ``views``, and of the sum that they are rounded from, on the device."""
+        """The bytes of ``views``, and of the exact sum, on the device."""
         return 0 if self.storage.devices.offloads else self._all_nbytes
 
     @property
     def host_nbytes(self) -> int:
-        """The same on the host, where that is another memory."""
+        """The same bytes on the host, where that is another memory."""
         return self._all_nbytes if self.storage.devices.offloads else 0
 
     @property
@@ -119,7 +144,7 @@ class GradientShard:
 
     @property
     def flat(self) -> Tensor:
-        """The memory of ``views``, made when it is first used."""
+        """The memory of ``views``, 1D; allocated, with the views, when it is first used."""
         if self._flat is None:
             storage = self.storage
             self._flat = storage.devices.empty_shard(storage.shard_numel, self.grad_dtype).zero_()
@@ -136,31 +161,20 @@ class GradientShard:
         pairs = zip(storage.split_by_param(flat), storage.shards, strict=True)
         return [gradient.view(shard.shape) for gradient, shard in pairs]
 
-    def fill(self, memory: Tensor, gradients: Sequence[Tensor | None], *, is_slot: bool) -> None:
-        """Copy unsharded gradients into ``memory``, rank by rank if by rows; None is 0."""
-        targets, sources = [], []
-        all_views = self._views_in_slot(memory) if is_slot else self._views_in(memory)
-        for views, gradient in zip(all_views, gradients, strict=True):
-            if gradient is None:
-                torch._foreach_zero_(views)
-            elif len(views) == 1:
-                targets.append(views[0])
-                sources.append(gradient)
-            else:
-                rows = gradient if gradient.dim() else gradient.view(1)
-                targets += views
-                sources += rows.split([view.shape[0] for view in views])
-        if targets:
-            torch._foreach_copy_(targets, sources)
-
-    def _views_in_slot(self, memory: Tensor) -> list[list[Tensor]]:
+    def acquire_slot(self, user: Reduction, *, wait: bool) -> GradientBuffer:
+        """The memory in which the gradients travel: a slot, or without one memory of its own."""
+        numel, slot = self.storage.layout.numel, self.slots.acquire(user, wait=wait)
+        if slot is None:
+            device = self.storage.devices.device
+            memory = torch.empty(numel, dtype=self.wire_dtype, device=device)
+            return GradientBuffer(memory, self._views_in(memory))
+        memory = slot[:numel]
         views = self._slot_views.get(memory.data_ptr())
         if views is None:
             views = self._slot_views[memory.data_ptr()] = self._views_in(memory)
-        return views
+        return GradientBuffer(memory, views)
 
     def _views_in(self, memory: Tensor) -> list[list[Tensor]]:
-        """Where the gradient of each parameter goes: one view, or by rows one for each rank."""
         if self.storage.rows:
             return self._by_rank(memory)
         return [[view] for view in self.storage.views_in(memory)]
@@ -172,51 +186,43 @@ class GradientShard:
         for ranges in layout.ranges:
             for span in ranges:
                 flat = memory[end : end + span.numel]
-                views[span.member].append(shaped_shard(flat, layout.shapes[span.member], True))
+                views[span.member].append(view_as_rows(flat, layout.shapes[span.member]))
                 end += span.numel
         return views
 
     def set_aside(self) -> list[bool] | None:
-        """Take reduced gradients off their parameters, so that backward writes unsharded new ones.
+        """Take reduced gradients off their parameters, so that backward accumulates new ones.
 
-        They stay in ``views``, to be added to.
-
-        Returns:
-            Which of ``storage.optimizer_params`` had one; None if none had.
+        They stay in ``views``, to be added to. Returns which of ``storage.optimizer_params`` had
+        one, or None if no parameter had.
         """
         params = self.storage.optimizer_params
-        had = [param.grad is not None for param in params]
-        if not any(had):
+        has_gradient = [param.grad is not None for param in params]
+        if not any(has_gradient):
             return None
-        sums = self._sum_views()  # makes the views, if this is their first use
-        for param, view, kept in zip(params, self.views, sums, strict=True):
+        flat = self.flat  # this makes the views, if it is their first use
+        sums = self.views if self._sum is None else self._views_of(self._sum)
+        for param, view, total in zip(params, self.views, sums, strict=True):
             if param.grad is None:
-                kept.zero_()
-            elif param.grad is not view:  # the user's own
-                kept.copy_(param.grad)
-            elif kept is not view and self.flat._version != self._version:
-                kept.copy_(view)  # the user wrote into it
+                total.zero_()
+            elif param.grad is not view:  # the user has replaced it
+                total.copy_(param.grad)
+            elif total is not view and flat._version != self._version:
+                total.copy_(view)  # the user has written into it
             param.grad = None
-        return had
+        return has_gradient
 
-    def put_back(self, had: Sequence[bool] | None) -> None:
-        """Undo ``set_aside``, which returned ``had``, when parameters are sharded again."""
-        if had is not None:
-            for param, view, old in zip(
-                self.storage.optimizer_params, self.views, had, strict=True
+    def put_back(self, reduced_before: Sequence[bool] | None) -> None:
+        """Undo ``set_aside``, which returned ``reduced_before``; parameters are sharded again."""
+        if reduced_before is not None:
+            for param, view, is_reduced in zip(
+                self.storage.optimizer_params, self.views, reduced_before, strict=True
             ):
-                if old:
+                if is_reduced:
                     param.grad = view
 
-    def _sum_views(self) -> list[Tensor]:
-        """What the next gradients are added to, in the shapes of ``views``."""
-        if self._sum is None:
-            _ = self.flat
-            return self.views
-        return self._views_of(self._sum)
-
-    def take(self, reduced: Tensor, *, add: bool) -> None:
-        """Take reduced gradients, in the wire dtype, in the place of the old ones or on top."""
+    def accumulate(self, reduced: Tensor, *, add: bool) -> None:
+        """Write reduced gradients, in the wire dtype, over the earlier ones, or add them."""
         flat = self.flat
         if self._rounds:
             if add and self._sum is not None:
@@ -236,54 +242,53 @@ class GradientShard:
 
 @final
 class Reduction:
-    """The gradients of one storage in one backward, on their way.
+    """The reduction of the gradients of one storage in one backward.
 
     Args:
-        shard: where they go.
-        had: what ``set_aside`` returned; new gradients are added to those.
-        options: how gradients of ranks become one.
-        replicas: ranks with the same shard, each in another shard group.
-        unshards_come: whether other ranks may wait for an unshard of this one in this backward.
+        shard: where the result is accumulated.
+        reduced_before: what ``shard.set_aside()`` returned; the result is added to those gradients.
+        options: how the gradients of the ranks are combined.
+        replicas: the ranks with the same shard, each in another shard group.
+        unshards_follow: whether other ranks may wait for an unshard of this rank in this backward.
+
+    Attributes:
+        used_here: by parameter, whether it has a gradient on this rank.
+        has_new_gradient: by parameter of the optimizer, whether a rank has a gradient of it.
     """
 
     def __init__(
         self,
         shard: GradientShard,
-        had: list[bool] | None,
+        reduced_before: list[bool] | None,
         options: FSDPOptions,
         replicas: Group | None,
         *,
-        unshards_come: bool,
+        unshards_follow: bool,
     ) -> None:
-        self.shard, self.had = shard, had
-        self.present: list[bool] = []  # parameters that have a gradient here
-        self.came: Sequence[bool] = []  # what optimizers see and some rank has a gradient for
-        self._options, self._replicas, self._unshards_come = options, replicas, unshards_come
+        self.shard, self._reduced_before = shard, reduced_before
+        self.used_here: list[bool] = []
+        self.has_new_gradient: Sequence[bool] = []
+        self._options, self._replicas, self._unshards_follow = options, replicas, unshards_follow
         self._devices = shard.storage.devices
         self._work: Work | None = None
         self._output: Tensor | None = None
-        self._event: StreamEvent | None = None  # when the result is where it is kept
+        self._event: StreamEvent | None = None  # the end of the reduction on its stream
         self._is_over = False
 
     def start(self, gradients: list[Tensor | None]) -> None:
-        """Launch the reduction; empties ``gradients`` when they are copied, before they travel."""
-        shard, stream = self.shard, self._devices.reduce_stream
-        self.present = [gradient is not None for gradient in gradients]
-        numel = shard.storage.layout.numel
-        slot = shard.slots.take(self, wait=self._may_wait)
-        if slot is None:
-            memory = torch.empty(numel, dtype=shard.wire_dtype, device=self._devices.device)
-        else:
-            memory = slot[:numel]
-        shard.fill(memory, gradients, is_slot=slot is not None)
+        """Launch the reduction; empties ``gradients`` once they are copied, so they are freed."""
+        stream = self._devices.reduce_stream
+        self.used_here = [gradient is not None for gradient in gradients]
+        buffer = self.shard.acquire_slot(self, wait=self._may_wait)
+        buffer.fill(gradients)
         gradients.clear()
-        stream.wait_for_current()  # or it sends a slot that is still being filled
+        stream.wait_for_current()  # otherwise it sends a slot that is still being filled
         with stream.as_current():
-            self._work = self._send(memory, async_op=not stream.queued)
+            self._work = self._reduce(buffer.memory, async_op=not stream.queued)
         if self._work is None:
-            self._land()
+            self._store()
 
-    def _send(self, memory: Tensor, *, async_op: bool) -> Work | None:
+    def _reduce(self, memory: Tensor, *, async_op: bool) -> Work | None:
         shard, storage, op = self.shard, self.shard.storage, self._options.op
         group, label = storage.group, self._label
         if not storage.sharded:
@@ -298,14 +303,14 @@ class Reduction:
 
     @property
     def _may_wait(self) -> bool:
-        """See the note: a reduction that others are late for."""
+        """Whether to wait for a slot; see the note: a reduction that others are late for."""
         group = self.shard.storage.group
         if group.shares_memory or self._replicas is not None or not is_cpu(group.device):
-            return True  # replicas reduce when this has landed, and in one order
-        return not self._unshards_come
+            return True  # replicas reduce after this, in one order on all ranks
+        return not self._unshards_follow
 
-    def comes_within(self, seconds: float) -> bool:
-        """Whether the reduction is over by then, so that ``vacate`` returns at once."""
+    def is_over_within(self, seconds: float) -> bool:
+        """Wait for the reduction at most this long; returns whether it is over."""
         work = self._work
         if work is None or work.done():
             return True
@@ -315,21 +320,21 @@ class Reduction:
             work.wait(seconds)
         except CommTimeout:
             if work.done():
-                raise  # it has failed by itself
+                raise  # the reduction itself has timed out
             return False
         return True
 
     @property
     def _is_direct(self) -> bool:
-        """Whether the result is ``.grad`` as it comes."""
-        return self.had is None and self.shard.wire_dtype == self.shard.grad_dtype
+        """Whether the result is ``.grad`` without an addition or a cast."""
+        return self._reduced_before is None and self.shard.wire_dtype == self.shard.grad_dtype
 
     @property
     def _label(self) -> str:
         return f"gradients of {self.shard.storage.label}"
 
-    def _land(self) -> None:
-        """The reduction is over, in its stream: move the result to where it is kept."""
+    def _store(self) -> None:
+        """Move the result to where it is kept; the reduction is over, or queued on the stream."""
         output = self._output
         assert output is not None
         with self._devices.reduce_stream.as_current():
@@ -338,48 +343,45 @@ class Reduction:
             if (divisor := self._options.divisor()) != 1:
                 output.div_(divisor)
             if self._devices.offloads:
-                landed = self.shard.flat
+                on_host = self.shard.flat
                 if not self._is_direct:
-                    landed = self._devices.empty_on_host(output.numel(), output.dtype)
-                self._output = landed.copy_(output, non_blocking=True)
+                    on_host = self._devices.empty_on_host(output.numel(), output.dtype)
+                self._output = on_host.copy_(output, non_blocking=True)
             else:
-                self.shard.take(output, add=self.had is not None)
+                self.shard.accumulate(output, add=self._reduced_before is not None)
                 self._output = None
         self._event = self._devices.reduce_stream.record_event()
 
-    def vacate(self) -> None:
-        """From now on the slot may be used again; on CUDA the host goes on."""
+    def release_slot(self) -> None:
+        """Wait until the slot may be used again; on CUDA the current stream waits."""
         work, self._work = self._work, None
         if work is not None:
             with self._devices.reduce_stream.as_current():
                 work.wait()
-            self._land()
-        if self._event is not None:  # it left
+            self._store()
+        if self._event is not None:
             self._event.wait()
 
     def finish(self) -> None:
-        """Wait, and leave the result in the views."""
+        """Wait for the reduction, and leave the result in the views."""
         if self._is_over:
             return
         self._is_over = True
-        self.vacate()
-        if self._output is not None:  # on the host, which does not add before it has come
+        self.release_slot()
+        if self._output is not None:  # it is on the host, which adds when the copy is over
             assert self._event is not None
             self._event.synchronize()
-            self.shard.take(self._output, add=self.had is not None)
+            self.shard.accumulate(self._output, add=self._reduced_before is not None)
             self._output = None
 
-    def hand_over(self, anywhere: Sequence[bool]) -> None:
-        """Make the views ``.grad`` of what some rank has a gradient for.
-
-        Args:
-            anywhere: by parameter.
-        """
+    def set_grads(self, used: Sequence[bool]) -> None:
+        """Set ``.grad`` of what has a gradient; by parameter, whether a rank has ``used`` it."""
         storage = self.shard.storage
-        self.came = came = [any(anywhere)] if storage.is_flat else anywhere
-        had = self.had or [False] * len(came)
-        for param, view, new, old in zip(
-            storage.optimizer_params, self.shard.views, came, had, strict=True
+        is_new = [any(used)] if storage.is_flat else used
+        self.has_new_gradient = is_new
+        reduced_before = self._reduced_before or [False] * len(is_new)
+        for param, view, new, before in zip(
+            storage.optimizer_params, self.shard.views, is_new, reduced_before, strict=True
         ):
-            if new or old:
+            if new or before:
                 param.grad = view

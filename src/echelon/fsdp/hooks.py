@@ -1,21 +1,20 @@
-"""When units are unsharded and resharded in forward: the hooks on modules, and who may write when.
+"""The hooks on modules, which unshard and reshard units in forward, and when shards are written.
 
 [Note: life of a step]
-Before the outermost forward, every rank makes its shards ready and all meet once. A unit is
-unsharded before its forward and resharded after it; a hook on the outputs unshards it again when
-backward reaches it. What then happens is in ``backward``. Where unshards communicate, all ranks
-take part in all of them (see ``unsharder``).
+Before the outermost forward, every rank makes its shards ready and all ranks meet once. A unit is
+unsharded before its forward and resharded after it. A hook on the outputs unshards it again when
+backward reaches it; ``backward`` says what happens then. Where unshards communicate, all ranks take
+part in all of them (see ``unsharder``).
 
 [Note: what .grad holds]
-Outside of backward, the reduced gradient of this rank's shard, or None. A backward that finds one
-sets it aside and adds to it. Under ``no_sync`` unsharded gradients are kept aside, in the dtype of
-the reduction, and join the next one; a reduced one stays as it is.
+Outside of backward it is the reduced gradient of this rank's shard, or None. A backward sets the
+gradient that it finds aside and adds to it. Under ``no_sync`` the unsharded gradients are kept, in
+the dtype of the reduction, and join the next ones; a reduced gradient stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -29,48 +28,54 @@ from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.pass_state import ForwardRun, UnitForward
 from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.storage import wait_for_unshards
-from echelon.fsdp.unit import Unit
+from echelon.fsdp.unit import HIDDEN, SHARDED, ParameterVersions, Unit, UnitState
 from echelon.fsdp.unsharder import Unsharder
 from echelon.modules.autograd import in_backward
 from echelon.modules.nested import tensors
 
 
-class _Entered(NamedTuple):
+class _RunningForward(NamedTuple):
     """A forward of a unit that is under way."""
 
-    forward: UnitForward | None  # where a graph may come of it
-    versions: Sequence[object]  # of its parameters before it
+    record: UnitForward | None  # None where the forward makes no graph
+    versions: ParameterVersions  # before the forward
 
 
 @final
 class Hooks:
-    """What the calls of modules do to units, and what a sharded model asks of them.
+    """The hooks on the modules of all units, and the objects that they call.
 
-    Args:
-        units: the root first.
-        groups: the ranks that share the units.
+    Attributes:
+        units: the units of the model, the root first.
+        unsharder: unshards them.
+        reducer: keeps and reduces their gradients.
+        backward: follows autograd.
+        depth: the number of forwards of the wrapper that are under way.
     """
 
     def __init__(self, units: Sequence[Unit], groups: HybridGroups, options: FSDPOptions) -> None:
         self.units = list(units)
+        self.unsharder = Unsharder(self.units, groups, options)
+        self.reducer = GradientReducer(self.units, groups, options, self.unsharder.order)
+        self.backward = Backward(self.units, self.unsharder, self.reducer)
+        self.depth = 0
         self._reshards = options.traits.reshards_after_forward
-        self.depth = 0  # forwards of the wrapper that are under way
-        self._run = ForwardRun()
-        self._has_graph = False  # of the outermost forward
-        self._unsharder = Unsharder(self.units, groups, options)
-        self._reducer = GradientReducer(self.units, groups, options, self._unsharder.order)
-        self._backward = Backward(self.units, self._unsharder, self._reducer)
+        self._run = ForwardRun(has_graph=False)
         self._storages = [storage for unit in units for storage in unit.storages]
-        self._entered: list[list[_Entered]] = [[] for _ in units]  # forwards under way, by unit
-        self._ids: dict[str, list[int]] = {}  # of our hooks on modules, by unit
+        self._running: list[list[_RunningForward]] = [[] for _ in units]  # by unit
+        self._ids: dict[str, list[int]] = {}  # of our hooks on modules, by name of the unit
         for u in range(1, len(units)):
             self._register(u)
 
     def _register(self, u: int) -> None:
         unit = self.units[u]
-        # A compiled module has its hooks traced, and these are not for a graph.
-        before = torch.compiler.disable(partial(self._before_forward, u))
-        after = torch.compiler.disable(partial(self._after_forward, u))
+
+        def post_forward(module: nn.Module, args: Any, output: Any) -> None:
+            self._post_forward(u, output)
+
+        # A compiled module has its hooks traced, and these must stay out of the graph.
+        before = torch.compiler.disable(partial(self._pre_forward, u))
+        after = torch.compiler.disable(post_forward)
         # Unshard before the hooks that the model has: weight_norm computes its weight in one.
         handles = (
             unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -79,7 +84,7 @@ class Hooks:
         self._ids[unit.name] = [handle.id for handle in handles]
 
     def remove_from_copy(self, copy: nn.Module) -> None:
-        """Take these hooks off a copy of the model, which has got them from the model."""
+        """Take these hooks off a copy of the model, which has inherited them."""
         for name, ids in self._ids.items():
             module = copy.get_submodule(name)
             kinds: list[dict[int, Any]] = [
@@ -92,30 +97,26 @@ class Hooks:
                 for hook in ids:
                     hooks.pop(hook, None)
 
-    def detach(self) -> None:
-        """Take the hooks off the parameters."""
-        self._backward.detach()
-
     # Forward of the model --------------------------------------------------------------------
 
-    @contextmanager
-    def forward(self, inputs: Any) -> Iterator[None]:
-        """The outermost forward: shards are made ready before it, whatever ends it."""
+    def forward(
+        self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call the module through ``call``; the outermost forward makes all shards ready first."""
         is_nested = in_backward()
-        # Where the whole model is recomputed, its backward is under way and has all it needs.
+        # Where a checkpoint recomputes the whole model, the backward under way has made it ready.
         is_outermost = not self.depth and not is_nested
         if is_outermost:
             self._begin_forward()
         self.depth += 1
-        self.units[0].unshard()
-        if self.depth == 1:
-            self._enter(0, inputs, is_nested)
         try:
-            yield
+            self.units[0].unshard()
+            if self.depth == 1:
+                self._watch_forward(0, (args, kwargs), is_nested)
+            output = call(*args, **kwargs)
         except BaseException:
             if is_outermost:
-                self._backward.under_way.clear()
-                self._backward.runs.discard(self._run)  # no backward of it comes
+                self.backward.abandon_forward(self._run)
             if not is_nested:
                 for u in self._run.opaque | {0}:
                     self.units[u].reshard()
@@ -123,40 +124,30 @@ class Hooks:
         finally:
             self.depth -= 1
         if is_outermost:
-            self._unsharder.end_forward()
-            if not self._unsharder.keeps_unsharded and not torch.is_grad_enabled():
-                # No backward follows, whose reductions tell that the others have read the shards.
-                self.wait_for_readers("an evaluation is over")
-
-    def discard_aborted(self) -> None:
-        """Leave nothing of a backward that was aborted."""
-        self._backward.discard_aborted()
-
-    def end_forward(self, output: Any) -> None:
-        """The outermost forward of the model has returned ``output``."""
-        self._leave(0, output)
+            self._end_forward()
+        if not self.depth:
+            self._post_forward(0, output)
+        return output
 
     def _begin_forward(self) -> None:
-        self._backward.defer_hooks()
-        self._has_graph = torch.is_grad_enabled()
-        self._run = ForwardRun()
-        self._backward.runs.add(self._run)
-        for unit, entered in zip(self.units, self._entered, strict=True):
+        self._run = ForwardRun(has_graph=torch.is_grad_enabled())
+        self.backward.begin_forward(self._run)
+        for unit, running in zip(self.units, self._running, strict=True):
             unit.reshard()
-            entered.clear()  # a forward that was aborted has left some
-        self._backward.under_way.clear()
-        if not self._unsharder.keeps_unsharded:
-            self._unsharder.begin_forward()
-            self._backward.all_are_done = False
+            running.clear()  # an aborted forward leaves entries
+        if not self.unsharder.keeps_unsharded:
+            self.unsharder.begin_forward()
+
+    def _end_forward(self) -> None:
+        self.unsharder.end_forward()
+        if not self.unsharder.keeps_unsharded and not torch.is_grad_enabled():
+            # No backward follows, whose reductions would show that the others have read the shards.
+            self.unsharder.wait_for_readers("an evaluation is over")
 
     # Forward of a unit -----------------------------------------------------------------------
 
     def check_root(self) -> None:
-        """Before the forward of the module inside: only the wrapper unshards the root.
-
-        Raises:
-            StateError: it was called by itself.
-        """
+        """Refuse a forward of the wrapped module itself: only the wrapper unshards the root."""
         root = self.units[0]
         if root.is_sharded:
             self._check_inside(root)
@@ -169,148 +160,126 @@ class Hooks:
                 "on all ranks"
             )
 
-    def _before_forward(self, u: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Unshard a unit, and see to it that backward tells when it has left.
-
-        Raises:
-            StateError: nobody has made sure that the shards of all ranks are valid.
-        """
+    def _pre_forward(self, u: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Unshard a unit, and have backward told when it has left the unit."""
         self._check_inside(self.units[u])
         is_nested = in_backward()
         if is_nested:
-            self._backward.recompute(u)
+            self.backward.recompute(u)
         elif self.depth:
             self._run.units.add(u)
-            self._unsharder.unshard(u, self._unsharder.order.forward)
-            self._unsharder.prefetch_in_forward()
-        self._enter(u, (args, kwargs), is_nested)
+            self.unsharder.unshard(u, self.unsharder.order.forward)
+            self.unsharder.prefetch_in_forward()
+        self._watch_forward(u, (args, kwargs), is_nested)
 
-    def _enter(self, u: int, inputs: Any, is_nested: bool) -> None:
-        forward = None
+    def _watch_forward(self, u: int, inputs: Any, is_nested: bool) -> None:
+        """Watch the inputs of a forward that begins, and remember its parameters' versions."""
+        record = None
         if torch.is_grad_enabled():
-            forward = self._backward.forwards[u].add()
-            forward.watch(inputs, partial(self._backward.leave, u))
+            record = self.backward.forwards[u].add()
+            record.watch(inputs, partial(self.backward.leave, u))
         elif not is_nested:
-            self._run.unseen[u] += 1
-        self._entered[u].append(_Entered(forward, self.units[u].versions()))
+            self._run.num_without_graph[u] += 1
+        self._running[u].append(_RunningForward(record, self.units[u].versions()))
         if not is_nested:
-            self._backward.under_way.append(u)
+            self.backward.enter_forward(u)
 
-    def _after_forward(self, u: int, module: nn.Module, args: Any, output: Any) -> None:
-        self._leave(u, output)
+    def _post_forward(self, u: int, output: Any) -> None:
+        """Reshard a unit, and have backward told when it reaches the outputs.
 
-    def _leave(self, u: int, output: Any) -> None:
-        """Reshard a unit, and see to it that backward unshards it again.
-
-        Raises:
-            StateError: forward has written into a parameter, or returned one of this unit.
+        Raises StateError if the forward wrote into a parameter, or returned one of this unit.
         """
-        unit, entered, pinned = self.units[u], self._entered[u], self.pinned
-        if not entered:
-            return  # it was refused before it began
-        forward, versions = entered.pop()
+        unit, running, pinned = self.units[u], self._running[u], self.pinned
+        if not running:
+            return  # the forward was refused before it began
+        record, versions = running.pop()
         is_nested = in_backward()
         if not is_nested:
-            self._backward.under_way.remove(u)
+            self.backward.leave_forward(u)
         if not pinned:
             unit.check_unwritten(versions)
-        is_seen = is_watched = False
+        has_tensors = is_watched = False
         for tensor in tensors(output):
-            is_seen = True
+            has_tensors = True
             if not pinned:
                 unit.check_not_inside(tensor)
-            if forward is not None:
-                is_watched |= self._watch_output(u, forward, tensor, is_nested)
-        if pinned or is_nested or entered:
-            return  # a recomputed forward's backward comes next, or a module has called itself
-        if forward is not None and not is_seen:
-            self._run.opaque.add(u)  # its outputs went another way
+            if record is not None:
+                is_watched |= self._watch_output(u, record, tensor, is_nested)
+        if pinned or is_nested or running:
+            return  # the backward of a recomputed forward comes next, or the module called itself
+        if record is not None and not has_tensors:
+            self._run.opaque.add(u)
+        if self._state_after_forward(u, record, has_tensors, is_watched) is HIDDEN:
             unit.hide()
-        elif is_watched and (u == 0 or u in self._unsharder.order.left_out):
-            unit.hide()  # the root's backward comes next; the other's finds no unshard
-        elif not self._reshards and (is_watched or self._is_unseen(forward)):
-            unit.hide()  # by choice
         else:
             unit.reshard()
 
-    def _watch_output(self, u: int, forward: UnitForward, tensor: Tensor, is_nested: bool) -> bool:
-        """Have backward told when it reaches ``tensor``; whether it may."""
-        nodes = forward.nodes_of(tensor)
+    def _state_after_forward(
+        self, u: int, record: UnitForward | None, has_tensors: bool, is_watched: bool
+    ) -> UnitState:
+        """HIDDEN if the unsharded parameters of a unit are kept for its backward, else SHARDED."""
+        if record is not None and not has_tensors:
+            return HIDDEN  # the outputs show no tensor, so no hook tells when backward comes
+        if is_watched and u == 0:
+            return HIDDEN  # the backward of the root comes next
+        if is_watched and u in self.unsharder.order.skipped_in_backward:
+            return HIDDEN  # no rank expects to unshard it in backward
+        if is_watched and not self._reshards:
+            return HIDDEN  # the strategy keeps it for backward
+        if record is None and self._run.has_graph and not self._reshards:
+            # A reentrant checkpoint may run this forward again in backward, with a graph. All ranks
+            # must find it as unsharded there as the units that backward reaches.
+            return HIDDEN
+        return SHARDED
+
+    def _watch_output(self, u: int, record: UnitForward, tensor: Tensor, is_nested: bool) -> bool:
+        """Have backward told when it reaches ``tensor``; returns whether it may reach it."""
+        nodes = record.nodes_of(tensor)
         for node in nodes:
-            # The graph holds the run, and tells so whether its backward may come. What left the
-            # unit after this one looks at the same tensor, and a hook on it comes before this.
+            # The graph holds the run, so the run is alive as long as a backward of it may come.
+            # The next unit has a hook on the same tensor, its input. That one runs before a hook on
+            # the node, so backward leaves the next unit before it reaches this one.
             run = self._run
-            node.register_prehook(lambda grads, run=run: self._backward.reach(u, forward, run))
+            node.register_prehook(lambda grads, run=run: self.backward.reach(u, record, run))
         if nodes and not is_nested:
-            self._run.is_awaited = True
+            self._run.awaits_backward = True
         return bool(nodes)
-
-    def _is_unseen(self, forward: UnitForward | None) -> bool:
-        """Whether a forward that makes no graph may run again in backward, with one.
-
-        That of a reentrant checkpoint does. Ranks must find it as unsharded there as other units.
-        """
-        return forward is None and self._has_graph
 
     # Outside of passes -----------------------------------------------------------------------
 
     def publish_shards(self) -> None:
-        """Make the shards ready, and meet: from now on an unshard gives what all ranks have now.
+        """Make the shards ready and meet, so that an unshard gives what all ranks have now.
 
-        Whatever a forward has left unsharded for its backward is resharded, as it may be old.
+        Units that a forward has left unsharded for its backward are resharded: they may be old.
         """
-        self._backward.discard_aborted()
-        self._unsharder.reshard_between_passes()
-        self._unsharder.publish_shards("parameters are ready")
-
-    def unshard_all(self) -> None:
-        """Begin to unshard all units; they stay so, over many passes, until ``reshard_all``."""
-        self.reshard_all()
-        self._unsharder.begin_forward()
-        self._unsharder.unshard_all()
-
-    def reshard_all(self) -> None:
-        """Reshard all units. Does not communicate."""
-        self._unsharder.reshard_all()
-
-    def reshard_between_passes(self) -> None:
-        """Reshard all units; a backward that comes unshards them again. Does not communicate.
-
-        All ranks call it, outside of passes.
-        """
-        self._unsharder.reshard_between_passes()
-
-    def wait_for_readers(self, what: str) -> None:
-        """Return when nobody reads the shards any more, so that they may be written."""
-        self._unsharder.wait_for_readers(what)
-        self._backward.all_are_done = True
+        self.backward.discard_aborted()
+        self.unsharder.reshard_between_passes()
+        self.unsharder.publish_shards("parameters are ready")
 
     def wait_for_forwards(self) -> None:
-        """Return when no rank is in a forward that this one is through with.
+        """Return when no rank is in a forward that this one has left. All ranks call it.
 
-        After a backward that has reduced, none is, and nothing happens. All ranks call it. If the
-        backward of such a forward comes later, it unshards what was written.
-
-        Raises:
-            StateError: inside a backward, where parameters are unsharded or the others need them.
+        After a backward that has reduced, none is, and nothing happens. If the backward of such a
+        forward comes later, it unshards what was written. Raises StateError inside a backward,
+        where parameters are unsharded or other ranks need them.
         """
-        if self._backward.is_running:
+        if self.backward.is_running:
             self._check_handed_over()
-        if not (self._backward.all_are_done or self.busy):
-            self.wait_for_readers(
+        if self.unsharder.has_readers and not self.busy:
+            self.unsharder.wait_for_readers(
                 "parameters are written after a forward that no reduction has followed"
             )
-            self._unsharder.reshard_between_passes()
+            self.unsharder.reshard_between_passes()
 
     def _check_handed_over(self) -> None:
-        """Before shards are written inside a backward."""
-        if not self._backward.hands_over:
+        """Refuse a write of shards inside a backward, except in a hook on a reduced gradient."""
+        if not self.backward.hands_over:
             raise StateError(
                 "an optimizer step or a load inside a backward, before the gradients of all ranks "
                 "are reduced: call it after backward, or step in a hook that is registered with "
                 "param.register_post_accumulate_grad_hook"
             )
-        if self._unsharder.keeps_unsharded or self._backward.under_way:
+        if self.unsharder.keeps_unsharded or self.backward.in_forward:
             raise StateError(
                 "an optimizer step or a load in a hook on a gradient, while a forward is under way "
                 "or parameters stay unsharded for several microbatches, which may read what it "
@@ -318,54 +287,22 @@ class Hooks:
             )
 
     def before_write(self) -> None:
-        """Return when the shards may be written, and the next pass will take what they have.
-
-        Does not communicate.
-        """
-        self.reshard_between_passes()
+        """Return when this rank's shards may be written, for the next pass. Sends nothing."""
+        self.unsharder.reshard_between_passes()
         wait_for_unshards(self._storages)
 
     @property
     def pinned(self) -> bool:
-        """Whether all units show unsharded parameters, until this is set to False."""
+        """Whether all units show unsharded parameters until this is set to False."""
         return self.units[0].pinned
 
     @pinned.setter
     def pinned(self, value: bool) -> None:
-        self._unsharder.keeps_unsharded = value  # passes inside of the block unshard nothing
+        self.unsharder.keeps_unsharded = value  # passes inside of the block unshard nothing
         for unit in self.units:
             unit.pinned = value
 
     @property
     def busy(self) -> bool:
         """Whether a forward, a backward or ``full_parameters`` is under way."""
-        return self.pinned or bool(self.depth) or self._backward.is_running
-
-    # Gradients -------------------------------------------------------------------------------
-
-    def add_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
-        """Add an unsharded gradient to those that ``no_sync`` keeps."""
-        self._reducer.add(param, gradient)
-
-    def reduce_now(self, *, may_be_none: bool) -> None:
-        """Reduce what ``no_sync`` kept; see ``Backward.reduce_now``."""
-        self._backward.reduce_now(may_be_none=may_be_none)
-
-    @property
-    def syncing(self) -> bool:
-        """Whether the next backward reduces."""
-        return self._backward.syncing
-
-    @syncing.setter
-    def syncing(self, value: bool) -> None:
-        self._backward.syncing = value
-
-    @property
-    def num_reductions(self) -> int:
-        """How often the gradients of a unit's storage were reduced."""
-        return self._reducer.num_reductions
-
-    @property
-    def peak_unsharded_gradients(self) -> int:
-        """Bytes of unsharded gradients, at most, of units that backward is through with."""
-        return self._reducer.peak_nbytes
+        return self.pinned or bool(self.depth) or self.backward.is_running

@@ -1,35 +1,38 @@
-"""What one forward and one backward of a sharded model know of its units.
+"""The state of one forward and of one backward of a sharded model, unit by unit.
 
-A forward of a unit knows whether a backward may still come to it, and how far the backward that
-runs has come with it. A backward knows which units it has reached, and which are complete.
+A forward of a unit knows whether a backward may still reach it, and how many of its inputs the
+backward that runs has not passed yet. A backward knows which units it has reached, and which of
+them are complete.
 
 [Note: when backward has left a unit]
-An operation of a unit reads the parameters that it saved when its own backward runs, also those
-that are frozen and get no gradient. So a unit must stay unsharded until the last of its operations
-is done, and its gradients do not tell: that of a LayerNorm's input, with frozen weights, comes
-after those of all trainable parameters behind it.
+When the backward of an operation runs, it reads the parameters that the operation has saved, also
+frozen ones, which get no gradient. So a unit must stay unsharded until the backward of its last
+operation is done. The gradients of its parameters do not show that: the gradient of the input of a
+LayerNorm with frozen weights comes after those of all trainable parameters behind it.
 ::
 
     x ──> frozen norm ──> linear ──> y
           4: reads .weight     2: gradient of linear.weight      1: backward reaches y
     3: gradient of linear's input                 5: gradient of x: backward has left the unit
 
-Backward has passed an input when its gradient is complete, because all that a unit made of it ran
-before. So hooks on the inputs that need a gradient tell that backward has left. Where an operation
-leads to no input, its graph was made after the inputs were, and the engine runs what was made last
-first. A forward of which no input is reached in this backward, because none needs a gradient or
-because they came hidden in a closure, is left only when the whole backward is over.
+Backward has passed an input when the gradient of that input is complete, because all operations of
+the unit on it ran backward before. So hooks on the inputs that need a gradient show when backward
+has left the unit. An operation that depends on no input was recorded after the inputs were made,
+and the engine runs the operations that were recorded last first. A backward may reach no input of a
+forward, because none needs a gradient or because they were hidden in a closure. Then it leaves that
+forward only at its end.
 
 [Note: a backward inside a backward]
-A reentrant checkpoint runs its forward without a graph, and again in backward, with one whose
-backward runs inside. The gradients of a parameter come once from each such backward. So a unit
-that was called several times in this way is complete only when all those calls came again.
+A reentrant checkpoint runs its forward without a graph. In backward it runs the forward again with
+a graph, whose backward it runs inside of the outer one. Each such backward gives one gradient of a
+parameter. So a unit that was called several times in this way is complete only when all those calls
+were repeated.
 
 [Note: one parameter, several accumulators]
-Autograd adds up what the uses of a parameter give, and hands it over once. But where the shards of
-a unit have another dtype or device than its unsharded parameters, torch gives a parameter a new
-accumulator each time it is unsharded. A unit that ran twice then gets two gradients of it in one
-backward, and is complete only when the backward of every one of its forwards was there.
+Autograd adds up the gradients of all uses of a parameter, and accumulates their sum once. But where
+the shards of a unit have another dtype or device than its unsharded parameters, torch gives a
+parameter a new accumulator each time it is unsharded. A unit that ran twice then gets two gradients
+of it in one backward, and is complete only when backward has run through all of its forwards.
 """
 
 from __future__ import annotations
@@ -50,31 +53,38 @@ from echelon.modules.nested import tensors
 
 @final
 class ForwardRun:
-    """What one forward of the model has used; gone when no backward of it can come.
+    """What one forward of the model has used; it is gone when no backward of it can come.
 
     Attributes:
-        units: those that it has called.
-        opaque: those whose outputs show no tensor, so that nothing tells when backward comes.
-        is_awaited: whether it has made a graph to which no backward has come.
-        unseen: how often it has called a unit without a graph, as reentrant checkpoints do.
+        has_graph: whether autograd was enabled.
+        units: the units that it has called.
+        opaque: those whose outputs show no tensor, so that no hook tells when backward comes.
+        awaits_backward: whether it has made a graph that no backward has reached yet.
+        num_without_graph: by unit, its calls that made no graph, as in reentrant checkpoints.
     """
 
-    __slots__ = ("__weakref__", "is_awaited", "opaque", "units", "unseen")
+    __slots__ = (
+        "__weakref__",
+        "awaits_backward",
+        "has_graph",
+        "num_without_graph",
+        "opaque",
+        "units",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_graph: bool) -> None:
+        self.has_graph = has_graph
         self.units = {0}
-        self.is_awaited = False
-        self.unseen: Counter[int] = Counter()
         self.opaque: set[int] = set()
+        self.awaits_backward = False
+        self.num_without_graph: Counter[int] = Counter()
 
 
 @final
 class _Input:
-    """An input of a forward that needs a gradient, as it was before that forward.
+    """An input of a forward that needs a gradient; ``hook`` is called when that is complete.
 
-    Args:
-        tensor: the input.
-        hook: called when its gradient is complete.
+    The input is remembered as it was before the forward, which may write into it.
     """
 
     __slots__ = ("_index", "_is_leaf", "_node")
@@ -90,12 +100,12 @@ class _Input:
         self._node = node
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is this input."""
+        """Whether ``tensor`` is this input, unchanged."""
         return tensor.grad_fn is self._node and tensor.output_nr == self._index
 
     @property
     def will_run(self) -> bool:
-        """Whether the backward that runs comes to it; a leaf cannot be asked, and mostly is."""
+        """Whether the backward that runs reaches it; torch does not tell for a leaf: assume yes."""
         return self._is_leaf or will_run(self._node)
 
 
@@ -104,7 +114,7 @@ class UnitForward:
     """One forward of a unit. Its graph holds it, so it is gone when no backward can come.
 
     Attributes:
-        nested: whether it ran inside of a backward; if that reaches it, see the note.
+        nested: whether it ran inside of a backward; see the note on a backward inside a backward.
     """
 
     __slots__ = (
@@ -113,7 +123,7 @@ class UnitForward:
         "_by_base",
         "_first",
         "_inputs",
-        "_left",
+        "_num_left",
         "_reached_by",
         "nested",
     )
@@ -123,15 +133,15 @@ class UnitForward:
         self._reached_by: weakref.ref[BackwardPass] | None = None
         self._inputs: list[_Input] = []
         self._bases: list[_Input] = []  # of inputs that are views: see ``watch``
-        self._by_base = False
-        self._left = 0  # inputs that the backward will come to
-        self._first = sequence_number()  # what has a lower one was made before
+        self._by_base = False  # whether the backward that runs passes the bases, not the inputs
+        self._num_left = 0  # inputs that the backward that runs has not passed yet
+        self._first = sequence_number()  # nodes with a lower number were made before this forward
 
     def watch(self, inputs: Any, passed: Callable[[UnitForward, bool], None]) -> None:
-        """Have ``passed`` called, for ``leave``, each time that a backward passes an input.
+        """Call ``passed`` with the arguments of ``leave`` whenever a backward passes an input.
 
-        The hooks stay with the graph that made the inputs. A forward that writes into an input
-        which is a view takes what made the view out of the graph, and what made its base stays.
+        The hooks are on the graph that made the inputs. A forward that writes into an input which
+        is a view removes the node of the view from the graph, but not that of its base.
         """
         for tensor in tensors(inputs):
             if tensor.requires_grad:
@@ -143,10 +153,10 @@ class UnitForward:
     def _hook(
         self, passed: Callable[[UnitForward, bool], None], *, by_base: bool
     ) -> Callable[..., None]:
-        find = weakref.ref(self)  # an input may live longer than this
+        reference = weakref.ref(self)  # an input may live longer than this forward
 
         def hook(*_: Tensor | None) -> None:
-            forward = find()
+            forward = reference()
             if forward is not None:
                 passed(forward, by_base)
 
@@ -155,35 +165,35 @@ class UnitForward:
     def nodes_of(self, output: Tensor) -> list[Node]:
         """The nodes of this forward by which backward may reach ``output``.
 
-        Code that writes into an output which is a view takes what made the view out of the graph.
+        If code writes into an output that is a view, only the node of its base is reached.
         """
         nodes = []
         for tensor in (output, output._base):
             node = None if tensor is None else tensor.grad_fn
             if tensor is None or node is None or node._sequence_nr() < self._first:
                 continue
-            if not any(known.is_of(tensor) for known in self._inputs):
+            if not any(watched.is_of(tensor) for watched in self._inputs):
                 nodes.append(node)
         return nodes
 
     def reach(self, current: BackwardPass) -> bool:
-        """A backward has come to an output of this forward; whether for the first time."""
+        """A backward has reached an output of this forward; returns whether it is the first."""
         if self.is_reached_by(current):
             return False
         self._reached_by = weakref.ref(current)
-        self._left = sum(known.will_run for known in self._inputs)
-        self._by_base = not self._left
+        self._num_left = sum(watched.will_run for watched in self._inputs)
+        self._by_base = not self._num_left
         if self._by_base:
-            self._left = sum(known.will_run for known in self._bases)
+            self._num_left = sum(watched.will_run for watched in self._bases)
         return True
 
     def leave(self, by_base: bool) -> bool:
-        """That backward has passed one more input, or base of one; whether it was the last one."""
-        self._left -= by_base is self._by_base
-        return self._left == 0 and by_base is self._by_base
+        """Backward has passed an input, or the base of one; returns whether it was the last."""
+        self._num_left -= by_base is self._by_base
+        return self._num_left == 0 and by_base is self._by_base
 
     def is_reached_by(self, current: BackwardPass) -> bool:
-        """Whether a backward has come to an output of this forward."""
+        """Whether a backward has reached an output of this forward."""
         return self._reached_by is not None and self._reached_by() is current
 
 
@@ -195,22 +205,22 @@ class UnitForwards:
         self._alive: weakref.WeakSet[UnitForward] = weakref.WeakSet()
 
     def add(self) -> UnitForward:
-        """A forward begins that may make a graph."""
+        """Add a forward that begins and may make a graph."""
         forward = UnitForward()
         self._alive.add(forward)
         return forward
 
     def awaits(self, current: BackwardPass) -> bool:
-        """Whether a backward may still come to another forward."""
+        """Whether a backward has not reached all of the forwards."""
         return not all(forward.is_reached_by(current) for forward in self._alive)
 
 
 class BackwardState(Enum):
-    """How far one backward has come with one unit."""
+    """The state of one unit in one backward."""
 
-    UNREACHED = "no gradient of it has come, and no output of it was reached"
-    REACHED = "its gradients come"
-    COMPLETE = "its gradients were taken off its parameters"
+    UNREACHED = "no gradient of it has arrived, and no output of it was reached"
+    REACHED = "its gradients arrive"
+    COMPLETE = "its gradients were detached from its parameters"
     SKIPPED = "it was reduced without gradients, because no forward had used it"
 
 
@@ -222,13 +232,13 @@ class UnitBackward:
     """One unit in one backward.
 
     Attributes:
-        state: how far the backward has come with it.
-        remaining: how many of its gradients have not come.
-        arrived: parameters whose gradients have come. In the root there may be parameters of units
-            in reentrant checkpoints, and one gradient of them from each.
-        is_repeated: whether each forward of it brings gradients of its own.
-        inside: forwards of it whose outputs backward has reached, and whose inputs it has not.
-        nested: forwards of it that ran in this backward and have a backward of their own in it.
+        state: how far the backward is with the unit.
+        remaining: the number of gradients that have not arrived.
+        arrived: the parameters whose gradients have arrived. Those of the root may be used in
+            several reentrant checkpoints, each of which gives a gradient.
+        is_repeated: whether each forward of the unit gives gradients of its own.
+        inside: the number of its forwards that backward has reached and not left.
+        nested: the number of its forwards that ran, and run backward, inside of this backward.
     """
 
     __slots__ = ("arrived", "inside", "is_repeated", "nested", "remaining", "state")
@@ -245,21 +255,26 @@ class BackwardPass:
     """One backward: from the first gradient to the end, or until it is found to be aborted.
 
     Attributes:
-        token: gives None when it is over or was aborted.
-        synced: whether it reduces.
-        units: by unit, how far it has come with that.
-        completed: units whose gradients were all there, in that order.
-        had: by unit, for each of its gradient shards, which parameters had a gradient before.
-        waiting: by unit, unsharded gradients that wait for their turn.
-        num_reduced: how many units, in the order of reductions, have been launched.
-        reductions: those that were launched, by unit.
+        token: returns None when the backward is over or was aborted.
+        requires_gradient_sync: whether it reduces gradients.
+        units: the state of each unit.
+        completed: the units whose gradients were all there, in that order.
+        reduced_before: by unit, what ``GradientShard.set_aside`` returned for each of its shards.
+        waiting: by unit, unsharded gradients that wait for the reductions that come before.
+        num_reduced: the number of units, in the order of reductions, that were launched.
+        reductions: the reductions that were launched, by unit.
     """
 
-    def __init__(self, token: Callable[[], Token | None], synced: bool, num_units: int) -> None:
-        self.token, self.synced = token, synced
+    def __init__(
+        self,
+        token: Callable[[], Token | None],
+        requires_gradient_sync: bool,
+        num_units: int,
+    ) -> None:
+        self.token, self.requires_gradient_sync = token, requires_gradient_sync
         self.units = [UnitBackward() for _ in range(num_units)]
         self.completed: list[int] = []
-        self.had: dict[int, list[list[bool] | None]] = {}
+        self.reduced_before: dict[int, list[list[bool] | None]] = {}
         self.waiting: dict[int, list[Tensor | None]] = {}
         self.num_reduced = 0
         self.reductions: list[list[Reduction]] = []

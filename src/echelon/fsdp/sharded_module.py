@@ -71,6 +71,10 @@ class ShardedModule(Wrapper, HasShards):
             for storage in () if unit.is_unsharded else unit.storages:
                 storage.take_replaced()
 
+    def _check_idle(self, call: str, advice: str) -> None:
+        if self._hooks.busy:
+            raise StateError(f"{call} inside a forward, a backward or full_parameters(): {advice}")
+
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` with each module while parameters are unsharded, such as to initialise them.
 
@@ -85,7 +89,7 @@ class ShardedModule(Wrapper, HasShards):
         with self.full_parameters(writeback=True):
             super().apply(fn)
         broadcast_copies(self._storages(), self._groups)
-        self._hooks.wait_for_readers("parameters were initialised")
+        self._hooks.unsharder.wait_for_readers("parameters were initialised")
         return self
 
     # Parameters ------------------------------------------------------------------------------
@@ -148,19 +152,24 @@ class ShardedModule(Wrapper, HasShards):
             yield
             if writeback:
                 # Every rank has its copies: from now on the shards of others may be written.
-                self._hooks.wait_for_readers("what was written is kept")
+                self._hooks.unsharder.wait_for_readers("what was written is kept")
                 with torch.no_grad():
                     for unit in units:
                         for storage in unit.storages:
                             storage.write_back()
             else:
                 for unit, before in zip(units, versions, strict=True):
-                    unit.check_unwritten(before, in_forward=False)
+                    if (name := unit.written_since(before)) is not None:
+                        raise StateError(
+                            f"parameter {name!r} was written inside full_parameters(), where that "
+                            "is lost or seen by some ranks only: use "
+                            "full_parameters(writeback=True)"
+                        )
         finally:
             self._hooks.pinned = False
             for unit in self._units:
                 unit.reshard()
-            self._hooks.wait_for_readers("parameters are resharded")
+            self._hooks.unsharder.wait_for_readers("parameters are resharded")
 
     def update_shards(self, flat: Tensor) -> None:
         """Write this rank's shards from one tensor, in the order of ``parameters()``, in place.
@@ -262,10 +271,7 @@ class ShardedModule(Wrapper, HasShards):
             StateError: inside a forward, a backward or ``full_parameters()``.
             ArgumentError: what is in no unit cannot be saved.
         """
-        if self._hooks.busy:
-            raise StateError(
-                "holdings() inside a forward, a backward or full_parameters(): ask outside"
-            )
+        self._check_idle("holdings()", "ask outside")
         self._take_replaced()
         storages, before_write = self._storages(), self._hooks.before_write
         return holdings_of_shards(self.module, storages, self._groups, before_write)
@@ -304,11 +310,8 @@ class ShardedModule(Wrapper, HasShards):
         load_optimizer_state(optimizer, shards.by_param, state, exact=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        if self._hooks.busy:
-            raise StateError(
-                "a copy inside a forward, a backward or full_parameters(): copy the model outside"
-            )
-        self._hooks.reshard_between_passes()
+        self._check_idle("a copy", "copy the model outside")
+        self._hooks.unsharder.reshard_between_passes()
         self._take_replaced()
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
@@ -335,13 +338,10 @@ class ShardedModule(Wrapper, HasShards):
         """
         module, hooks, storages = self.module, self._hooks, self._storages()
         self._take_replaced()
-        if hooks.busy:
-            raise StateError(
-                "unwrap() inside a forward, a backward or full_parameters(): call it outside"
-            )
+        self._check_idle("unwrap()", "call it outside")
         restore_parameters(hooks, storages, copy_parameters(hooks))
         hooks.remove_from_copy(module)
-        hooks.detach()
+        hooks.backward.remove_hooks()
         unguard(module, storages)
         for storage in storages:
             disclaim([*storage.params, *storage.optimizer_params])
@@ -385,7 +385,7 @@ class ShardedModule(Wrapper, HasShards):
         Args:
             optimizer: to weigh its state too.
         """
-        return unit_info.memory_of(self._units, self._slots, self._hooks, optimizer)
+        return unit_info.memory_of(self._units, self._slots, self._hooks.reducer, optimizer)
 
     def buffer_bytes(self) -> dict[str, tuple[int, int]]:
         """What is held beside the shards, by category: bytes now, and the most so far."""

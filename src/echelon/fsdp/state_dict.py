@@ -67,7 +67,7 @@ def copy_parameters(
                     copies[id(param)] = copy_of(value, device or storage.shards[i].device)
         if not was_unsharded:
             unit.reshard()
-    hooks.wait_for_readers("the state was copied")
+    hooks.unsharder.wait_for_readers("the state was copied")
     return copies
 
 

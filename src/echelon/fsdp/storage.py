@@ -7,6 +7,7 @@ of storage are in ``storages``.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
@@ -84,8 +85,8 @@ class Storage(ABC):
         """The shards may have changed: make them ready for the next unshard."""
 
     @abstractmethod
-    def unshard(self, *, ahead: bool = False) -> None:
-        """Begin to make ``unsharded`` valid; with ``ahead`` the program goes on meanwhile."""
+    def unshard(self, *, async_op: bool = False) -> None:
+        """Begin to make ``unsharded`` valid; with ``async_op`` return before it is."""
 
     @abstractmethod
     def wait_for_unshard(self) -> None:
@@ -239,8 +240,8 @@ class Storage(ABC):
     # Facts -----------------------------------------------------------------------------------
 
     @property
-    def recasts(self) -> bool:
-        """Whether unsharded parameters are never the shards: other dtype, or other memory."""
+    def is_recast(self) -> bool:
+        """Whether unsharded parameters have another dtype than the shards, or another device."""
         return self.devices.offloads or self.dtype != self.compute_dtype
 
     def contains(self, address: int) -> bool:
@@ -274,9 +275,13 @@ class Storage(ABC):
     def _shard_views(self, buffer: Tensor, offsets: Sequence[int]) -> list[Tensor]:
         """This rank's shards, which begin at ``offsets``, in the shape that users see."""
         return [
-            shaped_shard(buffer[at : at + span.numel], self.layout.shapes[span.member], self.rows)
-            for at, span in zip(offsets, self.local_ranges, strict=True)
+            self._view_as_shard(buffer[offset : offset + span.numel], span.member)
+            for offset, span in zip(offsets, self.local_ranges, strict=True)
         ]
+
+    def _view_as_shard(self, flat: Tensor, i: int) -> Tensor:
+        shape = self.layout.shapes[i]
+        return view_as_rows(flat, shape) if self.rows else flat
 
     def _packed_offsets(self) -> list[int]:
         """Where this rank's shards begin when they lie end to end."""
@@ -301,9 +306,9 @@ def refresh(storages: Sequence[Storage]) -> None:
             storage.refresh()
 
 
-def shaped_shard(flat: Tensor, shape: tuple[int, ...], rows: bool) -> Tensor:
-    """A shard as users see it: whole rows where a unit is sharded by rows, else 1D."""
-    if not rows or not shape:
+def view_as_rows(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The elements of whole rows of a tensor of this shape, viewed as these rows."""
+    if not shape:
         return flat
-    row = numel_of(shape[1:])
-    return flat.view(flat.numel() // row if row else 0, *shape[1:])
+    row_numel = math.prod(shape[1:])
+    return flat.view(flat.numel() // row_numel if row_numel else 0, *shape[1:])

@@ -38,7 +38,7 @@ class SharedStorage(Storage):
         in_buffer = [self.layout.starts[span.member] + span.start for span in self.local_ranges]
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
-        if not self.recasts:
+        if not self.is_recast:
             self.shards = self._shard_views(buffer, in_buffer)
             if not self.rows:
                 first = sum(self.numels_by_rank[: self.group.rank])
@@ -57,7 +57,7 @@ class SharedStorage(Storage):
             self._local.refresh()
             torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
 
-    def unshard(self, *, ahead: bool = False) -> None:
+    def unshard(self, *, async_op: bool = False) -> None:
         pass  # the shared buffer has been valid since all ranks met after their refresh
 
     def wait_for_unshard(self) -> None:
@@ -106,7 +106,7 @@ class GatheredStorage(Storage):
         self.devices.unshard_stream.wait_for_current()
         self._local.refresh()
 
-    def unshard(self, *, ahead: bool = False) -> None:
+    def unshard(self, *, async_op: bool = False) -> None:
         stream = self.devices.unshard_stream
         with stream.as_current():
             memory = self._buffer.untyped_storage()
@@ -116,7 +116,7 @@ class GatheredStorage(Storage):
             self._work = self.devices.unshard_group.all_gather(
                 self._by_rank.split(self.numels_by_rank),
                 self._local.send_buffer(),
-                async_op=ahead and not stream.queued,
+                async_op=async_op and not stream.queued,
                 label=self.label,
             )
             if self._work is None:
@@ -167,7 +167,7 @@ class ReplicatedStorage(Storage):
         self.shard_numel = numel
         self._local = make_masters(numel, self.dtype, compute, self.devices)
         self.flat_shard = self._buffer = self._local.masters
-        if self.recasts:
+        if self.is_recast:
             self._buffer = torch.empty(numel, dtype=compute, device=self.devices.device)
         self.shards = self.views_in(self._local.masters)
         self.unsharded = self.views_in(self._buffer)
@@ -182,7 +182,7 @@ class ReplicatedStorage(Storage):
             self._buffer.copy_(self._local.staged, non_blocking=True)
         stream.record_event().wait()  # or forward reads old values
 
-    def unshard(self, *, ahead: bool = False) -> None:
+    def unshard(self, *, async_op: bool = False) -> None:
         pass  # always there
 
     def wait_for_unshard(self) -> None:

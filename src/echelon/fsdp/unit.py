@@ -1,4 +1,4 @@
-"""One unit while it runs: its parameters are this rank's shards, or unsharded; never a mixture."""
+"""A unit while it runs: all its parameters are this rank's shards, or all are unsharded."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from echelon.events import PeakBytes
 from echelon.fsdp.gradients import GradientShard
 from echelon.fsdp.storage import Storage
 
+# By parameter: its version counter and its address, one of which changes when somebody writes into
+# it or gives it other memory.
+ParameterVersions = Sequence[tuple[int, int]]
+
 _version = attrgetter("_version")
-_no_modes = torch._C.DisableTorchFunction  # simulated ranks have modes, of no use to what is below
+_no_modes = torch._C.DisableTorchFunction  # the modes of simulated ranks would only cost time here
 
 
 class UnitState(Enum):
@@ -34,11 +38,11 @@ class UnitState(Enum):
     """
 
     SHARDED = "shards are shown, and nothing else is allocated"
-    UNSHARDING = "shards are shown; unsharded parameters are on their way"
-    UNSHARDED = "unsharded parameters are shown; the module may compute"
-    HIDDEN = "shards are shown; unsharded parameters are kept for the next unshard"
+    UNSHARDING = "shards are shown, and the unshard has begun"
+    UNSHARDED = "unsharded parameters are shown, so the module may compute"
+    HIDDEN = "shards are shown, and unsharded parameters are kept for the next unshard"
 
-    __hash__ = object.__hash__  # that of Enum is Python, and runs six times a unit and step
+    __hash__ = object.__hash__  # the hash of Enum is Python code, for every change of state
 
 
 SHARDED, UNSHARDING, UNSHARDED, HIDDEN = UnitState
@@ -56,19 +60,20 @@ class Unit:
     """The storages of one module, and whether its parameters are unsharded now.
 
     Attributes:
-        name: of its module in the model; empty for the root.
-        module: what is called.
+        name: the name of its module in the model; empty for the root.
+        module: the module whose forward needs the parameters.
         storages: its memory, one for each combination of dtypes and ``requires_grad``.
-        gradient_shards: the gradients of those that need one.
+        gradient_shards: the gradients of the storages that need one.
         trainable: its parameters that need a gradient, in the order of ``gradient_shards``.
         communicates: whether an unshard communicates.
-        state: what ``.data`` is now.
-        num_unshards: how often it was unsharded.
-        unsharded_bytes: of all units together.
-        stays_unsharded: whether ``reshard`` only hides the unsharded parameters.
-        in_forward: the same, while a backward inside of its forward runs.
-        pinned: whether unsharded parameters are shown until this is set to False.
-        num_recast: trainable parameters whose shards have another dtype or device.
+        state: what ``.data`` of the parameters is now.
+        num_unshards: the number of its unshards so far.
+        unsharded_bytes: counts the unsharded parameters of all units together.
+        kept_between_passes: whether ``reshard`` only hides the unsharded parameters.
+        in_outer_forward: whether a backward runs inside of its forward; then ``reshard`` only hides
+            them, too.
+        pinned: whether unsharded parameters are shown, whatever is called.
+        num_recast: the number of trainable parameters whose shards have another dtype or device.
     """
 
     def __init__(
@@ -87,9 +92,9 @@ class Unit:
         self.communicates = any(storage.communicates for storage in storages)
         self.state = SHARDED
         self.num_unshards = 0
-        self.stays_unsharded = self.pinned = self.in_forward = False
+        self.kept_between_passes = self.in_outer_forward = self.pinned = False
         self.unsharded_bytes = unsharded_bytes
-        self._nbytes = 0  # of these
+        self._unsharded_nbytes = 0  # as last reported
         self._world_rank = group.ranks[group.rank]
         self._params: list[nn.Parameter] = [p for storage in storages for p in storage.params]
         self._unsharded: list[Tensor] = [t for storage in storages for t in storage.unsharded]
@@ -105,12 +110,12 @@ class Unit:
 
     @property
     def label(self) -> str:
-        """What errors and events call it."""
+        """The name in errors and events."""
         return self.name or "root"
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks have different shards of it."""
+        """Whether the ranks have different shards of it."""
         return any(storage.sharded for storage in self.storages)
 
     @property
@@ -120,16 +125,16 @@ class Unit:
 
     @property
     def has_unsharded(self) -> bool:
-        """Whether unsharded parameters are there, shown or not."""
+        """Whether unsharded parameters are allocated and valid, shown or not."""
         return self.state is UNSHARDED or self.state is HIDDEN
 
     # Unshard and reshard ---------------------------------------------------------------------
 
     def prefetch(self) -> None:
-        """Begin an unshard that the next ``unshard`` ends. All ranks call it."""
+        """Begin an unshard that the next ``unshard`` completes. All ranks call it."""
         if self.state is SHARDED:
             for storage in self.storages:
-                storage.unshard(ahead=True)
+                storage.unshard(async_op=True)
             self._enter(UNSHARDING)
             self._launched("fsdp.prefetch")
 
@@ -148,14 +153,14 @@ class Unit:
         self._enter(UNSHARDED)
 
     def wait_for_unshard(self) -> None:
-        """Return when unsharded parameters are valid; the current stream waits for them."""
+        """Make the current stream, or on the CPU the caller, wait for the unshard."""
         for storage in self.storages:
             storage.wait_for_unshard()
 
     def unshard_for_others(self) -> None:
         """Take part in an unshard that other ranks need. All ranks call it.
 
-        Where unsharded parameters are there already, they come again with the same values.
+        Unsharded parameters that this rank has already are written again, with the same values.
         """
         if self.state is UNSHARDING:
             self.wait_for_unshard()
@@ -172,7 +177,7 @@ class Unit:
     def unshard_privately(self) -> None:
         """Show unsharded parameters that no other rank sees, until the next reshard."""
         self.unshard()
-        self._show([copy for storage in self.storages for copy in storage.private_copies()])
+        self._show([tensor for storage in self.storages for tensor in storage.private_copies()])
 
     def hide(self) -> None:
         """Show this rank's shards, but keep the unsharded parameters for the next unshard."""
@@ -181,8 +186,8 @@ class Unit:
             self._enter(HIDDEN)
 
     def reshard(self) -> None:
-        """Show this rank's shards, and give the memory of unsharded parameters back."""
-        if self.stays_unsharded or self.pinned or self.in_forward:
+        """Show this rank's shards, and free the memory of unsharded parameters."""
+        if self.kept_between_passes or self.in_outer_forward or self.pinned:
             self.hide()
             return
         if self.state is SHARDED:
@@ -196,7 +201,7 @@ class Unit:
         self._report("fsdp.release")
 
     def _show(self, values: Sequence[Tensor]) -> None:
-        # Runs four times a step: a loop that stays in C.
+        # This runs several times a step for each unit, so the loop over the parameters stays in C.
         with _no_modes():
             deque(map(setattr, self._params, repeat("data"), values), maxlen=0)
 
@@ -214,43 +219,42 @@ class Unit:
         self._report(event)
 
     def _report(self, event: str) -> None:
-        """Note the bytes of unsharded parameters, and tell who listens."""
-        before, self._nbytes = self._nbytes, 0
+        """Count the bytes of unsharded parameters, and emit an event."""
+        before, self._unsharded_nbytes = self._unsharded_nbytes, 0
         for storage in self.storages:
-            self._nbytes += storage.unsharded_nbytes
-        self.unsharded_bytes.add(self._nbytes - before)
+            self._unsharded_nbytes += storage.unsharded_nbytes
+        self.unsharded_bytes.add(self._unsharded_nbytes - before)
         if events.listening():
-            nbytes = sum(one.layout.numel * one.compute_dtype.itemsize for one in self.storages)
+            nbytes = sum(
+                storage.layout.numel * storage.compute_dtype.itemsize for storage in self.storages
+            )
             events.emit(event, rank=self._world_rank, unit=self.label, nbytes=nbytes)
 
     # Checks around a forward -----------------------------------------------------------------
 
-    def versions(self) -> Sequence[object]:
-        """What changes when somebody writes into a shown parameter, or gives it other memory."""
+    def versions(self) -> ParameterVersions:
+        """The versions of the parameters as they are shown now."""
         with _no_modes():
-            return [*map(_version, self._params), *map(Tensor.data_ptr, self._params)]
+            return list(
+                zip(
+                    map(_version, self._params),
+                    map(Tensor.data_ptr, self._params),
+                    strict=True,
+                )
+            )
 
-    def _written_since(self, before: Sequence[object]) -> str | None:
-        """The name of a parameter that somebody wrote into since ``versions()`` was ``before``."""
+    def written_since(self, before: ParameterVersions) -> str | None:
+        """The name of a parameter that was written since ``versions()`` returned ``before``."""
         now = self.versions()
         if now == before:
             return None
-        changed = next(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
-        members = [member for storage in self.storages for member in storage.members]
-        return members[changed % len(members)].name
+        members = (member for storage in self.storages for member in storage.members)
+        pairs = zip(members, before, now, strict=True)
+        return next(member.name for member, old, new in pairs if old != new)
 
-    def check_unwritten(self, before: Sequence[object], *, in_forward: bool = True) -> None:
-        """Compare ``versions()`` with those before a forward, or before ``full_parameters()``.
-
-        Raises:
-            StateError: they differ; names the parameter.
-        """
-        name = self._written_since(before)
-        if name is not None and not in_forward:
-            raise StateError(
-                f"parameter {name!r} was written inside full_parameters(), where that is lost "
-                "or seen by some ranks only: use full_parameters(writeback=True)"
-            )
+    def check_unwritten(self, before: ParameterVersions) -> None:
+        """Refuse a forward that wrote into a parameter; ``before`` has the versions before it."""
+        name = self.written_since(before)
         if name is not None:
             raise StateError(
                 f"the forward of unit {self.label!r} wrote into parameter {name!r}, or gave it "
@@ -261,16 +265,12 @@ class Unit:
             )
 
     def check_not_inside(self, tensor: Tensor) -> None:
-        """Check that ``tensor``, which outlives a forward, lies in no unsharded parameters.
-
-        Raises:
-            StateError: it does; its memory may be given back at any time.
-        """
+        """Refuse an output of a forward that is a view of unsharded parameters, which are freed."""
         if not tensor.numel():
             return
-        at = tensor.data_ptr()
+        address = tensor.data_ptr()
         for storage in self.storages:
-            if storage.sharded and storage.contains(at):
+            if storage.sharded and storage.contains(address):
                 raise StateError(
                     f"unit {self.label!r} returned a view of its own parameters, "
                     f"{list(tensor.shape)}, whose memory is given back after its forward: return "

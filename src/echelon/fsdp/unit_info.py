@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from echelon import checks
 from echelon.errors import ArgumentError
+from echelon.fsdp.gradient_reducer import GradientReducer
 from echelon.fsdp.gradients import Slots
-from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.shard_layout import ShardInfo
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.unit import Unit
@@ -154,7 +154,10 @@ def state_nbytes(optimizer: Optimizer) -> int:
 
 
 def memory_of(
-    units: Sequence[Unit], slots: Sequence[Slots], hooks: Hooks, optimizer: Optimizer | None
+    units: Sequence[Unit],
+    slots: Sequence[Slots],
+    reducer: GradientReducer,
+    optimizer: Optimizer | None,
 ) -> MemoryStats:
     """Bytes by category, and counts."""
     storages = [storage for unit in units for storage in unit.storages]
@@ -174,10 +177,10 @@ def memory_of(
         slots=sum(slot.nbytes for slot in slots),
         optimizer=None if optimizer is None else state_nbytes(optimizer),
         peak_gathered=max([gathered, *(unit.unsharded_bytes.peak for unit in units)]),
-        peak_gradients=gradients + hooks.peak_unsharded_gradients,
+        peak_gradients=gradients + reducer.peak_nbytes,
         saved=everything - shards + trainable - gradients,
         offloaded=sum(storage.host_nbytes for storage in storages)
         + sum(shard.host_nbytes for unit in units for shard in unit.gradient_shards),
         num_all_gathers=sum(unit.num_unshards for unit in units),
-        num_reduce_scatters=hooks.num_reductions,
+        num_reduce_scatters=reducer.num_reductions,
     )

@@ -1,7 +1,7 @@
-"""The one place that unshards units in passes: when a pass reaches them, or before.
+"""Unshards units in passes: when a pass reaches them, or before. Nothing else does.
 
 Where an unshard communicates, all ranks take part in all of them, in the order that
-``execution_order`` expects. A unit that this rank does not use is resharded when it has come.
+``execution_order`` expects. A unit that this rank does not use is resharded at once.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ MAX_PREFETCHED = 2  # units that are unsharded before they are needed, where tha
 
 @final
 class Unsharder:
-    """Unshards units when passes reach them, and takes part in what other ranks need.
+    """Unshards units when passes reach them, and takes part in the unshards of other ranks.
 
-    Args:
-        units: the root first. It is unsharded when a pass begins, on all ranks alike.
-        groups: the ranks that share them.
-        options: how many units may be unsharded before they are needed.
+    The root is unsharded when a pass begins, on all ranks alike.
 
     Attributes:
-        order: what all ranks expect.
+        order: the order of unshards and reductions that all ranks expect.
         keeps_unsharded: whether all units stay unsharded, so that passes unshard nothing.
+        has_readers: whether other ranks may read this rank's shards in a pass that it has left.
     """
 
     def __init__(self, units: Sequence[Unit], groups: HybridGroups, options: FSDPOptions) -> None:
@@ -47,9 +45,9 @@ class Unsharder:
         reducing = [u for u, unit in enumerate(units) if unit.gradient_shards]
         ancestors = _ancestors(units, self._communicating)
         self.order = ExecutionOrder(reducing, self._communicating, ancestors)
-        self.keeps_unsharded = False
+        self.keeps_unsharded = self.has_readers = False
         self._prefetched: deque[int] = deque()  # in the order of their unshards
-        self._done: set[int] = set()  # units that had their unshard in this backward, and left
+        self._done: set[int] = set()  # units unsharded in this backward only for other ranks
         self._early: set[int] = set()  # units unsharded before this backward has reached them
         self._may_reach: Callable[[int], bool] = lambda u: False
         self._launch_reductions: Callable[[], None] = lambda: None
@@ -57,39 +55,50 @@ class Unsharder:
     # Across passes ---------------------------------------------------------------------------
 
     def unshard_all(self) -> None:
-        """Begin to unshard all units, in their order; they stay so until ``reshard_all``."""
+        """Begin to unshard all units; they stay so, over many passes, until ``reshard_all``."""
+        self.reshard_all()
+        self.begin_forward()
         self.keeps_unsharded = True
         for unit in self._units:
-            unit.stays_unsharded = True
+            unit.kept_between_passes = True
             unit.prefetch()
 
     def reshard_all(self) -> None:
-        """Reshard all units."""
+        """Reshard all units. Does not communicate."""
         self.keeps_unsharded = False
         for unit in self._units:
-            unit.stays_unsharded = False
+            unit.kept_between_passes = False
             unit.reshard()
 
     def reshard_between_passes(self) -> None:
-        """Reshard all units, outside of passes and on all ranks; a backward unshards them again."""
+        """Reshard all units, outside of passes; a backward that comes unshards them again.
+
+        All ranks call it. It does not communicate.
+        """
         self._drop_prefetched()
         self.reshard_all()
         self.order.all_unsharded, self.order.is_resharded = False, True
 
     def publish_shards(self, what: str) -> None:
-        """Make the shards ready, and meet: from now on an unshard gives what all ranks have now."""
+        """Make the shards ready and meet, so that an unshard gives what all ranks have now."""
         refresh(self._storages)
         self._groups.barrier_if_shared(what)
 
     def wait_for_readers(self, what: str) -> None:
-        """Return when nobody reads the shards any more, so that they may be written."""
+        """Return when no rank reads the shards any more, so that they may be written."""
         wait_for_unshards(self._storages)
         self._groups.barrier_if_shared(what)
+        self.has_readers = False
+
+    def note_reduced(self, *, in_forward: bool) -> None:
+        """All ranks have reduced, after their last use of the parameters outside of forwards."""
+        self.has_readers = in_forward
 
     # In passes -------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """An outermost forward begins."""
+        self.has_readers = True
         self._drop_prefetched()
         self.order.agree(self._groups)
         self.order.begin_forward(torch.is_grad_enabled())
@@ -99,7 +108,7 @@ class Unsharder:
         """An outermost forward is over."""
         if not self.keeps_unsharded:
             self._unshard_rest(self.order.forward)
-            self.order.end_forward(torch.is_grad_enabled(), not self._reshards)
+            self.order.end_forward(stays_unsharded=not self._reshards)
 
     def begin_backward(
         self,
@@ -107,13 +116,11 @@ class Unsharder:
         may_reach: Callable[[int], bool],
         launch_reductions: Callable[[], None],
     ) -> None:
-        """A backward begins.
+        """A backward begins; ``runs`` are the forwards whose backward may come.
 
-        Args:
-            runs: forwards whose backward may come.
-            may_reach: whether it may still come to a unit on this rank.
-            launch_reductions: called when this rank has taken part in the unshard of a unit that it
-                does not use: others may wait for its gradients.
+        ``may_reach`` tells whether it may still reach a unit on this rank. ``launch_reductions`` is
+        called when this rank has taken part in the unshard of a unit that it does not use, because
+        other ranks may wait for its gradients.
         """
         if self.keeps_unsharded:
             return
@@ -125,59 +132,59 @@ class Unsharder:
         self._may_reach, self._launch_reductions = may_reach, launch_reductions
         skips = not all(run.units.issuperset(self._communicating) for run in runs)
         self.order.begin_backward(self._groups, skips)
-        self._units[0].unshard()  # if an earlier backward has resharded it: first, on every rank
+        self._units[0].unshard()  # an earlier backward may have resharded it
 
-    def end_backward(self, used: Collection[int], num_awaited: int) -> None:
+    def end_backward(self, used: Collection[int], num_forwards: int) -> None:
         """A backward is over; see ``ExecutionOrder.end_backward``."""
         if not self.keeps_unsharded:
             self._unshard_rest(self.order.backward)
-            self.order.end_backward(used, num_awaited)
+            self.order.end_backward(used, num_forwards)
 
     def unshard(self, u: int, order: PassOrder) -> None:
-        """A pass with this order has reached a unit: unshard it."""
+        """Unshard a unit that the pass with this order has reached."""
         unit = self._units[u]
         if u and unit.communicates and unit.state is not UNSHARDED and not self.keeps_unsharded:
             if order is self.order.forward:
                 self.order.called.append(u)
-            for v in self._come_before(u, unit, order):
+            for v in self._skipped_before(u, unit, order):
                 self._skip(v, order)
         unit.unshard()
 
-    def _come_before(self, u: int, unit: Unit, order: PassOrder) -> Sequence[int]:
-        """The units whose unshards come before that of ``u``, and which this rank did not reach."""
-        if unit.state is UNSHARDING:  # prefetched
-            order.reach_prefetched(u)
+    def _skipped_before(self, u: int, unit: Unit, order: PassOrder) -> Sequence[int]:
+        """The units whose unshards come before that of ``u`` and which this rank did not reach."""
+        if unit.state is UNSHARDING:  # it was prefetched
+            order.note_reached(u)
             skipped = []
             while (v := self._prefetched.popleft()) != u:
                 skipped.append(v)
             return skipped
         if unit.state is SHARDED:
             skipped = order.reach(u)
-            if not order.strayed:
+            if not order.deviated:
                 skipped = [*self._prefetched, *skipped]
                 self._prefetched.clear()
             return skipped
         if u in self._early:
             self._early.remove(u)
-            order.reach_prefetched(u)
+            order.note_reached(u)
             return ()
         if not self._reshards:
-            # It has stayed unsharded since forward, where another rank may not have used it.
+            # It has stayed unsharded since forward, in which another rank may not have used it.
             for v in order.reach_unsharded(u):
                 self._unshard_for_others(v, order)
         return ()
 
     def prefetch_in_forward(self) -> None:
-        """Forward has reached a unit: begin with those that come next."""
+        """Begin the unshards that come next, after forward has reached a unit."""
         self._prefetch(self.order.forward, self._forward_prefetch)
 
     def prefetch_before_gradients(self) -> None:
-        """Backward begins with a unit, which is unsharded."""
+        """With ``PRE``, begin the next unshard when backward begins with an unsharded unit."""
         if self._backward_prefetch is BackwardPrefetch.PRE:
             self._prefetch(self.order.backward, 1)
 
     def prefetch_after_gradients(self) -> None:
-        """All gradients of a unit are there, and it was resharded."""
+        """With ``POST``, begin the next unshard when a unit has its gradients and is resharded."""
         if self._backward_prefetch is BackwardPrefetch.POST:
             self._prefetch(self.order.backward, 1)
 
@@ -192,18 +199,18 @@ class Unsharder:
             self._prefetched.append(u)
 
     def is_done(self, u: int) -> bool:
-        """Whether a unit that no forward has used has had its unshard in this backward."""
+        """Whether this rank has taken part in the unshard of an unused unit in this backward."""
         if self.keeps_unsharded:
-            return False  # no unshard tells
+            return False  # there are no unshards
         return self._units[u].communicates and (u in self._done or self.order.all_unsharded)
 
-    # Units that this rank does not use, or not yet -------------------------------------------
+    # Units that this rank does not use, or does not use yet -----------------------------------
 
     def _skip(self, u: int, order: PassOrder) -> None:
-        """Take part in an unshard whose turn comes before this rank has reached the unit.
+        """Take part in the unshard of a unit that this rank has not reached.
 
-        Other ranks take part in it once. So if backward comes to the unit later, because its order
-        is another one here, as in a checkpoint that runs forward again, it must be unsharded then.
+        The other ranks take part only once. Backward may reach the unit later on this rank, in
+        another order, as in a checkpoint that runs forward again; so it stays unsharded then.
         """
         unit = self._units[u]
         in_forward = order is self.order.forward
@@ -232,7 +239,7 @@ class Unsharder:
             self._launch_reductions()
 
     def _drop(self, u: int) -> None:
-        """Reshard a unit that was prefetched, and that this rank does not use."""
+        """Reshard a unit that was prefetched and that this rank does not use."""
         self._units[u].reshard()
         self._done.add(u)
 
@@ -242,5 +249,5 @@ class Unsharder:
 
 
 def _ancestors(units: Sequence[Unit], among: Collection[int]) -> dict[int, list[int]]:
-    """By unit, those of ``among`` whose modules its own is inside of, from the outermost on."""
+    """By unit, the units of ``among`` whose modules contain its module, the outermost first."""
     return {u: [v for v in among if units[u].name.startswith(f"{units[v].name}.")] for u in among}

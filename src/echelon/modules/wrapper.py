@@ -12,6 +12,14 @@ from echelon.errors import StateError, UnsupportedError
 from echelon.modules.compiled import plain_name
 
 
+def check_may_sync(*, in_no_sync: bool, in_backward: bool) -> None:
+    """Refuse ``sync_gradients()`` where the gradients are not complete."""
+    if in_no_sync:
+        raise StateError("sync_gradients() inside no_sync(): leave the block first")
+    if in_backward:
+        raise StateError("sync_gradients() inside backward: call it after loss.backward()")
+
+
 class Wrapper(nn.Module):
     """Wraps ``module`` without a prefix: names of parameters, buffers and modules stay the same.
 
