@@ -1,11 +1,12 @@
-"""Start one rank function in every kind of world that this machine has.
+"""Start one rank function in every kind of world that this machine has, and hear its events.
 
 ``run_world(kind, fn, ranks, args)`` is ``echelon.run`` for threads and processes, and for gloo a
 set of processes that call ``echelon.init`` as a script under torchrun does. Starting processes
 costs seconds, so tests put many checks into one start.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import echelon as ec
@@ -24,3 +25,16 @@ def run_world(
     if kind == "gloo":
         return run_gloo(fn, ranks, args=args, timeout=timeout)
     return ec.run(fn, ranks, kind, args=args, timeout=timeout)
+
+
+@contextmanager
+def events_of(rank: int, *names: str) -> Iterator[list[ec.events.Event]]:
+    """Collect the events of a rank while the body runs: those of these names, or all."""
+    events: list[ec.events.Event] = []
+
+    def collect(event: ec.events.Event) -> None:
+        if event.facts.get("rank") == rank and (not names or event.name in names):
+            events.append(event)
+
+    with ec.events.listen(collect):
+        yield events

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import echelon as ec
 from tests.fsdp.checking import same_grads, whole_grads
 from tests.reference import assert_states_close, rows, train, train_alone
-from tests.worlds import KINDS, run_world
+from tests.worlds import KINDS, events_of, run_world
 
 WIDTH = 6
 
@@ -277,16 +277,10 @@ def frozen_after_wrapping(world: ec.World) -> list[str]:
     model = sharded(world, build(FrozenScale))
     for unit in model.module.units:
         unit.linear.bias.requires_grad_(False)
-    found: list[str] = []
-
-    def listener(event: ec.events.Event) -> None:
-        if event.name in ("fsdp.gather", "fsdp.release"):
-            found.append(f"{event.name[5:]} {event.facts['unit']}")
-
     loss = loss_of(model, world.rank)
-    with ec.events.listen(listener):
+    with events_of(world.rank, "fsdp.gather", "fsdp.release") as events:
         loss.backward()
-    return found
+    return [f"{event.name[5:]} {event.facts['unit']}" for event in events]
 
 
 def test_a_unit_does_not_wait_for_parameters_that_were_frozen_later() -> None:

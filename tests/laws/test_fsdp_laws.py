@@ -17,7 +17,7 @@ from echelon.fsdp.unit import Unit
 from tests import reference
 from tests.fsdp.models import PLAIN, Block, batch, build, loss_of, train_plain
 from tests.reference import assert_states_close, assert_states_equal
-from tests.worlds import run_world
+from tests.worlds import events_of, run_world
 
 BLOCKS = ec.units.by_type(Block)
 STEPS = 2
@@ -113,21 +113,14 @@ def test_two_runs_and_all_ranks_have_the_same_bits(kind) -> None:
 def count(world: World, strategy: ec.Strategy) -> tuple[Counter[str], Counter[str]]:
     """Collectives and bytes of the third step."""
     model = ec.FSDP(build(), world.group, units=BLOCKS, min_num_params=0, strategy=strategy)
-    calls: Counter[str] = Counter()
-    nbytes: Counter[str] = Counter()
-
-    def listener(event: ec.events.Event) -> None:
-        if event.name == "collective.issue" and event.facts["rank"] == world.rank:
-            calls[event.facts["op"]] += 1
-            nbytes[event.facts["op"]] += event.facts["nbytes"]
-
     for step in range(3):
         model.zero_grad()
-        if step < 2:
+        with events_of(world.rank, "collective.issue") as events:
             loss_of(model, *batch(step, world.rank)).backward()
-            continue
-        with ec.events.listen(listener):
-            loss_of(model, *batch(step, world.rank)).backward()
+    calls: Counter[str] = Counter(event.facts["op"] for event in events)
+    nbytes: Counter[str] = Counter()
+    for event in events:
+        nbytes[event.facts["op"]] += event.facts["nbytes"]
     return calls, nbytes
 
 
@@ -175,17 +168,14 @@ def weigh(world: World) -> tuple[int, int, int]:
         world.group,
         units=ec.units.by_type(nn.Linear),
     )
+    with events_of(world.rank) as events:
+        model(torch.randn(2, 32)).sum().backward()
     alive, peak = 0, 0
-
-    def listener(event: ec.events.Event) -> None:
-        nonlocal alive, peak
-        if event.facts.get("rank") == world.rank and event.name.startswith("fsdp."):
+    for event in events:
+        if event.name.startswith("fsdp."):
             sign = 1 if event.name == "fsdp.gather" else -1
             alive += sign * event.facts["nbytes"]
             peak = max(peak, alive)
-
-    with ec.events.listen(listener):
-        model(torch.randn(2, 32)).sum().backward()
     assert alive == 0
     stats = model.memory_stats()
     assert stats.gathered == 0

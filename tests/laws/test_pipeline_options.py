@@ -11,7 +11,7 @@ import echelon as ec
 from echelon.comm.world import World
 from tests.pipeline.models import Alive, Counted, batch, build, mse
 from tests.pipeline.options import Options
-from tests.worlds import run_world
+from tests.worlds import events_of, run_world
 
 OPTIONS = Options()
 option = OPTIONS.option
@@ -151,11 +151,9 @@ def sharded(world: World, chunks: int = 1, **options: Any) -> ec.Pipeline:
 
 def ran(world: World, pipe: ec.Pipeline, kind: str) -> int:
     """How many actions of a kind this rank does in a step."""
-    found: list[ec.events.Event] = []
-    with ec.events.listen(found.append):
+    with events_of(world.rank, "pipeline.action") as actions:
         stepped(pipe)
-    mine = [e.facts for e in list(found) if e.name == "pipeline.action"]
-    return sum(f["rank"] == world.rank and f["kind"].name == kind for f in mine)
+    return sum(action.facts["kind"].name == kind for action in actions)
 
 
 @option("Pipeline.reduce_every")

@@ -15,7 +15,7 @@ from echelon.comm.world import World
 from echelon.errors import ArgumentError
 from tests.pipeline.models import batch, build, mse
 from tests.pipeline.options import Options
-from tests.worlds import run_world
+from tests.worlds import events_of, run_world
 
 OPTIONS = Options()
 option = OPTIONS.option
@@ -164,11 +164,9 @@ def options_of_wrappers_reach_them(world: World) -> None:
     numbers = []
     for cap in (25 * 2**20, 0):
         model = planned(world, pp=1, dp=2, ddp={"bucket_bytes": cap, "first_bucket_bytes": cap})
-        found: list[ec.events.Event] = []
-        with ec.events.listen(found.append):
+        with events_of(world.rank, "collective.issue") as calls:
             model(torch.ones(1, 6).double()).sum().backward()
-        own = [e for e in list(found) if e.facts.get("rank") == world.rank]
-        numbers.append(sum(e.name == "collective.issue" for e in own))
+        numbers.append(len(calls))
     assert numbers[0] < numbers[1]
 
 
@@ -180,12 +178,10 @@ def options_of_stages_that_are_shared(world: World) -> None:
     for options in ({}, {"reduce_every": "microbatch"}, {"window_nbytes": 0}):
         pipe = planned(world, copy.deepcopy(blocks), mse, **plan, pipeline=options)
         x = torch.ones(8, 40, dtype=torch.float64)
-        found: list[ec.events.Event] = []
-        with ec.events.listen(found.append):
+        with events_of(world.rank, "pipeline.action") as actions:
             pipe.step(x, target=x)
-        facts = [e.facts for e in list(found) if e.name == "pipeline.action"]
-        mine = [f["kind"].name for f in facts if f["rank"] == world.rank]
-        counts.append((mine.count("REDUCE"), mine.count("UNSHARD")))
+        kinds = [action.facts["kind"].name for action in actions]
+        counts.append((kinds.count("REDUCE"), kinds.count("UNSHARD")))
     (once, gathers), (never, _), (_, again) = counts
     assert (once, never) == (2, 0)
     assert again > gathers

@@ -17,6 +17,7 @@ import pytest
 import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import RankFailed
+from tests.checkpoint.killing import load_alone
 from tests.checkpoint.layouts import LAYOUTS
 from tests.checkpoint.whole import State, check_equal, whole_state
 
@@ -39,12 +40,6 @@ def job(world: World, layout: str, folder: Path) -> State:
             call = ec.save if (step + 1) % (2 * EVERY) else ec.async_save
             call(folder, step=step + 1, keep=3, **given)
     return whole_state(trainee)
-
-
-def load_alone(world: World, folder: Path) -> tuple[int, State]:
-    trainee = LAYOUTS["plain"].trainee(world, seed=1)
-    step = ec.load(folder, model=trainee.model, optimizer=trainee.optimizer).step
-    return step, whole_state(trainee)
 
 
 def straight(world: World, layout: str) -> dict[int, State]:
@@ -150,7 +145,7 @@ def test_a_job_whose_ranks_are_killed_ends_with_the_same_bits(part: int, tmp_pat
                 killer.over.set()
                 killer.join()
             if ec.steps(folder):
-                step, state = ec.run(load_alone, 1, args=(folder,))[0]
+                step, state = ec.run(load_alone, 1, args=(folder, None))[0]
                 check_equal(state, expected[step])
         for state in states:
             check_equal(state, expected[NUM_STEPS])

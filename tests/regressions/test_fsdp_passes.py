@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import echelon as ec
 from tests import reference
-from tests.worlds import KINDS, run_world
+from tests.worlds import KINDS, events_of, run_world
 
 WIDTH = 4
 
@@ -186,17 +186,10 @@ def train_many(world: ec.World) -> int:
     """How many barriers a usual step has."""
     model = ec.FSDP(with_a_late_layer(world), world.group, min_num_params=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    calls = 0
-
-    def listener(event: ec.events.Event) -> None:
-        nonlocal calls
-        if event.name == "collective.issue" and event.facts["rank"] == world.rank:
-            calls += event.facts["op"] == "barrier"
-
-    with ec.events.listen(listener):
+    with events_of(world.rank, "collective.issue") as calls:
         model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
         optimizer.step()
-    return calls
+    return sum(call.facts["op"] == "barrier" for call in calls)
 
 
 def test_a_step_after_a_reduction_waits_for_nobody() -> None:
