@@ -1,6 +1,6 @@
-"""``echelon`` on the command line: start a script on many ranks, draw a run, look at a machine.
+"""``echelon`` on the command line: start a script on many ranks, draw a run, check a machine.
 
-Nothing here imports torch before a command needs it, so that help and mistakes answer at once.
+Torch is imported only in a command that needs it, so that help and wrong options answer at once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _root(
 
 
 class WorldKind(StrEnum):
-    """What a rank of ``echelon run`` is."""
+    """The kinds of ranks of ``echelon run``."""
 
     PROCESSES = "processes"
     THREADS = "threads"
@@ -118,8 +118,10 @@ def _run(
     agent, and what rank 0 prints is shown; --tee shows what all print. Simulated ranks all print to
     the same place.
 
-    SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks. If they leave with exit code 75, so does
-    this command: the job was stopped, and the same command resumes it.
+    SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks. A script with ec.StopSignals saves on
+    SIGTERM and SIGUSR1 and leaves with exit code 75; this command then leaves with 75, too, and
+    the same command resumes the job. Ctrl-C (SIGINT) ends the ranks without saving, unless the
+    script catches it.
     """
     ranks = _num_ranks(ranks, arguments or [])
     program = Program(script, is_module=module)
@@ -156,7 +158,7 @@ def _run(
 
 
 def _refuse_for_threads(given: dict[str, bool]) -> None:
-    """Refuse the first of the options that was given: it is about processes."""
+    """Refuse an option that was given and is only for processes."""
     for option, was_given in given.items():
         if was_given:
             raise typer.BadParameter(
@@ -167,12 +169,13 @@ def _refuse_for_threads(given: dict[str, bool]) -> None:
 
 
 def _num_ranks(ranks: int | None, arguments: list[str]) -> int:
-    """How many to start; a plan among the arguments of the script says so, too."""
+    """The number of ranks to start, from --ranks or from a plan among the script's arguments."""
     from echelon.errors import ArgumentError
     from echelon.plan.axes import axes_of
 
     plans = [after for name, after in pairwise(arguments) if name == "--plan"]
-    plans += [one.removeprefix("--plan=") for one in arguments if one.startswith("--plan=")]
+    prefix = "--plan="
+    plans += [text.removeprefix(prefix) for text in arguments if text.startswith(prefix)]
     if not plans:
         if ranks is None:
             raise typer.BadParameter(
@@ -262,7 +265,7 @@ def _schedule(
 # The names of functions must not be those of the modules beside this file.
 @app.command("doctor")
 def _doctor() -> None:
-    """Look at this machine: what echelon can use, and what is missing."""
+    """Check this machine: what echelon can use, and what is missing."""
     from echelon.cli.doctor import examine
 
     raise typer.Exit(examine())

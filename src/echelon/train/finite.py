@@ -1,8 +1,8 @@
-"""A look at the loss and the gradients of each step, after which all ranks do the same.
+"""A check of the loss and the gradients of each step, with the same answer on all ranks.
 
-Each rank sees its own loss and, with sharding or stages, its own part of the gradients. If one
-that is not finite were a reason for that rank alone to raise or to skip, the others would wait for
-it, or train on with weights that belong to no model.
+Each rank has its own loss and, with sharding or stages, its own part of the gradients. If only the
+rank with NaN or Inf raised an error or skipped the step, the others would wait for it, or train on
+with weights of another step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_SKIPS = 10
 
 
 class NonFinite(Enum):
-    """What all ranks do about a step that is not finite."""
+    """What all ranks do after a step whose loss or gradients are not finite."""
 
     RAISE = "every rank raises NonFiniteError"
     SKIP = "the step is left out, its gradients are dropped, and training goes on"
@@ -37,7 +37,7 @@ class NonFinite(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepNumbers:
-    """What this rank was given to look at, besides its gradients."""
+    """The numbers of this rank to check, besides its gradients."""
 
     loss: Tensor | None
     norm: Tensor | None
@@ -50,12 +50,12 @@ class FiniteGuard:
     Law: all ranks get the same answer, and a step that is left out changes neither parameters nor
     the state of the optimizer.
 
-    Call ``allows_step`` in each step, when gradients are complete. That takes one look at them, or
-    their norm, and one all-reduce of one number. Only if something is wrong, another exchange finds
-    out what and where.
+    Call ``allows_step`` in each step, when gradients are complete. It reads the gradients once, or
+    only their norm, and does one all-reduce of one number. Only if a number is not finite, a
+    further exchange determines which one and on which rank.
 
-    After it was reduced, a NaN of one rank is in the gradients of all. Then it is the loss that
-    tells whose batch it came from.
+    After the reduction, a NaN of one rank is in the gradients of all ranks. Then the losses tell
+    from whose batch it comes.
 
     Args:
         model: plain, or in ``DDP``, ``FSDP`` or ``Pipeline``.
@@ -66,15 +66,15 @@ class FiniteGuard:
         first_step: the number of the first step, for messages; more than 1 after a resume.
 
     Attributes:
-        step: the number of the step that was looked at last.
+        step: the number of the step that was checked last.
         skipped: how many steps ``SKIP`` has left out.
         stopped: whether ``STOP`` has ended the training.
-        found: what was wrong with the last step that was left out; None if none was.
+        found: the error of the last step that was left out; None before the first.
 
     Raises:
         ArgumentError: ``model``, ``group`` or an option cannot be used, or ``group`` lacks a rank
-            that the model is shared with.
-        StartMismatch: the ranks were given other options.
+            with which the model is shared.
+        StartMismatch: the options differ between ranks.
 
     Example:
         >>> def main(world):
@@ -119,10 +119,10 @@ class FiniteGuard:
         """Whether loss and gradients are finite on all ranks. All ranks call it, once a step.
 
         Args:
-            loss: of this rank, not scaled; None where there is none, as in a pipeline on ranks that
-                do not have the last stage.
-            norm: of all gradients, as ``ec.clip_grad_norm_`` gave it on every rank; spares the look
-                at each of them.
+            loss: the loss of this rank, not scaled; None on a rank without a loss, as in a pipeline
+                on ranks that do not have the last stage.
+            norm: the norm of all gradients that ``ec.clip_grad_norm_`` returned on every rank;
+                with it, the gradients are not read.
 
         Returns:
             True; or, with ``SKIP`` and ``STOP``, False, and gradients are None.
@@ -136,14 +136,14 @@ class FiniteGuard:
                 f"allows_step() after step {self.step}, in which this guard has stopped the "
                 "training: leave the loop when guard.stopped is True"
             )
-        given = _StepNumbers(
+        numbers = _StepNumbers(
             loss=None if loss is None else _number("loss", loss),
             norm=None if norm is None else _number("norm", norm),
         )
         self.step += 1
-        alarm = self._alarm(given)
+        alarm = self._alarm(numbers)
         self._group.all_reduce(alarm, "max", label="whether the step is finite")
-        error = self._error(given) if alarm.item() else None
+        error = self._error(numbers) if alarm.item() else None
         if error is None:
             self._in_a_row = 0
             return True
@@ -162,46 +162,41 @@ class FiniteGuard:
     @draws_nothing
     def _gradients(self) -> dict[str, Tensor]:
         """The numbers of each gradient of this rank, by the name of the parameter."""
-        numbers = {}
+        gradients = {}
         for name, param in self._model.named_parameters():
             if param.grad is not None and param.grad.numel():
                 grad = unmarked(param.grad).detach()
-                numbers[name] = _wide(grad.coalesce().values() if grad.is_sparse else grad)
-        return numbers
+                gradients[name] = _wide(grad.coalesce().values() if grad.is_sparse else grad)
+        return gradients
 
     @draws_nothing
-    def _alarm(self, given: _StepNumbers) -> Tensor:
+    def _alarm(self, numbers: _StepNumbers) -> Tensor:
         """One if this rank has, or may have, a number that is not finite; else zero.
 
-        A norm is finite only if all its numbers are. It may be infinite when they are only large.
+        A norm is finite only if all its numbers are. It may be infinite also if they are large.
         """
         device = self._group.device
         total = torch.zeros(1, dtype=torch.float64, device=device)
-        for value in (given.loss, given.norm):
+        for value in (numbers.loss, numbers.norm):
             if value is not None:
                 total += value.abs().sum().to(device)
-        for kind in by_kind(self._gradients().values()) if given.norm is None else ():
-            # Narrow dtypes have norms that they cannot hold.
+        for kind in by_kind(self._gradients().values()) if numbers.norm is None else ():
+            # The norm may be too large for a narrow dtype.
             dtype = torch.float32 if kind[0].dtype.itemsize < 4 else None
             norms = torch.stack(torch._foreach_norm(kind, 2.0, dtype=dtype))
             total += norms.sum().to(device)
         return total.isfinite().logical_not().to(torch.float32)
 
-    def _error(self, given: _StepNumbers) -> NonFiniteError | None:
-        """What is not finite on all ranks; None if it was a false alarm. All ranks call it."""
+    def _error(self, numbers: _StepNumbers) -> NonFiniteError | None:
+        """The error of all ranks; None if it was a false alarm. All ranks call it."""
         gradients = {name: _text(gradient) for name, gradient in self._gradients().items()}
-        mine = {
-            "loss": _text(given.loss),
-            "norm": _text(given.norm),
+        local_texts = {
+            "loss": _text(numbers.loss),
+            "norm": _text(numbers.norm),
             "gradients": {name: text for name, text in gradients.items() if text},
         }
-        by_rank = dict(
-            zip(
-                self._group.ranks,
-                gather_json(self._group, mine, "what is not finite"),
-                strict=True,
-            )
-        )
+        all_texts = gather_json(self._group, local_texts, "what is not finite")
+        by_rank = dict(zip(self._group.ranks, all_texts, strict=True))
         losses = {rank: texts["loss"] for rank, texts in by_rank.items() if texts["loss"]}
         norms = {rank: texts["norm"] for rank, texts in by_rank.items() if texts["norm"]}
         by_name: dict[str, dict[int, str]] = {}
@@ -209,7 +204,7 @@ class FiniteGuard:
             for name, text in texts["gradients"].items():
                 by_name.setdefault(name, {})[rank] = text
         if by_name:
-            norms = {}  # they follow
+            norms = {}  # the gradients explain them
         if not (losses or by_name or norms):
             return None
         return NonFiniteError(self.step, losses, by_name, norms, skipped=self._in_a_row)
@@ -226,14 +221,14 @@ def _text(values: Tensor | None) -> str:
         "inf": int(parts.isposinf().sum()),
         "-inf": int(parts.isneginf().sum()),
     }
-    there = {name: count for name, count in counts.items() if count}
-    if not there or parts.numel() == 1:
-        return "".join(there)
-    return ", ".join(f"{count} {name}" for name, count in there.items()) + f" of {parts.numel()}"
+    counts = {name: count for name, count in counts.items() if count}
+    if not counts or parts.numel() == 1:
+        return "".join(counts)
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) + f" of {parts.numel()}"
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Numbers of 8 bits as such that torch can compute with."""
+    """Convert floating point numbers of 8 bits, with which torch cannot compute, to float32."""
     narrow = values.is_floating_point() and values.dtype.itemsize == 1
     return values.float() if narrow else values
 
@@ -254,8 +249,8 @@ def _check_arguments(model: nn.Module, group: Group) -> None:
     checks.instance("model", model, nn.Module)
     checks.instance("group", group, Group)
     for name, module in model.named_modules():
-        for over in module.shared_over() if isinstance(module, HasShards) else ():
-            if missing := sorted({*over.ranks} - {*group.ranks}):
+        for axis in module.shared_over() if isinstance(module, HasShards) else ():
+            if missing := sorted({*axis.ranks} - {*group.ranks}):
                 raise ArgumentError(
                     f"group has ranks {list(group.ranks)}, and {name or 'the model'} "
                     f"({type(module).__name__}) is trained with ranks {missing} too: give the "

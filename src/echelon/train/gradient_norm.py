@@ -1,8 +1,8 @@
-"""The norm of the gradients of a model as of one vector, and clipping by it.
+"""The norm of all gradients of a model, taken as one vector, and clipping by it.
 
 After a data-parallel backward every rank holds the same gradients, so the norm of the local ones
 is the norm of the model, and no communication is needed. A model that is sharded or in stages
-knows the norm of its gradients itself.
+computes the norm of its gradients itself.
 """
 
 from __future__ import annotations
@@ -29,23 +29,17 @@ from echelon.modules.sharded_gradients import unmarked
 
 @runtime_checkable
 class Sharded(Protocol):
-    """A model of whose gradients every rank holds a part."""
+    """A model whose gradients are distributed over ranks."""
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of all of them; all ranks call it."""
+        """The norm of the gradients of all ranks; all ranks call it."""
 
 
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients of ``model`` as of one vector; a plain scalar tensor.
+    """The norm of all gradients of ``model``, taken as one vector; a plain scalar tensor.
 
-    Law: parts are combined in the order of ``model.parameters()``, so equal gradients give equal
+    Law: norms are combined in the order of ``model.parameters()``, so equal gradients give equal
     bits on every rank. A model without gradients has norm 0.
-
-    Args:
-        norm_type: at least 1; ``math.inf`` for the largest magnitude.
-
-    Raises:
-        ArgumentError: ``norm_type`` is below 1 or no number, or a gradient is sparse.
     """
     return local_norm(_gradients(model), check_order(norm_type))
 
@@ -54,15 +48,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     """Scale all gradients of ``model`` so that their norm is at most ``max_norm``.
 
     Args:
-        max_norm: the bound; ``math.inf`` only measures.
+        max_norm: the bound; with ``math.inf`` the norm is only computed.
         norm_type: at least 1; ``math.inf`` for the largest magnitude.
 
     Returns:
-        the norm before clipping, a plain scalar tensor. Where it is not finite nothing is scaled,
-        so that one can still see which gradients are not; ``ec.FiniteGuard`` takes it.
+        The norm before clipping, a plain scalar tensor. If it is not finite, no gradient is scaled,
+        so that one can still see which of them are not finite; ``ec.FiniteGuard`` takes the norm.
 
     Raises:
-        ArgumentError: ``max_norm`` is negative or no number, ``norm_type`` is below 1, or a
+        ArgumentError: ``max_norm`` is negative or not a number, ``norm_type`` is below 1, or a
             gradient is sparse.
 
     Example:
@@ -79,7 +73,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     norm = model.grad_norm(order) if isinstance(model, Sharded) else local_norm(gradients, order)
     if math.isinf(max_norm):
         return norm
-    # The small term keeps a norm of zero from dividing by zero; it is torch's own.
+    # The small term, which torch adds too, prevents a division by zero.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).where(norm.isfinite(), 1.0)
     for kind in by_kind(gradients):
         torch._foreach_mul_([unmarked(gradient) for gradient in kind], scale.to(kind[0].device))
@@ -92,14 +86,10 @@ def norm_over_stages(
     ranks: ReducingRanks,
     norm_type: float,
 ) -> Tensor:
-    """The norm of all gradients of a model in stages, each parameter counted once.
+    """The norm of all gradients of a model in ``stages``, each parameter counted once.
 
-    All ranks call it. Stages that are sharded know their own norm.
-
-    Args:
-        stages: of this rank.
-        shared: parameters of theirs that several stages have, and whether this rank counts it.
-        ranks: of all stages.
+    All ranks call it. ``shared`` has the parameters that several stages share, and whether this
+    rank counts each of them.
     """
     order = check_order(norm_type)
     norms = [stage.grad_norm(order) for stage in stages if isinstance(stage, Sharded)]

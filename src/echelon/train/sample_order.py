@@ -23,12 +23,12 @@ class SampleOrder:
     """Which samples make up each batch of each epoch.
 
     Attributes:
-        num_samples: of the data set.
-        batch_size: samples of a step, over all ranks.
-        seed: of the order; each epoch has its own.
-        shuffle: whether to shuffle at all.
+        num_samples: the number of samples of the data set.
+        batch_size: the number of samples of a step on all ranks together.
+        seed: the seed of the order, which differs from epoch to epoch.
+        shuffle: whether to shuffle.
         drop_last: whether the last batch of an epoch is left out if it is not full.
-        version: of the function; an order of another version must not be continued.
+        version: the version of ``shuffled``; an order of another version must not be continued.
     """
 
     num_samples: int
@@ -44,7 +44,7 @@ class SampleOrder:
             "batch_size": integer("batch_size", self.batch_size, low=1),
             "seed": integer("seed", self.seed, high=2**64 - 1),
         }
-        for name, value in numbers.items():  # as integers of Python, whatever they were
+        for name, value in numbers.items():  # Python's integers also where NumPy's were given
             object.__setattr__(self, name, value)
         flag("shuffle", self.shuffle)
         flag("drop_last", self.drop_last)
@@ -73,18 +73,18 @@ class SampleOrder:
         """The samples at ``positions`` of an epoch."""
         if not self.shuffle:
             return list(positions)
-        where = np.array(positions, dtype=np.uint64)
-        samples: list[int] = shuffled(where, self.num_samples, self.seed, epoch).tolist()
+        array = np.array(positions, dtype=np.uint64)
+        samples: list[int] = shuffled(array, self.num_samples, self.seed, epoch).tolist()
         return samples
 
 
 def shuffled(positions: _Positions, num_samples: int, seed: int, epoch: int) -> _Positions:
     """The samples at ``positions`` of the shuffled order of an epoch.
 
-    The samples lie in a grid. A round shifts each column by a hash of its number, or each row; a
-    position that ends outside of the samples goes through all rounds again. Law: over all
-    positions it is a permutation of ``range(num_samples)``. Nothing of that size is held, and the
-    order depends on no generator of a library, whose next version may draw otherwise.
+    The samples are put in a grid. A round shifts each column, or each row, by a hash of its number;
+    a position that ends outside of the samples goes through all rounds again. Law: over all
+    positions it is a permutation of ``range(num_samples)``. No array of that size is made, and the
+    order depends on no generator of a library, whose next version may draw other numbers.
 
     Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002 (generalized Feistel
     and cycle walking). The hash is the last step of SplitMix64: Steele, Lea and Flood, "Fast

@@ -1,7 +1,7 @@
 """Which samples a rank reads next: its part of each batch, and how far the whole job is.
 
-A number of samples that all ranks together have consumed says where the job stands in its order,
-so that another number of ranks can go on from there.
+The state is the number of samples that all ranks together have consumed. It does not depend on the
+number of ranks, so a job can be resumed on another number of ranks.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
@@ -29,40 +29,50 @@ _END = object()
 _USE_AS = "give DataLoader(dataset, batch_sampler=sampler)"
 
 
-class _Reading:
-    """One way through a loader, from a position to the end of the epoch."""
+@dataclass(slots=True)
+class _EpochPass:
+    """One pass through a loader, from a position to the end of the epoch.
 
-    def __init__(self, epoch: int, position: int, single: bool) -> None:
-        self.epoch, self.position = epoch, position
-        self.single = single  # whether the loader asks for samples one by one
-        self.opening = True  # whether the loader may still ask for an iterator
-        self.num_drawn = 0  # batches that the loader has asked for
-        self.num_given = 0  # of them, those that it has delivered
+    Attributes:
+        samples_singly: whether the loader asks for samples, not for lists of them.
+        is_opening: whether the loader may still ask for an iterator.
+        num_requested: the number of batches that the loader has asked for.
+        num_delivered: the number of batches that the loader has delivered.
+    """
+
+    epoch: int
+    position: int
+    samples_singly: bool
+    is_opening: bool = True
+    num_requested: int = 0
+    num_delivered: int = 0
 
 
 @final
 class ResumableSampler(Sampler[Any]):
     """The batches of one rank, in an order that does not depend on the number of ranks.
 
-    A batch of ``batch_size`` samples is cut over the ranks: rank 0 takes the first of them. Where
-    the size does not divide, lower ranks have one sample more; ``weight`` makes the mean over
-    ranks the mean over samples. Loop over ``batches(loader)``, which counts what the loop has
-    taken, not what the loader has read ahead; the loader itself refuses to be iterated.
+    A batch of ``batch_size`` samples is divided among the ranks, and rank 0 gets the first of them.
+    If the size is not a multiple of the number of ranks, lower ranks have one sample more; with
+    ``weight`` the mean over ranks is the mean over samples. Loop over ``batches(loader)``, which
+    counts the batches that the loop has taken, not those that the loader has read ahead; a loop
+    over the loader itself is refused.
 
     Law: in each epoch every sample is taken exactly once (with ``drop_last``: at most once), in
-    the same order on any number of ranks, however often the job stops and goes on.
+    the same order on any number of ranks, however often the job is stopped and resumed.
 
-    It draws from no global generator, and the loader that it reads from does not either.
+    Neither the sampler nor the loader that it is given to draws from a global generator.
 
     Args:
-        num_samples: of the data set.
-        batch_size: samples of a step, over all ranks; at least one a rank.
-        group: the ranks that share a batch (of a mesh, the data-parallel axis), or this one's
-            ``(rank, size)``. Ranks of a group compare their states when they begin to read.
-        seed: of the order; each epoch has its own.
-        shuffle: whether to shuffle at all.
+        num_samples: the number of samples of the data set.
+        batch_size: the number of samples of a step on all ranks together; at least one per rank.
+        group: the ranks that share a batch (for a mesh, the data-parallel axis), or the tuple
+            ``(rank, size)`` of this rank. Ranks of a group compare their states when they begin to
+            read.
+        seed: the seed of the order, which differs from epoch to epoch.
+        shuffle: whether to shuffle.
         drop_last: whether the last batch of an epoch is left out if it is not full. Otherwise it
-            is short; a rank for which it has no sample gets None.
+            is short, and a rank for which it has no sample gets None.
 
     Raises:
         ArgumentError: the batch has fewer samples than there are ranks, or an epoch has no batch.
@@ -105,12 +115,12 @@ class ResumableSampler(Sampler[Any]):
                 f"batch_size counts those of all ranks, so give at least {self._size}"
             )
         self._epoch = self._position = 0
-        self._reading: _Reading | None = None
+        self._pass: _EpochPass | None = None
         self._weight: float | None = None
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch; once the loop has the last of one, that is the next."""
+        """The epoch of the next batch; it is the next epoch once the loop has the last batch."""
         return self._epoch
 
     @property
@@ -125,51 +135,55 @@ class ResumableSampler(Sampler[Any]):
 
     @property
     def weight(self) -> float:
-        """What this rank's mean counts in the mean over ranks, for the batch in hand.
+        """The weight of this rank's mean in the mean over ranks, for the current batch.
 
         The gradient of ``sampler.weight * loss``, averaged over ranks, is that of the mean over all
-        samples of the batch, also where ranks have unequal parts of it. 1 where they are equal, 0
-        where this rank got None.
+        samples of the batch, also if ranks have parts of unequal size. The weight is 1 if the parts
+        are equal, and 0 if this rank got None.
+
+        Raises:
+            StateError: it is read outside of the loop over ``batches``.
         """
         if self._weight is None:
             raise StateError("weight is that of a batch: ask in the loop over batches(loader)")
         return self._weight
 
     def batches(self, loader: Iterable[Batch], epochs: int | None = 1) -> Iterator[Batch | None]:
-        """What ``loader`` makes of the batches, from where the job stands to the end of an epoch.
+        """The batches that ``loader`` makes, from the position of the job to the end of an epoch.
 
-        A batch counts as consumed when the loop gets it, so save after its step. A loop that was
-        left early goes on where it was left.
+        A batch counts as consumed when the loop gets it, so save after its step. After a loop that
+        was left early, the next loop continues with the next batch.
 
         Args:
             loader: a ``DataLoader`` with this sampler as ``batch_sampler=``, or as ``sampler=``
                 with the ``batch_size`` of one rank; or anything else that iterates over this
                 sampler, which then gives lists of samples.
-            epochs: how many to go through, counting the one that has begun; None: no end.
+            epochs: the number of epochs, counting the one that has begun; None: no end.
 
         Raises:
-            ArgumentError: the loader reads other samples than this sampler names, or in no order.
-            StateError: the ranks of the group stand at different positions.
+            ArgumentError: the loader reads other samples than those of this sampler, or not in
+                their order.
+            StateError: the ranks of the group are at different positions.
         """
         if epochs is not None:
             integer("epochs", epochs, low=1)
-        single = self._is_single(loader)
+        singly = self._check_loader(loader)
         if self._group is not None:
             self._check_agreement(self._group)
-        return self._batches(loader, single, epochs)
+        return self._batches(loader, singly, epochs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the job stands, the same on every rank, and what it must be continued with.
+        """The position of the job, which is the same on every rank, and the order of its samples.
 
-        Whole numbers and bools by name, fit for JSON.
+        The values are integers and bools, so JSON can hold them.
         """
         return {**asdict(self._order), "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that any number of ranks has saved.
+        """Continue from a state that any number of ranks has saved.
 
         Raises:
-            ArgumentError: it is no such state, or one of another data set, batch size, seed or
+            ArgumentError: it is not such a state, or has another data set, batch size, seed or
                 order; nothing has changed then.
         """
         if not isinstance(state, Mapping):
@@ -197,13 +211,13 @@ class ResumableSampler(Sampler[Any]):
                 f"position of the state is {position}, inside a batch of {self._order.batch_size}"
             )
         self._epoch, self._position = epoch, position
-        self._reading = self._weight = None
+        self._pass = self._weight = None
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, as ``num_batches``, so ``len(loader)`` is that.
+        """The number of batches of a whole epoch, so that ``len(loader)`` is ``num_batches``.
 
-        A loader with this sampler as ``sampler=`` counts samples, and makes batches of them itself:
-        it gets the number of samples of this rank.
+        A loader with this sampler as ``sampler=`` makes batches itself, by a ``BatchSampler`` that
+        asks for the number of samples; it gets the number of samples of this rank.
         """
         if sys._getframe(1).f_code is BatchSampler.__len__.__code__:
             num_full, rest = divmod(self._order.end, self._order.batch_size)
@@ -212,43 +226,45 @@ class ResumableSampler(Sampler[Any]):
         return self.num_batches
 
     def __iter__(self) -> Iterator[Any]:
-        """For the loader that ``batches`` reads from.
+        """The samples for the loader that ``batches`` reads from.
 
         Raises:
-            StateError: nobody reads through ``batches``.
+            StateError: no loop over ``batches`` is under way.
         """
-        reading = self._reading
-        if reading is None or not reading.opening:
+        epoch_pass = self._pass
+        if epoch_pass is None or not epoch_pass.is_opening:
             raise StateError(
                 "a loader reads ahead, so this sampler cannot know which samples were used: "
                 "write `for batch in sampler.batches(loader)`, not `for batch in loader`"
             )
-        lists = self._lists(reading)
-        yield from chain.from_iterable(lists) if reading.single else lists
+        lists = self._lists(epoch_pass)
+        yield from chain.from_iterable(lists) if epoch_pass.samples_singly else lists
 
     def _batches(
-        self, loader: Iterable[Batch], single: bool, epochs: int | None
+        self, loader: Iterable[Batch], singly: bool, epochs: int | None
     ) -> Iterator[Batch | None]:
         num_read = 0
         while epochs is None or num_read < epochs:
-            yield from self._rest_of_epoch(loader, _Reading(self._epoch, self._position, single))
+            yield from self._rest_of_epoch(loader, _EpochPass(self._epoch, self._position, singly))
             num_read += 1
 
-    def _rest_of_epoch(self, loader: Iterable[Batch], reading: _Reading) -> Iterator[Batch | None]:
-        self._reading = reading
+    def _rest_of_epoch(
+        self, loader: Iterable[Batch], epoch_pass: _EpochPass
+    ) -> Iterator[Batch | None]:
+        self._pass = epoch_pass
         try:
-            with self._own_draws():
+            with self._worker_seed():
                 iterator = iter(loader)
-            for whole_batch in self._order.batches(reading.position):
+            for whole_batch in self._order.batches(epoch_pass.position):
                 share = self._share(whole_batch)
-                batch = self._next(iterator, reading) if share else None
+                batch = self._next(iterator, epoch_pass) if share else None
                 self._weight = len(share) * self._size / len(whole_batch)
                 at_end = whole_batch.stop == self._order.end
                 self._epoch, self._position = (
-                    (reading.epoch + 1, 0) if at_end else (reading.epoch, whole_batch.stop)
+                    (epoch_pass.epoch + 1, 0) if at_end else (epoch_pass.epoch, whole_batch.stop)
                 )
                 yield batch
-                if self._reading is not reading:
+                if self._pass is not epoch_pass:
                     raise StateError(
                         "this loop over batches was overtaken: load_state_dict() or another call "
                         "of batches() has moved the sampler. Go on with the newest loop"
@@ -256,33 +272,32 @@ class ResumableSampler(Sampler[Any]):
             if next(iterator, _END) is not _END:
                 raise StateError(f"the loader gives more batches than it asks for: {_USE_AS}")
         finally:
-            if self._reading is reading:
-                self._reading = self._weight = None
+            if self._pass is epoch_pass:
+                self._pass = self._weight = None
 
-    def _next(self, iterator: Iterator[Batch], reading: _Reading) -> Batch:
-        """The next batch of the loader, which must be one that it has asked for."""
-        batch: Any = next(iterator, _END)
-        reading.opening = False
+    def _next(self, iterator: Iterator[Batch], epoch_pass: _EpochPass) -> Batch:
+        """The next batch of the loader, which must have asked for it."""
+        batch = next(iterator, _END)
+        epoch_pass.is_opening = False
         if batch is _END:
             raise StateError(
-                f"the loader ended after {reading.num_given} batches, before the epoch did: give "
-                "one that leaves out no batch, and that can be iterated again"
+                f"the loader ended after {epoch_pass.num_delivered} batches, before the epoch did: "
+                "give one that leaves out no batch, and that can be iterated again"
             )
-        reading.num_given += 1
-        if reading.num_given > reading.num_drawn:
+        epoch_pass.num_delivered += 1
+        if epoch_pass.num_delivered > epoch_pass.num_requested:
             raise StateError(f"the loader gives batches that it never asked for: {_USE_AS}")
-        delivered: Batch = batch
-        return delivered
+        return cast(Batch, batch)
 
-    def _lists(self, reading: _Reading) -> Iterator[list[int]]:
+    def _lists(self, epoch_pass: _EpochPass) -> Iterator[list[int]]:
         """This rank's samples of each batch; batches in which it has none are left out."""
-        shares = filter(None, map(self._share, self._order.batches(reading.position)))
+        shares = filter(None, map(self._share, self._order.batches(epoch_pass.position)))
         num_together = max(1, _BLOCK * self._size // self._order.batch_size)
         while block := list(islice(shares, num_together)):
             positions = list(chain.from_iterable(block))
-            samples = iter(self._order.samples(reading.epoch, positions))
+            samples = iter(self._order.samples(epoch_pass.epoch, positions))
             for share in block:
-                reading.num_drawn += 1
+                epoch_pass.num_requested += 1
                 yield list(islice(samples, len(share)))
 
     def _share(self, batch: range) -> range:
@@ -292,14 +307,15 @@ class ResumableSampler(Sampler[Any]):
         return range(start, start + each + (self._rank < more))
 
     @contextmanager
-    def _own_draws(self) -> Iterator[None]:
-        """Let a loader draw the seed of its workers from here, not from the global generator.
+    def _worker_seed(self) -> Iterator[None]:
+        """Give the loader a seed for its workers that leaves the global generator as it was.
 
-        Or a job that goes on inside an epoch would draw once more than one that did not stop.
+        Otherwise a job that is resumed inside an epoch would draw once more than one without a
+        stop.
         """
-        where = (self._order.seed, self._epoch, self._position, self._rank)
-        digest = hashlib.shake_256(f"workers {where}".encode()).digest(8)
-        generator = vars(torch.random)["default_generator"]  # of a simulated rank, its own
+        place = (self._order.seed, self._epoch, self._position, self._rank)
+        digest = hashlib.shake_256(f"workers {place}".encode()).digest(8)
+        generator = vars(torch.random)["default_generator"]  # every simulated rank has one
         before = generator.get_state()
         generator.manual_seed(int.from_bytes(digest, "little"))
         try:
@@ -307,8 +323,8 @@ class ResumableSampler(Sampler[Any]):
         finally:
             generator.set_state(before)
 
-    def _is_single(self, loader: object) -> bool:
-        """Whether ``loader`` asks for samples one by one; refuse one that reads others."""
+    def _check_loader(self, loader: object) -> bool:
+        """Whether ``loader`` asks for samples one by one; a loader of other samples is refused."""
         if not isinstance(loader, DataLoader):
             if not isinstance(loader, Iterable):
                 raise ArgumentError(f"loader is {loader!r:.80}: {_USE_AS}")

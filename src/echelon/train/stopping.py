@@ -1,7 +1,7 @@
-"""Ends a job when a signal asks for it: at the end of a step, on all ranks at the same one.
+"""Signals that end a job: all ranks stop after the same step.
 
 Schedulers announce the end of a job by a signal, some seconds before they kill it. The signal may
-reach one rank only, and each rank at another moment, so the ranks agree before they act on it.
+reach only one rank, or each rank at another moment, so the ranks agree before they act on it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echelon.process.main_thread import in_main_thread
 
 EXIT_RESUMABLE: Final = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
 
-ECHO_S = 1.0  # how long after a signal another one of the same kind is taken for the same
+ECHO_S = 1.0  # for so long after a signal, a further one of the same kind counts as its echo
 
 _DEFAULT = (signal.SIGTERM, signal.SIGUSR1)
 _CATCHABLE = set(map(int, signal.Signals)) - {signal.SIGKILL, signal.SIGSTOP}
@@ -33,33 +33,33 @@ _Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class _Caught:
-    """One signal of this process: it has one handler, whoever and how many listen.
+    """One kind of signal, which has one handler in this process for all its listeners.
 
-    [Note: first and second signal] The first one is a request. What follows at once is its echo: a
-    scheduler may signal all processes of a job, and a launcher among them pass it on. A later one
-    of the same kind goes to the handler that was there before, so that an impatient user can still
-    end the job. A forked child, such as a worker of a DataLoader, has a copy of all this and
-    outlives the first signal too. (But torch has these workers die of a SIGTERM that is not from
-    their parent.)
+    [Note: first and second signal] The first signal is a request to stop. A further one shortly
+    after it is its echo: a scheduler may signal all processes of a job, and a launcher among them
+    passes the signal on. A later one goes to the handler that was there before, so that an
+    impatient user can still end the job. A forked child, such as a worker of a DataLoader, inherits
+    the handler and survives the first signal too, except that torch ends these workers after a
+    SIGTERM that is not from their parent.
     """
 
     def __init__(self, number: signal.Signals) -> None:
         self.number = number
         self.num_listeners = 0
-        self.received_s: float | None = None  # when the first one came
+        self.received_s: float | None = None  # time of the first signal
         self.installed = False
-        self._before: _Handler = signal.SIG_DFL
+        self._previous: _Handler = signal.SIG_DFL
 
     def update(self) -> None:
-        """Have the handler there while anybody listens; only the main thread may call it."""
+        """Install the handler if there are listeners, else remove it; the main thread calls it."""
         current = signal.getsignal(self.number)
         if self.num_listeners and not self.installed:
-            self._before = current
+            self._previous = current
             signal.signal(self.number, self._handle)
             self.installed = True
         elif not self.num_listeners and self.installed:
-            if current == self._handle:  # or somebody has replaced it since, and knows why
-                signal.signal(self.number, self._before)
+            if current == self._handle:  # a handler that was installed since then stays
+                signal.signal(self.number, self._previous)
             self.installed = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -68,9 +68,9 @@ class _Caught:
             self.received_s = now
         elif self.num_listeners and self.received_s and now < self.received_s + ECHO_S:
             return
-        elif callable(self._before):
-            self._before(number, frame)
-        elif self._before == signal.SIG_DFL:
+        elif callable(self._previous):
+            self._previous(number, frame)
+        elif self._previous == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -80,7 +80,7 @@ _caught: dict[signal.Signals, _Caught] = {}
 
 
 def _listen(number: signal.Signals) -> bool:
-    """Begin to listen; whether this process has the handler."""
+    """Begin to listen, and return whether this process has the handler."""
     with _lock:
         caught = _caught.setdefault(number, _Caught(number))
         if not caught.num_listeners:
@@ -94,7 +94,7 @@ def _unlisten(number: signal.Signals) -> None:
     with _lock:
         caught = _caught[number]
         caught.num_listeners -= 1
-    # Should nobody restore the handler, it passes signals on: it has no listeners.
+    # If the main thread never removes the handler, it passes signals on, as it has no listeners.
     in_main_thread(caught.update, wait=False)
 
 
@@ -104,26 +104,26 @@ class StopSignals:
 
     Law: ``requested()`` answers alike on all ranks, whichever rank a signal has reached.
 
-    The block must contain the saving. It ends on all ranks together if they stop, because a
-    launcher ends the others when the first rank has gone. A second signal of the same kind, more
-    than a second later, does what it did before the block; after the block they all do.
+    Save inside the block. If the ranks stop, they leave the block together, because a launcher ends
+    the other ranks when the first has exited. A second signal of the same kind, more than a second
+    later, has the effect that it had before the block; after the block all signals have.
 
-    Python can install handlers in the main thread only. For simulated ranks it does so as long as
-    it waits for them in ``ec.run`` or ``echelon run``, so a signal to the process reaches all. A
-    rank on another thread hears no signals, and warns; it still stops when another rank is asked.
+    Python installs handlers in the main thread only. For simulated ranks the main thread does so
+    while it waits in ``ec.run`` or ``echelon run``, so a signal to the process reaches all ranks. A
+    rank on any other thread warns that it receives no signals; it still stops with the others.
 
     Args:
         group: the ranks that stop together: ``world.group``.
-        signals: which signals to catch.
-        every: look once in so many calls. Each look is an all-reduce of two numbers, for which a
-            GPU must finish its work.
+        signals: the signals to catch; by default SIGTERM and SIGUSR1, not SIGINT (Ctrl-C).
+        every: the ranks agree in every so many calls. That is an all-reduce of two numbers, for
+            which a GPU must finish its work.
         grace_s: seconds from the signal until the job is killed, for ``seconds_left``.
 
     Attributes:
         exit_code: 75, for ``sys.exit``: the job can be resumed. Also ``ec.EXIT_RESUMABLE``.
 
     Raises:
-        ArgumentError: ``group`` is no group, or a signal cannot be caught.
+        ArgumentError: ``group`` is not a ``Group``, or a signal cannot be caught.
 
     Example:
         >>> def main(world):
@@ -158,7 +158,7 @@ class StopSignals:
         self._num_calls = 0
         self._signal: signal.Signals | None = None
         self._deadline_s: float | None = None
-        self._settled_s = 0.0  # from when on no rank should get the signal any more
+        self._settled_s = 0.0  # time after which no rank should get the signal or its echo
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -167,7 +167,7 @@ class StopSignals:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the job is killed, not below 0, counted from the first rank's signal.
+        """Seconds until the job is killed, at least 0, counted from the first rank's signal.
 
         None without ``grace_s``, and before ``requested()`` has returned True.
         """
@@ -217,7 +217,7 @@ class StopSignals:
         try:
             if self._signal is not None and (kind is None or issubclass(kind, SystemExit)):
                 self._group.barrier(label="all ranks have stopped")
-                # The signal, or its echo, may be on its way to this rank yet.
+                # The signal, or its echo, may not have reached this rank yet.
                 time.sleep(max(0.0, self._settled_s - time.monotonic()))
         finally:
             self._open = False
@@ -225,7 +225,7 @@ class StopSignals:
                 _unlisten(number)
 
     def _agree(self) -> None:
-        """Look whether any rank was asked to stop."""
+        """Agree with the other ranks on whether a signal has reached any of them."""
         number, since_us = 0, 0
         for caught in (_caught[number] for number in self._numbers):
             if caught.received_s is not None:
@@ -242,7 +242,7 @@ class StopSignals:
 
 
 def _numbers(signals: object) -> tuple[signal.Signals, ...]:
-    """``signals``, each once, if they can be caught."""
+    """``signals`` without repetitions; a signal that cannot be caught is refused."""
     if not isinstance(signals, Sequence) or isinstance(signals, str) or not signals:
         raise ArgumentError(f"signals is {signals!r:.80}; give a list such as [signal.SIGTERM]")
     numbers = [integer(f"signals[{i}]", number) for i, number in enumerate(signals)]
