@@ -43,8 +43,8 @@ def techniques(args: argparse.Namespace) -> set[str]:
     if args.plan is None:
         return {args.technique}
     axes = axes_of(args.plan)
-    found = {"pipeline"} if axes.get("pp", 1) > 1 else set()
-    return found | ({"fsdp"} if axes.get("shard", 1) > 1 else {"ddp"})
+    techniques = {"pipeline"} if axes.get("pp", 1) > 1 else set()
+    return techniques | ({"fsdp"} if axes.get("shard", 1) > 1 else {"ddp"})
 
 
 def check_options(args: argparse.Namespace) -> None:

@@ -31,8 +31,8 @@ def written(main: Callable[..., None], tmp_path: Path, **options: Any) -> dict[s
     """The JSON that a benchmark leaves, started in this process."""
     output = tmp_path / "result.json"
     main(**options, output=output)
-    found: dict[str, Any] = json.loads(output.read_text())
-    return found
+    records: dict[str, Any] = json.loads(output.read_text())
+    return records
 
 
 class Recorder:
@@ -211,8 +211,8 @@ def test_pipelines_are_compared_with_torchs_on_the_same_stages(
 def test_sleeping_stages_sleep_as_long_as_the_simulation_says() -> None:
     import sleeping_stages
 
-    found = sleeping_stages.measure(sleeping_stages.Case("zb-h1", 2, 2))
-    assert found["simulated_s"] <= found["measured_s"] < 2 * found["simulated_s"]
+    record = sleeping_stages.measure(sleeping_stages.Case("zb-h1", 2, 2))
+    assert record["simulated_s"] <= record["measured_s"] < 2 * record["simulated_s"]
 
 
 def test_many_simulated_ranks_take_a_step_of_one_process(tmp_path: Path) -> None:
@@ -229,10 +229,10 @@ def test_the_share_of_a_guard_is_measured_with_and_without_a_norm(tmp_path: Path
 
     result = written(guards.main, tmp_path, steps=2, batch=[1], layers=1)
     cases = result["cases"]
-    assert [(one["wrapper"], one["with_norm"]) for one in cases] == [
+    assert [(case["wrapper"], case["with_norm"]) for case in cases] == [
         ("DDP", False), ("DDP", True), ("FSDP", False), ("FSDP", True),
     ]  # fmt: skip
-    assert all(0 < share < 1 for one in cases for rank in one["shares"] for share in rank)
+    assert all(0 < share < 1 for case in cases for rank in case["shares"] for share in rank)
     assert len(result["bars"]) == 4
 
 

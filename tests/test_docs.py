@@ -203,8 +203,8 @@ def unknown_in_drawings(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_what_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
-    found = [*missing_files(page, text), *missing_names(text), *broken_links(page, text)]
-    assert found == []
+    problems = [*missing_files(page, text), *missing_names(text), *broken_links(page, text)]
+    assert problems == []
 
 
 def test_the_drawings_of_the_architecture_name_what_exists() -> None:

@@ -51,12 +51,12 @@ def test_a_span_has_a_duration_also_when_its_body_raises() -> None:
 def test_several_listeners_hear_the_same_and_leave_in_any_order() -> None:
     first: list[str] = []
     second: list[str] = []
-    one = events.listen(lambda event: first.append(event.name))
+    listening = events.listen(lambda event: first.append(event.name))
     two = events.listen(lambda event: second.append(event.name))
-    one.__enter__()
+    listening.__enter__()
     two.__enter__()
     events.emit("a")
-    one.__exit__(None, None, None)
+    listening.__exit__(None, None, None)
     events.emit("b")
     two.__exit__(None, None, None)
     assert (first, second) == (["a"], ["a", "b"])
@@ -101,10 +101,10 @@ def test_communication_is_told_with_rank_operation_position_bytes_and_label() ->
     with events.listen(seen.append):
         ec.run(communicate, ranks=2)
     issued = [event.facts for event in seen if event.name == "collective.issue"]
-    found = sorted((f["rank"], f["op"], f["position"], f["nbytes"], f["label"]) for f in issued)
+    issues = sorted((f["rank"], f["op"], f["position"], f["nbytes"], f["label"]) for f in issued)
     expected = [(rank, "all_reduce", 0, 20, "five") for rank in (0, 1)]
     expected += [(rank, "broadcast", 1, 20, None) for rank in (0, 1)]
-    collectives = [facts for facts in found if facts[1] not in ("send", "recv")]
+    collectives = [facts for facts in issues if facts[1] not in ("send", "recv")]
     assert sorted(collectives) == sorted(expected)
     waits = [event.facts["op"] for event in seen if event.name == "collective.wait"]
     assert waits.count("all_reduce") == waits.count("broadcast") == 2

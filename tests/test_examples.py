@@ -63,9 +63,9 @@ def test_the_demo_learns_verifies_itself_and_leaves_its_report(tmp_path: Path, p
     for line in output.splitlines():
         assert re.match(r"(text|verified|sample|step|def |[^\x1b]*$)", line)
     assert re.search(r"^step 1/12  loss \d\.\d{3} bits per byte  [\d,]+ tokens/s", output, re.M)
-    found = re.search(r"differ by at most (\S+)$", output, re.M)
-    assert found is not None
-    assert float(found[1]) <= 1e-12
+    match = re.search(r"differ by at most (\S+)$", output, re.M)
+    assert match is not None
+    assert float(match[1]) <= 1e-12
 
     run = tmp_path / "runs" / "gpt"
     assert {path.name for path in run.iterdir()} == {"metrics.jsonl", "report.html", "trace.json"}
@@ -129,16 +129,16 @@ def test_batches_of_the_ranks_end_to_end_are_the_batch_of_one_process(text: Modu
     whole = text.batch(data, 8, 12, seed=1, step=5, rank=0, size=1)
     for size in (2, 3, 12):
         parts = [text.batch(data, 8, 12, seed=1, step=5, rank=r, size=size) for r in range(size)]
-        for one, cut in zip(whole, zip(*parts, strict=True), strict=True):
-            assert torch.equal(one, torch.cat(cut))
+        for tensor, cut in zip(whole, zip(*parts, strict=True), strict=True):
+            assert torch.equal(tensor, torch.cat(cut))
 
 
 def test_batches_depend_on_seed_and_step_and_targets_follow_tokens(text: ModuleType) -> None:
     data = torch.arange(1000, dtype=torch.uint8)
-    one, targets = text.batch(data, 8, 4, seed=1, step=5, rank=0, size=1)
-    assert torch.equal(one[:, 1:], targets[:, :-1])
+    inputs, targets = text.batch(data, 8, 4, seed=1, step=5, rank=0, size=1)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
     for other in ({"seed": 2, "step": 5}, {"seed": 1, "step": 6}):
-        assert not torch.equal(one, text.batch(data, 8, 4, rank=0, size=1, **other)[0])
+        assert not torch.equal(inputs, text.batch(data, 8, 4, rank=0, size=1, **other)[0])
 
 
 def test_the_default_text_is_several_megabytes_of_python_without_tests(text: ModuleType) -> None:

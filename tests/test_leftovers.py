@@ -40,10 +40,10 @@ def test_a_rank_of_the_forkserver_is_named_and_the_forkserver_is_not() -> None:
     rank = context.Process(target=ended.wait)
     rank.start()
     wait_until(lambda: set(conftest.leftover_processes(mark)) - before)
-    found = sorted(set(conftest.leftover_processes(mark)) - before)
+    processes = sorted(set(conftest.leftover_processes(mark)) - before)
     ended.set()
     rank.join()
-    assert [line.split()[1] for line in found] == [str(rank.pid)]
+    assert [line.split()[1] for line in processes] == [str(rank.pid)]
 
 
 def test_a_file_of_shared_memory_is_named() -> None:

@@ -77,8 +77,8 @@ def public() -> Iterator[tuple[str, Callable[..., Any]]]:
 def documented(item: Callable[..., Any], block: str) -> list[str]:
     """The names in a block of a docstring, such as ``Args:``."""
     text = inspect.cleandoc(item.__doc__ or "")
-    found = re.search(rf"^{block}:\n((?:    .*\n|\n)+)", text + "\n", re.MULTILINE)
-    return re.findall(r"^    (\w+):", found.group(1), re.MULTILINE) if found else []
+    match = re.search(rf"^{block}:\n((?:    .*\n|\n)+)", text + "\n", re.MULTILINE)
+    return re.findall(r"^    (\w+):", match.group(1), re.MULTILINE) if match else []
 
 
 def undocumented(name: str, item: Callable[..., Any]) -> list[str]:

@@ -100,8 +100,8 @@ def batch_job(folder: Path, script: str, srun: str) -> Iterator[subprocess.Popen
 
 
 def children(pid: int) -> list[int]:
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found]
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children]
 
 
 @pytest.mark.parametrize("script", blocks("slurm.md", "bash"))
@@ -175,8 +175,8 @@ def check_requeued(number: int, folder: Path, straight: dict[str, Any]) -> None:
         assert job.returncode == 75, errors
     assert (folder / "asked").read_text().startswith("requeue ")
     assert SAVE_EVERY <= ec.steps(folder / "runs" / "a")[-1] < STEPS
-    found = trains_on(folder)
-    assert all(torch.equal(value, straight[name]) for name, value in found.items())
+    weights = trains_on(folder)
+    assert all(torch.equal(value, straight[name]) for name, value in weights.items())
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
 def test_the_examples_run() -> None:
-    found = doctest.testmod(testing, optionflags=doctest.ELLIPSIS)
-    assert found.attempted >= 4
-    assert found.failed == 0
+    results = doctest.testmod(testing, optionflags=doctest.ELLIPSIS)
+    assert results.attempted >= 4
+    assert results.failed == 0
 
 
 def test_run_ranks_is_run() -> None:
@@ -73,8 +73,8 @@ def test_a_fault_falls_on_the_chosen_call(at) -> None:
 
 
 def test_a_fault_beyond_the_last_call_does_nothing() -> None:
-    found = run_faulty(all_reduce_thrice, 2, BY_NAME["raises"], rank=0, at=3)
-    assert found == [[1.0, 3.0, 5.0]] * 2
+    results = run_faulty(all_reduce_thrice, 2, BY_NAME["raises"], rank=0, at=3)
+    assert results == [[1.0, 3.0, 5.0]] * 2
 
 
 def test_a_skipped_call_is_missing_and_later_calls_are_in_step_again() -> None:

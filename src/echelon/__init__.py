@@ -1,6 +1,6 @@
-"""Trains one PyTorch model on many ranks, with the same weights as one process would give.
+"""Trains one PyTorch model on many ranks, with the weights that one process would compute.
 
-Names are loaded when they are first used, so that ``echelon --help`` need not wait for torch.
+Names are imported when they are first used, so that ``echelon --help`` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ __all__ = [
     "units",
 ]
 
-# Where each name lives; a module itself where the value ends in its own name.
+# The module that defines each name; names that are not here are those of echelon.errors.
 _HOMES = {
     "AsyncSave": "echelon.checkpoint.async_save",
     "Loaded": "echelon.checkpoint.loading",

@@ -1,4 +1,4 @@
-"""``python -m echelon`` is ``echelon``."""
+"""The command line as ``python -m echelon``."""
 
 from echelon.cli import main
 

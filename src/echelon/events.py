@@ -1,22 +1,22 @@
-"""What happened, with names and numbers: everyone may emit, nobody needs to listen.
+"""Events: things that happened, with names and numbers, which any code may emit or listen to.
 
-Emitting costs one attribute read when nobody listens. Observers subscribe with ``listen``; the
-code that emits never learns who they are.
+Emitting costs one attribute read if there are no listeners. Listeners subscribe with ``listen``;
+the code that emits does not know them.
 
-Events of this library and their facts (bytes in ``nbytes``, ranks inside the job in ``rank``):
+These are the events of this library and their facts (``nbytes`` in bytes, ``rank`` in the job):
 
 ====================  ==========================================================================
-``collective.issue``  ``rank group op position nbytes label``: a collective was issued, a message
-                      sent (op ``send``) or asked for (``recv``)
-``collective.wait``   the same and ``seconds``: how long a rank was held up until it was complete
+``collective.issue``  ``rank group op position nbytes label``: a collective was issued, or a
+                      message was sent (op ``send``) or requested (``recv``)
+``collective.wait``   the same and ``seconds``: how long a rank waited until it was complete
 ``memory``            ``rank category nbytes``: bytes of a category grew (or shrank, if negative)
 ``ddp.backward``      ``rank phase``: ``begin`` or ``end`` of a backward that reduces
-``ddp.bucket``        ``rank bucket nbytes``: a bucket's gradients are complete and on their way
-``fsdp.gather``       ``rank unit nbytes``: the parameters of a unit became whole
-``fsdp.prefetch``     the same: a unit that is not needed yet began to become whole
-``fsdp.release``      the same: they are this rank's parts again
+``ddp.bucket``        ``rank bucket nbytes``: a bucket is complete, and its reduction starts
+``fsdp.gather``       ``rank unit nbytes``: the parameters of a unit were unsharded
+``fsdp.prefetch``     the same: the unshard of a unit that is not needed yet has begun
+``fsdp.release``      the same: the parameters were resharded
 ``pipeline.action``   ``rank action kind training waited_s``: one action of a schedule ran, such as
-                      ``2F0``; ``waited_s`` of its time passed until its input was there
+                      ``2F0``; it waited ``waited_s`` of its time for its input
 ``checkpoint.save``   ``rank step nbytes``: this rank wrote its part of a step, which is committed
 ``checkpoint.load``   ``rank step nbytes``: this rank read its part of a step
 ====================  ==========================================================================
@@ -36,11 +36,11 @@ __all__ = ["Event", "Listener", "emit", "listen", "listening", "span"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened.
+    """Something that happened.
 
     Attributes:
-        name: what kind of thing, from the table of this module.
-        start_s: when it began, on ``time.perf_counter``'s clock.
+        name: the kind of the event, from the table of this module.
+        start_s: when it began, on the clock of ``time.perf_counter``.
         seconds: how long it took; 0 for a moment.
         facts: its names and numbers.
     """
@@ -53,7 +53,7 @@ class Event:
 
 @dataclass(slots=True)
 class PeakBytes:
-    """Live and peak bytes of one category, such as ``memory`` events tell.
+    """The live and the peak bytes of a category of ``memory`` events.
 
     Example:
         >>> counter = PeakBytes()
@@ -80,12 +80,12 @@ _listeners: tuple[Listener, ...] = ()  # replaced as a whole, so that emit needs
 
 
 def listening() -> bool:
-    """Whether anyone listens; lets a hot path skip the gathering of facts."""
+    """Whether there are listeners; if not, a hot path need not collect facts."""
     return bool(_listeners)
 
 
 def emit(name: str, /, start_s: float | None = None, seconds: float = 0.0, **facts: Any) -> None:
-    """Tell all listeners that something happened.
+    """Emit an event to all listeners.
 
     Example:
         >>> seen = []
@@ -119,7 +119,8 @@ def span(name: str, /, **facts: Any) -> Iterator[None]:
 def listen(listener: Listener) -> Iterator[None]:
     """Call ``listener`` with every event of this process while the body runs.
 
-    It is called on the thread that emits; a listener shared by simulated ranks must be thread-safe.
+    It is called on the thread that emits. A listener that simulated ranks share must be
+    thread-safe.
     """
     global _listeners
     with _lock:
@@ -128,6 +129,6 @@ def listen(listener: Listener) -> Iterator[None]:
         yield
     finally:
         with _lock:
-            kept = list(_listeners)
-            kept.remove(listener)
-            _listeners = tuple(kept)
+            listeners = list(_listeners)
+            listeners.remove(listener)
+            _listeners = tuple(listeners)

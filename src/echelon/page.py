@@ -1,7 +1,6 @@
-"""Pages of HTML that are one file: their style, their sections and their tables.
+"""HTML pages in one file, for reports of runs and drawings of schedules.
 
-Reports of runs and drawings of schedules look alike. Texts are escaped here; contents, such as
-drawings, are HTML. Knows no torch.
+Texts are escaped here; contents, such as drawings, are HTML. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -53,11 +52,10 @@ DARK_STYLE = """
 def page(
     title: str, subtitle: str, body: Iterable[str], script: str = "", *, dark: bool = False
 ) -> str:
-    """A whole page.
+    """The HTML of a page.
 
-    Args:
-        script: JavaScript that drawings in it need.
-        dark: whether its drawings can be read on a dark ground, too.
+    ``script`` is JavaScript that the drawings need. ``dark`` says that they can be read on a dark
+    ground, too.
     """
     style = STYLE + DARK_STYLE if dark else STYLE
     name = escape(title)
@@ -73,13 +71,13 @@ def page(
 
 
 def section(title: str, about: str, content: str) -> str:
-    """A part of a page under a title, with a sentence about it if there is one."""
+    """A part of a page with a title and, unless it is empty, a sentence ``about`` it."""
     text = f"<p>{escape(about)}</p>" if about else ""
     return f"<section><h2>{escape(title)}</h2>{text}{content}</section>"
 
 
 def facts(values: Iterable[tuple[str, str]]) -> str:
-    """Numbers that people look for first, each with what it is."""
+    """The most important numbers of a page, as pairs of a value and its label."""
     cells = "".join(
         f'<div class="fact"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
         for value, label in values
@@ -88,7 +86,7 @@ def facts(values: Iterable[tuple[str, str]]) -> str:
 
 
 def definitions(values: Iterable[tuple[str, str]]) -> str:
-    """Names and what each one is."""
+    """A list of names and their values."""
     rows = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in values
     )

@@ -1,4 +1,4 @@
-"""Pure arithmetic of shards: tensors in a flat buffer, a buffer over ranks."""
+"""The arithmetic of shards: tensors in a flat buffer, and ranges of a buffer on ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Placement:
 
     Attributes:
         starts: where each tensor begins, in elements.
-        numels: length of each tensor, in elements.
-        numel: length of the buffer, in elements.
+        numels: the length of each tensor, in elements.
+        numel: the length of the buffer, in elements.
     """
 
     starts: tuple[int, ...]
@@ -26,14 +26,7 @@ class Placement:
 def pack(numels: Sequence[int], align: int = 1) -> Placement:
     """Lay tensors end to end; each begins at a multiple of ``align`` elements.
 
-    Law: no two tensors overlap, and less than ``align`` elements are lost after each.
-
-    Args:
-        numels: lengths in elements; zero is allowed.
-        align: in elements.
-
-    Raises:
-        ArgumentError: a length is negative, or ``align`` is not positive.
+    Law: no two tensors overlap, and there are less than ``align`` unused elements after each.
 
     Example:
         >>> pack([3, 5], align=4)
@@ -56,9 +49,6 @@ def shard_range(numel: int, size: int, rank: int) -> tuple[int, int]:
     The first ``numel % size`` ranks own one element more than the others.
     Law: the ranges of all ranks, in rank order, cover ``range(numel)`` exactly once.
 
-    Raises:
-        RankError: ``rank`` is not in a group of ``size``.
-
     Example:
         >>> [shard_range(10, 4, rank) for rank in range(4)]
         [(0, 3), (3, 6), (6, 8), (8, 10)]
@@ -75,8 +65,8 @@ def shard_range(numel: int, size: int, rank: int) -> tuple[int, int]:
 def even_chunks(numel: int, size: int, align: int = 1) -> list[tuple[int, int]]:
     """Cut ``range(numel)`` into ``size`` ranges of equal length, each a multiple of ``align``.
 
-    The last ranges are shorter or empty. Used where ranks share work on one buffer and
-    where a cut inside a cache line would make two cores write to the same line.
+    The last ranges are shorter or empty. It is for ranks that share work on one buffer, where a cut
+    inside a cache line would make two cores write to the same line.
 
     Example:
         >>> even_chunks(10, 3, align=4)

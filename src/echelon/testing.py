@@ -1,8 +1,8 @@
-"""Test doubles for users: ranks that fail, lie, dawdle or vanish at a chosen call.
+"""Injected faults for tests of users: ranks that fail, lie, delay or exit at a chosen call.
 
-A ``FaultyGroup`` stands for a group and misbehaves once, at its call number ``at``. ``FAULTS`` are
-the ways of failing that end in a named error, and ``run_faulty`` runs a rank function with one of
-them on one rank::
+A ``FaultyGroup`` replaces a group and misbehaves once, at its call number ``at``. ``FAULTS`` are
+the faults that end in a named error, and ``run_faulty`` runs a rank function with one of them on
+one rank::
 
     @pytest.mark.parametrize("fault", testing.FAULTS, ids=str)
     def test_my_training_never_hangs(fault):
@@ -10,7 +10,7 @@ them on one rank::
             testing.run_faulty(train, ranks=2, fault=fault, rank=1, at=3, world="processes")
 
 Law: in worlds of threads and of processes, every fault of ``FAULTS`` ends every rank with an error
-that names what happened, at the latest when the timeout is up.
+that names what happened, at the latest after the timeout.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ Sleep = Callable[[float], object]
 
 
 class InjectedFault(EchelonError):
-    """What a rank raises when its fault is to raise."""
+    """The error of a rank whose fault is to raise one."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One way in which a rank misbehaves at one of its calls.
+    """A way in which a rank misbehaves at one of its calls.
 
     Attributes:
-        name: as it reads in the name of a test.
-        strike: called with the call, the way to issue it and the way to sleep, instead of the call
-            being issued.
-        ends_in: what ``run`` raises then; None: the fault is harmless.
-        needs_process: it would end the whole process, so simulated ranks cannot have it.
-        needs_timeout: nothing but the timeout ends the wait for this rank.
-        at_messages: whether it can fall on a send or a receive; else on collectives only.
-        again: whether it falls on every later call as well.
+        name: the name, as it appears in the name of a test.
+        strike: a function that replaces the call; its arguments are the call, a function that
+            issues it, and a function that sleeps.
+        ends_in: the error that ``run`` raises; None: the fault is harmless.
+        needs_process: whether it ends the whole process, so that simulated ranks cannot have it.
+        needs_timeout: whether only the timeout ends the wait for this rank.
+        at_messages: whether it can replace a send or a receive; if not, only collectives.
+        again: whether it also replaces every later call.
     """
 
     name: str
@@ -87,12 +87,12 @@ class Fault:
 
 
 class _Left(BaseException):
-    """Takes a rank out of its function, past whatever ``except Exception`` that has."""
+    """Ends the function of a rank, which cannot catch it by ``except Exception``."""
 
 
 @final
 class _NoWork(Work):
-    """Stands for a call that was never issued."""
+    """The work of a call that was never issued."""
 
     def done(self) -> bool:
         return True
@@ -173,7 +173,7 @@ def _liar(name: str, alter: Callable[[CallSignature], CallSignature]) -> Fault:
 
 
 def slow(seconds: float) -> Fault:
-    """A rank that dawdles before every call from ``at`` on. Harmless while it is in time.
+    """A fault that delays every call from ``at`` on; it is harmless within the timeout.
 
     Example:
         >>> def main(world):
@@ -229,18 +229,18 @@ FAULTS: tuple[Fault, ...] = (
 
 @final
 class FaultyGroup(Group):
-    """Stands for ``inner`` and misbehaves at its call number ``at``; otherwise forwards everything.
+    """A group that forwards everything to ``inner`` and misbehaves at its call number ``at``.
 
-    Lying faults alter what this rank tells the others of its call, not the data; on backends that
-    do not compare calls they change nothing. The making of windows and subgroups is never
-    disturbed; a subgroup has the same fault and counts its own calls. Use it instead of ``inner``
-    from its making on, not beside it.
+    Some faults change what this rank tells the others about its call, not the data; on backends
+    that do not compare calls they have no effect. A fault never affects the making of windows and
+    subgroups; a subgroup has the same fault and counts its own calls. Use it in place of ``inner``
+    from the start, never both.
 
     Args:
         inner: the group of a running world.
-        fault: what to do.
-        at: the first call that may be struck, counted from 0 over collectives and messages.
-        sleep: how the rank sleeps, in seconds.
+        fault: the fault.
+        at: the first call that the fault may replace, counted from 0 over collectives and messages.
+        sleep: the function by which the rank sleeps for some seconds.
 
     Example:
         >>> def main(world):
@@ -272,21 +272,21 @@ class FaultyGroup(Group):
         self._num_struck = 0
 
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
-        """Issue the call, or let the fault do what it does."""
+        """Issue the call, or let the fault replace it."""
 
         def issue(call: CollectiveCall) -> Work:
             return self._inner._start(self._renumbered(call), operation)
 
         number, self._num_calls = self._num_calls, self._num_calls + 1
         fault = self._fault
-        falls = number >= self._at and (fault.again or not self._num_struck)
-        if not falls or (call.signature.op in _MESSAGES and not fault.at_messages):
+        is_due = number >= self._at and (fault.again or not self._num_struck)
+        if not is_due or (call.signature.op in _MESSAGES and not fault.at_messages):
             return issue(call)
         self._num_struck += 1
         return fault.strike(call, issue, self._sleep)
 
     def _renumbered(self, call: CollectiveCall) -> CollectiveCall:
-        """The call with the number that ``inner`` would give it; calls may have been skipped."""
+        """The call with the number that ``inner`` gives it, which differs after a skipped call."""
         inner = self._inner
         if call.signature.op in _MESSAGES:
             position, inner._p2p_position = inner._p2p_position, inner._p2p_position + 1
@@ -298,8 +298,10 @@ class FaultyGroup(Group):
         self, call: CollectiveCall, name: str, members: Sequence[int]
     ) -> FaultyGroup | None:
         self._inner._num_subgroups = self._num_subgroups
-        made = self._inner._subgroup(self._renumbered(call), name, members)
-        return None if made is None else FaultyGroup(made, self._fault, self._at, self._sleep)
+        subgroup = self._inner._subgroup(self._renumbered(call), name, members)
+        if subgroup is None:
+            return None
+        return FaultyGroup(subgroup, self._fault, self._at, self._sleep)
 
     def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
         return self._inner._window(self._renumbered(call), numel, dtype)
@@ -310,7 +312,7 @@ class FaultyGroup(Group):
 
 @dataclass(frozen=True)
 class _FaultyRank:
-    """A rank function with a fault on one rank; goes to other processes by value."""
+    """A rank function with a fault on one rank; it is pickled for other processes."""
 
     fn: Callable[..., Any]
     fault: Fault
@@ -322,9 +324,9 @@ class _FaultyRank:
         if world.rank != self.rank:
             return self.fn(world, *args)
         group = FaultyGroup(world.group, self.fault, self.at, self.sleep)
-        double = World(group, backend=world.backend, close=world.close, steps=world.steps)
+        faulty_world = World(group, backend=world.backend, close=world.close, steps=world.steps)
         try:
-            return self.fn(double, *args)
+            return self.fn(faulty_world, *args)
         except _Left:
             return None
 
@@ -340,11 +342,11 @@ def run_faulty(
     args: Sequence[Any] = (),
     timeout: float = 5.0,
 ) -> list[Any]:
-    """``run(fn, ranks, world)`` with ``fault`` at call number ``at`` of one rank.
+    """Run ``fn`` as ``run(fn, ranks, world)`` does, with ``fault`` at a call of one rank.
 
     Args:
-        rank: the one that misbehaves.
-        at: its first call that may be struck, counted from 0 over collectives and messages.
+        rank: the rank that misbehaves.
+        at: its first call that the fault may replace, counted from 0 over collectives and messages.
         timeout: seconds that a rank waits for others in one call.
 
     Raises:
@@ -357,7 +359,7 @@ def run_faulty(
         raise ArgumentError(
             f"a rank that {fault} would end this process: use world='processes' for it"
         )
-    # A simulated rank that sleeps would outlive its world: it is woken when that has ended.
+    # A simulated rank that sleeps would outlive its world, so it is woken when the world has ended.
     ended = threading.Event()
     sleep = ended.wait if world == "threads" else time.sleep
     try:

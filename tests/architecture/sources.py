@@ -62,14 +62,14 @@ def imported_modules(modules: Modules, name: str, *, types: bool = True) -> set[
     ``from echelon.comm import world`` imports ``comm.world``; ``from echelon.comm import Group``
     imports ``world`` itself, because no module has that name.
     """
-    found = set()
+    imported = set()
     for dotted in imported_names(modules[name], types=types):
         package, *parts = dotted.split(".")
         if package == PACKAGE:
             while parts and ".".join(parts) not in modules:
                 parts.pop()
-            found.add(".".join(parts))
-    return found - {name}
+            imported.add(".".join(parts))
+    return imported - {name}
 
 
 def package_of(**sources: str) -> dict[str, ast.Module]:

@@ -44,7 +44,7 @@ def runs_data(modules: Modules) -> list[str]:
     sentences = []
     for name in sorted(modules):
         allowed = MAY_RUN_DATA.get(name, {})
-        found: dict[str, int] = {}
+        lines: dict[str, int] = {}
         torchs = {
             (alias.asname or alias.name).split(".")[0]
             for node in ast.walk(modules[name])
@@ -54,15 +54,15 @@ def runs_data(modules: Modules) -> list[str]:
         }
         for node in ast.walk(modules[name]):
             for mention in mentions_of_code(node, torchs):
-                found.setdefault(mention, node.lineno)  # type: ignore[attr-defined]
+                lines.setdefault(mention, node.lineno)  # type: ignore[attr-defined]
         sentences += [
             f"{name or 'echelon'}, line {line}, mentions {mention}, which can run what it reads"
-            for mention, line in sorted(found.items())
+            for mention, line in sorted(lines.items())
             if mention not in allowed
         ]
         sentences += [
             f"{name} is allowed {mention} and does not mention it"
-            for mention in sorted(allowed.keys() - found.keys())
+            for mention in sorted(allowed.keys() - lines.keys())
         ]
     return sentences
 

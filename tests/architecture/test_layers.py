@@ -67,13 +67,13 @@ def imports_upwards(modules: Modules) -> list[str]:
 
 def circles(modules: Modules) -> list[list[str]]:
     """Modules that import each other in a circle: anywhere in them, also for annotations only."""
-    found: dict[frozenset[str], list[str]] = {}
+    circles: dict[frozenset[str], list[str]] = {}
     done: set[str] = set()
 
     def visit(name: str, path: list[str]) -> None:
         if name in path:
             circle = path[path.index(name) :]
-            found.setdefault(frozenset(circle), circle)
+            circles.setdefault(frozenset(circle), circle)
         elif name not in done:
             for other in sorted(imported_modules(modules, name)):
                 visit(other, [*path, name])
@@ -81,7 +81,7 @@ def circles(modules: Modules) -> list[list[str]]:
 
     for name in sorted(modules):
         visit(name, [])
-    return list(found.values())
+    return list(circles.values())
 
 
 def in_a_circle(modules: Modules, known: list[set[str]]) -> list[str]:

@@ -1,18 +1,30 @@
-"""How long a file and a function may be, how files are named, and which names are public."""
+"""How long a file and a function may be, how files and variables are named, what is public."""
 
 import __future__
 
 import ast
 import importlib
 import typing
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tests.architecture.sources import PACKAGE, ROOT, project_files
+from tests.architecture.sources import (
+    PACKAGE,
+    ROOT,
+    Modules,
+    package_of,
+    project_files,
+    read_modules,
+)
 
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
+# A variable is named after what it holds.
+VAGUE = {"found", "own", "one", "told", "mine", "theirs"}
+# Modules that still have such variables: one a line. The list only becomes shorter.
+VAGUE_NAMES = Path(__file__).parent / "vague_names.txt"
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
@@ -42,6 +54,18 @@ def nameless(path: Path) -> list[str]:
         f"{path} is named {part!r}, which does not say what is in it"
         for part in path.with_suffix("").parts
         if NAMELESS & set(part.split("_"))
+    ]
+
+
+def vague_names(modules: Modules, known: Collection[str]) -> list[str]:
+    """Parameters and variables whose name does not say what they hold, except in known modules."""
+    return [
+        f"{name}:{node.lineno}: {word!r} does not say what it holds"
+        for name in sorted(modules.keys() - known)
+        for node in ast.walk(modules[name])
+        if isinstance(node, ast.arg | ast.Name)
+        and not isinstance(getattr(node, "ctx", None), ast.Load)
+        and (word := node.arg if isinstance(node, ast.arg) else node.id) in VAGUE
     ]
 
 
@@ -82,6 +106,12 @@ def test_file_names_say_what_is_in_them() -> None:
     assert [s for path in project_files() for s in nameless(path.relative_to(ROOT))] == []
 
 
+def test_variables_are_named_after_what_they_hold() -> None:
+    known = VAGUE_NAMES.read_text().split()
+    assert known == sorted(set(known)), "sorted, each once"
+    assert vague_names(read_modules(), known) == []
+
+
 def test_all_is_what_a_user_can_import() -> None:
     assert unlisted_names(importlib.import_module(PACKAGE)) == []
 
@@ -105,6 +135,14 @@ def test_a_long_file_and_a_long_function_are_named() -> None:
 @pytest.mark.parametrize("path", ["src/utils.py", "tests/common/test_a.py", "src/io_helpers.py"])
 def test_a_name_that_says_nothing_is_named(path: str) -> None:
     assert len(nameless(Path(path))) == 1
+
+
+def test_a_vague_name_is_named_outside_of_the_known_modules() -> None:
+    modules = package_of(a="found = 1\nlambda one: found\nseen.own = 2", b="mine = 1")
+    assert vague_names(modules, {"b"}) == [
+        "a:1: 'found' does not say what it holds",
+        "a:2: 'one' does not say what it holds",
+    ]
 
 
 def test_a_public_name_outside_all_is_named() -> None:

@@ -98,7 +98,7 @@ class Job:
 
     def processes(self) -> dict[int, str]:
         """The processes of this job that run, and their command lines."""
-        mark, found = f"{MARK}={self._mark}".encode(), {}
+        mark, commands = f"{MARK}={self._mark}".encode(), {}
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 ours = mark in (process / "environ").read_bytes().split(b"\0")
@@ -106,8 +106,8 @@ class Job:
             except OSError:
                 continue  # it ended, or is another user's
             if ours and command:  # without one it has ended, and nobody has waited for it yet
-                found[int(process.name)] = command.decode(errors="replace")
-        return found
+                commands[int(process.name)] = command.decode(errors="replace")
+        return commands
 
     def agent(self) -> int:
         """The process of torch's agent."""

@@ -43,12 +43,12 @@ def addresses() -> list[str]:
 
     No packet is sent: connecting a datagram socket only looks up the way.
     """
-    found = []
+    addresses = []
     for family, far in ((socket.AF_INET, "203.0.113.1"), (socket.AF_INET6, "2001:db8::1")):
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((far, 9))
-            found.append(probe.getsockname()[0])
-    return found
+            addresses.append(probe.getsockname()[0])
+    return addresses
 
 
 def refuses(host: str, port: int) -> bool:
@@ -64,14 +64,14 @@ def exposed(folder: Path, kind: str) -> tuple[list[str], list[str]]:
     """Where a job listens that uses this kind of group: all places, and those off loopback."""
     with Job(folder, SCRIPT, kind, str(folder)) as job:
         job.wait_for("ready-0", "ready-1")
-        found = job.listeners()
+        listeners = job.listeners()
         assert len(job.processes()) == 4  # the launcher, the agent and two ranks
-        for listener in found:
+        for listener in listeners:
             # An address of this machine that the store of torch's own agent answers on.
             for host in ("127.0.0.2", *addresses()):
                 assert refuses(host, listener.port), f"{host} answers at {listener.port}"
         (folder / "seen").touch()
         code, _, errors = job.end()
         assert (code, errors) == (0, [])
-    off = [str(one) for one in found if not one.address.is_loopback]
-    return [str(one) for one in found], off
+    off = [str(listener) for listener in listeners if not listener.address.is_loopback]
+    return [str(listener) for listener in listeners], off

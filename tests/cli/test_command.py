@@ -185,9 +185,9 @@ def test_without_tee_the_end_says_how_to_see_what_other_ranks_printed(tmp_path: 
     last = error.splitlines()[-1]
     assert last.startswith("rank 1 printed, too: --tee shows it, --log-dir DIR keeps it")
     _, error = echelon("run", "--ranks", "2", "--log-dir", "logs", "train.py", folder=tmp_path)
-    found = re.search(r"^all output is in (.*)$", error, re.MULTILINE)
-    assert found is not None
-    [log] = (tmp_path / found[1]).glob("*/attempt_0/1/stdout.log")
+    match = re.search(r"^all output is in (.*)$", error, re.MULTILINE)
+    assert match is not None
+    [log] = (tmp_path / match[1]).glob("*/attempt_0/1/stdout.log")
     assert log.read_text() == "first 1 []\nsecond 1 __main__\nopen 1"
 
 

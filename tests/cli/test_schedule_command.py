@@ -31,10 +31,10 @@ def test_a_named_schedule_is_drawn_and_written(tmp_path) -> None:
         *("zb", "--ranks", 2, "--microbatches", 4, "--chunks", 2, "--option", "k=2"),
         *("--costs", "F=2,I=2,W=4", "--csv", files[0], "--svg", files[1], "--html", files[2]),
     )
-    found = schedule("zb", 4, 4, 2, k=2)
+    expected = schedule("zb", 4, 4, 2, k=2)
     assert code == 0
-    assert to_text(simulate(found, {"F": 1, "I": 1, "W": 2}).timeline) in output
-    assert Schedule.from_csv(files[0].read_text(), "zb") == found
+    assert to_text(simulate(expected, {"F": 1, "I": 1, "W": 2}).timeline) in output
+    assert Schedule.from_csv(files[0].read_text(), "zb") == expected
     assert files[1].read_text().startswith("<svg")
     assert files[2].read_text().startswith("<!doctype html>")
 

@@ -211,10 +211,10 @@ def test_a_finite_step_takes_one_collective_of_one_number_and_a_wrong_one_tells_
             with events.listen(seen.append):
                 guard.allows_step(loss)
                 world.group.barrier()
-            mine = [
+            issued = [
                 e for e in seen if e.name == "collective.issue" and e.facts["rank"] == world.rank
             ]
-            counts.append([(e.facts["op"], e.facts["nbytes"]) for e in mine if e.facts["nbytes"]])
+            counts.append([(e.facts["op"], e.facts["nbytes"]) for e in issued if e.facts["nbytes"]])
         return counts
 
     (finite, wrong), _ = ec.run(main, 2)
@@ -255,7 +255,7 @@ def test_gradients_of_every_dtype_are_looked_at(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "found"),
+    ("loss", "losses"),
     [
         (10**400, {0: "inf"}),
         (-(10**400), {0: "-inf"}),
@@ -263,14 +263,14 @@ def test_gradients_of_every_dtype_are_looked_at(dtype: torch.dtype) -> None:
         (torch.tensor(NAN).to(torch.float8_e4m3fn), {0: "nan"}),
     ],
 )
-def test_a_loss_of_any_kind_is_looked_at(loss: Any, found: dict[int, str]) -> None:
+def test_a_loss_of_any_kind_is_looked_at(loss: Any, losses: dict[int, str]) -> None:
     def main(world: World) -> dict[int, str]:
         _, guard = plain_guard(world)
         with pytest.raises(NonFiniteError) as caught:
             guard.allows_step(loss)
         return dict(caught.value.losses)
 
-    assert ec.run(main, 1) == [found]
+    assert ec.run(main, 1) == [losses]
 
 
 def test_a_sparse_gradient_is_looked_at() -> None:

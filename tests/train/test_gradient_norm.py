@@ -31,11 +31,11 @@ def test_the_norm_is_that_of_all_gradients_as_one_vector(norm_type: float) -> No
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6, math.inf])
 def test_clipping_is_torchs_own(max_norm: float, norm_type: float) -> None:
-    ours, theirs = model_with_gradients(), model_with_gradients()
-    norm = ec.clip_grad_norm_(ours, max_norm, norm_type)
-    expected = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm, norm_type)
+    model, torch_model = model_with_gradients(), model_with_gradients()
+    norm = ec.clip_grad_norm_(model, max_norm, norm_type)
+    expected = nn.utils.clip_grad_norm_(torch_model.parameters(), max_norm, norm_type)
     torch.testing.assert_close(norm, expected)
-    torch.testing.assert_close(flat(ours), flat(theirs))
+    torch.testing.assert_close(flat(model), flat(torch_model))
 
 
 def test_a_small_gradient_is_left_as_it_is() -> None:
@@ -154,14 +154,14 @@ def check(world: ec.World) -> None:
             expected(torch.cat([rows(0), rows(1)])).square().mean().backward()
             wanted = nn.utils.clip_grad_norm_(expected.parameters(), 0.5, order)
             model = wrapped(world, technique)
-            found = ec.clip_grad_norm_(model, 0.5, order)
-            torch.testing.assert_close(found, wanted, **CLOSE, msg=f"{technique} {order}")
+            norm = ec.clip_grad_norm_(model, 0.5, order)
+            torch.testing.assert_close(norm, wanted, **CLOSE, msg=f"{technique} {order}")
             again = ec.clip_grad_norm_(model, math.inf, order)
             torch.testing.assert_close(again, wanted.new_tensor(0.5), rtol=1e-4, atol=0)
             if technique.startswith("fsdp"):
                 model = wrapped(world, technique)
-                found = nn.utils.clip_grad_norm_(model.parameters(), 0.5, order)
-                torch.testing.assert_close(found, wanted, **CLOSE)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, order)
+                torch.testing.assert_close(norm, wanted, **CLOSE)
 
 
 @pytest.mark.parametrize("kind", KINDS)

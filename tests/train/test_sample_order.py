@@ -63,8 +63,8 @@ def test_words_of_64_bits_give_what_whole_numbers_give(
     num_samples: int, position: int, seed: int, epoch: int
 ) -> None:
     position %= num_samples
-    found = shuffled(np.array([position], dtype=np.uint64), num_samples, seed, epoch)
-    assert found.tolist() == [in_whole_numbers(position, num_samples, seed, epoch)]
+    sample = shuffled(np.array([position], dtype=np.uint64), num_samples, seed, epoch)
+    assert sample.tolist() == [in_whole_numbers(position, num_samples, seed, epoch)]
 
 
 def test_the_order_of_a_seed_never_changes() -> None:
@@ -81,11 +81,11 @@ def test_the_order_of_a_seed_never_changes() -> None:
 @pytest.mark.parametrize(("num_samples", "num_seeds"), [(3, 300), (5, 1200)])
 def test_all_orders_of_a_few_samples_are_equally_frequent(num_samples: int, num_seeds: int) -> None:
     num_orders = math.factorial(num_samples)
-    found = Counter(tuple(order(num_samples, seed)) for seed in range(num_seeds))
+    counts = Counter(tuple(order(num_samples, seed)) for seed in range(num_seeds))
     expected = num_seeds / num_orders
     chi2 = sum(
-        (found[one] - expected) ** 2 / expected
-        for one in itertools.permutations(range(num_samples))
+        (counts[permutation] - expected) ** 2 / expected
+        for permutation in itertools.permutations(range(num_samples))
     )
     freedom = num_orders - 1
     assert abs(chi2 - freedom) < 4 * math.sqrt(2 * freedom)  # four standard deviations

@@ -100,11 +100,11 @@ def test_the_state_counts_what_the_loop_took_and_not_what_workers_have_read_ahea
 @pytest.mark.parametrize("workers", [0, 2])
 def test_three_stops_in_one_epoch(workers: int) -> None:
     sampler = ec.ResumableSampler(NUM_SAMPLES, BATCH, ALONE, seed=5)
-    found = []
+    batches = []
     for num in (1, 2, 1, None):
-        found += read(sampler, num, workers)
+        batches += read(sampler, num, workers)
         sampler = resumed(sampler, seed=5)
-    assert found == straight(0, seed=5)
+    assert batches == straight(0, seed=5)
     assert sampler.epoch == 1
 
 
@@ -122,22 +122,22 @@ def test_any_number_of_ranks_goes_on_where_another_stopped(
             ec.ResumableSampler(NUM_SAMPLES, BATCH, (r, before), **options) for r in range(before)
         ]
         parts = zip(*(read(rank, cut) for rank in ranks), strict=True)
-        found = [list(chain.from_iterable(batch)) for batch in parts]
+        batches = [list(chain.from_iterable(batch)) for batch in parts]
         states = [rank.state_dict() for rank in ranks]
         assert all(state == states[0] for state in states)
         ranks = [resumed(ranks[0], (r, after), **options) for r in range(after)]
         parts = zip(*(read(rank, len(expected) - cut) for rank in ranks), strict=True)
-        found += [list(chain.from_iterable(batch)) for batch in parts]
-        assert found == expected
+        batches += [list(chain.from_iterable(batch)) for batch in parts]
+        assert batches == expected
 
 
 def test_a_loop_that_was_left_goes_on_and_into_the_next_epoch() -> None:
     sampler = ec.ResumableSampler(NUM_SAMPLES, BATCH, ALONE)
     loader = loader_of(sampler, 2, persistent_workers=True)
-    found = []
+    batches = []
     for num in (2, 1, 5, 4):
-        found += [batch.tolist() for batch in islice(sampler.batches(loader, epochs=2), num)]
-    assert found == straight(0) + straight(1)
+        batches += [batch.tolist() for batch in islice(sampler.batches(loader, epochs=2), num)]
+    assert batches == straight(0) + straight(1)
     assert [b.tolist() for b in sampler.batches(loader)] == straight(2)
     assert sampler.state_dict()["epoch"] == 3
 
@@ -184,8 +184,8 @@ def test_it_is_a_sampler_as_well_as_a_batch_sampler(workers: int, size: int) -> 
         expected = list(read(batched, 9))
         share = len(expected[0])
         loader = DataLoader(Numbers(), share, sampler=single, num_workers=workers)
-        found = [b.tolist() for b in islice(single.batches(loader, epochs=None), 9)]
-        assert found == expected
+        batches = [b.tolist() for b in islice(single.batches(loader, epochs=None), 9)]
+        assert batches == expected
         assert single.state_dict() == batched.state_dict()
         # Without batching by the loader, the data set is asked for the whole list.
         loader = DataLoader(torch.arange(NUM_SAMPLES), batch_size=None, sampler=bulk)
@@ -199,8 +199,8 @@ def test_other_loaders_may_iterate_over_it_inside_batches() -> None:
         def __iter__(self) -> Iterator[list[int]]:
             return ([2 * sample for sample in samples] for samples in sampler)
 
-    found = list(sampler.batches(Doubled()))
-    assert found == [[2 * sample for sample in batch] for batch in straight(0)]
+    batches = list(sampler.batches(Doubled()))
+    assert batches == [[2 * sample for sample in batch] for batch in straight(0)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -72,10 +72,10 @@ def trained_alone(num_steps: int) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def check(found: State, num_steps: int) -> None:
+def check(state: State, num_steps: int) -> None:
     for name, expected in trained_alone(num_steps).items():
         # float64; the ranks add in another order
-        torch.testing.assert_close(found["model"][name], expected, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(state["model"][name], expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(

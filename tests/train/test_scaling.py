@@ -70,7 +70,7 @@ def trains(world: World, how: str, optimizer_options: dict[str, Any]) -> list[fl
         after = weights(model)
         assert same(before, after) == skipped
         everyone = world.group.all_gather_object({n: v.tolist() for n, v in after.items()})
-        assert all(one == everyone[0] for one in everyone)
+        assert all(results == everyone[0] for results in everyone)
         if not skipped:
             expected(
                 torch.cat([batch(step, r) for r in range(world.size)])

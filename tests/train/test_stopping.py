@@ -75,9 +75,9 @@ def stops(world: ec.World, number: int, who: int) -> tuple[int, str]:
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(kind: str) -> None:
     before = handlers()
     for who, number in ((1, signal.SIGUSR1), (0, signal.SIGTERM)):
-        found = run_world(kind, stops, 3, (number, who))
-        assert len(set(found)) == 1
-        step, name = found[0]
+        stops_of_ranks = run_world(kind, stops, 3, (number, who))
+        assert len(set(stops_of_ranks)) == 1
+        step, name = stops_of_ranks[0]
         assert (name, 3 <= step < MANY - 1) == (signal.Signals(number).name, True)
     assert handlers() == before
 

@@ -1,6 +1,7 @@
 """``echelon checkpoint``: list, verify, convert and compare what was saved.
 
-What needs torch is imported where it is used, so that help and mistakes answer at once.
+Modules that need torch are imported where they are used, so that help and wrong options answer at
+once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ app = typer.Typer(
 
 
 class FormName(StrEnum):
-    """What to convert to."""
+    """The forms of a checkpoint that ``convert`` writes."""
 
     ECHELON = "echelon"
     SAFETENSORS = "safetensors"
@@ -100,13 +101,13 @@ def _convert(
 
 
 @app.command("diff")
-def _diff(one: Folder, other: Folder) -> None:
-    """Say how two steps differ; of a run, the newest."""
-    _run(lambda: _compare_steps(one, other))
+def _diff(first: Folder, second: Folder) -> None:
+    """Say how two steps differ; for the folder of a run, its newest step."""
+    _run(lambda: _compare_steps(first, second))
 
 
 def _run(command: Callable[[], int]) -> None:
-    """Run a command; what cannot be done is a sentence and exit code 2."""
+    """Run a command; an error is printed as a sentence, and the exit code is 2."""
     try:
         code = command()
     except (ArgumentError, CheckpointError, OSError) as error:
@@ -116,7 +117,7 @@ def _run(command: Callable[[], int]) -> None:
 
 
 def _list_steps(folder: Path) -> int:
-    """Print a row for each step; 1 if one cannot be read."""
+    """Print a row for each step; returns 1 if a step cannot be read."""
     from rich import box
     from rich.table import Table
 
@@ -151,7 +152,7 @@ def _list_steps(folder: Path) -> int:
 
 
 def _verify_steps(folder: Path) -> int:
-    """Compare all bytes with their checksums, and print a line a step; 1 unless all are whole."""
+    """Compare all bytes with their checksums, print a line a step; returns 1 if one is damaged."""
     from echelon.checkpoint.saved_step import SavedStep
 
     code = 0
@@ -170,7 +171,7 @@ def _verify_steps(folder: Path) -> int:
 
 
 def _convert_state(source: Path, target: Path, options: ConvertOptions) -> int:
-    """Write another form, and print what was written."""
+    """Write a state in another form, and print the paths that were written."""
     from echelon.checkpoint.convert.convert import convert
 
     done = convert(source, target, options)
@@ -183,13 +184,13 @@ def _convert_state(source: Path, target: Path, options: ConvertOptions) -> int:
     return 0
 
 
-def _compare_steps(one: Path, other: Path) -> int:
-    """Print how two steps differ, of which every byte was verified; 1 if they do."""
+def _compare_steps(*folders: Path) -> int:
+    """Verify every byte of two steps and print how they differ; returns 1 if they do."""
     from echelon.checkpoint.convert.convert import step_at
     from echelon.checkpoint.saved_step import SavedStep, differences
 
     with ExitStack() as stack:
-        first, second = (stack.enter_context(SavedStep(step_at(path))) for path in (one, other))
+        first, second = (stack.enter_context(SavedStep(step_at(path))) for path in folders)
         for step in (first, second):
             step.verify(0, 1)
         rows = list(differences(first, second))
@@ -209,13 +210,13 @@ def _steps(folder: Path) -> Iterable[Path]:
 
     if step_of(folder.name) is not None and folder.is_dir():
         return [folder]
-    known = files.steps(folder)
-    if not known:
+    committed = files.steps(folder)
+    if not committed:
         inside = [path for path in folder.glob("*") if path.is_dir() and os.access(path, os.R_OK)]
         below = sorted(path.name for path in inside if files.steps(path))
-        there = f"; there are steps in {', '.join(map(repr, below[:10]))} below it" if below else ""
-        raise CheckpointNotFound(f"no step was committed here{there}", folder)
-    return [step_at(folder, step) for step in known]
+        hint = f"; there are steps in {', '.join(map(repr, below[:10]))} below it" if below else ""
+        raise CheckpointNotFound(f"no step was committed here{hint}", folder)
+    return [step_at(folder, step) for step in committed]
 
 
 def _print(text: str) -> None:

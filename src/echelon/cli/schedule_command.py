@@ -1,4 +1,4 @@
-"""``echelon schedule``: the table of schedules for a size, or one of them drawn."""
+"""``echelon schedule``: a table of the schedules for a size, or the drawing of a schedule."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from echelon.pipeline.schedules.simulate import Simulation, simulate
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRequest:
-    """What was asked for on the command line, as it was written.
+    """The arguments of the command line, as they were written.
 
     Attributes:
-        name: of a schedule; None for the table of all.
-        ranks: how many.
-        microbatches: how many.
-        chunks: one number, or several with commas.
-        costs: pairs such as ``F=1``, with commas.
-        hop: time of a message.
-        memory_cap: most microbatches alive on a rank.
-        options: of the schedule, each as ``k=2``.
-        files: where to write what, by format.
+        name: the name of a schedule; None for the table of all.
+        ranks: the number of ranks.
+        microbatches: the number of microbatches.
+        chunks: a number, or several with commas between them.
+        costs: pairs such as ``F=1`` with commas between them.
+        hop: the time of a message.
+        memory_cap: the most microbatches that may be alive on a rank.
+        options: the options of the schedule, each as ``k=2``.
+        files: the paths of the files to write, by format.
     """
 
     name: str | None
@@ -45,7 +45,7 @@ class ScheduleRequest:
 
 
 def show(request: ScheduleRequest) -> int:
-    """Print the table or the drawing, and write the files; 1 if nothing can be recommended."""
+    """Print the table or the drawing and write the files; returns 1 without a recommendation."""
     costs = {name: float(_number(text, "--costs")) for name, text in _pairs(request.costs)}
     costs["hop"] = request.hop
     if request.name is not None:
@@ -79,8 +79,8 @@ def show(request: ScheduleRequest) -> int:
 
 
 def _named(request: ScheduleRequest, costs: dict[str, float]) -> Simulation:
-    """Simulate the schedule of a name, and draw it."""
-    assert request.name is not None  # the caller has looked
+    """Simulate the schedule with the requested name, and draw it."""
+    assert request.name is not None
     family = FAMILIES.get(request.name)
     usual = (family.chunks or 2) if family is not None else 1
     chunks = usual if request.chunks is None else _whole(request.chunks, "--chunks")
@@ -88,11 +88,11 @@ def _named(request: ScheduleRequest, costs: dict[str, float]) -> Simulation:
     for name, text in (pair for option in request.options for pair in _pairs(option)):
         number = _whole(text, "--option")
         options[name] = bool(number) if name == "fused" else number
-    found = schedule(
+    chosen = schedule(
         request.name, request.ranks * chunks, request.microbatches, request.ranks, **options
     )
     by_stage = {name: cost / (1 if name == "hop" else chunks) for name, cost in costs.items()}
-    simulation = simulate(found, by_stage)
+    simulation = simulate(chosen, by_stage)
     if request.memory_cap is not None and max(simulation.peak) > request.memory_cap:
         raise ArgumentError(
             f"{request.name} keeps {max(simulation.peak):g} microbatches alive on a rank, more "
@@ -100,8 +100,8 @@ def _named(request: ScheduleRequest, costs: dict[str, float]) -> Simulation:
         )
     try:
         typer.echo(to_text(simulation.timeline))
-    except ArgumentError:  # too wide for a terminal: the lists without their times still fit
-        typer.echo(str(found))
+    except ArgumentError:  # it is too wide for a terminal; the lists without times fit
+        typer.echo(str(chosen))
     peaks = ", ".join(f"{peak:g}" for peak in simulation.peak)
     typer.echo(
         f"time {simulation.makespan:.4g}, bubble {simulation.span_bubble:.2%} "
@@ -125,14 +125,14 @@ def _print_table(request: ScheduleRequest, choice: Choice) -> None:
 
 
 def _cells(row: ChoiceRow, choice: Choice) -> list[str]:
-    found = row.simulation
+    simulation = row.simulation
     mark = "→" if row is choice.recommended else "" if row.fits else "over the cap"
     return [
         mark,
         str(row),
-        f"{found.makespan:.4g}",
-        f"{found.span_bubble:.2%}",
-        f"{found.own_bubble:.2%}",
+        f"{simulation.makespan:.4g}",
+        f"{simulation.span_bubble:.2%}",
+        f"{simulation.own_bubble:.2%}",
         f"{row.peak:g}",
         str(row.messages),
     ]

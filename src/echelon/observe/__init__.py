@@ -1,12 +1,12 @@
-"""What a run did: subscribers to events, the files they write, and a page that shows them.
+"""What a run did: listeners to events, the files that they write, and a page that shows them.
 
-``meters``    what one rank communicates and holds
+``meters``    what one rank communicates, and how much memory it holds
 ``trace``     events as a timeline for Perfetto
-``metrics``   ``metrics.jsonl``, line by line
-``progress``  how a run is going, for a person who watches
-``figures``   drawings of what ``metrics.jsonl`` says
-``report``    ``report.html``, made of them
-``recorder``  all of these, for a training loop
+``metrics``   the lines of ``metrics.jsonl``
+``progress``  the state of a run, for a person who watches
+``figures``   the drawings of ``metrics.jsonl``
+``report``    ``report.html``, which shows the drawings
+``recorder``  all of these together, for a training loop
 """
 
 from echelon.observe.meters import CommMeter, CommTotal, MemoryMeter, tensor_bytes

@@ -1,4 +1,4 @@
-"""The drawings of the report, in plotly; each is a function from recorded lines to a figure."""
+"""The drawings of the report: functions from recorded lines to figures of plotly."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MUTED = "#7b8794"
 GRID = "#e8ecf1"
 TRAIN = "#2f6fde"
 VALIDATION = "#d9480f"
-# One colour a rank, told apart also by those who see few colours.
+# One colour for each rank; they differ also for those who see few colours.
 RANKS = ("#2f6fde", "#e8903a", "#1b9e8a", "#c2417f", "#7a5cc9", "#8a6d3b", "#4b5d73", "#b8a000")
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
 
 def loss_figure(steps: Sequence[Line], evaluations: Sequence[Line], start: Line) -> go.Figure:
-    """Training and validation loss over steps, and the references as lines."""
+    """The training and validation loss over steps, and the references as lines."""
     unit = start.get("unit", "")
     suffix = f" {unit}" if unit else ""
     figure = go.Figure()
@@ -71,7 +71,7 @@ def loss_figure(steps: Sequence[Line], evaluations: Sequence[Line], start: Line)
 
 
 def speed_figure(steps: Sequence[Line]) -> go.Figure:
-    """Tokens per second over time, all ranks together."""
+    """The tokens per second of all ranks together, over time."""
     x = [line["time_s"] for line in steps]
     y = [line["tokens_per_s"] for line in steps]
     text = [line["step"] for line in steps]
@@ -101,7 +101,7 @@ def speed_figure(steps: Sequence[Line]) -> go.Figure:
 
 
 def memory_figure(ranks: Sequence[Line]) -> go.Figure:
-    """Peak bytes per category, a bar for each rank."""
+    """The peak bytes of each category, with a bar for each rank."""
     categories = dict.fromkeys(name for rank in ranks for name in rank["memory"])
 
     def peak(rank: Line, category: str) -> float:
@@ -125,7 +125,7 @@ def memory_figure(ranks: Sequence[Line]) -> go.Figure:
 
 
 def memory_over_time_figure(line: Line) -> go.Figure:
-    """Bytes per category during one step, one on top of the other."""
+    """The bytes of each category during one step, stacked."""
     series = line["nbytes"]
     sums = [sum(column) for column in zip(*series.values(), strict=True)]
     divisor, unit = _binary_unit(max(sums, default=0))
@@ -134,7 +134,7 @@ def memory_over_time_figure(line: Line) -> go.Figure:
         colour = RANKS[i % len(RANKS)]
         figure.add_scatter(
             x=[1e3 * seconds for seconds in line["time_s"]],
-            y=[one / divisor for one in nbytes],
+            y=[value / divisor for value in nbytes],
             name=name,
             mode="lines",
             line={"color": colour, "width": 1, "shape": "hv"},
@@ -147,7 +147,7 @@ def memory_over_time_figure(line: Line) -> go.Figure:
     return _styled(figure, height=340)
 
 
-# Colours of what a pipeline computes, by the letter in its text.
+# The names and colours of the actions of a pipeline, by the letter in their text.
 ACTIONS = {
     "F": ("forward", "#2f6fde"),
     "B": ("backward", "#e8903a"),
@@ -157,7 +157,7 @@ ACTIONS = {
 
 
 def timelines_figure(line: Line) -> go.Figure:
-    """A bar for everything that ran, a row for each rank, one timeline under the other."""
+    """The timelines, one below the other, with a row for each rank and a bar for each action."""
     figure = go.Figure()
     bars: dict[str, list[tuple[list[str], str, float, float]]] = {}  # by letter
     for name, steps in line["timelines"].items():
@@ -188,7 +188,7 @@ def timelines_figure(line: Line) -> go.Figure:
 
 
 def comm_figure(ranks: Sequence[Line]) -> go.Figure:
-    """Calls, bytes and seconds waited per operation, a bar for each rank."""
+    """The calls, bytes and seconds waited of each operation, with a bar for each rank."""
     operations = list(dict.fromkeys(op for rank in ranks for op in rank["comm"]))
     most = max((t["nbytes"] for rank in ranks for t in rank["comm"].values()), default=0)
     divisor, unit = _binary_unit(most)
@@ -230,7 +230,7 @@ def comm_figure(ranks: Sequence[Line]) -> go.Figure:
 def _bars(
     ranks: Sequence[Line], names: Sequence[str], value: Callable[[Line, str], float]
 ) -> list[Line]:
-    """A bar series for each rank; for many ranks the lowest, the median and the highest."""
+    """A series of bars for each rank; for many ranks the lowest, the median and the highest."""
     if len(ranks) <= len(RANKS):
         return [
             {
@@ -255,7 +255,7 @@ def _bars(
 
 
 def _smooth(values: Sequence[float | None]) -> list[float | None]:
-    """Means over a window around each step, which does not lag; it shrinks at the ends."""
+    """The mean over a window centred at each step; the window is smaller at both ends."""
     reach = max(2, len(values) // 60)
     smooth: list[float | None] = []
     for i in range(len(values)):
@@ -266,7 +266,7 @@ def _smooth(values: Sequence[float | None]) -> list[float | None]:
 
 
 def _binary_unit(nbytes: float) -> tuple[float, str]:
-    """The divisor and the name of the unit in which ``nbytes`` reads well."""
+    """The divisor and the name of the largest unit of which ``nbytes`` has at least one."""
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if nbytes >= 1024**power:
             return float(1024**power), unit
@@ -274,7 +274,7 @@ def _binary_unit(nbytes: float) -> tuple[float, str]:
 
 
 def _styled(figure: go.Figure, *, height: int, legend_y: float | None = None) -> go.Figure:
-    """The common look: light, few lines, the legend above the drawing."""
+    """Give a figure the common style: light, few lines, the legend above the drawing."""
     figure.update_layout(
         template="plotly_white",
         height=height,

@@ -1,4 +1,4 @@
-"""What one rank communicates, and how many bytes of which category it holds."""
+"""Listeners that count what one rank communicates, and the bytes that it holds by category."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from echelon.events import Event, PeakBytes
 
 Look = Callable[[], Mapping[str, int]]
 
-# Calls on which ranks must agree, but which move no tensors.
+# Calls on which ranks must agree, but which communicate no tensors.
 _SET_UP = {"subgroup", "window"}
 
 
@@ -26,9 +26,9 @@ class CommTotal:
     """All calls of one operation by one rank.
 
     Attributes:
-        calls: how many were issued.
-        nbytes: sum of the sizes of the tensors that they were about.
-        wait_s: seconds that the rank was held up until results were there.
+        calls: the number of calls that were issued.
+        nbytes: the sum of the sizes of their tensors.
+        wait_s: seconds that the rank waited for their results.
     """
 
     calls: int = 0
@@ -37,11 +37,11 @@ class CommTotal:
 
 
 class CommMeter:
-    """Communication of one rank per operation, from ``collective`` and ``p2p`` events. A listener.
+    """A listener that counts the communication of one rank by operation.
 
     Attributes:
-        rank: whose events count, in the job.
-        totals: by operation, in order of first call.
+        rank: the rank in the job whose events count.
+        totals: the totals by operation, in the order of the first calls.
 
     Example:
         >>> meter = CommMeter(rank=1)
@@ -73,13 +73,13 @@ class CommMeter:
 
 
 class MemoryMeter:
-    """Live and peak bytes per category of one rank, from ``memory`` events. A listener.
+    """A listener that counts the live and peak bytes of one rank by category.
 
-    Memory that nobody emits events for, such as an optimizer's state, is entered with ``measure``.
+    Memory without ``memory`` events, such as an optimizer's state, is entered with ``measure``.
 
     Attributes:
-        rank: whose events count, in the job.
-        totals: by category, in order of first appearance.
+        rank: the rank in the job whose events count.
+        totals: the totals by category, in the order of their first events.
 
     Example:
         >>> meter = MemoryMeter(rank=0)
@@ -102,29 +102,29 @@ class MemoryMeter:
                 total.add(event.facts["nbytes"])
 
     def measure(self, nbytes: Mapping[str, int], peaks: Mapping[str, int] | None = None) -> None:
-        """Enter how much of each category is held now, as found by looking.
+        """Enter the bytes of each category that are held now.
 
         Args:
-            peaks: the most that was held of some of them since the last look.
+            peaks: the peak bytes of some of the categories since the last call.
         """
         with self._lock:
-            for category, held in nbytes.items():
+            for category, live in nbytes.items():
                 total = self.totals.setdefault(category, PeakBytes())
-                total.add(held - total.live)
+                total.add(live - total.live)
                 total.peak = max(total.peak, (peaks or {}).get(category, 0))
 
     def process_peak(self, device: torch.device) -> int:
-        """The most memory that this process held, in bytes, whatever it was for."""
+        """The peak of all memory of this process, in bytes."""
         return streams.memory_peak(device)
 
 
 @final
 class MemoryTimeline:
-    """Bytes by category at every event of one rank. A listener.
+    """A listener that records the bytes by category at every event of one rank.
 
     Args:
-        rank: whose events count, in the job.
-        look: finds the bytes that are held now, by category.
+        rank: the rank in the job whose events count.
+        look: returns the bytes that are held now, by category.
 
     Example:
         >>> timeline = MemoryTimeline(0, lambda: {"gathered": 400})
@@ -143,7 +143,7 @@ class MemoryTimeline:
         self._note()
 
     def __call__(self, event: Event) -> None:
-        """Look, if the event is one of this rank."""
+        """Record the bytes now, if it is an event of this rank."""
         if event.facts.get("rank") == self.rank:
             self._note()
 
@@ -153,7 +153,7 @@ class MemoryTimeline:
             self._looks.append(self._look())
 
     def record(self) -> dict[str, Any]:
-        """Seconds since the start, and bytes by category, one number for each time."""
+        """The recorded times in seconds since the start, and the bytes by category at each time."""
         with self._lock:
             names = dict.fromkeys(name for look in self._looks for name in look)
             return {
@@ -164,30 +164,30 @@ class MemoryTimeline:
 
 @runtime_checkable
 class HasBuffers(Protocol):
-    """A model that holds memory beside what ``parameters()`` shows."""
+    """A model that holds memory besides its ``parameters()``."""
 
     def buffer_bytes(self) -> dict[str, tuple[int, int]]:
-        """By category: bytes now, and the most so far."""
+        """The live and the peak bytes by category."""
 
 
 def hidden_bytes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """What the wrappers in ``model`` hold for communication: bytes now, and the most so far.
+    """The live and the peak bytes, by category, that wrappers in ``model`` hold for communication.
 
-    Those of a ``DDP`` tell by events.
+    A ``DDP`` emits ``memory`` events instead.
     """
-    found: dict[str, tuple[int, int]] = {}
+    nbytes: dict[str, tuple[int, int]] = {}
     for module in model.modules():
         if isinstance(module, HasBuffers):
             for category, (live, peak) in module.buffer_bytes().items():
-                before = found.get(category, (0, 0))
-                found[category] = before[0] + live, before[1] + peak
-    return found
+                before = nbytes.get(category, (0, 0))
+                nbytes[category] = before[0] + live, before[1] + peak
+    return nbytes
 
 
 def tensor_bytes(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, int]:
-    """Bytes of parameters, buffers, gradients and optimizer state that are allocated now.
+    """The bytes of parameters, buffers, gradients and optimizer state that are allocated now.
 
     Tied tensors count once, in the first category that has them. A gradient that is a view of a
     larger buffer counts its own bytes.
@@ -209,11 +209,10 @@ def tensor_bytes(
         ],
     }
     seen: set[int] = set()
-    found = {}
+    nbytes = dict.fromkeys(categories, 0)
     for category, tensors in categories.items():
-        found[category] = 0
         for tensor in tensors:
             if tensor.numel() and tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())
-                found[category] += tensor.nbytes
-    return found
+                nbytes[category] += tensor.nbytes
+    return nbytes

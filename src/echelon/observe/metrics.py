@@ -1,10 +1,10 @@
-"""``metrics.jsonl``: what a run measured, one JSON object a line.
+"""``metrics.jsonl``: what a run measured, with one JSON object on each line.
 
 ===============  =============================================================================
 ``kind``         fields
 ===============  =============================================================================
 ``start``        ``version name time ranks backend device total_steps unit references config``
-``step``         ``step time_s loss tokens_per_s`` and whatever the script adds
+``step``         ``step time_s loss tokens_per_s`` and the values that the script adds
 ``evaluation``   ``step time_s loss``
 ``note``         ``title text``
 ``memory``       ``step rank``, and lists: ``time_s`` since that step began, ``nbytes`` by category
@@ -13,8 +13,8 @@
 ``end``          ``time_s steps``
 ===============  =============================================================================
 
-Seconds (``time_s``) count from the start of the run; bytes are plain numbers. A line is written
-whole and at once, so a run that was killed leaves a file that can be read.
+Seconds (``time_s``) count from the start of the run; bytes are plain numbers. Each line is written
+at once, so a run that was killed leaves a file that can be read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, Self
 from echelon.errors import ArgumentError
 
 _NUMBER = (int, float)
-_LOSS = (int, float, type(None))  # null: it was not finite
+_LOSS = (int, float, type(None))  # null if it was not finite
 _Fields = dict[str, type | tuple[type, ...]]
 _FIELDS: dict[str, _Fields] = {
     "start": {
@@ -56,13 +56,13 @@ _RANK_FIELDS: _Fields = {
 
 
 class MetricsWriter:
-    """Appends lines to a new ``metrics.jsonl``. A context manager."""
+    """A new ``metrics.jsonl``, to which lines are appended; a context manager that closes it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Write one line; numbers that JSON does not have (NaN, infinity) become null."""
+        """Write a line; numbers that JSON does not have (NaN, infinity) become null."""
         line = json.dumps({"kind": kind, **_finite(fields)}, allow_nan=False, default=str)
         self._file.write(line + "\n")
         self._file.flush()
@@ -112,7 +112,7 @@ def _parse(file: Path, text: str) -> Iterator[dict[str, Any]]:
             content = json.loads(line)
         except ValueError as error:
             if number == len(lines):
-                return  # no newline behind it: cut off
+                return  # it does not end with a newline, so it was cut off
             raise ArgumentError(f"{file}:{number} is not JSON: {error}") from error
         if not isinstance(content, dict) or "kind" not in content:
             raise ArgumentError(f"{file}:{number} is not an object with a 'kind': {line[:80]}")
@@ -120,15 +120,11 @@ def _parse(file: Path, text: str) -> Iterator[dict[str, Any]]:
 
 
 def check_run(lines: Sequence[dict[str, Any]]) -> None:
-    """Refuse lines without the fields of the table above.
-
-    Raises:
-        ArgumentError: names the first field that is missing or of another type.
-    """
+    """Refuse lines in which a field of the table above is missing or has another type."""
     for line in lines:
         _check_fields(line, line["kind"], _FIELDS.get(line["kind"], {}))
-        for one in line["ranks"] if line["kind"] == "ranks" else ():
-            _check_fields(one, "rank", _RANK_FIELDS)
+        for summary in line["ranks"] if line["kind"] == "ranks" else ():
+            _check_fields(summary, "rank", _RANK_FIELDS)
 
 
 def _check_fields(line: Any, kind: str, fields: _Fields) -> None:
@@ -136,12 +132,12 @@ def _check_fields(line: Any, kind: str, fields: _Fields) -> None:
         raise ArgumentError(f"this is no {kind!r}: {line!r:.80}")
     for name, types in fields.items():
         if not isinstance(line.get(name), types) or (name not in line):
-            found = f"{line[name]!r:.40}" if name in line else "missing"
-            raise ArgumentError(f"{name!r} is {found} in this {kind!r} line: {line!r:.80}")
+            value = f"{line[name]!r:.40}" if name in line else "missing"
+            raise ArgumentError(f"{name!r} is {value} in this {kind!r} line: {line!r:.80}")
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with None for each float that JSON cannot write."""
+    """``value`` with None in place of each float that JSON cannot express."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

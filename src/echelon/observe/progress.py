@@ -1,4 +1,4 @@
-"""How a run is going, for a person who watches: live on a terminal, plain lines in a pipe."""
+"""The progress of a run for a person who watches: live on a terminal, plain lines in a pipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from echelon import checks
 
 
 def duration_text(seconds: float) -> str:
-    """``seconds`` as a person says it.
+    """``seconds`` as a short text.
 
     Example:
         >>> [duration_text(seconds) for seconds in (7.4, 65, 7260)]
@@ -32,7 +32,7 @@ def duration_text(seconds: float) -> str:
 
 
 def bytes_text(nbytes: float) -> str:
-    """``nbytes`` with a unit.
+    """``nbytes`` as a text with a unit.
 
     Example:
         >>> [bytes_text(nbytes) for nbytes in (0, 2048, 3 * 2**20, 5 * 2**30)]
@@ -51,7 +51,7 @@ _WITH_BAR = (BarColumn(bar_width=_BAR), TaskProgressColumn(), *_WITHOUT_BAR)
 
 
 def _short(count: float) -> str:
-    """A number in at most four characters and a letter."""
+    """``count`` as a text of at most four characters and a letter."""
     for power, letter in ((3, "G"), (2, "M"), (1, "k")):
         if count >= 1000**power:
             return f"{count / 1000**power:.1f}{letter}"
@@ -61,16 +61,16 @@ def _short(count: float) -> str:
 class Progress:
     """Shows loss, tokens per second, memory and time left. A context manager; for one rank only.
 
-    On a terminal there is one live line, which leaves out what matters least where it is narrow:
-    the bar, then memory, then words; never the speed and the time left. Elsewhere (a pipe, a file)
-    there is one plain line each ``interval_s`` and one for the last step.
+    On a terminal there is one live line. If the terminal is narrow, the line is without the bar,
+    then also without memory, then with shorter words; it always has the speed and the time left.
+    In a pipe or a file there is one plain line every ``interval_s`` and one for the last step.
 
     Args:
-        total_steps: of the run.
-        unit: of the loss.
-        console: where to write; standard output if none is given.
+        total_steps: the number of steps of the run.
+        unit: the unit of the loss.
+        console: where to write; None: standard output.
         interval_s: seconds between plain lines.
-        clock: seconds that pass; a test gives its own.
+        clock: a function that returns the time in seconds.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Progress:
                 f"{done}  {loss:.3f}  {tokens_per_s:,.0f} tok/s  {left} left",
                 f"{done} {loss:.2f} {_short(tokens_per_s)}/s {left}",
             )
-            text = next((one for one in shorter if len(one) <= width), shorter[-1])
+            text = next((line for line in shorter if len(line) <= width), shorter[-1])
             self._bar.update(self._task, completed=step, total=self.total_steps, description=text)
             return
         now = self._clock()
@@ -141,5 +141,5 @@ class Progress:
             self._console.print(text)
 
     def note(self, text: str) -> None:
-        """Show a line that stays."""
+        """Print a line that stays above the live one."""
         self._console.print(text)

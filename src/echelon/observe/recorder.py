@@ -1,4 +1,4 @@
-"""One object that a training script talks to: it shows, writes and draws what the run does."""
+"""The recorder of a training script, which shows, writes and draws what the run does."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from echelon.observe.trace import Trace, write_trace
 
 FORMAT_VERSION = 1
 Span = tuple[int, object, float, float]  # rank, what ran, start, end
-_SHOWN_STEPS = 20  # the shown speed is a mean over so many; the first step of all is left out
+_SHOWN_STEPS = 20  # the shown speed is the mean over so many steps, without the first of the run
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What is known of a run before its first step.
+    """The facts of a run that are known before its first step.
 
     Attributes:
-        total_steps: how many are planned.
-        unit: of the loss, such as ``"nats"``.
-        references: losses to compare with, by name; drawn as lines.
-        config: options of the script, shown on the page.
+        total_steps: the number of steps that are planned.
+        unit: the unit of the loss, such as ``"nats"``.
+        references: losses to compare with, by name; the page has a line for each.
+        config: the options of the script, which the page shows.
     """
 
     total_steps: int
@@ -66,14 +66,15 @@ class RunInfo:
 class Recorder:
     """Records a run in a folder: ``metrics.jsonl``, ``report.html`` and, if asked, ``trace.json``.
 
-    All ranks make one and leave it together: its end is a collective, which brings the memory and
-    communication of all ranks to rank 0. Only rank 0 writes and shows anything. When the body
-    raises, what was written stays and nothing is collected; ``echelon report`` draws the page.
+    Every rank makes a recorder and all leave it together: its end is a collective, which sends the
+    memory and communication of all ranks to rank 0. Only rank 0 writes and shows anything. If the
+    body raises, the written lines stay and nothing is collected; ``echelon report`` then draws the
+    page.
 
     Args:
-        folder: where to write. If it exists, the first free of ``folder-2``, ``folder-3`` … is
-            taken, so that no run overwrites another.
-        trace: also write a timeline of all events, for Perfetto.
+        folder: where to write. If it exists, the first of ``folder-2``, ``folder-3`` … that does
+            not exist is taken, so that no run overwrites another.
+        trace: whether to write a timeline of all events, for Perfetto.
 
     Attributes:
         folder: where rank 0 writes; None on the others.
@@ -140,9 +141,9 @@ class Recorder:
         """Record that ``step`` steps are done.
 
         Args:
-            loss: of this step, over all ranks.
-            num_tokens: tokens of this step, over all ranks.
-            values: more numbers to write, such as the learning rate.
+            loss: the loss of this step, over all ranks.
+            num_tokens: the number of tokens of this step on all ranks together.
+            values: further numbers to write, such as the learning rate.
         """
         seconds, self._steps = self._lap(), step
         self._end_timeline(step)
@@ -169,7 +170,7 @@ class Recorder:
         )
 
     def evaluation(self, step: int, loss: float) -> None:
-        """Record the validation loss after ``step`` steps; its time is no step's."""
+        """Record the validation loss after ``step`` steps; its time counts for no step."""
         self._lap()
         if self._writer is not None and self._progress is not None:
             self._writer.write(
@@ -184,10 +185,10 @@ class Recorder:
             )
 
     def measure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Enter the memory that parameters, gradients and optimizer state take on this rank now.
+        """Enter the memory of parameters, gradients and optimizer state on this rank now.
 
-        And what ``FSDP`` holds beside them, also in the stages of a pipeline: whole parameters, and
-        where gradients travel.
+        It also enters what ``FSDP`` holds besides them, also in the stages of a pipeline: unsharded
+        parameters and communication memory.
         """
         hidden = hidden_bytes(model)
         live = {category: now for category, (now, _) in hidden.items()}
@@ -195,11 +196,11 @@ class Recorder:
         self.memory.measure({**tensor_bytes(model, optimizer), **live}, peaks)
 
     def watch(self, look: Look) -> None:
-        """Draw what rank 0 holds from now until the next ``step``.
+        """Draw the memory of rank 0 from now until the next ``step``.
 
         Args:
-            look: finds the bytes that are held now, by category. It is called at every event, on
-                the thread that emits, and must not communicate. Others than rank 0 do not call it.
+            look: returns the bytes that are held now, by category. Rank 0 calls it at every event,
+                on the thread that emits the event; it must not communicate.
 
         Example:
             >>> # recorder.watch(lambda: model.memory_stats(optimizer).by_category())
@@ -229,11 +230,12 @@ class Recorder:
     def timelines(
         self, timelines: Mapping[str, Iterable[tuple[int, object, float, float]]]
     ) -> None:
-        """Draw when something ran on each rank, one picture over the other.
+        """Draw timelines of what ran on each rank, one below the other.
 
         Args:
-            timelines: by name, from top to bottom: rank, what ran, and when it began and ended, in
-                seconds. Those of ``echelon.pipeline`` have such ``steps``. Rank 0's are kept.
+            timelines: the timelines by name, from top to bottom. Each has tuples of the rank, what
+                ran, and when it began and ended, in seconds, as the ``steps`` of timelines of
+                ``echelon.pipeline``. Those of rank 0 are kept.
 
         Example:
             >>> # planned, ran = measured.simulation.timeline, measured.timeline
@@ -269,8 +271,8 @@ class Recorder:
                 self._progress.note(f"the report of this run is {page}")
 
     def _collect(self) -> None:
-        """Bring what all ranks counted to rank 0, and write it. A collective."""
-        own = {
+        """Gather what all ranks have counted, and write it on rank 0. All ranks call it."""
+        summary = {
             "rank": self._world.rank,
             "pid": os.getpid(),
             "process_peak": self.memory.process_peak(self._world.device),
@@ -278,7 +280,7 @@ class Recorder:
             "comm": {op: asdict(total) for op, total in self.comm.totals.items()},
         }
         rows = self._trace.rows if self._trace is not None else None
-        ranks = self._world.group.all_gather_object((own, rows))
+        ranks = self._world.group.all_gather_object((summary, rows))
         if self._writer is None or self.folder is None:
             return
         self._writer.write("ranks", ranks=[summary for summary, _ in ranks])

@@ -1,6 +1,6 @@
-"""``report.html``: one page that shows a run, made from its ``metrics.jsonl`` alone.
+"""``report.html``: a page that shows a run, made from its ``metrics.jsonl`` alone.
 
-Everything is inside the file, plotly's script too, so the page can be sent to someone.
+The file contains everything, also plotly's script, so it can be sent to someone.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def write_report(folder: str | os.PathLike[str]) -> Path | None:
     """Write ``report.html`` beside the ``metrics.jsonl`` in ``folder``.
 
     Returns:
-        where the page is; None, with a warning, where plotly is not installed.
+        The path of the page; None, with a warning, if plotly is not installed.
 
     Raises:
-        ArgumentError: there is no ``metrics.jsonl``, or it holds no run of this format.
+        ArgumentError: there is no ``metrics.jsonl``, or it is not of a run in this format.
     """
     lines = read_metrics(folder)
     start = next((line for line in lines if line["kind"] == "start"), None)
@@ -65,7 +65,7 @@ def _page(start: Line, lines: Sequence[Line]) -> str:
 
 
 def _facts(start: Line, lines: Sequence[Line]) -> str:
-    """The numbers that people look for first."""
+    """The most important numbers of the run."""
     steps, evaluations, ranks = _of(lines, "step"), _of(lines, "evaluation"), _ranks(lines)
     unit = start.get("unit") or ""
     values: list[tuple[str, str]] = []
@@ -85,7 +85,7 @@ def _facts(start: Line, lines: Sequence[Line]) -> str:
 
 
 def _sections(start: Line, lines: Sequence[Line]) -> list[str]:
-    """The drawings, tables and texts; those without data are left out."""
+    """The drawings, tables and texts for which there are data."""
     from echelon.observe import figures
 
     steps, evaluations, ranks = _of(lines, "step"), _of(lines, "evaluation"), _ranks(lines)
@@ -136,7 +136,7 @@ def _drawing(figure: Any) -> str:
 
 
 def _comm_table(ranks: Sequence[Line]) -> str:
-    """The numbers behind the drawing: sums over ranks, and what the ranks waited."""
+    """A table of the calls, bytes and waiting times of each operation."""
     operations = dict.fromkeys(op for rank in ranks for op in rank["comm"])
     rows = []
     for op in operations:
@@ -165,7 +165,7 @@ def _comm_table(ranks: Sequence[Line]) -> str:
 
 
 def _spans(line: Line) -> str:
-    """How long each timeline is."""
+    """A text with the length of each timeline."""
     spans = {
         name: max(end for *_, end in steps) - min(start for *_, start, _ in steps)
         for name, steps in line["timelines"].items()
@@ -179,13 +179,13 @@ def _of(lines: Sequence[Line], kind: str) -> list[Line]:
 
 
 def _ranks(lines: Sequence[Line]) -> list[Line]:
-    """The summary of each rank; empty where the run did not finish."""
-    found = _of(lines, "ranks")
-    return list(found[-1]["ranks"]) if found else []
+    """The summary of each rank; empty if the run did not finish."""
+    summaries = _of(lines, "ranks")
+    return list(summaries[-1]["ranks"]) if summaries else []
 
 
 def _process_text(ranks: Sequence[Line]) -> str:
-    """What whole processes held; simulated ranks share one."""
+    """A sentence about the memory of whole processes; simulated ranks share one process."""
     peaks = {rank["pid"]: rank["process_peak"] for rank in ranks}
     also = "with activations, the data and PyTorch itself."
     if len(peaks) == 1:

@@ -1,7 +1,7 @@
-"""Events as a timeline for Perfetto and Chrome's tracing page: a rank is a process in it.
+"""Events as a timeline for Perfetto and Chrome's tracing page, in which a rank is a process.
 
-The format is the JSON object form of the Trace Event Format: times in microseconds, ``ph`` X for
-a span, i for a moment, C for a counter, M for a name.
+The format is the JSON object form of the Trace Event Format. Times are in microseconds; ``ph`` is X
+for a span, i for a moment, C for a counter, and M for a name.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Row = dict[str, Any]
 
 
 class Trace:
-    """The events of one rank as rows of a timeline. A listener.
+    """A listener that keeps the events of one rank as rows of a timeline.
 
     Attributes:
-        rank: whose events are kept, in the job.
-        rows: what was seen, as trace events.
-        dropped: how many more there were than ``limit``.
+        rank: the rank in the job whose events are kept.
+        rows: the events in the Trace Event Format.
+        dropped: the number of events that were left out because there were ``limit`` already.
 
     Example:
         >>> trace = Trace(rank=0)
@@ -97,15 +97,12 @@ class Trace:
 
 
 def write_trace(path: str | os.PathLike[str], ranks: Sequence[Iterable[Row]]) -> None:
-    """Write one timeline of all ranks.
+    """Write one timeline from the rows of each rank, in rank order.
 
-    Clocks of different hosts differ; rows of ranks on one host line up.
-
-    Args:
-        ranks: the rows of each rank, in rank order.
+    Clocks of different hosts differ, so only ranks of one host can be compared.
     """
     rows: list[Row] = []
-    for rank, own in enumerate(ranks):
+    for rank, rank_rows in enumerate(ranks):
         rows.append(
             {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
         )
@@ -115,7 +112,7 @@ def write_trace(path: str | os.PathLike[str], ranks: Sequence[Iterable[Row]]) ->
         for lane, number in LANES.items():
             named = {"name": "thread_name", "ph": "M", "pid": rank, "tid": number}
             rows.append(named | {"args": {"name": lane}})
-        rows.extend(own)
+        rows.extend(rank_rows)
     first = min((row["ts"] for row in rows if "ts" in row), default=0.0)
     for row in rows:
         if "ts" in row:
