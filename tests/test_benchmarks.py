@@ -142,6 +142,7 @@ def test_the_gpt_has_33_7_million_parameters() -> None:
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 33.7
 
 
+@pytest.mark.slow
 def test_collectives_measures_all_operations_against_gloo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +161,7 @@ def test_collectives_measures_all_operations_against_gloo(
     assert "gloo / window" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_ddp_measures_all_variants_and_compares_their_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -141,6 +141,7 @@ def test_batches_depend_on_seed_and_step_and_targets_follow_tokens(text: ModuleT
         assert not torch.equal(inputs, text.batch(data, 8, 4, rank=0, size=1, **other)[0])
 
 
+@pytest.mark.slow
 def test_the_default_text_is_several_megabytes_of_python_without_tests(text: ModuleType) -> None:
     loaded = text.load_text(None, CPU)
     assert len(loaded.train) > 4e6

@@ -66,6 +66,7 @@ def test_what_fails_and_what_hangs_is_noted_and_the_next_part_runs(
         assert line in page
 
 
+@pytest.mark.slow
 def test_parts_for_which_no_time_is_left_are_named(
     gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import echelon as ec
 from echelon.errors import UnsupportedError
 from echelon.pipeline.splitting.fake_tensors import (
     FakeTensor,
@@ -20,6 +21,7 @@ from echelon.pipeline.splitting.fake_tensors import (
 )
 from echelon.pipeline.splitting.split import split
 from tests.pipeline.split_models import LENGTH, VOCABULARY, Decoder
+from tests.worlds import run_world
 
 CPU = torch.device("cpu")
 MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -130,3 +132,39 @@ def test_an_absent_tensor_that_is_written_is_not_remembered() -> None:
         return (absent * 2).unsqueeze_(0)
 
     assert [tuple(run().shape) for _ in range(3)] == [(1, 3)] * 3
+
+
+class Experts(nn.Module):
+    """Looks into values, which the stages before do not have."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x + torch.nonzero(scale).sum()
+
+
+class ScaleAfterBlocks(nn.Module):
+    """Registers what its blocks need after them, so that only the last stage has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.blocks = nn.ModuleList(Experts() for _ in range(4))
+        self.scale = nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, scale = self.first(x), self.scale.weight * 2
+        for block in self.blocks:
+            x = block(x, scale)
+        return x
+
+
+def step_of_experts(world: ec.World) -> None:
+    stages = ec.pipeline.split(ScaleAfterBlocks(), 2)
+    pipe = ec.Pipeline(stages, world.group, microbatches=1, loss_fn=nn.functional.mse_loss)
+    pipe.step(torch.ones(2, 2), target=torch.zeros(2, 2))
+
+
+def test_an_operation_without_shapes_names_what_the_stage_lacks_and_what_to_do():
+    with pytest.raises(ec.StageError) as caught:
+        run_world("threads", step_of_experts, 2)
+    assert "nonzero() depends on ['scale.weight'], which other stages have" in str(caught.value)
+    assert "name them with prefix=[...] and suffix=[...]" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Models of ``transformers`` with adapters of ``peft``, cut into stages as they are without them.
+"""Models of ``transformers``, also with adapters of ``peft``, cut into stages as they are.
 
 What ``peft`` puts around a model is of no class that ``split`` knows. It was cut as any model with
 an ``nn.ModuleList``, and its first forward failed: rotary tables were on the last stage only.
@@ -126,3 +126,47 @@ def test_a_model_that_gets_a_prompt_is_not_taken_for_the_one_inside():
     parts = ec.pipeline.split(wrapped(plain("Llama"), config), 3)
     names = {name for part in parts for name, _ in part.named_parameters()}
     assert "prompt_encoder.default.embedding.weight" in names
+
+
+# A mixture of experts ---------------------------------------------------------------------------
+
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def mixtral(**options: Any) -> nn.Module:
+    library = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return library.MixtralForCausalLM(
+        library.MixtralConfig(**SIZES, **HEADS, **EXPERTS, use_cache=False, **options)
+    )
+
+
+def step_of_mixtral(world: ec.World, expected: dict[str, Tensor]) -> float:
+    model = mixtral()
+    model.load_state_dict({key: value for key, value in expected.items() if key[:5] != "grad "})
+    tokens = torch.arange(32).view(4, 8)
+    pipe = ec.Pipeline(ec.pipeline.split(model, 2), world.group, microbatches=2, loss_fn=token_loss)
+    loss = pipe.step(tokens, target=tokens, loss_everywhere=True)
+    for stage in pipe.stages.values():
+        for name, param in stage.named_parameters():
+            # Rows are added up in two microbatches, in float32.
+            torch.testing.assert_close(param.grad, expected[f"grad {name}"], rtol=1e-4, atol=1e-6)
+    return loss.item()
+
+
+def test_mixtral_has_the_gradients_of_one_process():
+    plain_model = mixtral()
+    tokens = torch.arange(32).view(4, 8)
+    loss = token_loss(plain_model(tokens), tokens)
+    loss.backward()
+    grads = {f"grad {name}": param.grad for name, param in plain_model.named_parameters()}
+    found = run_world("threads", step_of_mixtral, 2, ({**plain_model.state_dict(), **grads},))
+    assert found == pytest.approx([loss.item()] * 2, rel=1e-5)
+
+
+def test_the_logits_of_all_routers_are_refused_by_name():
+    model = mixtral(output_router_logits=True)
+    with pytest.raises(ec.ArgumentError, match="output_router_logits = False"):
+        ec.pipeline.split(model, 2)
