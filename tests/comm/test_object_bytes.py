@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.comm.flat import from_bytes
+from echelon.comm.buffers import from_bytes
 from echelon.comm.object_bytes import from_object, to_object
 from tests.worlds import KINDS, run_world
 

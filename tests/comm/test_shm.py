@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.comm.allocation import available_nbytes
+from echelon.comm.buffers import available_nbytes
 from echelon.comm.shm import peer_memory, segment
 from echelon.comm.shm.area import Area
 from echelon.comm.shm.direct import Direct
@@ -268,9 +268,7 @@ def test_a_rank_that_dies_while_others_read_its_memory_is_named() -> None:
 def takes_its_memory_away(world: ec.World) -> None:
     if world.rank == 1:
         agree = Area.agree
-        Area.agree = lambda area, ticket, timeout, key, address: agree(
-            area, ticket, timeout, key, 8
-        )
+        Area.agree = lambda area, call, key, address: agree(area, call, key, 8)
     world.group.all_reduce(torch.ones(LARGE))
 
 

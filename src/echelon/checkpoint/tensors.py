@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint.checksum import Checksum
-from echelon.comm.flat import is_expanded
+from echelon.comm.buffers import is_expanded
 from echelon.comm.streams import is_cpu
 from echelon.errors import ArgumentError
 

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from echelon.comm.allocation import available_nbytes
+from echelon.comm.buffers import available_nbytes
 from echelon.comm.shm.segment import Segment
 from echelon.errors import EchelonError
 from echelon.launch.run import run

@@ -1,7 +1,7 @@
-"""Whether all ranks hold the same facts, and if not, the first difference and who has what.
+"""Comparison of facts between ranks: the first difference, and the value of each rank.
 
-A fact is a name with its value as text. Who gathers the facts of the ranks may do so in any way;
-what differs is decided here.
+A fact is a name with its value as text. The functions that compare do not communicate, so callers
+may gather the facts of the ranks in any way; ``agree`` gathers them through a group.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ Facts: TypeAlias = Mapping[str, str]
 
 
 class ObjectGatherer(Protocol):
-    """Who compares: a ``Group``, or several as one."""
+    """A ``Group``, or several groups as one."""
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        """The ``item`` of every rank, in the same order everywhere."""
+        """Return the ``item`` of every rank, in the same order on all ranks."""
 
 
 def first_difference(facts: Sequence[Facts]) -> tuple[str, dict[int, str]] | None:
     """The first name whose values differ and the value of each rank; None if ranks agree.
 
-    Args:
-        facts: of each rank, by name. Their order does not matter.
+    The order of the names does not matter.
 
     Example:
         >>> first_difference([{"lr": "0.1"}, {"lr": "0.1", "steps": "3"}])
@@ -44,15 +43,9 @@ def first_difference(facts: Sequence[Facts]) -> tuple[str, dict[int, str]] | Non
 def compare(
     kind: str, facts: Sequence[Facts], do: str = "Build the same model on every rank."
 ) -> None:
-    """Refuse facts that are not the same, and in the same order, on all ranks.
+    """Raise ``ModelMismatch`` unless all ranks have the same facts in the same order.
 
-    Args:
-        kind: of facts, for the message: ``"option"``.
-        facts: of each rank, by name.
-        do: what the message tells the user to do.
-
-    Raises:
-        ModelMismatch: names the first difference and who has what.
+    ``kind`` names the facts in the message, as in ``"option"``, which ends with the advice ``do``.
     """
     if (difference := first_difference(facts)) is not None:
         name, values = difference
@@ -66,25 +59,16 @@ def compare(
 
 
 def agree(ranks: ObjectGatherer, facts: Mapping[str, Facts], *, beside: Any = None) -> list[Any]:
-    """Compare the facts of all ranks by kind, in one exchange of their hashes. All ranks call it.
+    """Compare facts over a group, and return what each rank passed as ``beside``.
 
-    There is another exchange, of all facts, only if hashes differ.
-
-    Args:
-        facts: by kind and name; all ranks name the same kinds.
-        beside: what else each rank has to say to the others in the same exchange.
-
-    Returns:
-        What each rank gave as ``beside``.
-
-    Raises:
-        ModelMismatch: the same one on every rank, see ``compare``.
+    All ranks call it with the same kinds of facts, and raise the same ``ModelMismatch``. They
+    exchange hashes with ``beside``, and all facts only if hashes differ.
     """
-    mine = {kind: dict(of_kind) for kind, of_kind in facts.items()}
-    digest = hashlib.blake2b(repr(mine).encode(), digest_size=16).hexdigest()
+    by_kind = {kind: dict(of_kind) for kind, of_kind in facts.items()}
+    digest = hashlib.blake2b(repr(by_kind).encode(), digest_size=16).hexdigest()
     by_rank = ranks.all_gather_object((digest, beside))
-    if len({theirs for theirs, _ in by_rank}) > 1:
-        all_facts = ranks.all_gather_object(mine)
-        for kind in mine:
+    if len({digest_of_rank for digest_of_rank, _ in by_rank}) > 1:
+        all_facts = ranks.all_gather_object(by_kind)
+        for kind in by_kind:
             compare(kind, [of_rank[kind] for of_rank in all_facts])
-    return [theirs for _, theirs in by_rank]
+    return [beside_of_rank for _, beside_of_rank in by_rank]

@@ -1,4 +1,4 @@
-"""What the arguments of a call must be, before anything is sent."""
+"""Checks of the arguments of collectives and messages, before anything is sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from echelon import checks
-from echelon.comm.flat import is_expanded
+from echelon.comm.buffers import is_expanded
 from echelon.errors import ArgumentError
 
 _QUANTIZED = "torch.q"  # qint8, quint4x2, …
@@ -19,10 +19,7 @@ _QUANTIZED = "torch.q"  # qint8, quint4x2, …
 class Arguments:
     """Checks the arguments of the calls of one rank.
 
-    Args:
-        rank: in the group.
-        size: number of ranks of the group.
-        device: where tensors of the group live.
+    ``rank`` and ``size`` are those of the group, and ``device`` holds its tensors.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
@@ -31,7 +28,7 @@ class Arguments:
     def check_tensors(
         self, op: str, read: Sequence[Tensor] = (), written: Sequence[Tensor] = ()
     ) -> torch.dtype:
-        """The dtype that all tensors of a call have."""
+        """Check all tensors of a call and return their common dtype."""
         first, *_ = tensors = (*read, *written)
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
@@ -58,11 +55,11 @@ class Arguments:
         return first.dtype
 
     def check_rank(self, what: str, rank: object) -> None:
-        """Refuse what is not a rank of the group."""
+        """Refuse anything but a rank of the group."""
         checks.rank(what, rank, self.size)
 
     def check_peer(self, op: str, what: str, peer: int, tag: int) -> None:
-        """Refuse a message to this rank itself, or with a tag that cannot travel."""
+        """Refuse a message to this rank itself, or with a tag that is no 31-bit integer."""
         self.check_rank(what, peer)
         if peer == self.rank:
             raise ArgumentError(f"rank {peer} cannot {op} to itself: copy the tensor instead")
@@ -70,14 +67,14 @@ class Arguments:
             raise ArgumentError(f"{op} got tag {tag!r:.80}: use an integer with 0 <= tag < 2**31")
 
     def check_numel(self, what: str, tensor: Tensor, numel: int, meaning: str) -> None:
-        """Refuse a tensor that has not ``numel`` elements."""
+        """Refuse a tensor that does not have ``numel`` elements."""
         if tensor.numel() != numel:
             raise ArgumentError(
                 f"{what} has {tensor.numel()} elements; it needs {meaning} = {numel}"
             )
 
     def outputs_of_ranks(self, op: str, outputs: Sequence[Tensor], input: Tensor) -> None:
-        """Check a list of one output for each rank, and this rank's input to it."""
+        """Check a list with one output for each rank, and the input of this rank."""
         _check_list(op, "outputs", outputs)
         self.check_tensors(op, [input], outputs)
         if len(outputs) != self.size:
@@ -89,24 +86,24 @@ class Arguments:
     def list_of_root(
         self, op: str, what: str, tensors: Sequence[Tensor] | None, root: int
     ) -> Sequence[Tensor]:
-        """The list that only ``root`` gives; empty on other ranks."""
-        given = () if tensors is None else tensors
-        _check_list(op, what, given)
-        if self.rank != root and len(given):
+        """Check the list that only ``root`` passes; it is empty on other ranks."""
+        tensors = () if tensors is None else tensors
+        _check_list(op, what, tensors)
+        if self.rank != root and len(tensors):
             raise ArgumentError(f"{op}: only rank {root} gives {what}, this is rank {self.rank}")
-        if self.rank == root and len(given) != self.size:
+        if self.rank == root and len(tensors) != self.size:
             raise ArgumentError(
-                f"{op}: rank {root} must give {self.size} {what}, got {len(given) or 'none'}"
+                f"{op}: rank {root} must give {self.size} {what}, got {len(tensors) or 'none'}"
             )
-        return given
+        return tensors
 
     def check_numels(self, op: str, what: str, tensors: Sequence[Tensor], like: Tensor) -> None:
-        """Refuse tensors that have not as many elements as ``like``."""
+        """Refuse tensors that do not have as many elements as ``like``."""
         for i, tensor in enumerate(tensors):
             self.check_numel(f"{op}: {what}[{i}]", tensor, like.numel(), "tensor.numel()")
 
     def splits(self, what: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:
-        """Lengths of the parts of ``tensor`` for all ranks, in elements."""
+        """Check splits in elements, and return them as a list."""
         lengths = checks.integers("splits", splits)
         if len(lengths) != self.size or sum(lengths) != tensor.numel():
             raise ArgumentError(
@@ -116,7 +113,7 @@ class Arguments:
         return lengths
 
     def rows(self, what: str, tensor: Tensor, splits: Sequence[int] | None) -> list[int]:
-        """The same of splits in rows of dim 0; None: equal parts."""
+        """Check splits in rows of dim 0 (None: equal parts), and return them in elements."""
         op = "all_to_all_single"
         if not tensor.dim():
             raise ArgumentError(
@@ -139,25 +136,25 @@ class Arguments:
         return [length * row for length in lengths]
 
     def memory(self, op: str, numel: object, dtype: object) -> int:
-        """What a window or a shared tensor is made of: its number of elements."""
+        """Check the dtype and the number of elements of new memory, and return the number."""
         if not isinstance(dtype, torch.dtype) or str(dtype).startswith(_QUANTIZED):
             raise ArgumentError(f"{op}: dtype is {dtype!r:.80}; give a dtype of plain numbers")
         return checks.integer(f"{op}: numel", numel)
 
     def members(self, ranks: object) -> list[int]:
-        """The ranks of a subgroup, sorted, each once."""
+        """Check the ranks of a subgroup, and return them sorted and without repetitions."""
         if isinstance(ranks, str) or not isinstance(ranks, Iterable):
             raise ArgumentError(f"ranks is {ranks!r:.80}; give a list of ranks of this group")
-        given = list(ranks)
-        if not given:
+        members = list(ranks)
+        if not members:
             raise ArgumentError("a subgroup needs at least one rank")
-        for member in given:
+        for member in members:
             self.check_rank("a member of the subgroup", member)
-        return sorted(set(given))
+        return sorted(set(members))
 
 
 def _check_list(op: str, what: str, tensors: object) -> None:
-    """Refuse what is not a list of tensors; what its items are is checked later."""
+    """Refuse anything but a list; ``check_tensors`` checks its items."""
     if not isinstance(tensors, list | tuple):
         raise ArgumentError(f"{op}: {what} is {tensors!r:.80}; give a list of tensors, one a rank")
 

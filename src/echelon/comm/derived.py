@@ -1,8 +1,8 @@
 """The collectives that are made of primitives, once for all transports.
 
-Law: a derived collective gives the bits of its primitive, so sums run in rank order here, too.
+Law: a derived collective gives the bits of its primitive, so its sums run in rank order, too.
 
-A transport that does one of them better itself names it in ``Transport.overrides``.
+A transport that has a faster implementation of one names it in ``Transport.overrides``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from echelon.comm import reduce_op
+from echelon.comm.buffers import disjoint_input, flattened
 from echelon.comm.call_arguments import Arguments
-from echelon.comm.flat import apart, flattened
 from echelon.comm.primitives import AllReduce, Derived, Exchange, ReduceScatter, Request
 from echelon.comm.streams import is_cpu, synchronize
 from echelon.diagnosis.collective_call import CallSignature
@@ -26,17 +26,17 @@ from echelon.diagnosis.collective_call import CallSignature
 @final
 @dataclass(slots=True)
 class Reduce(Derived):
-    """Reduce over ranks into the ``tensor`` of rank ``dst``; the others keep theirs."""
+    """Reduce over ranks into ``tensor`` of rank ``dst``; other ranks' tensors stay as is."""
 
     tensor: Tensor
     dst: int
     op: str
 
     def primitive(self, rank: int, size: int) -> ReduceScatter:
-        """A reduce-scatter in which ``dst`` gets all and the other ranks nothing."""
+        """A reduce-scatter in which ``dst`` gets everything and the other ranks get nothing."""
         tensor, splits = self.tensor, [0] * size
         splits[self.dst] = tensor.numel()
-        output = tensor if rank == self.dst else _nothing(tensor.dtype, tensor.device)
+        output = tensor if rank == self.dst else _empty(tensor.dtype, tensor.device)
         return ReduceScatter(output, tensor, splits, self.op)
 
 
@@ -50,8 +50,8 @@ class Gather(Derived):
     dst: int
 
     def primitive(self, rank: int, size: int) -> Exchange:
-        """An exchange in which only ``dst`` is sent something."""
-        nothing = _nothing(self.tensor.dtype, self.tensor.device)
+        """An exchange in which all ranks send to ``dst`` only."""
+        nothing = _empty(self.tensor.dtype, self.tensor.device)
         inputs = [nothing] * size
         inputs[self.dst] = self.tensor
         outputs = self.outputs if rank == self.dst else [nothing] * size
@@ -68,8 +68,8 @@ class Scatter(Derived):
     src: int
 
     def primitive(self, rank: int, size: int) -> Exchange:
-        """An exchange in which only ``src`` sends something."""
-        nothing = _nothing(self.tensor.dtype, self.tensor.device)
+        """An exchange in which only ``src`` sends."""
+        nothing = _empty(self.tensor.dtype, self.tensor.device)
         outputs = [nothing] * size
         outputs[self.src] = self.tensor
         inputs = self.inputs if rank == self.src else [nothing] * size
@@ -79,19 +79,19 @@ class Scatter(Derived):
 @final
 @dataclass(slots=True)
 class Barrier(Derived):
-    """Return when all ranks have come."""
+    """Return when all ranks have started the barrier."""
 
     device: torch.device
 
     def primitive(self, rank: int, size: int) -> AllReduce:
-        """A reduction of one number, which has a result only when all ranks have come."""
+        """A reduction of one element, which needs the elements of all ranks."""
         return AllReduce(torch.zeros(1, dtype=torch.int32, device=self.device), "sum")
 
 
 @lru_cache(maxsize=256)
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A 1D tensor without elements, for ranks that have no part."""
-    with torch.inference_mode(False):  # it outlives the caller's mode
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A 1D tensor without elements, for ranks that send or receive nothing."""
+    with torch.inference_mode(False):  # the cache outlives the caller's mode
         return torch.empty(0, dtype=dtype, device=device)
 
 
@@ -100,8 +100,8 @@ def reduce(arguments: Arguments, tensor: Tensor, dst: int, op: str, label: str |
     arguments.check_rank("dst", dst)
     reduce_op.check_op(op, arguments.check_tensors("reduce", written=[tensor]))
     signature = CallSignature("reduce", tensor.dtype, tuple(tensor.shape), op, dst, label)
-    flat, restore = flattened(tensor)
-    return signature, Reduce(flat, dst, op), (restore,)
+    flat, finish = flattened(tensor)
+    return signature, Reduce(flat, dst, op), finish
 
 
 def gather(
@@ -113,13 +113,13 @@ def gather(
 ) -> Request:
     """See ``Group.gather``."""
     arguments.check_rank("dst", dst)
-    given = arguments.list_of_root("gather", "outputs", outputs, root=dst)
-    arguments.check_tensors("gather", [tensor], given)
-    arguments.check_numels("gather", "outputs", given, tensor)
+    targets = arguments.list_of_root("gather", "outputs", outputs, root=dst)
+    arguments.check_tensors("gather", [tensor], targets)
+    arguments.check_numels("gather", "outputs", targets, tensor)
     signature = CallSignature("gather", tensor.dtype, tuple(tensor.shape), None, dst, label)
-    pairs = [flattened(output) for output in given]
+    pairs = [flattened(target) for target in targets]
     operation = Gather([flat for flat, _ in pairs], flattened(tensor)[0], dst)
-    return signature, operation, tuple(restore for _, restore in pairs)
+    return signature, operation, tuple(step for _, steps in pairs for step in steps)
 
 
 def scatter(
@@ -131,16 +131,15 @@ def scatter(
 ) -> Request:
     """See ``Group.scatter``."""
     arguments.check_rank("src", src)
-    given = arguments.list_of_root("scatter", "inputs", inputs, root=src)
-    arguments.check_tensors("scatter", given, [tensor])
-    arguments.check_numels("scatter", "inputs", given, tensor)
+    sources = arguments.list_of_root("scatter", "inputs", inputs, root=src)
+    arguments.check_tensors("scatter", sources, [tensor])
+    arguments.check_numels("scatter", "inputs", sources, tensor)
     signature = CallSignature("scatter", tensor.dtype, tuple(tensor.shape), None, src, label)
-    flat, restore = flattened(tensor)
-    parts = [
-        flattened(item)[0] if rank == src else apart(flattened(item)[0], [flat])
-        for rank, item in enumerate(given)
-    ]
-    return signature, Scatter(flat, parts, src), (restore,)
+    flat, finish = flattened(tensor)
+    parts = [flattened(source)[0] for source in sources]
+    # The part of this rank may be ``tensor`` itself; the parts of peers must not change.
+    parts = [p if rank == src else disjoint_input(p, [flat]) for rank, p in enumerate(parts)]
+    return signature, Scatter(flat, parts, src), finish
 
 
 def barrier(arguments: Arguments, label: str | None) -> Request:
@@ -153,6 +152,6 @@ def barrier(arguments: Arguments, label: str | None) -> Request:
 
 @lru_cache(maxsize=64)
 def _barrier(device: torch.device) -> Request:
-    # On CUDA a wait orders the stream only, and a barrier holds the host.
+    # On CUDA a wait only orders streams, but a barrier must block the host.
     finish = () if is_cpu(device) else (partial(synchronize, device),)
     return CallSignature("barrier"), Barrier(device), finish

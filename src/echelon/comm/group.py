@@ -1,11 +1,12 @@
-"""The narrow waist: ranks that communicate together.
+"""Collectives, messages, subgroups and windows of a group of ranks.
 
-Everything above takes a ``Group``; everything below writes what ``Transport`` lists. A call goes
-through four files: a method here → ``primitives`` or ``derived``, which check the arguments and
-make dense 1D tensors → ``_issue``, which numbers the call → ``_start`` of the world.
+All rooms above communicate through ``Group``, and every world implements what ``Transport`` lists.
+A call passes through a method of ``Group``, then ``primitives`` or ``derived``, which check the
+arguments and flatten the tensors to 1D, then ``_launch``, which numbers the call, and finally
+``_start`` of the world.
 
-Names and meaning follow ``torch.distributed`` as of 2.13; a rank argument is a rank inside the
-group.
+Names and meanings are those of ``torch.distributed`` 2.13, except that a rank argument is a rank
+inside the group.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from echelon.comm import derived, objects, primitives
 from echelon.comm.primitives import Derived, Request
-from echelon.comm.threads.randomness import draws_nothing
+from echelon.comm.torch_function import without_torch_function
 from echelon.comm.transport import Transport
 from echelon.comm.work import Window, Work
 from echelon.diagnosis.collective_call import CallSignature
@@ -26,44 +27,47 @@ from echelon.errors import UnsupportedError
 
 
 class Group(Transport):
-    """Ranks that communicate together. Abstract: a world writes the methods of ``Transport``.
+    """Ranks that communicate with each other, like a process group of ``torch.distributed``.
 
-    Each collective is called by all ranks of the group, in the same order. With
-    ``async_op=True`` it returns a ``Work`` at once; any number may be outstanding. ``label`` names
+    All ranks of the group call each collective, in the same order. With ``async_op=True`` a
+    collective returns a ``Work`` at once; any number of them may be outstanding. ``label`` says
     what is communicated: errors repeat it, and ranks must agree on it.
 
+    The class is abstract. A world implements the methods of ``Transport``.
+
     Attributes:
-        rank: of this process (or simulated rank) inside the group.
-        size: number of ranks in the group.
-        ranks: their ranks in the job, in order.
-        name: for messages; ``"world"`` or derived from the parent's.
-        device: where tensors of this group live.
-        timeout: seconds that a rank waits for others before it raises.
+        rank: the rank of this process (or simulated rank) inside the group.
+        size: the number of ranks in the group.
+        ranks: the ranks of the members in the job, in order.
+        name: ``"world"``, or a name derived from that of the parent; messages repeat it.
+        device: the device of all tensors of this group.
+        timeout: the seconds that a rank waits for others before it raises.
         shares_memory: whether windows of this group reach the peers' memory.
-        parent: the group that it was made from; None for that of all ranks.
+        parent: the group that this one is a subgroup of; None for the group of all ranks.
     """
 
     # Collectives -----------------------------------------------------------------------------
 
     @final
-    @draws_nothing
+    @without_torch_function
     def all_reduce(
         self, tensor: Tensor, op: str = "sum", async_op: bool = False, *, label: str | None = None
     ) -> Work | None:
-        """Replace ``tensor`` by its reduction over all ranks; bitwise the same on every rank.
+        """Replace ``tensor`` by its reduction over all ranks, which is bitwise the same on each.
 
         Args:
-            op: ``"sum" "mean" "min" "max" "product"``, for integers also ``"band" "bor" "bxor"``.
+            op: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"product"``; for integers also
+                ``"band"``, ``"bor"`` or ``"bxor"``.
 
         Raises:
             ArgumentError: the operation has no meaning for the dtype, or the tensor is not dense.
-            CollectiveMismatch: ranks differ in operation, dtype, shape, label or order.
+            CollectiveMismatch: the ranks differ in operation, dtype, shape, label or order.
         """
         request = primitives.all_reduce(self._arguments, tensor, op, label)
         return self._issue(request, async_op)
 
     @final
-    @draws_nothing
+    @without_torch_function
     def reduce_scatter_single(
         self,
         output: Tensor,
@@ -74,32 +78,32 @@ class Group(Transport):
         splits: Sequence[int] | None = None,
         label: str | None = None,
     ) -> Work | None:
-        """Reduce ``input`` over ranks and leave part ``rank`` of it in ``output``.
+        """Reduce ``input`` over all ranks and write this rank's part of the result to ``output``.
 
         Args:
             output: ``numel`` elements.
-            input: ``size * numel`` elements, the parts for all ranks end to end.
-            splits: elements of the part of each rank; None: equal parts.
+            input: ``size * numel`` elements: the parts for all ranks, end to end.
+            splits: the number of elements of each rank's part; None means equal parts.
         """
         request = primitives.reduce_scatter(self._arguments, output, input, op, splits, label)
         return self._issue(request, async_op)
 
     @final
-    @draws_nothing
+    @without_torch_function
     def all_gather_single(
         self, output: Tensor, input: Tensor, async_op: bool = False, *, label: str | None = None
     ) -> Work | None:
-        """Put the ``input`` of all ranks end to end, in rank order, into ``output``.
+        """Concatenate the ``input`` of all ranks, in rank order, into ``output``.
 
         Args:
-            output: ``size * numel`` elements; may contain ``input`` at this rank's place.
+            output: ``size * numel`` elements; its part for this rank may be ``input`` itself.
             input: ``numel`` elements.
         """
         request = primitives.all_gather_single(self._arguments, output, input, label)
         return self._issue(request, async_op)
 
     @final
-    @draws_nothing
+    @without_torch_function
     def all_gather(
         self,
         outputs: Sequence[Tensor],
@@ -113,7 +117,7 @@ class Group(Transport):
         return self._issue(request, async_op)
 
     @final
-    @draws_nothing
+    @without_torch_function
     def broadcast(
         self, tensor: Tensor, src: int, async_op: bool = False, *, label: str | None = None
     ) -> Work | None:
@@ -122,7 +126,7 @@ class Group(Transport):
         return self._issue(request, async_op)
 
     @final
-    @draws_nothing
+    @without_torch_function
     def reduce(
         self,
         tensor: Tensor,
@@ -132,12 +136,12 @@ class Group(Transport):
         *,
         label: str | None = None,
     ) -> Work | None:
-        """Replace ``tensor`` of rank ``dst`` by the reduction over ranks; others keep theirs."""
+        """Replace ``tensor`` of rank ``dst`` by the reduction; other ranks' tensors stay as is."""
         request = derived.reduce(self._arguments, tensor, dst, op, label)
         return self._issue_derived(request, async_op)
 
     @final
-    @draws_nothing
+    @without_torch_function
     def gather(
         self,
         tensor: Tensor,
@@ -147,12 +151,15 @@ class Group(Transport):
         *,
         label: str | None = None,
     ) -> Work | None:
-        """Copy ``tensor`` of rank ``r`` to ``outputs[r]`` of rank ``dst``; others give none."""
+        """Copy ``tensor`` of rank ``r`` to ``outputs[r]`` of rank ``dst``.
+
+        Only rank ``dst`` passes ``outputs``.
+        """
         request = derived.gather(self._arguments, tensor, outputs, dst, label)
         return self._issue_derived(request, async_op)
 
     @final
-    @draws_nothing
+    @without_torch_function
     def scatter(
         self,
         tensor: Tensor,
@@ -162,12 +169,15 @@ class Group(Transport):
         *,
         label: str | None = None,
     ) -> Work | None:
-        """Copy ``inputs[r]`` of rank ``src`` to ``tensor`` of rank ``r``; only src gives inputs."""
+        """Copy ``inputs[r]`` of rank ``src`` to ``tensor`` of rank ``r``.
+
+        Only rank ``src`` passes ``inputs``.
+        """
         request = derived.scatter(self._arguments, tensor, inputs, src, label)
         return self._issue_derived(request, async_op)
 
     @final
-    @draws_nothing
+    @without_torch_function
     def all_to_all_single(
         self,
         output: Tensor,
@@ -178,14 +188,14 @@ class Group(Transport):
         *,
         label: str | None = None,
     ) -> Work | None:
-        """Send part ``r`` of ``input`` to rank ``r``; what it sends is part ``r`` of ``output``.
+        """Send part ``r`` of ``input`` to rank ``r``, and receive part ``r`` of ``output`` from it.
 
         Args:
-            output_splits: rows of dim 0 that come from each rank; None: equal parts.
-            input_splits: rows of dim 0 that go to each rank; None: equal parts.
+            output_splits: rows of dim 0 that each rank sends to this one; None: equal parts.
+            input_splits: rows of dim 0 that this rank sends to each; None: equal parts.
 
         Raises:
-            CollectiveMismatch: a rank sends another number of elements than its peer expects.
+            CollectiveMismatch: a rank sends more or fewer elements than its peer expects.
         """
         request = primitives.all_to_all_single(
             self._arguments, output, input, output_splits, input_splits, label
@@ -193,7 +203,7 @@ class Group(Transport):
         return self._issue(request, async_op)
 
     @final
-    @draws_nothing
+    @without_torch_function
     def barrier(self, async_op: bool = False, *, label: str | None = None) -> Work | None:
         """Return when all ranks of the group have called it."""
         return self._issue_derived(derived.barrier(self._arguments, label), async_op)
@@ -202,101 +212,104 @@ class Group(Transport):
 
     @final
     def all_gather_object(self, item: Any, *, pickle: bool = False) -> list[Any]:
-        """The ``item`` of every rank, in rank order; for set-up, not for training.
+        """Return the ``item`` of every rank, in rank order. Meant for set-up, not for training.
 
-        It holds what a checkpoint may hold. With ``pickle=True`` on all ranks it is of any class.
-        **Danger**: reading a pickle runs code that its sender, or who speaks as it, has put there.
+        An item consists of the types that a checkpoint may hold. With ``pickle=True`` on all ranks
+        it may be of any class. **Danger**: unpickling runs whatever code the sender, or anyone who
+        poses as the sender, has put there.
         """
         return objects.gather_objects(self, item, pickle)
 
     @final
     def all_gather_bytes(self, data: bytes, *, label: str = "bytes") -> list[bytes]:
-        """The ``data`` of every rank, in rank order; lengths may differ."""
+        """Return the ``data`` of every rank, in rank order; lengths may differ."""
         return objects.gather_bytes(self, data, label)
 
     @final
     def broadcast_object(self, item: Any = None, src: int = 0, *, pickle: bool = False) -> Any:
-        """The ``item`` of rank ``src``, on every rank; as for ``all_gather_object``."""
+        """Return the ``item`` of rank ``src`` on every rank; see ``all_gather_object``."""
         self._arguments.check_rank("src", src)
         return objects.broadcast_object(self, item, src, pickle)
 
     # Point to point --------------------------------------------------------------------------
 
     @final
-    @draws_nothing
+    @without_torch_function
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
-        """Send ``tensor`` to rank ``dst``; it must not change before the work is waited for."""
+        """Start to send ``tensor`` to rank ``dst``; do not change it before you wait."""
         request = primitives.send(self._arguments, tensor, dst, tag)
-        return self._issue_message(request, blocking=False)
+        return self._launch(request, blocking=False, is_message=True)
 
     @final
-    @draws_nothing
+    @without_torch_function
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
-        """Receive into ``tensor`` what rank ``src`` sends with this ``tag``, first sent first."""
+        """Start to receive the next message of rank ``src`` with this ``tag`` into ``tensor``."""
         request = primitives.receive(self._arguments, tensor, src, tag)
-        return self._issue_message(request, blocking=False)
+        return self._launch(request, blocking=False, is_message=True)
 
     @final
-    @draws_nothing
+    @without_torch_function
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send ``tensor`` to rank ``dst`` and return when it may be changed again.
 
-        A program must not count on buffering: simulated ranks return only when the receiver has
-        come.
+        Do not rely on buffering: with simulated ranks, ``send`` returns only when the receiver has
+        called ``recv``.
         """
         request = primitives.send(self._arguments, tensor, dst, tag)
-        self._issue_message(request, blocking=True).wait()
+        self._launch(request, blocking=True, is_message=True).wait()
 
     @final
-    @draws_nothing
+    @without_torch_function
     def recv(self, tensor: Tensor, src: int, tag: int = 0) -> None:
-        """Receive into ``tensor`` what rank ``src`` sends with the same ``tag``.
+        """Receive the next message of rank ``src`` with this ``tag`` into ``tensor``.
 
         Raises:
-            CollectiveMismatch: the peer sent another dtype or number of elements.
+            CollectiveMismatch: the message has another dtype or number of elements.
         """
         request = primitives.receive(self._arguments, tensor, src, tag)
-        self._issue_message(request, blocking=True).wait()
+        self._launch(request, blocking=True, is_message=True).wait()
 
     # Groups and windows ----------------------------------------------------------------------
 
     @final
     def subgroup(self, ranks: Sequence[int]) -> Group | None:
-        """A group of some of these ranks, as numbered here; None where this rank is not in it.
+        """Make a group of some ranks of this one; return None on ranks that are not in it.
 
-        All ranks of this group call it, with the same ``ranks``; order and repeats do not count.
+        All ranks of this group call it with the same ``ranks``, which are ranks inside this group.
+        Their order and repetitions do not matter.
         """
         members = self._arguments.members(ranks)
         self._num_subgroups += 1
         name = f"{self.name}.{self._num_subgroups}"
         signature = CallSignature("subgroup", None, tuple(members), label=name)
-        return self._born(self._subgroup(self._number(signature, True), name, members))
+        call = self._number(signature, blocking=True)
+        return self._with_parent(self._subgroup(call, name, members))
 
     @final
     def window(self, numel: int, dtype: torch.dtype = torch.float32) -> Window:
-        """Memory of ``numel`` elements a rank that peers can reach in place; zeros at first.
+        """Allocate ``numel`` zeros on each rank, which peers can read and write in place.
 
-        All ranks of the group call it. Where memory is not shared (``shares_memory``) the window
-        holds the local region only; collectives on it work everywhere and are fastest where it is
-        shared.
+        All ranks of the group call it. If the group does not share memory (``shares_memory``), the
+        window holds the local region only. Collectives accept tensors of a window in every world,
+        and are fastest where memory is shared.
 
         Raises:
-            SharedMemoryError: there is not enough.
+            SharedMemoryError: there is not enough memory.
         """
         numel = self._arguments.memory("window", numel, dtype)
-        call = self._number(CallSignature("window", dtype, (numel,)), True)
+        call = self._number(CallSignature("window", dtype, (numel,)), blocking=True)
         return self._window(call, numel, dtype)
 
     @final
     def shared_tensor(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """One tensor of zeros, 1D, that is the same memory on all ranks. All ranks call it.
+        """Allocate one 1D tensor of zeros that is the same memory on all ranks.
 
-        Who may write which part of it when is up to the ranks. Collectives take it for ordinary
-        memory.
+        All ranks of the group call it, and must coordinate who writes which part at what time.
+        Collectives treat the tensor like ordinary memory.
 
         Raises:
             UnsupportedError: the ranks of this group do not share memory.
-            SharedMemoryError: there is not enough.
+            SharedMemoryError: there is not enough memory.
         """
         numel = self._arguments.memory("shared_tensor", numel, dtype)
         if not self.shares_memory:
@@ -304,19 +317,15 @@ class Group(Transport):
                 f"the ranks of group {self.name!r} do not share memory, so a tensor cannot be the "
                 "same on all of them: use a world of threads or processes, or gather"
             )
-        call = self._number(CallSignature("shared_tensor", dtype, (numel,)), True)
+        call = self._number(CallSignature("shared_tensor", dtype, (numel,)), blocking=True)
         return self._shared(call, numel, dtype)
 
-    # How a call is issued --------------------------------------------------------------------
+    # Issuing ---------------------------------------------------------------------------------
 
     @final
     def _issue(self, request: Request, async_op: bool) -> Work | None:
-        """Number a collective and start it; wait for it here unless ``async_op``."""
-        signature, operation, finish = request
-        work = self._start(self._number(signature, not async_op), operation)
-        for step in finish:
-            if step is not None:
-                work.then(step)
+        """Launch a collective, and wait for it unless ``async_op``."""
+        work = self._launch(request, blocking=not async_op)
         if async_op:
             return work
         work.wait()
@@ -324,18 +333,18 @@ class Group(Transport):
 
     @final
     def _issue_derived(self, request: Request, async_op: bool) -> Work | None:
-        """Issue a collective as it is where the transport takes it, else as its primitive."""
+        """Issue a derived collective, as its primitive unless the world overrides it."""
         signature, operation, finish = request
         if isinstance(operation, Derived) and type(operation) not in self.overrides:
             operation = operation.primitive(self.rank, self.size)
         return self._issue((signature, operation, finish), async_op)
 
     @final
-    def _issue_message(self, request: Request, *, blocking: bool) -> Work:
-        """Number a message and start it."""
+    def _launch(self, request: Request, *, blocking: bool, is_message: bool = False) -> Work:
+        """Number a call and start it."""
         signature, operation, finish = request
-        work = self._start(self._number(signature, blocking, is_message=True), operation)
+        call = self._number(signature, blocking=blocking, is_message=is_message)
+        work = self._start(call, operation)
         for step in finish:
-            if step is not None:
-                work.then(step)
+            work.then(step)
         return work

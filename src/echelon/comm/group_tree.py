@@ -1,4 +1,4 @@
-"""From which group a group was made, and what all of one world do before the world ends."""
+"""The tree of the groups of one world, and the steps that run before the world closes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Self, final
 
 
 class GroupTree:
-    """A group among those of its world.
+    """A group as a node of the tree of the groups of its world.
 
     Attributes:
-        parent: the group that it was made from; None for that of all ranks.
-        belongings: what others keep for this group, by a key of theirs; it goes with the group.
+        parent: the group that this one is a subgroup of; None for the group of all ranks.
+        belongings: objects that other rooms cache on this group, by keys of their own.
     """
 
     def __init__(self) -> None:
@@ -22,19 +22,19 @@ class GroupTree:
     @property
     def root(self) -> Self:
         """The group of all ranks of the job, which has no parent."""
-        found = self
-        while found.parent is not None:
-            found = found.parent
-        return found
+        group = self
+        while group.parent is not None:
+            group = group.parent
+        return group
 
     @final
     def before_close(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Have ``step`` called when the world ends in good order, while ranks can still talk.
+        """Call ``step`` when the world closes without an error, while ranks still communicate.
 
-        What it raises is raised by the end of the world, so that it cannot be overlooked.
+        Closing the world raises what ``step`` raises, so that the error is not overlooked.
 
         Returns:
-            a function that takes this back.
+            a function that removes ``step`` again.
         """
         steps = self.root._before_close
         steps.append(step)
@@ -47,11 +47,7 @@ class GroupTree:
 
     @final
     def prepare_close(self) -> None:
-        """Run the steps that were asked for, each once; the world calls it.
-
-        Raises:
-            Exception: the first that a step raised, after all have run.
-        """
+        """Run the steps of ``before_close``, then raise the first error of any of them."""
         steps, problem = self.root._before_close, None
         while steps:
             try:
@@ -61,8 +57,8 @@ class GroupTree:
         if problem is not None:
             raise problem
 
-    def _born(self, child: Self | None) -> Self | None:
-        """Note where a new group comes from."""
+    def _with_parent(self, child: Self | None) -> Self | None:
+        """Make this group the parent of a new one."""
         if child is not None:
             child.parent = self
         return child

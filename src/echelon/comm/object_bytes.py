@@ -1,12 +1,12 @@
-"""Objects as bytes that do nothing when they are read: the kinds of values that checkpoints hold.
+"""Objects as bytes that run no code when they are read, of the types that checkpoints hold.
 
-::
+The layout is::
 
     length of the JSON, 8 bytes | JSON | tensors, each at a multiple of 16 bytes
 
     {"value": X, "tensors": [[PATH, DTYPE, SHAPE, START], ...]}      X as in ``echelon.values``
 
-Bytes that another rank sent are judged before anything is made from them.
+Bytes of another rank are checked before anything is made from them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.comm.allocation import available_nbytes
+from echelon.comm.buffers import available_nbytes
 from echelon.errors import CheckpointCorrupt, CommError
 from echelon.values.decoding import decode
 from echelon.values.encoding import SENT, encode
@@ -27,21 +27,13 @@ from echelon.values.untrusted_json import read_json
 from echelon.values.value_types import TOO_MANY, TORCH_DTYPES, is_size
 
 _LENGTH_NBYTES = 8
-_SMALL_NBYTES = 1 << 20  # so many are always there; to ask takes time
-_ALIGN = 16  # the longest element
-# Reading JSON takes at most so many bytes for one of its own, see ``values.bounded``.
-_READING = 512
+_SMALL_NBYTES = 1 << 20  # is granted unasked: reading how much memory is free takes longer
+_ALIGN = 16  # the itemsize of the largest dtype
+_MEMORY_PER_BYTE = 512  # that reading one byte of JSON may take
 
 
 def checked_nbytes(nbytes: int, rank: int) -> int:
-    """The length of an object, as another rank has said it, before there is memory for it.
-
-    Args:
-        rank: which said it, in the job.
-
-    Raises:
-        CommError: there can be no such object here.
-    """
+    """Return the length that ``rank`` (in the job) announced, if there is memory for it."""
     if not (0 <= nbytes <= _SMALL_NBYTES or 0 <= nbytes < available_nbytes()):
         raise CommError(
             f"rank {rank} says that it sends an object of {nbytes} bytes, for which there is no "
@@ -51,17 +43,10 @@ def checked_nbytes(nbytes: int, rank: int) -> int:
 
 
 def from_object(item: Any, where: str) -> Tensor:
-    """The bytes of ``item``. 1D uint8, on the CPU.
-
-    Args:
-        where: what the user calls it, for errors.
-
-    Raises:
-        ArgumentError: something in it is of another kind; names the place.
-    """
+    """The bytes of ``item``, which errors call ``where``. 1D uint8, on the CPU."""
     value, tensors = encode(item, where, SENT)
     rows: list[tuple[str, str, list[int], int]] = []
-    end = 0  # behind the JSON
+    end = 0  # of the tensors so far, from the end of the JSON
     for path, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         rows.append((path, dtype, list(tensor.shape), end))
@@ -78,54 +63,47 @@ def from_object(item: Any, where: str) -> Tensor:
 
 
 def to_object(data: Tensor, rank: int) -> Any:
-    """The object that ``from_object`` gave ``data`` for.
-
-    Args:
-        data: 1D uint8, on the CPU.
-        rank: which sent it, in the job.
-
-    Raises:
-        CommError: these are the bytes of no object.
-    """
-    try:
-        return _read(data, f"the object of rank {rank}")
-    except CheckpointCorrupt as error:
-        problem = str(error)
-    raise CommError(f"rank {rank} sent what is no object: {problem}")
-
-
-def _read(data: Tensor, where: str) -> Any:
+    """The object whose bytes ``rank`` (in the job) sent. ``data``: 1D uint8, on the CPU."""
     head = data[:_LENGTH_NBYTES].numpy().tobytes()
     length = int.from_bytes(head, "little")
     if len(head) < _LENGTH_NBYTES or length > data.numel() - _LENGTH_NBYTES:
-        raise CheckpointCorrupt(f"it has {data.numel()} bytes and says {length} of JSON", where)
+        raise _no_object(rank, f"it has {data.numel()} bytes and says {length} of JSON")
     text = data[_LENGTH_NBYTES : _LENGTH_NBYTES + length].numpy().tobytes()
-    found = read_json(text, where, memory=_READING * length + 2**20)
-    if not isinstance(found, dict) or found.keys() != {"value", "tensors"}:
-        raise CheckpointCorrupt("its JSON has another form", where)
     body = data[_aligned(_LENGTH_NBYTES + length) :]
-    return decode(found["value"], dict(_tensors(found["tensors"], body, where)), where)
+    where = f"the object of rank {rank}"
+    try:
+        content = read_json(text, where, memory=_MEMORY_PER_BYTE * length + 2**20)
+        if not isinstance(content, dict) or content.keys() != {"value", "tensors"}:
+            raise _no_object(rank, "its JSON has another form")
+        return decode(content["value"], dict(_tensors(content["tensors"], body, rank)), where)
+    except CheckpointCorrupt as error:  # ``values`` checks bytes of files, too
+        problem = str(error)
+    raise _no_object(rank, problem)
 
 
-def _tensors(rows: Any, body: Tensor, where: str) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of an object, with memory of its own, by its path."""
+def _no_object(rank: int, problem: str) -> CommError:
+    return CommError(f"rank {rank} sent what is no object: {problem}")
+
+
+def _tensors(rows: Any, body: Tensor, rank: int) -> Iterator[tuple[str, Tensor]]:
+    """The path of each tensor of an object and a copy of the tensor."""
     for row in rows if isinstance(rows, list) else [rows]:
         if not isinstance(row, list) or len(row) != 4:
-            raise CheckpointCorrupt("it has a tensor without a form", where)
+            raise _no_object(rank, "it has a tensor without a form")
         path, name, shape, start = row
         dtype = TORCH_DTYPES.get(name) if isinstance(name, str) else None
-        known = dtype is not None and isinstance(path, str) and is_size(start)
-        if not known or not isinstance(shape, list) or not all(map(is_size, shape)):
-            raise CheckpointCorrupt("it has a tensor of another form", where)
+        is_known = dtype is not None and isinstance(path, str) and is_size(start)
+        if not is_known or not isinstance(shape, list) or not all(map(is_size, shape)):
+            raise _no_object(rank, "it has a tensor of another form")
         assert dtype is not None
         nbytes = prod(shape) * dtype.itemsize
         if nbytes >= TOO_MANY or start % _ALIGN or start + nbytes > body.numel():
-            raise CheckpointCorrupt(f"it has {body.numel()} bytes for its tensors", where)
+            raise _no_object(rank, f"it has {body.numel()} bytes for its tensors")
         try:
             yield path, body[start : start + nbytes].clone().view(dtype).view(shape)
         except RuntimeError as error:
             problem = f"it has a tensor that is none: {str(error).splitlines()[0]}"
-            raise CheckpointCorrupt(problem, where) from error
+            raise _no_object(rank, problem) from error
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Bytes and objects of unequal lengths, sent between ranks as tensors; for set-up.
+"""Bytes and objects of unequal lengths, sent between ranks as tensors. Meant for set-up.
 
-[Note: no pickle] What another rank sends is never unpickled, unless this rank's own call says
-``pickle=True``: unpickling runs whatever code its sender chose, and over a network the sender is
+[Note: no pickle] Bytes of another rank are never unpickled, unless this rank's own call says
+``pickle=True``. Unpickling runs code that the sender chose, and over a network the sender is
 whoever holds the other end of a connection.
 """
 
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from echelon.checks import flag
-from echelon.comm.flat import from_bytes
+from echelon.comm.buffers import from_bytes
 from echelon.comm.object_bytes import checked_nbytes, from_object, to_object
-from echelon.comm.threads.randomness import draws_nothing
+from echelon.comm.torch_function import without_torch_function
 from echelon.comm.work import Work
 from echelon.errors import ArgumentError
 
 
 class TensorGroup(Protocol):
-    """What the exchange of objects needs of a ``Group``."""
+    """The members of ``Group`` that the exchange of objects uses."""
 
     rank: int
     size: int
@@ -46,19 +46,19 @@ class TensorGroup(Protocol):
     ) -> Work | None: ...
 
 
-_BY_NAME = (
+_PICKLE_ADVICE = (
     "; or ask for pickle by name, with pickle=True in this call: it takes other classes, and runs "
     "whatever code another rank has put into what it sends"
 )
 
 
 def gather_bytes(group: TensorGroup, data: bytes, label: str) -> list[bytes]:
-    """The ``data`` of every rank, in rank order."""
+    """See ``Group.all_gather_bytes``."""
     return [part.numpy().tobytes() for part in _gather(group, from_bytes(data), label)]
 
 
 def gather_objects(group: TensorGroup, item: Any, by_pickle: bool) -> list[Any]:
-    """The ``item`` of every rank, in rank order."""
+    """See ``Group.all_gather_object``."""
     flag("pickle", by_pickle)
     if by_pickle:
         return [_unpickled(part) for part in _gather(group, _pickled(item), "pickled objects")]
@@ -67,37 +67,38 @@ def gather_objects(group: TensorGroup, item: Any, by_pickle: bool) -> list[Any]:
 
 
 def broadcast_object(group: TensorGroup, item: Any, src: int, by_pickle: bool) -> Any:
-    """The ``item`` of rank ``src``, on every rank."""
+    """See ``Group.broadcast_object``."""
     flag("pickle", by_pickle)
     label = "pickled object" if by_pickle else "object"
-    mine = torch.empty(0, dtype=torch.uint8)
+    data = torch.empty(0, dtype=torch.uint8)
     if group.rank == src:
-        mine = _pickled(item) if by_pickle else _data_of(item)
-    length = torch.tensor([mine.numel()], dtype=torch.int64, device=group.device)
+        data = _pickled(item) if by_pickle else _data_of(item)
+    length = torch.tensor([data.numel()], dtype=torch.int64, device=group.device)
     group.broadcast(length, src, label=f"{label} length")
     if group.rank != src:
-        mine = mine.new_empty(checked_nbytes(int(length.item()), group.ranks[src]))
-    data = mine.to(group.device)
+        data = data.new_empty(checked_nbytes(int(length.item()), group.ranks[src]))
+    data = data.to(group.device)
     group.broadcast(data, src, label=label)
     return _unpickled(data.cpu()) if by_pickle else to_object(data.cpu(), group.ranks[src])
 
 
-@draws_nothing
+@without_torch_function
 def _gather(group: TensorGroup, data: Tensor, label: str) -> list[Tensor]:
     """The bytes of all ranks, on the CPU."""
-    mine = data.to(group.device)
+    data = data.to(group.device)
     lengths = torch.zeros(group.size, dtype=torch.int64, device=group.device)
-    length = torch.tensor([mine.numel()], dtype=torch.int64, device=group.device)
-    # Asynchronous, on the group's own thread: the caller may be a thread beside that of the rank.
+    length = torch.tensor([data.numel()], dtype=torch.int64, device=group.device)
+    # Asynchronous, so that they run on the thread of the group: the caller may be another thread
+    # than that of the rank.
     _wait(group.all_gather_single(lengths, length, True, label=f"lengths of {label}"))
     numels = [checked_nbytes(n, group.ranks[rank]) for rank, n in enumerate(lengths.tolist())]
-    parts = [mine.new_empty(numel) for numel in numels]
-    _wait(group.all_gather(parts, mine, True, label=label))
+    parts = [data.new_empty(numel) for numel in numels]
+    _wait(group.all_gather(parts, data, True, label=label))
     return [part.cpu() for part in parts]
 
 
 def _wait(work: Work | None) -> None:
-    assert work is not None, "asked for by async_op"
+    assert work is not None, "async_op returns one"
     work.wait()
 
 
@@ -105,7 +106,7 @@ def _data_of(item: Any) -> Tensor:
     try:
         return from_object(item, "the object")
     except ArgumentError as error:
-        raise ArgumentError(f"{error}{_BY_NAME}") from None
+        raise ArgumentError(f"{error}{_PICKLE_ADVICE}") from None
 
 
 def _pickled(item: Any) -> Tensor:
@@ -118,5 +119,5 @@ def _pickled(item: Any) -> Tensor:
 
 
 def _unpickled(data: Tensor) -> Any:
-    """The object, after its sender's code has run: only where this rank's call asked for that."""
+    """Unpickle, which runs code of the sender; this rank's own call has asked for it."""
     return pickle.loads(data.numpy().tobytes())

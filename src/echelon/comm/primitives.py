@@ -1,7 +1,7 @@
-"""What a transport carries: five collectives and two messages, and how a call becomes one.
+"""The five collectives and two messages that a transport implements.
 
-Tensors of a primitive are 1D, contiguous and on the device of the group. The functions make a
-``Request`` of the arguments of a user's call.
+The tensors of a primitive are 1D, contiguous and on the device of the group. Each function checks
+the arguments of a call of ``Group`` and returns the call as a ``Request``.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from echelon.comm import reduce_op
+from echelon.comm.buffers import disjoint_input, flattened
 from echelon.comm.call_arguments import Arguments
-from echelon.comm.flat import apart, flattened
 from echelon.diagnosis.collective_call import CallSignature
 
 
@@ -30,11 +31,11 @@ class AllReduce:
 
 @dataclass(slots=True)
 class ReduceScatter:
-    """Reduce ``input`` over ranks, of which each gets its part in ``output``.
+    """Reduce ``input`` over ranks and write this rank's part of the result to ``output``.
 
     Attributes:
-        output: apart from ``input``, or anywhere in it.
-        splits: elements of the part of each rank, the same on all ranks.
+        output: may overlap ``input``.
+        splits: the number of elements of each rank's part, the same on all ranks.
     """
 
     output: Tensor
@@ -43,13 +44,13 @@ class ReduceScatter:
     op: str
 
     def target(self, rank: int) -> Tensor:
-        """Where to reduce to: ``output``, or memory beside it if it lies on parts of other ranks.
+        """``output``, or a temporary buffer if ``output`` overlaps the parts of other ranks.
 
-        These may not have been read yet. Whoever gets other memory copies it when they have been.
+        Peers may not have read these parts yet. Copy the buffer to ``output`` when they have.
         """
         output, input = self.output, self.input
-        own = input.data_ptr() + sum(self.splits[:rank]) * input.itemsize
-        if not self.splits[rank] or output.data_ptr() == own:
+        address = input.data_ptr() + sum(self.splits[:rank]) * input.itemsize
+        if not self.splits[rank] or output.data_ptr() == address:
             return output
         if output.untyped_storage().data_ptr() != input.untyped_storage().data_ptr():
             return output
@@ -61,7 +62,7 @@ class AllGather:
     """Copy ``input`` of rank r into ``outputs[r]`` of all ranks; lengths may differ.
 
     Attributes:
-        input: apart from ``outputs``, or exactly the one of this rank.
+        input: does not overlap ``outputs``, or is exactly the output of this rank.
     """
 
     outputs: Sequence[Tensor]
@@ -81,8 +82,8 @@ class Exchange:
     """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it; lengths may differ.
 
     Attributes:
-        lengths_agreed: whether the signature of the call says all lengths. If not, the transport
-            compares what each rank sends with what its peer expects.
+        lengths_agreed: whether all ranks know all lengths from the signature of the call. If not,
+            the transport checks that each rank sends as much as its peer expects.
     """
 
     outputs: Sequence[Tensor]
@@ -101,7 +102,7 @@ class Send:
 
 @dataclass(slots=True)
 class Receive:
-    """Receive into ``tensor`` what rank ``src`` sends with this tag, first sent first."""
+    """Receive the next message of rank ``src`` with this tag into ``tensor``."""
 
     tensor: Tensor
     src: int
@@ -113,19 +114,18 @@ Primitive: TypeAlias = AllReduce | ReduceScatter | AllGather | Broadcast | Excha
 
 
 class Derived:
-    """A collective that primitives can do. Abstract: a subclass says with which one."""
+    """A collective that is implemented by a primitive."""
 
     __slots__ = ()
 
     def primitive(self, rank: int, size: int) -> Primitive:
-        """The primitive that does it on this rank; all ranks use the same one."""
+        """The primitive of this rank; it is of the same type on all ranks."""
         raise NotImplementedError
 
 
-# A call that was checked: what all ranks must agree on, what the transport is to do, and steps that
-# copy results into tensors that are not dense, after the wait. A bare tuple, because each is made
-# in a hot path.
-Finish: TypeAlias = Sequence[Callable[[], None] | None]
+# A checked call: its signature, its operation, and the steps that run after the wait, such as
+# copying results to tensors that are not contiguous. A plain tuple is the fastest to make.
+Finish: TypeAlias = Sequence[Callable[[], None]]
 Request: TypeAlias = tuple[CallSignature, Primitive | Derived, Finish]
 
 
@@ -133,8 +133,8 @@ def all_reduce(arguments: Arguments, tensor: Tensor, op: str, label: str | None)
     """See ``Group.all_reduce``."""
     reduce_op.check_op(op, arguments.check_tensors("all_reduce", written=[tensor]))
     signature = CallSignature("all_reduce", tensor.dtype, tuple(tensor.shape), op, None, label)
-    flat, restore = flattened(tensor)
-    return signature, AllReduce(flat, op), (restore,)
+    flat, finish = flattened(tensor)
+    return signature, AllReduce(flat, op), finish
 
 
 def reduce_scatter(
@@ -159,9 +159,8 @@ def reduce_scatter(
         arguments.check_numel("output", output, lengths[rank], f"splits[{rank}]")
         parts = tuple(lengths)
     signature = CallSignature(name, input.dtype, tuple(input.shape), op, None, label, parts)
-    flat, restore = flattened(output)
-    operation = ReduceScatter(flat, flattened(input)[0], lengths, op)
-    return signature, operation, (restore,)
+    flat, finish = flattened(output)
+    return signature, ReduceScatter(flat, flattened(input)[0], lengths, op), finish
 
 
 def all_gather_single(
@@ -172,10 +171,10 @@ def all_gather_single(
     arguments.check_tensors(name, [input], [output])
     arguments.check_numel("output", output, size * input.numel(), "size * input.numel()")
     signature = CallSignature(name, input.dtype, tuple(input.shape), None, None, label)
-    flat, restore = flattened(output)
+    flat, finish = flattened(output)
     parts = flat.view(size, -1).unbind(0) if flat.numel() else [flat] * size
-    source = apart(flattened(input)[0], parts, arguments.rank)
-    return signature, AllGather(parts, source), (restore,)
+    source = disjoint_input(flattened(input)[0], parts, in_place=arguments.rank)
+    return signature, AllGather(parts, source), finish
 
 
 def all_gather(
@@ -187,9 +186,9 @@ def all_gather(
     signature = CallSignature(
         "all_gather", input.dtype, (sum(lengths),), None, None, label, lengths
     )
-    flats, restores = zip(*map(flattened, outputs), strict=True)
-    source = apart(flattened(input)[0], flats, arguments.rank)
-    return signature, AllGather(flats, source), restores
+    flats, steps = zip(*map(flattened, outputs), strict=True)
+    source = disjoint_input(flattened(input)[0], flats, in_place=arguments.rank)
+    return signature, AllGather(flats, source), tuple(chain.from_iterable(steps))
 
 
 def broadcast(arguments: Arguments, tensor: Tensor, src: int, label: str | None) -> Request:
@@ -198,8 +197,8 @@ def broadcast(arguments: Arguments, tensor: Tensor, src: int, label: str | None)
     read, written = ([tensor], []) if src == arguments.rank else ([], [tensor])
     arguments.check_tensors("broadcast", read, written)
     signature = CallSignature("broadcast", tensor.dtype, tuple(tensor.shape), None, src, label)
-    flat, restore = flattened(tensor)
-    return signature, Broadcast(flat, src), (restore,)
+    flat, finish = flattened(tensor)
+    return signature, Broadcast(flat, src), finish
 
 
 def all_to_all_single(
@@ -215,10 +214,10 @@ def all_to_all_single(
     outs = arguments.rows("output", output, output_splits)
     ins = arguments.rows("input", input, input_splits)
     signature = CallSignature("all_to_all_single", input.dtype, (), None, None, label)
-    flat, restore = flattened(output)
-    source = apart(flattened(input)[0], [flat])
+    flat, finish = flattened(output)
+    source = disjoint_input(flattened(input)[0], [flat])
     operation = Exchange(flat.split(outs), source.split(ins), lengths_agreed=False)
-    return signature, operation, (restore,)
+    return signature, operation, finish
 
 
 def send(arguments: Arguments, tensor: Tensor, dst: int, tag: int) -> Request:
@@ -234,11 +233,11 @@ def receive(arguments: Arguments, tensor: Tensor, src: int, tag: int) -> Request
     arguments.check_tensors("recv", written=[tensor])
     arguments.check_peer("recv", "src", src, tag)
     signature = _message("recv", tensor.dtype, tensor.numel(), src, tag)
-    flat, restore = flattened(tensor)
-    return signature, Receive(flat, src, tag), (restore,)
+    flat, finish = flattened(tensor)
+    return signature, Receive(flat, src, tag), finish
 
 
 @lru_cache(maxsize=4096)
 def _message(op: str, dtype: torch.dtype, numel: int, peer: int, tag: int) -> CallSignature:
-    """The signature of a message, which a program sends in every step."""
+    """The signature of a message, cached because programs repeat their messages in every step."""
     return CallSignature(op, dtype, (numel,), None, peer, f"tag {tag}")

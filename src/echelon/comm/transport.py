@@ -1,4 +1,4 @@
-"""What a world writes so that its ranks form a ``Group``."""
+"""The interface that a world implements so that its ranks form a ``Group``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from echelon.process.forks import disown_in_forks, keep_alive, refused
 
 
 class Transport(GroupTree, ABC):
-    """The part of a ``Group`` that differs between worlds. Abstract: see ``_start`` and below.
+    """The part of a ``Group`` that differs between worlds.
 
     Attributes:
-        overrides: the derived collectives that ``_start`` takes as they are, because that is
-            faster there; all others reach it as the primitive that does them.
+        overrides: the derived collectives that ``_start`` implements itself, because that is
+            faster; it gets all others as primitives.
     """
 
     overrides: frozenset[type[Derived]] = frozenset()
@@ -49,48 +49,48 @@ class Transport(GroupTree, ABC):
         self.timeout = timeout
         self.shares_memory = shares_memory
         self._arguments = Arguments(rank, self.size, device)
-        self._note = note  # of each call, for whoever reports that this rank died or hangs
+        self._note = note  # records each call, for reports that this rank died or hangs
         self._position = 0
         self._p2p_position = 0
         self._num_subgroups = 0
         disown_in_forks(self)
 
-    # What a world writes ---------------------------------------------------------------------
+    # What a world implements -----------------------------------------------------------------
 
     @abstractmethod
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
-        """Start the operation and return at once.
+        """Start the operation and return without waiting for peers.
 
         All ranks of the group start their collectives in one order. If ``call.blocking``, the
-        caller waits next, and the transport may use its thread. Reports may keep ``call``, so it
-        does not hold the tensors, which live only as long as the operation.
+        caller waits next, so the transport may run the operation on the caller's thread. Reports
+        may keep ``call``, so it must not hold the tensors.
 
         Raises:
-            CollectiveMismatch: here or in the wait, on every rank: the signatures of the call
-                differ, or ranks exchange other lengths than they expect.
+            CollectiveMismatch: on every rank, here or in the wait, if the signatures of the call
+                differ, or a rank sends more or fewer elements than its peer expects.
         """
 
     @abstractmethod
     def _subgroup(self, call: CollectiveCall, name: str, members: Sequence[int]) -> Self | None:
-        """The group of these ranks of this group; None where this rank is not one of them."""
+        """Make the group of these ranks of this group; return None on other ranks."""
 
     @abstractmethod
     def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
-        """New memory of zeros on every rank."""
+        """Allocate a window of zeros on every rank."""
 
     def _shared(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
-        """One tensor of zeros for all ranks. Only where the group ``shares_memory``."""
+        """Allocate one tensor of zeros for all ranks, if the group ``shares_memory``."""
         raise NotImplementedError
 
     def _kept_in_forks(self) -> Sequence[object]:
-        """What a forked process must not take apart."""
+        """Objects that a forked process must not finalize."""
         return ()
 
     # What all worlds share -------------------------------------------------------------------
 
     @final
     def disown(self) -> None:
-        """Refuse all calls of this process, which the rank has forked."""
+        """Refuse all further calls, because this process is a fork of the rank's process."""
         for item in self._kept_in_forks():
             keep_alive(item)
 
@@ -105,14 +105,14 @@ class Transport(GroupTree, ABC):
 
     @final
     def _number(
-        self, signature: CallSignature, blocking: bool, *, is_message: bool = False
+        self, signature: CallSignature, *, blocking: bool, is_message: bool = False
     ) -> CollectiveCall:
-        """The next call of this rank; messages are counted apart from collectives."""
+        """Give the next call of this rank its number; messages have numbers of their own."""
         label = signature.label
         if label is not None and not isinstance(label, str):
             raise ArgumentError(f"label is {label!r:.80}; give a str, or None")
         position = self._p2p_position if is_message else self._position
-        place = caller(depth=2)  # a method of ``Group`` has called this one
+        place = caller(depth=2)  # only methods of ``Group`` call this one
         call = CollectiveCall(
             signature, place, position, self.name, self.ranks[self.rank], blocking
         )

@@ -1,8 +1,9 @@
-"""Things that a group hands out: work under way, and windows into the peers' memory."""
+"""The results of calls of a group: outstanding communication, and windows of shared memory."""
 
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,9 +20,13 @@ from echelon.process.forks import mark, refused
 
 
 class Work(ABC):
-    """Communication under way. Its tensors must not be touched before ``wait`` returns.
+    """Communication that is under way, like ``torch.distributed.Work``.
 
-    Abstract: a backend writes ``_wait`` and ``done``.
+    Do not touch the tensors of the call before ``wait`` returns. A backend implements ``_wait``
+    and ``done``.
+
+    Attributes:
+        call: the call that started the communication.
     """
 
     def __init__(self, call: CollectiveCall) -> None:
@@ -31,14 +36,14 @@ class Work(ABC):
 
     @final
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the result is there, on CUDA in the order of the current stream.
+        """Return when the result can be used; on CUDA, by work of the current stream.
 
         Args:
-            timeout: seconds; None means the timeout of the world. May be called again after it
-            passed.
+            timeout: in seconds; None means the timeout of the world. After a ``CommTimeout`` the
+                work may be waited for again.
 
         Raises:
-            CommError: the ranks disagree, one failed, all wait for one another, or time is up.
+            CommError: ranks disagree, failed, wait for each other, or did not come in time.
             StateError: this process was forked after the work was issued.
         """
         if self._mark is not mark():
@@ -59,11 +64,17 @@ class Work(ABC):
 
     @abstractmethod
     def _wait(self, timeout: float | None) -> None:
-        """Block until complete; raise what went wrong. Must allow a second call."""
+        """Block until the communication is complete, or raise its error; may be called twice."""
+
+    @property
+    def ticket(self) -> CollectiveCall:
+        """Deprecated name of ``call``."""
+        warnings.warn("Work.ticket is now Work.call", DeprecationWarning, stacklevel=2)
+        return self.call
 
     @final
     def then(self, step: Callable[[], None]) -> None:
-        """Run ``step`` once, on the thread that waits, when the result is there."""
+        """Run ``step`` once, on the thread that waits, when the result can be used."""
         self._finish.append(step)
 
 
@@ -86,7 +97,7 @@ def _emit(
 
 
 def emit_issue(call: CollectiveCall) -> None:
-    """Tell listeners that a call was issued."""
+    """Emit the event of a call that was issued."""
     _emit("collective.issue", call)
 
 
@@ -95,14 +106,14 @@ def emit_issue(call: CollectiveCall) -> None:
 class Window:
     """Memory of every rank of a group that its peers can read and write in place.
 
-    Who may touch what when is up to the ranks: between two barriers of the group (or two
-    collectives on the window) a region has one writer, or only readers.
+    The ranks must coordinate their accesses: between two barriers of the group (or two collectives
+    on the window) a region has either one writer or only readers.
 
     Attributes:
-        local: this rank's region. 1D
-        regions: all ranks' regions in rank order; only ``local`` where memory is not shared.
-        shared: whether peers can reach it.
-        release: gives the memory back; called once, at the latest when the window is dropped.
+        local: this rank's region, 1D.
+        regions: all ranks' regions in rank order; only ``local`` if memory is not shared.
+        shared: whether peers can reach the regions.
+        release: frees the memory; it is called at the latest when the window is deleted.
     """
 
     local: Tensor
@@ -111,24 +122,24 @@ class Window:
     release: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def __post_init__(self) -> None:
-        weakref.finalize(self, self.release).atexit = False  # one that is dropped is closed
+        weakref.finalize(self, self.release).atexit = False
 
     @property
     def numel(self) -> int:
-        """Length of each rank's region, in elements."""
+        """The number of elements of each rank's region."""
         return self.local.numel()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type, the same for all ranks."""
+        """The dtype of the regions, which is the same on all ranks."""
         return self.local.dtype
 
     def peer(self, rank: int) -> Tensor:
-        """The region of ``rank`` (in the group), 1D.
+        """Return the region of ``rank``, a rank in the group. 1D.
 
         Raises:
-                RankError: there is no such rank.
-            UnsupportedError: this backend has no shared memory.
+            RankError: the group has no such rank.
+            UnsupportedError: the group does not share memory.
         """
         if not isinstance(rank, int) or (self.shared and not 0 <= rank < len(self.regions)):
             raise RankError("the peer", rank, len(self.regions))
@@ -140,5 +151,5 @@ class Window:
         return self.regions[rank]
 
     def close(self) -> None:
-        """Give the memory back once no tensor of it is used any more."""
+        """Free the memory once no tensor of it is used any more."""
         self.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -96,6 +97,13 @@ class CollectiveCall:
     group: str
     rank: int
     blocking: bool
+
+    @property
+    def call(self) -> CallSignature:
+        """Deprecated name of ``signature``."""
+        message = "CollectiveCall.call is now CollectiveCall.signature"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.signature
 
     def __str__(self) -> str:
         return f"{self.signature} (#{self.position} of group {self.group!r}) at {self.place}"

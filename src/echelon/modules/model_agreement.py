@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from echelon.comm.agreement import ObjectGatherer, agree
-from echelon.comm.flat import is_expanded
+from echelon.comm.buffers import is_expanded
 from echelon.errors import ArgumentError
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from echelon.comm.group import Group
 from echelon.comm.object_bytes import checked_nbytes
-from echelon.comm.threads.randomness import draws_nothing
+from echelon.comm.torch_function import without_torch_function
 from echelon.comm.work import Work
 from echelon.pipeline.boundary import BoundarySpec, BoundaryValue, TensorSpec
 from echelon.pipeline.message import MessagePool, StageMessage
@@ -99,7 +99,7 @@ class Link:
             return []
         return [self._group.irecv(tensor, self._peer, self._tag(microbatch, kind))]
 
-    @draws_nothing
+    @without_torch_function
     def send_forward(self, microbatch: int, value: BoundaryValue, *, training: bool) -> PendingSend:
         """Send the output of a stage to the next one."""
         works: list[Work] = []
@@ -149,12 +149,12 @@ class Link:
 
         return PendingSend(works, memory, is_poll_cheap=self._group.shares_memory, on_done=on_done)
 
-    @draws_nothing
+    @without_torch_function
     def recv_forward(self, microbatch: int, *, training: bool) -> ForwardRecv:
         """Post the receive of what the stage before sends."""
         return ForwardRecv(self, microbatch, training)
 
-    @draws_nothing
+    @without_torch_function
     def send_backward(
         self, microbatch: int, specs: Sequence[TensorSpec], grads: Sequence[Tensor | None]
     ) -> PendingSend:
@@ -178,7 +178,7 @@ class Link:
             return PendingSend(works, memory, is_poll_cheap=self._group.shares_memory)
         return self._pending(works, memory, message)
 
-    @draws_nothing
+    @without_torch_function
     def recv_backward(self, microbatch: int, specs: Sequence[TensorSpec]) -> BackwardRecv:
         """Post the receive of the gradients of a value that was sent."""
         return BackwardRecv(self, microbatch, specs)
@@ -255,7 +255,7 @@ class ForwardRecv:
         specs = () if self._spec is None else self._spec.tensors
         return _RecvBuffers(self._link, self._microbatch, (_PACKED, _LARGE), _LENGTH_NBYTES, specs)
 
-    @draws_nothing
+    @without_torch_function
     def wait(self) -> BoundaryValue:
         """Wait for the input; its tensors are leaves that need a gradient where those sent did."""
         self._buffers.wait()
@@ -287,7 +287,7 @@ class BackwardRecv:
             tags = _PACKED_GRADIENTS, _LARGE_GRADIENT
             self._buffers = _RecvBuffers(link, microbatch, tags, len(specs), specs)
 
-    @draws_nothing
+    @without_torch_function
     def wait(self) -> list[Tensor | None]:
         """Wait for the gradients; None where the next stage did not use a tensor."""
         if self._buffers is None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from echelon.comm.flat import is_expanded
+from echelon.comm.buffers import is_expanded
 from echelon.errors import ArgumentError
 
 Shape = tuple[int, ...]

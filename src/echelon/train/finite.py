@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from echelon import checks
 from echelon.comm.group import Group
 from echelon.comm.start_facts import agree, gather_json
-from echelon.comm.threads.randomness import draws_nothing
+from echelon.comm.torch_function import without_torch_function
 from echelon.errors import ArgumentError, NonFiniteError, StateError
 from echelon.modules.norms import by_kind
 from echelon.modules.sharded_gradients import unmarked
@@ -159,7 +159,7 @@ class FiniteGuard:
             self._in_a_row += 1
         return False
 
-    @draws_nothing
+    @without_torch_function
     def _gradients(self) -> dict[str, Tensor]:
         """The numbers of each gradient of this rank, by the name of the parameter."""
         gradients = {}
@@ -169,7 +169,7 @@ class FiniteGuard:
                 gradients[name] = _wide(grad.coalesce().values() if grad.is_sparse else grad)
         return gradients
 
-    @draws_nothing
+    @without_torch_function
     def _alarm(self, numbers: _StepNumbers) -> Tensor:
         """One if this rank has, or may have, a number that is not finite; else zero.
 
@@ -210,7 +210,7 @@ class FiniteGuard:
         return NonFiniteError(self.step, losses, by_name, norms, skipped=self._in_a_row)
 
 
-@draws_nothing
+@without_torch_function
 def _text(values: Tensor | None) -> str:
     """``nan``, or ``2 nan, 1 -inf of 6``; empty if all is finite."""
     if values is None:

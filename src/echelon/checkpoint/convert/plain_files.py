@@ -16,7 +16,7 @@ from echelon.checkpoint.convert.step_files import SavedTensors
 from echelon.checkpoint.files import NewFile, SavedBytes, sync_folder
 from echelon.checkpoint.header import header, header_nbytes, read_header
 from echelon.checkpoint.tensors import bytes_of
-from echelon.comm.allocation import available_nbytes
+from echelon.comm.buffers import available_nbytes
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointError
 from echelon.values.untrusted_json import brief, read_json
 from echelon.values.value_types import DTYPES, dtype_name

@@ -1,15 +1,16 @@
-"""The shared memory of one group: rounds, signatures, and room for small data.
+"""The shared memory of one group: rounds, signatures of calls, and slots for small data.
 
-All collectives are made of *rounds*. In round k a rank writes what it has to say into half ``k %
-2`` of its slot (or staging), posts k, and waits until all ranks have posted k; then it may read the
-others' half ``k % 2``. Whoever has posted k + 1 has read all of round k, so the half is free again
-in round k + 2 without another wait::
+All collectives consist of *rounds*. In round k a rank writes to half ``k % 2`` of its slot (or of
+its staging memory), posts k, and waits until all ranks have posted k; then it may read half
+``k % 2`` of the other ranks. A rank that has posted k + 1 has read everything of round k, so the
+half can be reused in round k + 2 without another wait::
 
     rank 0   write A | post 1 | read A's | write B | post 2 | read B's | write A …
     rank 1     write A | post 1 | read A's | write B | post 2 | …
                                                              └ all have posted 2, so all have read A
 
-Layout of the segment, with a page and two slot halves a rank, then a ring for each pair of ranks::
+The segment holds a page and two slot halves for each rank, then a message ring for each pair of
+ranks::
 
     | page 0 | page 1 | … | slot 0 half 0 | slot 0 half 1 | slot 1 half 0 | … | ring 0→0 | ring 0→1
     | …
@@ -18,6 +19,7 @@ Layout of the segment, with a page and two slot halves a rank, then a ring for e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -27,8 +29,9 @@ from echelon.comm.shm.futex import fence
 from echelon.comm.shm.rank_table import RankTable
 from echelon.comm.shm.segment import Segment
 from echelon.diagnosis.collective_call import CollectiveCall, fingerprint
-from echelon.errors import CollectiveMismatch, CommTimeout
+from echelon.errors import CollectiveMismatch, CommTimeout, SharedMemoryError
 from echelon.errors.message_text import text_bytes
+from echelon.ranges import even_chunks
 
 SLOT_NBYTES = 1 << 16
 
@@ -36,21 +39,39 @@ _PAGE = 4096
 _WORDS = _PAGE // 4
 _LONGS = _PAGE // 8
 _ROUND, _TEXT_LENGTH, _TEXT_ROUND = range(3)
-# Notes on the last calls: (fingerprint, key, address). A rank is at most one call ahead of another.
+# Each page has notes on the last calls: fingerprint, window key and address. No rank is more than
+# one call ahead of another.
 _NOTES = 8
 _NOTE_LONGS = 3
 _NUM_NOTES = 4
 _TEXT_START = 1024
 _HALF = 1 << 31
+_CACHE_LINE_NBYTES = 64
 
+# The counters of a ring lie before its bytes, on cache lines of their own.
+RING_CONTROL_NBYTES = 2 * _CACHE_LINE_NBYTES
 
-# A ring's counters, on cache lines of their own before its bytes.
-RING_CONTROL_NBYTES = 128
+_TOKEN_NBYTES = 64
+_REFUSED = "!"  # in place of a token, before the bytes that were needed and available
 
 
 def ring_nbytes(size: int) -> int:
-    """Capacity of the ring between two ranks, a power of two; smaller where there are many."""
+    """The capacity of a ring, a power of two; rings of large groups are smaller."""
     return 1 << 20 if size <= 4 else 1 << 18 if size <= 16 else 1 << 16
+
+
+@final
+@dataclass(frozen=True)
+class ExchangedParts:
+    """The parts that ranks send to each other in an exchange.
+
+    Attributes:
+        longest: the number of elements of the longest part.
+        addresses: ``addresses[src][dst]`` is valid in the process of ``src``.
+    """
+
+    longest: int
+    addresses: Sequence[Sequence[int]]
 
 
 @final
@@ -58,113 +79,118 @@ class Area:
     """The segment of one group, seen from one rank.
 
     Attributes:
-        halves: ``halves[rank][k % 2]``: a rank's slot in round k, bytes. 1D
-        round: the last round that this rank posted.
+        segment: the memory, of ``Area.nbytes(size)``.
+        table: the ranks of the job.
+        rank: this rank in the group; ``ranks`` are those of all members in the job.
+        timeout: the seconds to wait in one round.
+        round: the last round that this rank has posted.
     """
 
     def __init__(
-        self, segment: Segment, board: RankTable, rank: int, ranks: Sequence[int], name: str
+        self,
+        segment: Segment,
+        table: RankTable,
+        rank: int,
+        ranks: Sequence[int],
+        name: str,
+        timeout: float,
     ) -> None:
-        self.segment, self.board, self.rank, self.ranks, self.name = (
-            segment,
-            board,
-            rank,
-            ranks,
-            name,
-        )
+        self.segment, self.table, self.name, self.timeout = segment, table, name, timeout
+        self.rank, self.ranks = rank, ranks
         self.size = len(ranks)
         self.peers = [r for r in range(self.size) if r != rank]
         self.round = 0
         self._peers_in_job = [ranks[r] for r in self.peers]
-        self._bytes = memoryview(segment.buffer)
-        self._words = self._bytes.cast("I")
-        self._longs = self._bytes.cast("Q")
+        self.bytes = memoryview(segment.buffer)
+        self.words = self.bytes.cast("I")
+        self._longs = self.bytes.cast("Q")
         slots = self.size * _PAGE
-        self.halves = [
+        self._halves = [
             [segment.tensor(slots + (2 * r + half) * SLOT_NBYTES, SLOT_NBYTES) for half in (0, 1)]
             for r in range(self.size)
         ]
-        self._parts: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
+        self._slots: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
 
     @staticmethod
     def nbytes(size: int) -> int:
-        """Bytes of an area for ``size`` ranks; most are touched only when used."""
+        """The length of the segment for ``size`` ranks; pages are taken when they are used."""
         rings = size * size * (RING_CONTROL_NBYTES + ring_nbytes(size))
         return size * (_PAGE + 2 * SLOT_NBYTES) + rings
 
     def ring_start(self, src: int, dst: int) -> int:
-        """Where the ring from ``src`` to ``dst`` begins, in bytes."""
+        """The offset of the ring from ``src`` to ``dst``, in bytes."""
         stride = RING_CONTROL_NBYTES + ring_nbytes(self.size)
         return self.size * (_PAGE + 2 * SLOT_NBYTES) + (src * self.size + dst) * stride
 
-    def parts(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
-        """The slots of all ranks in the coming round, as 1D tensors of ``numel`` elements."""
+    def slots(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
+        """The slots of all ranks in the next round, as 1D tensors of ``numel`` elements."""
         key = ((self.round + 1) & 1, dtype, numel)
-        parts = self._parts.get(key)
-        if parts is None:
-            if len(self._parts) > 256:
-                self._parts.clear()
+        slots = self._slots.get(key)
+        if slots is None:
+            if len(self._slots) > 256:
+                self._slots.clear()
             nbytes = numel * dtype.itemsize
-            with torch.inference_mode(False):  # they outlive the caller's mode
-                parts = self._parts[key] = [
-                    halves[key[0]].narrow(0, 0, nbytes).view(dtype) for halves in self.halves
+            with torch.inference_mode(False):  # the cache outlives the caller's mode
+                slots = self._slots[key] = [
+                    halves[key[0]].narrow(0, 0, nbytes).view(dtype) for halves in self._halves
                 ]
-        return parts
+        return slots
 
-    def next_round(self, call: CollectiveCall, timeout: float) -> None:
+    def chunks(self, numel: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+        """One range of elements for each rank, so that no two ranks write to one cache line."""
+        return even_chunks(numel, self.size, max(1, _CACHE_LINE_NBYTES // dtype.itemsize))
+
+    def next_round(self, call: CollectiveCall) -> None:
         """Post the next round and wait until all ranks have posted it."""
-        words = self._words
+        words = self.words
         target = self.round = (self.round + 1) & 0xFFFFFFFF
-        fence()  # what was written before must be seen before the post
+        fence()  # peers must see the data of the round before its number
         words[self.rank * _WORDS + _ROUND] = target
-        self.board.ring(self._peers_in_job)
+        self.table.wake(self._peers_in_job)
         for peer in self.peers:
             at = peer * _WORDS + _ROUND
             if (words[at] - target) & 0xFFFFFFFF >= _HALF:
-                self._await_peer(at, target, call, timeout)
+                self._await_peer(at, target, call)
         fence()
 
     def absent(self) -> list[int]:
-        """The ranks in the job that have not posted this rank's last round."""
+        """The ranks (in the job) that have not posted the last round of this rank."""
         return [
             self.ranks[peer]
             for peer in self.peers
-            if (self._words[peer * _WORDS + _ROUND] - self.round) & 0xFFFFFFFF >= _HALF
+            if (self.words[peer * _WORDS + _ROUND] - self.round) & 0xFFFFFFFF >= _HALF
         ]
 
-    def _await_peer(self, at: int, target: int, call: CollectiveCall, timeout: float) -> None:
-        words = self._words
+    def _await_peer(self, at: int, target: int, call: CollectiveCall) -> None:
+        words = self.words
 
         def ready() -> bool:
             return (words[at] - target) & 0xFFFFFFFF < _HALF
 
         try:
-            # A background thread must not hold the interpreter while the owner computes.
-            self.board.wait(ready, lambda: str(call), self.absent, timeout, spin=call.blocking)
+            # A background thread that spins would hold the GIL while the owner computes.
+            self.table.wait(ready, lambda: str(call), self.absent, self.timeout, spin=call.blocking)
         except CommTimeout as error:
-            raise self.board.monitor.explained(error) from None
+            raise self.table.monitor.explained(error) from None
 
-    def agree(self, call: CollectiveCall, timeout: float, key: int = 0, address: int = 0) -> None:
-        """First round of every call: check that all ranks make the same one.
+    def agree(self, call: CollectiveCall, key: int = 0, address: int = 0) -> None:
+        """Run the first round of a call, which checks that all ranks issued the same one.
 
-        Args:
-            key: in which window this rank's tensor lies and where, in 64 bits; 0: in none.
-            address: of this rank's tensor in its own process; not needed for every call.
-
-        Raises:
-            CollectiveMismatch: the calls differ; raised on every rank, with the call of each.
+        ``key`` says where in which window this rank's tensor lies (0: in none), and ``address`` is
+        that of the tensor in its process; peers read them by ``keys`` and ``addresses``.
         """
         longs, at = self._longs, self._note(call)
-        mine = fingerprint(call.signature)
-        own = self.rank * _LONGS + at
-        longs[own], longs[own + 1], longs[own + 2] = mine, key, address
-        self.next_round(call, timeout)
+        digest = fingerprint(call.signature)
+        note = self.rank * _LONGS + at
+        longs[note], longs[note + 1], longs[note + 2] = digest, key, address
+        self.next_round(call)
         for peer in self.peers:
-            if longs[peer * _LONGS + at] != mine:
-                self._mismatch(call, timeout)
+            if longs[peer * _LONGS + at] != digest:
+                calls = self.exchange_texts(call, f"{call.signature} at {call.place}")
+                raise CollectiveMismatch(self.name, call.position, calls)
 
     def keys(self, call: CollectiveCall) -> list[int]:
-        """The keys of all ranks for the call that they have just agreed on."""
+        """The window keys of all ranks for the call that they have just agreed on."""
         at = self._note(call) + 1
         return [self._longs[rank * _LONGS + at] for rank in range(self.size)]
 
@@ -179,22 +205,52 @@ class Area:
 
     def pid(self, rank: int) -> int:
         """The process of ``rank``."""
-        return self.board.pid(self.ranks[rank])
+        return self.table.pid(self.ranks[rank])
 
-    def _mismatch(self, call: CollectiveCall, timeout: float) -> None:
-        calls = self.exchange_texts(call, f"{call.signature} at {call.place}", timeout)
-        raise CollectiveMismatch(self.name, call.position, calls)
-
-    def exchange_texts(self, call: CollectiveCall, text: str, timeout: float) -> dict[int, str]:
-        """What every rank says, by rank; for errors that all ranks raise."""
-        mine = text_bytes(text)[: _PAGE - _TEXT_START]
+    def exchange_texts(self, call: CollectiveCall, text: str) -> dict[int, str]:
+        """The text of every rank, by rank, for an error that all ranks raise. Takes one round."""
+        data = text_bytes(text)[: _PAGE - _TEXT_START]
         start = self.rank * _PAGE + _TEXT_START
-        self._bytes[start : start + len(mine)] = mine
-        self._words[self.rank * _WORDS + _TEXT_LENGTH] = len(mine)
-        self.next_round(call, timeout)
-        calls = {}
+        self.bytes[start : start + len(data)] = data
+        self.words[self.rank * _WORDS + _TEXT_LENGTH] = len(data)
+        self.next_round(call)
+        texts = {}
         for rank in range(self.size):
             start = rank * _PAGE + _TEXT_START
-            length = self._words[rank * _WORDS + _TEXT_LENGTH]
-            calls[rank] = bytes(self._bytes[start : start + length]).decode(errors="replace")
-        return calls
+            length = self.words[rank * _WORDS + _TEXT_LENGTH]
+            texts[rank] = bytes(self.bytes[start : start + length]).decode(errors="replace")
+        return texts
+
+    def share_segments(
+        self, call: CollectiveCall, nbytes: int, *, what: str, reserve: bool = True
+    ) -> dict[int, Segment]:
+        """Make a segment on each rank with ``nbytes`` > 0, and map all of them on every rank.
+
+        Takes two rounds. If one rank lacks memory, all raise its ``SharedMemoryError``, so that
+        they stay in step. Unless ``reserve``, memory is taken only when it is written.
+        """
+        local, token = None, ""
+        try:
+            if nbytes:
+                local = Segment.create(nbytes, what=what, reserve=reserve)
+                token = local.token
+        except SharedMemoryError as error:
+            token = f"{_REFUSED}{error.needed}:{error.available}"
+        slots = self.slots(torch.uint8, _TOKEN_NBYTES)
+        data = bytearray(token.encode().ljust(_TOKEN_NBYTES))
+        slots[self.rank].copy_(torch.frombuffer(data, dtype=torch.uint8))
+        self.next_round(call)
+        tokens = [bytes(slot.numpy()).decode().strip() for slot in slots]
+        refused = {r: token for r, token in enumerate(tokens) if token.startswith(_REFUSED)}
+        segments = {
+            rank: local if local and rank == self.rank else Segment.open(token, populate=reserve)
+            for rank, token in enumerate(tokens)
+            if token and not refused
+        }
+        self.next_round(call)  # all ranks have mapped it
+        if local is not None:
+            local.unpublish()
+        for rank, token in refused.items():
+            needed, available = map(int, token.removeprefix(_REFUSED).split(":"))
+            raise SharedMemoryError(f"{what} (on rank {self.ranks[rank]})", needed, available)
+        return segments

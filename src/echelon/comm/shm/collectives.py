@@ -1,14 +1,15 @@
-"""Each collective of a group by the shortest way that its data allows.
+"""Each collective of a group by the fastest path that its data allows.
 
-Up to 64 KiB travel in the slots of the first round, windows are used in place, and for the rest
-peers read each other's memory (``direct``), or copy through shared memory where that is forbidden
-(``staged``). Every function is called by all ranks at once; the first round is the agreement on
-the call, later ones carry or release data.
+Data of up to 64 KiB travels in the slots of the first round, and windows are used in place. For
+all other data, peers read each other's memory (``direct``), or copy through shared memory where
+that is forbidden (``staged``). All ranks call each function at once. The first round is the
+agreement on the call; later ones carry data, or free memory that peers have read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -25,86 +26,86 @@ from echelon.comm.primitives import (
     ReduceScatter,
 )
 from echelon.comm.reduce_op import reduce_into
-from echelon.comm.shm.area import SLOT_NBYTES, Area
-from echelon.comm.shm.chunks import line_chunks
+from echelon.comm.shm.area import SLOT_NBYTES, Area, ExchangedParts
 from echelon.comm.shm.direct import Direct, open_direct
-from echelon.comm.shm.exchange import ExchangedParts
 from echelon.comm.shm.staged import Staged, Staging
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CollectiveMismatch
 
+# A window key has the number of the window above these bits, and an offset below.
+_WINDOW_SHIFT = 48
+
+
+@final
+@dataclass(frozen=True)
+class _SharedWindow:
+    """A window that is open, as all ranks know it."""
+
+    number: int
+    regions: Sequence[Tensor]
+
 
 @final
 class Collectives:
-    """The collectives of one group.
+    """The collectives of one group."""
 
-    Args:
-        area: the group's shared memory.
-        timeout: seconds to wait in a round.
-    """
-
-    def __init__(self, area: Area, timeout: float) -> None:
+    def __init__(self, area: Area) -> None:
         self.area = area
-        self.timeout = timeout
         self._large: Direct | Staged | None = None
-        # By address of the local region.
-        self._windows: dict[int, tuple[int, Sequence[Tensor]]] = {}
+        self._windows: dict[int, _SharedWindow] = {}  # by address of the local region
 
     # Windows ---------------------------------------------------------------------------------
 
     def add_window(self, number: int, regions: Sequence[Tensor]) -> None:
-        """Make tensors inside a window known, so that collectives use them in place."""
-        self._windows[regions[self.area.rank].untyped_storage().data_ptr()] = (number, regions)
+        """Let collectives use tensors of this window in place."""
+        address = _storage_address(regions[self.area.rank])
+        self._windows[address] = _SharedWindow(number, regions)
 
     def drop_window(self, regions: Sequence[Tensor]) -> None:
         """Forget a window that is closed."""
-        self._windows.pop(regions[self.area.rank].untyped_storage().data_ptr(), None)
+        self._windows.pop(_storage_address(regions[self.area.rank]), None)
 
     def _key(self, tensor: Tensor) -> int:
-        """64 bits that say in which window ``tensor`` lies and where; 0: in none."""
-        window = self._windows.get(tensor.untyped_storage().data_ptr())
+        """64 bits that say where in which window ``tensor`` lies; 0 if it lies in none."""
+        window = self._windows.get(_storage_address(tensor))
         if window is None:
             return 0
-        return window[0] << 48 | (int(tensor.storage_offset()) * tensor.dtype.itemsize + 1)
+        return window.number << _WINDOW_SHIFT | (_offset_nbytes(tensor) + 1)
 
     def _in_place(self, tensor: Tensor, keys: Sequence[int]) -> list[Tensor] | None:
-        """``tensor`` as all ranks see theirs, if all lie at one place of one window."""
+        """The tensors of all ranks, if they lie at the same place of one window; else None."""
         if not keys[0] or any(key != keys[0] for key in keys):
             return None
-        _, regions = self._windows[tensor.untyped_storage().data_ptr()]
-        start, numel, dtype = (
-            tensor.storage_offset() * tensor.dtype.itemsize,
-            tensor.numel(),
-            tensor.dtype,
-        )
+        start, nbytes = _offset_nbytes(tensor), tensor.nbytes
         return [
-            region.view(torch.uint8).narrow(0, start, numel * dtype.itemsize).view(dtype)
-            for region in regions
+            region.view(torch.uint8).narrow(0, start, nbytes).view(tensor.dtype)
+            for region in self._windows[_storage_address(tensor)].regions
         ]
 
-    # Rounds ----------------------------------------------------------------------------------
+    # First rounds ----------------------------------------------------------------------------
 
-    def agree(self, call: CollectiveCall, tensor: Tensor | None = None) -> list[Tensor] | None:
-        """First round: the call is the same on all ranks; post where ``tensor`` lies.
-
-        Returns:
-            ``tensor`` as all ranks see theirs, if all lie at one place of one window.
-        """
+    def _share_small(self, call: CollectiveCall, data: Tensor, numel: int) -> list[Tensor]:
+        """Agree on the call, and return slots of ``numel`` elements with the data of all ranks."""
         area = self.area
-        if tensor is None:
-            area.agree(call, self.timeout)
-            return None
-        area.agree(call, self.timeout, self._key(tensor), tensor.data_ptr())
-        return self._in_place(tensor, area.keys(call))
+        slots = area.slots(data.dtype, numel)
+        slot = slots[area.rank]
+        (slot if data.numel() == numel else slot[: data.numel()]).copy_(data)
+        area.agree(call)
+        return slots
 
-    def _round(self, call: CollectiveCall) -> None:
-        self.area.next_round(call, self.timeout)
+    def _agree(self, call: CollectiveCall, tensor: Tensor) -> list[Tensor] | None:
+        """Agree on the call, and return the tensors of all ranks if they lie in a window.
 
-    def _ways(self, call: CollectiveCall) -> Direct | Staged:
-        """How large data travels here. Found out once, together with the other ranks."""
+        Peers learn the address of ``tensor``, too.
+        """
+        self.area.agree(call, self._key(tensor), tensor.data_ptr())
+        return self._in_place(tensor, self.area.keys(call))
+
+    def _large_path(self, call: CollectiveCall) -> Direct | Staged:
+        """The path of large data, which all ranks choose together at the first large call."""
         if self._large is None:
-            self._large = open_direct(self.area, call, self.timeout) or Staged(
-                self.area, Staging(self.area, call, self.timeout), self.timeout
+            self._large = open_direct(self.area, call) or Staged(
+                self.area, Staging(self.area, call)
             )
         return self._large
 
@@ -114,41 +115,37 @@ class Collectives:
         area, tensor, op = self.area, operation.tensor, operation.op
         numel = tensor.numel()
         if tensor.nbytes <= SLOT_NBYTES:
-            parts = area.parts(tensor.dtype, numel)
-            parts[area.rank].copy_(tensor)
-            area.agree(call, self.timeout)
+            slots = self._share_small(call, tensor, numel)
             if numel:
-                reduce_into([tensor], parts, op)
+                reduce_into([tensor], slots, op)
             return
-        regions = self.agree(call, tensor)
+        regions = self._agree(call, tensor)
         if regions is None:
-            self._ways(call).all_reduce(call, tensor, op)
+            self._large_path(call).all_reduce(call, tensor, op)
             return
-        start, stop = line_chunks(numel, tensor.dtype, area.size)[area.rank]
+        start, stop = area.chunks(numel, tensor.dtype)[area.rank]
         if stop > start:
             views = [region[start:stop] for region in regions]
             reduce_into(views, views, op)
-        self._round(call)
+        area.next_round(call)
 
     def reduce_scatter(self, call: CollectiveCall, operation: ReduceScatter) -> None:
         output, input, splits = operation.output, operation.input, operation.splits
         area, op, numel = self.area, operation.op, output.numel()
         start = sum(splits[: area.rank])
         if input.nbytes <= SLOT_NBYTES:
-            parts = area.parts(output.dtype, input.numel())
-            parts[area.rank].copy_(input)
-            area.agree(call, self.timeout)
+            slots = self._share_small(call, input, input.numel())
             if numel:
-                reduce_into([output], [p.narrow(0, start, numel) for p in parts], op)
+                reduce_into([output], [slot.narrow(0, start, numel) for slot in slots], op)
             return
-        regions = self.agree(call, input)
+        regions = self._agree(call, input)
         target = operation.target(area.rank)
         if regions is None:
-            self._ways(call).reduce_scatter(call, target, input, splits, op)
+            self._large_path(call).reduce_scatter(call, target, input, splits, op)
         else:
             if numel:
-                reduce_into([target], [p.narrow(0, start, numel) for p in regions], op)
-            self._round(call)  # all have read; the input may change
+                reduce_into([target], [r.narrow(0, start, numel) for r in regions], op)
+            area.next_round(call)  # all ranks have read, so the input may change
         if target is not output:
             output.copy_(target)
 
@@ -156,85 +153,89 @@ class Collectives:
 
     def all_gather(self, call: CollectiveCall, operation: AllGather) -> None:
         area, outputs, input = self.area, operation.outputs, operation.input
-        dtype = input.dtype
-        longest = max(output.numel() for output in outputs)
-        if longest * dtype.itemsize <= SLOT_NBYTES:
-            parts = area.parts(dtype, longest)
-            parts[area.rank][: input.numel()].copy_(input)
-            area.agree(call, self.timeout)
-            for output, part in zip(outputs, parts, strict=True):
-                output.copy_(part[: output.numel()])
+        numels = [output.numel() for output in outputs]
+        longest = max(numels)
+        if longest * input.dtype.itemsize <= SLOT_NBYTES:
+            slots = self._share_small(call, input, longest)
+            for output, slot, numel in zip(outputs, slots, numels, strict=True):
+                output.copy_(slot if numel == longest else slot[:numel])
             return
-        regions = self.agree(call, input)
-        even = all(output.numel() == longest for output in outputs)
-        if regions is None or not even:
-            self._ways(call).all_gather(call, outputs, input)
+        regions = self._agree(call, input)
+        if regions is None or min(numels) < longest:
+            self._large_path(call).all_gather(call, outputs, input)
             return
         for output, region in zip(outputs, regions, strict=True):
             if output.data_ptr() != region.data_ptr():
                 output.copy_(region)
-        self._round(call)
+        area.next_round(call)
 
     def broadcast(self, call: CollectiveCall, operation: Broadcast) -> None:
         area, tensor, src = self.area, operation.tensor, operation.src
         if tensor.nbytes <= SLOT_NBYTES:
-            parts = area.parts(tensor.dtype, tensor.numel())
+            slot = area.slots(tensor.dtype, tensor.numel())[src]
             if area.rank == src:
-                parts[src].copy_(tensor)
-            area.agree(call, self.timeout)
+                slot.copy_(tensor)
+            area.agree(call)
             if area.rank != src:
-                tensor.copy_(parts[src])
+                tensor.copy_(slot)
             return
-        regions = self.agree(call, tensor)
+        regions = self._agree(call, tensor)
         if regions is None:
-            self._ways(call).broadcast(call, tensor, src)
+            self._large_path(call).broadcast(call, tensor, src)
             return
         if area.rank != src:
             tensor.copy_(regions[src])
-        self._round(call)
+        area.next_round(call)
 
     def exchange(self, call: CollectiveCall, operation: Exchange) -> None:
-        outputs, inputs = operation.outputs, operation.inputs
         parts = self._agree_on_parts(call, operation)
         if parts.longest:
-            self._ways(call).exchange(call, outputs, inputs, parts)
+            self._large_path(call).exchange(call, operation.outputs, operation.inputs, parts)
 
     def gather(self, call: CollectiveCall, operation: Gather) -> None:
-        """An exchange in which all know all lengths, and each rank sends from one address."""
+        """An exchange in which all ranks know all lengths, and each sends from one address."""
         area, tensor = self.area, operation.tensor
         if tensor.nbytes <= SLOT_NBYTES:
-            slots = area.parts(tensor.dtype, tensor.numel())
-            slots[area.rank].copy_(tensor)
-            area.agree(call, self.timeout)
+            slots = self._share_small(call, tensor, tensor.numel())
             if area.rank == operation.dst:
                 for output, slot in zip(operation.outputs, slots, strict=True):
                     output.copy_(slot)
             return
-        self.agree(call, tensor)
+        self._agree(call, tensor)
         exchange = operation.primitive(area.rank, area.size)
         addresses = [[address] * area.size for address in area.addresses(call)]
         parts = ExchangedParts(tensor.numel(), addresses)
-        self._ways(call).exchange(call, exchange.outputs, exchange.inputs, parts)
+        self._large_path(call).exchange(call, exchange.outputs, exchange.inputs, parts)
 
     def barrier(self, call: CollectiveCall, operation: Barrier) -> None:
-        self.area.agree(call, self.timeout)
+        self.area.agree(call)
 
     def _agree_on_parts(self, call: CollectiveCall, operation: Exchange) -> ExchangedParts:
-        """Check that ranks send what their peers expect; where the parts of all ranks lie."""
+        """Agree on the call, and check that all ranks send as much as their peers expect."""
         area, n = self.area, self.area.size
-        tables = area.parts(torch.int64, 3 * n)
+        # Of each rank: the lengths of its inputs, the lengths of its outputs, and the addresses of
+        # its inputs.
+        slots = area.slots(torch.int64, 3 * n)
         inputs = operation.inputs
         lengths = [part.numel() for part in (*inputs, *operation.outputs)]
-        tables[area.rank].numpy()[:] = [*lengths, *(part.data_ptr() for part in inputs)]
-        self.agree(call)
-        table = [part.tolist() for part in tables]
-        if any(table[s][r] != table[r][n + s] for s in range(n) for r in range(n)):
-            own = table[area.rank]
-            text = f"sends {own[:n]}, expects {own[n : 2 * n]} elements at {call.place}"
-            calls = area.exchange_texts(call, text, self.timeout)
+        slots[area.rank].numpy()[:] = [*lengths, *(part.data_ptr() for part in inputs)]
+        area.agree(call)
+        rows = [slot.tolist() for slot in slots]
+        if any(rows[s][r] != rows[r][n + s] for s in range(n) for r in range(n)):
+            row = rows[area.rank]
+            text = f"sends {row[:n]}, expects {row[n : 2 * n]} elements at {call.place}"
+            calls = area.exchange_texts(call, text)
             raise CollectiveMismatch.of_parts(area.name, call.position, calls)
-        longest = max(length for row in table for length in row[:n])
-        return ExchangedParts(longest, [row[2 * n :] for row in table])
+        longest = max(length for row in rows for length in row[:n])
+        return ExchangedParts(longest, [row[2 * n :] for row in rows])
+
+
+def _storage_address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _offset_nbytes(tensor: Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.dtype.itemsize
 
 
 METHODS: dict[type[Primitive | Derived], Callable[[Collectives, CollectiveCall, Any], None]] = {

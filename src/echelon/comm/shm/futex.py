@@ -35,7 +35,7 @@ def _number() -> int:
 
 @final
 class Bell:
-    """A word of shared memory to sleep on and to ring. The arguments are built once."""
+    """A word of shared memory that threads sleep on; the arguments of its calls are built once."""
 
     def __init__(self, address: int) -> None:
         number, place = ctypes.c_long(_number()), ctypes.c_void_p(address)
@@ -53,11 +53,11 @@ class Bell:
         self._rest = (nothing, zero)
 
     def wake(self) -> None:
-        """Wake all that sleep on the word."""
+        """Wake all threads that sleep on the word."""
         _syscall(*self._wake)
 
     def wait(self, value: int, seconds: float) -> None:
-        """Sleep while the word is ``value``, at most ``seconds``; may return early."""
+        """Sleep while the word is ``value``, for at most ``seconds``; may return early."""
         whole = int(seconds)
         limit = _Timespec(whole, int((seconds - whole) * 1e9))
         outcome = _syscall(*self._wait, ctypes.c_uint32(value), ctypes.byref(limit), *self._rest)
@@ -71,8 +71,8 @@ _lock = threading.Lock()
 def fence() -> None:
     """Order all earlier loads and stores of this thread before all later ones.
 
-    Python has no memory barrier; taking a lock is an atomic read-modify-write, which is one. A
-    plain store of a flag would otherwise be allowed to pass a later load, on x86 too.
+    Python has no memory barrier, but taking a lock is an atomic read-modify-write, which is one.
+    Without it a plain store may pass a later load, even on x86.
     """
     _lock.acquire()
     _lock.release()

@@ -16,7 +16,6 @@ from echelon.comm.primitives import Derived, Primitive, Receive, Send
 from echelon.comm.shm.area import Area
 from echelon.comm.shm.collectives import METHODS, Collectives
 from echelon.comm.shm.mailbox import Mailbox
-from echelon.comm.shm.sharing import share_segments
 from echelon.comm.work import Window, Work
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CommTimeout, RankFailed
@@ -29,65 +28,62 @@ T = TypeVar("T")
 class ShmGroup(Group):
     """Local processes that share memory.
 
-    Blocking collectives run on the caller's thread; asynchronous ones in the order of issue on a
-    thread of the group, so that they go on while the caller computes.
+    Blocking collectives run on the caller's thread. Asynchronous ones run on a thread of the group,
+    in the order of issue, while the caller computes.
     """
 
     overrides = frozenset({Barrier, Gather})
 
-    def __init__(
-        self, area: Area, timeout: float, *, on_close: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, area: Area, *, on_close: Callable[[], None] = lambda: None) -> None:
         super().__init__(
             area.name,
             area.rank,
             area.ranks,
             torch.device("cpu"),
-            timeout,
+            area.timeout,
             shares_memory=True,
-            note=area.board.monitor.record_call,
+            note=area.table.monitor.record_call,
         )
         self._area = area
-        self._collectives = Collectives(area, timeout)
-        # An action itself gives up after the timeout and knows whom it waited for.
+        self._collectives = Collectives(area)
+        # An action itself raises after the timeout, and knows for which rank it waited.
         self._executor = OrderedExecutor(
             f"collectives of {area.name}",
             area.absent,
-            wait_s=timeout + 10.0,
+            wait_s=area.timeout + 10.0,
             stops_at_error=True,
         )
-        self._mailbox = Mailbox(area, timeout)
+        self._mailbox = Mailbox(area)
         self._subgroups: list[ShmGroup] = []
         self._num_windows = 0
         self._on_close = on_close
         self._closed = False
 
     def close(self, failure: BaseException | str | None = None) -> None:
-        """End communication: deliver what is outstanding, then tell the others that this rank left.
+        """Complete outstanding communication, then leave the group.
 
-        Args:
-            failure: why this rank leaves early, or what it did; the others raise it, and nothing
-                more is delivered.
+        With a ``failure`` (an error, or what this rank did), outstanding messages are dropped and
+        the other ranks raise the failure.
         """
         if self._closed:
             return
         self._closed = True
-        if isinstance(failure, RankFailed):  # the others read of that rank, not of this one
-            self._area.board.leave(failure.cause, failure.failed_rank)
+        if isinstance(failure, RankFailed):  # the errors of other ranks name the rank at fault
+            self._area.table.leave(failure.cause, failure.failed_rank)
         elif isinstance(failure, CommTimeout) and failure.stuck:
             rank, does = next(iter(failure.stuck.items()))
-            self._area.board.leave(f"did not come: it {does}", rank)
+            self._area.table.leave(f"did not come: it {does}", rank)
         elif isinstance(failure, BaseException):
-            self._area.board.leave(f"raised {type(failure).__name__}: {message_of(failure)}")
+            self._area.table.leave(f"raised {type(failure).__name__}: {message_of(failure)}")
         elif failure is not None:
-            self._area.board.leave(failure)
+            self._area.table.leave(failure)
         for subgroup in self._subgroups:
             subgroup.close(failure)
         self._executor.close()
         if failure is None:
             self._mailbox.close()
             self._on_close()
-        else:  # the board says already why this rank left
+        else:  # the table says already why this rank left
             self._mailbox.abandon()
 
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
@@ -100,13 +96,13 @@ class ShmGroup(Group):
         return self._mailbox.recv(call, operation.tensor, operation.src, operation.tag)
 
     def _run(self, call: CollectiveCall, make: Callable[[], T]) -> T:
-        """Make something together with the other ranks, in its turn among the collectives."""
-        made: list[T] = []
-        self._executor.issue(call, lambda: made.append(make())).wait()
-        return made[0]
+        """Run ``make`` on all ranks, in order with their collectives, and return its result."""
+        results: list[T] = []
+        self._executor.issue(call, lambda: results.append(make())).wait()
+        return results[0]
 
     def probe(self, tag: int = 0) -> int | None:
-        """A rank that has sent a message with ``tag`` which nobody has asked for yet, or None."""
+        """A rank that has sent a message with ``tag`` whose receive is not posted yet, or None."""
         return self._mailbox.probe(tag)
 
     def _subgroup(self, call: CollectiveCall, name: str, members: Sequence[int]) -> ShmGroup | None:
@@ -120,26 +116,22 @@ class ShmGroup(Group):
     ) -> ShmGroup | None:
         """The first member makes the segment; all take part in the rounds."""
         area = self._area
-        self._collectives.agree(call)
+        area.agree(call)
         nbytes = Area.nbytes(len(members)) if self.rank == members[0] else 0
-        segments = share_segments(
-            area, call, nbytes, what=f"group {name!r}", timeout=self.timeout, reserve=False
-        )
+        segments = area.share_segments(call, nbytes, what=f"group {name!r}", reserve=False)
         if self.rank not in members:
             return None
-        ranks = [self.ranks[member] for member in members]
-        shared = segments[members[0]]
-        own = Area(shared, area.board, members.index(self.rank), ranks, name)
-        return ShmGroup(own, self.timeout)
+        rank, ranks = members.index(self.rank), [self.ranks[member] for member in members]
+        return ShmGroup(Area(segments[members[0]], area.table, rank, ranks, name, self.timeout))
 
     def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
         return self._run(call, lambda: self._make_window(call, numel, dtype))
 
     def _make_window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
-        self._collectives.agree(call)
+        self._area.agree(call)
         nbytes = numel * dtype.itemsize
         what = f"a window of {numel} elements on each of {self.size} ranks"
-        segments = share_segments(self._area, call, max(1, nbytes), what=what, timeout=self.timeout)
+        segments = self._area.share_segments(call, max(1, nbytes), what=what)
         with torch.inference_mode(False):  # a window outlives the caller's mode
             regions = tuple(
                 segments[rank].tensor(0, nbytes).view(dtype) for rank in range(self.size)
@@ -156,10 +148,10 @@ class ShmGroup(Group):
 
     def _make_shared(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
         """Rank 0 makes the segment; all take part in the rounds."""
-        self._collectives.agree(call)
+        self._area.agree(call)
         nbytes = numel * dtype.itemsize
         what = f"memory of {numel} elements that {self.size} ranks share"
-        own = max(1, nbytes) if self.rank == 0 else 0
-        segments = share_segments(self._area, call, own, what=what, timeout=self.timeout)
-        with torch.inference_mode(False):  # it outlives the caller's mode
+        local_nbytes = max(1, nbytes) if self.rank == 0 else 0
+        segments = self._area.share_segments(call, local_nbytes, what=what)
+        with torch.inference_mode(False):  # the tensor outlives the caller's mode
             return segments[0].tensor(0, nbytes).view(dtype)

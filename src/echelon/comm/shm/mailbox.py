@@ -1,15 +1,14 @@
-"""Point-to-point messages: one ring of bytes from each rank to each other one.
+"""Point-to-point messages, which travel through one message ring for each pair of ranks.
 
-A message is a header and its bytes, streamed through the ring in pieces, so that a message may be
-longer than the ring. The receiver looks for a posted receive with the same tag; a message that
-nobody has asked for yet is put aside. ``progress`` moves whatever can move and never waits; threads
+The receiver matches a message with the posted receive of the same tag, or keeps its bytes until
+the receive is posted. ``progress`` moves all messages as far as it can without waiting; threads
 that wait call it.
 
 [Note: who moves long messages]
-What fits in the ring waits there until its receiver looks. A sender that has more to say than there
-is room for says so in a word beside the ring, and calls the receiver's helper; whoever reads from
-such a ring calls the sender's. So long messages go on while both owners compute, and short ones
-wake no thread but the one that waits for them::
+A message that fits into the ring stays there until the receiver looks for it. A sender that runs
+out of room marks the ring as starved and wakes the receiver's helper thread; a receiver that reads
+from a starved ring wakes the sender's helper thread. So long messages proceed while both owners
+compute, and short ones wake only the thread that waits for them::
 
     sender    fill | starved = 1, call | … helper: fill | starved = 1, call | … helper: fill, 0
     receiver              helper: read, call | …               helper: read, call | …
@@ -21,17 +20,15 @@ import threading
 from collections import deque
 from typing import final
 
-import torch
 from torch import Tensor
 
 from echelon.comm.shm.area import Area
-from echelon.comm.shm.futex import fence
-from echelon.comm.shm.ring import HEADER_NBYTES, Ring, RingMessage
+from echelon.comm.shm.message_ring import Header, RingMessage, RingReader, RingWriter
 from echelon.comm.work import Work
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CollectiveMismatch, CommTimeout, StateError
 
-# The helper looks around this often uncalled; nothing depends on it.
+# The helper thread wakes up this often even if nobody wakes it; nothing depends on it.
 _LOOK_S = 1.0
 
 
@@ -55,23 +52,20 @@ class _MailWork(Work):
 class Mailbox:
     """All messages between this rank and the others of its group."""
 
-    def __init__(self, area: Area, timeout: float) -> None:
+    def __init__(self, area: Area) -> None:
         self._area = area
-        self._timeout = timeout
         self._lock = threading.Lock()
         self._outgoing: dict[int, deque[RingMessage]] = {peer: deque() for peer in area.peers}
-        self._asked: dict[int, list[RingMessage]] = {
-            peer: [] for peer in area.peers
-        }  # posted receives
+        self._posted: dict[int, list[RingMessage]] = {peer: [] for peer in area.peers}  # receives
         self._early: dict[int, list[RingMessage]] = {peer: [] for peer in area.peers}
         self._arriving: dict[int, RingMessage] = {}
-        self._rings_out = {peer: Ring(area, area.rank, peer) for peer in area.peers}
-        self._rings_in = {peer: Ring(area, peer, area.rank) for peer in area.peers}
+        self._writers = {peer: RingWriter(area, area.rank, peer) for peer in area.peers}
+        self._readers = {peer: RingReader(area, peer, area.rank) for peer in area.peers}
         self._thread: threading.Thread | None = None
         self._closing = False
 
     def send(self, call: CollectiveCall, tensor: Tensor, dst: int, tag: int) -> Work:
-        """Start to send; complete when the last byte is in the ring."""
+        """Start to send; the work is complete when the last byte is in the ring."""
         self._check_open(call)
         item = RingMessage.of(call, dst, tag, tensor)
         with self._lock:
@@ -84,9 +78,9 @@ class Mailbox:
         self._check_open(call)
         item = RingMessage.of(call, src, tag, tensor)
         with self._lock:
-            early = next((e for e in self._early[src] if e.tag == tag), None)
+            early = _take_first(self._early[src], tag)
             if early is None:
-                self._asked[src].append(item)
+                self._posted[src].append(item)
             else:
                 self._match(early, item)
             if not item.complete:
@@ -94,7 +88,7 @@ class Mailbox:
         return self._started(item)
 
     def probe(self, tag: int) -> int | None:
-        """A rank whose message with this tag has begun to arrive and is not asked for yet."""
+        """A rank that has sent a message with this tag whose receive is not posted yet."""
         self.progress()
         with self._lock:
             for peer, items in self._early.items():
@@ -104,6 +98,12 @@ class Mailbox:
 
     def wait(self, item: RingMessage, timeout: float | None) -> None:
         """Move messages until ``item`` is complete."""
+        if not item.complete:
+            self._progress_until(item, timeout)
+        if item.error is not None:
+            raise item.error
+
+    def _progress_until(self, item: RingMessage, timeout: float | None) -> None:
         area = self._area
 
         def ready() -> bool:
@@ -113,25 +113,22 @@ class Mailbox:
         def missing() -> list[int]:
             return [area.ranks[item.peer]]
 
-        if not item.complete:
-            seconds = self._timeout if timeout is None else timeout
-            try:
-                area.board.wait(ready, lambda: str(item.call), missing, seconds)
-            except CommTimeout as error:
-                # Who has a timeout of his own may wait again.
-                raise area.board.monitor.explained(error) if timeout is None else error from None
-        if item.error is not None:
-            raise item.error
+        seconds = area.timeout if timeout is None else timeout
+        try:
+            area.table.wait(ready, lambda: str(item.call), missing, seconds)
+        except CommTimeout as error:
+            # A caller with a timeout of its own may wait again, so only the default one explains.
+            raise area.table.monitor.explained(error) if timeout is None else error from None
 
     def progress(self) -> None:
-        """Move whatever can move; never waits."""
+        """Move all messages as far as possible without waiting."""
         with self._lock:
             for peer in self._area.peers:
                 self._feed(peer)
                 self._drain(peer)
 
     def close(self) -> None:
-        """Send what is still outgoing, then end the background thread."""
+        """Send all messages that are still outgoing, then end the helper thread."""
         area = self._area
 
         def unsent() -> list[int]:
@@ -142,16 +139,16 @@ class Mailbox:
             return not unsent()
 
         if unsent():
-            area.board.wait(
-                ready, lambda: "the end of the world, with messages unsent,", unsent, self._timeout
+            area.table.wait(
+                ready, lambda: "the end of the world, with messages unsent,", unsent, area.timeout
             )
         self.abandon()
 
     def abandon(self) -> None:
-        """End the background thread and drop what is outgoing."""
+        """End the helper thread and drop outgoing messages."""
         self._closing = True
         if self._thread is not None:
-            self._area.board.call_helpers(self._area.ranks[self._area.rank])
+            self._area.table.wake_helper(self._area.ranks[self._area.rank])
             self._thread.join()
 
     def _check_open(self, call: CollectiveCall) -> None:
@@ -169,114 +166,101 @@ class Mailbox:
     def _loop(self) -> None:
         """Keep long messages moving while the owner computes."""
         while not self._closing:
-            self._area.board.help(self.progress, _LOOK_S)
+            self._area.table.help(self.progress, _LOOK_S)
 
     def _feed(self, peer: int) -> None:
-        """``_push``, and call the receiver's helper if there is no room for all of it."""
-        queue, ring = self._outgoing[peer], self._rings_out[peer]
+        """Write outgoing messages; wake the receiver's helper if there is no room for all."""
+        queue, ring = self._outgoing[peer], self._writers[peer]
         if not queue:
             return
-        moved = news = self._push(peer)
-        if queue and not ring.starved:
-            ring.starved = news = True
-            moved |= self._push(peer)  # the receiver may have made room before it could see that
-        board, receiver = self._area.board, self._area.ranks[peer]
-        if not queue and ring.starved:
-            ring.starved = False
+        moved = changed = self._push(queue, ring)
+        if queue and not ring.is_starved:
+            ring.is_starved = changed = True
+            # The receiver may have made room before it could see the mark.
+            moved |= self._push(queue, ring)
+        table, receiver = self._area.table, self._area.ranks[peer]
+        if not queue and ring.is_starved:
+            ring.is_starved = False
         if moved:
-            board.ring((receiver,))
-        if queue and news:
-            board.call_helpers(receiver)
+            table.wake((receiver,))
+        if queue and changed:
+            table.wake_helper(receiver)
 
     def _drain(self, peer: int) -> None:
-        """``_pull``, and tell the sender if it waits for room: its owner, and its helper."""
-        # Since bytes were last counted as read there was a fence, so a word that is 0 now is seen
-        # by a sender that looks for room once more.
-        if self._pull(peer) and self._rings_in[peer].starved:
+        """Read arriving messages; wake the sender and its helper if they wait for room."""
+        # ``_pull`` ends with a fence. If the mark is not seen after it, the sender sees the room
+        # when it looks once more.
+        if self._pull(peer) and self._readers[peer].is_starved:
             sender = self._area.ranks[peer]
-            self._area.board.ring((sender,))
-            self._area.board.call_helpers(sender)
+            self._area.table.wake((sender,))
+            self._area.table.wake_helper(sender)
 
-    def _push(self, peer: int) -> bool:
-        """Move bytes of the first outgoing message to ``peer`` into the ring."""
-        queue, ring = self._outgoing[peer], self._rings_out[peer]
+    @staticmethod
+    def _push(queue: deque[RingMessage], ring: RingWriter) -> bool:
+        """Write messages in order until the ring is full; return whether any bytes moved."""
         moved = False
-        while queue:
-            item = queue[0]
-            room = ring.capacity - ring.num_filled()
-            if not item.has_header:
-                if room < HEADER_NBYTES:
-                    break
-                ring.write_header(item)
-                item.has_header = moved = True
-                room -= HEADER_NBYTES
-            count = ring.write(item, room)
-            moved |= count > 0
-            if item.num_left:
-                if not count:
-                    break
-                continue
-            item.complete = True
-            queue.popleft()
+        while queue and ring.write(queue[0]):
+            moved = True
+            if queue[0].num_moved == queue[0].nbytes:
+                queue.popleft().complete = True
         return moved
 
     def _pull(self, peer: int) -> bool:
-        """Move bytes from the ring of ``peer`` to where they are wanted."""
-        ring = self._rings_in[peer]
+        """Read messages until the ring is empty; return whether any bytes moved."""
+        ring = self._readers[peer]
         moved = False
         while True:
-            filled = ring.num_filled()
-            fence()  # the count before the bytes
             item = self._arriving.get(peer)
             if item is None:
-                if filled < HEADER_NBYTES:
+                header = ring.read_header()
+                if header is None:
                     return moved
-                item = self._arriving[peer] = self._open(peer, ring)
-                moved = True
-                continue
-            count = ring.read(item, filled)
-            moved |= count > 0
-            if item.num_left:
-                if not count:
-                    return moved
-                continue
-            item.complete = True
-            del self._arriving[peer]
+                item = self._arriving[peer] = self._matching(peer, header)
+            if not ring.read(item):
+                return moved
+            moved = True
+            if item.num_moved == item.nbytes:
+                item.complete = True
+                del self._arriving[peer]
 
-    def _open(self, peer: int, ring: Ring) -> RingMessage:
-        """Read a header and find or make the place for its bytes."""
-        tag, nbytes, dtype, position = ring.read_header()
-        asked = next((item for item in self._asked[peer] if item.tag == tag), None)
-        if asked is not None:
-            self._asked[peer].remove(asked)
-            if asked.nbytes == nbytes and asked.dtype == dtype:
-                return asked
-            asked.error = self._differs(asked, peer, position, dtype, nbytes)
-            asked.complete = True
-        early = RingMessage.unasked(peer, tag, dtype, nbytes)
-        if asked is None:
+    def _matching(self, peer: int, header: Header) -> RingMessage:
+        """The posted receive of an arriving message, or memory that keeps its bytes."""
+        posted = _take_first(self._posted[peer], header.tag)
+        if posted is not None and self._fits(posted, header):
+            return posted
+        early = RingMessage.unexpected(peer, header)
+        if posted is None:
             self._early[peer].append(early)
-        return early
+        return early  # a message that does not fit its receive is read and dropped
 
     def _match(self, early: RingMessage, item: RingMessage) -> None:
-        """Give a receive the message that came before it was asked for."""
-        self._early[early.peer].remove(early)
-        if early.nbytes != item.nbytes or early.dtype != item.dtype:
-            item.error = self._differs(item, early.peer, -1, early.dtype, early.nbytes)
-            item.complete = True
+        """Give a new receive the message that arrived before it."""
+        if not self._fits(item, Header(early.tag, early.nbytes, early.dtype, position=None)):
             return
         item.take_over(early)
         if early.complete:
             item.complete = True
-        else:  # the rest of it goes straight to the receiver's tensor
+        else:  # its remaining bytes go straight to the receiver's tensor
             self._arriving[early.peer] = item
 
-    def _differs(
-        self, item: RingMessage, peer: int, position: int, dtype: torch.dtype, nbytes: int
-    ) -> CollectiveMismatch:
+    def _fits(self, item: RingMessage, header: Header) -> bool:
+        """Whether a receive expects the message of ``header``; if not, the receive fails."""
+        if item.nbytes == header.nbytes and item.dtype == header.dtype:
+            return True
         assert item.call is not None
-        name = str(dtype).removeprefix("torch.")
-        number = f" (#{position})" if position >= 0 else ""
-        sent = f"send {name}[{nbytes // dtype.itemsize}] with tag {item.tag}{number}"
-        calls = {self._area.rank: f"{item.call.signature} at {item.call.place}", peer: sent}
-        return CollectiveMismatch.of_message(self._area.name, calls)
+        name = str(header.dtype).removeprefix("torch.")
+        number = "" if header.position is None else f" (#{header.position})"
+        numel = header.nbytes // header.dtype.itemsize
+        sent = f"send {name}[{numel}] with tag {item.tag}{number}"
+        calls = {self._area.rank: f"{item.call.signature} at {item.call.place}", item.peer: sent}
+        item.error = CollectiveMismatch.of_message(self._area.name, calls)
+        item.complete = True
+        return False
+
+
+def _take_first(items: list[RingMessage], tag: int) -> RingMessage | None:
+    """Remove the first message with this tag and return it."""
+    for i, item in enumerate(items):
+        if item.tag == tag:
+            return items.pop(i)
+    return None

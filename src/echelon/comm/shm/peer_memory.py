@@ -1,7 +1,7 @@
-"""Read the ordinary memory of other processes of this host, with Linux's ``process_vm_readv``.
+"""The ordinary memory of other processes of this host, read with ``process_vm_readv`` of Linux.
 
-The kernel copies from the peer's pages straight to ours: data that lies in no window crosses once,
-without a copy into shared memory and another one out of it.
+The kernel copies from the pages of the peer to those of this process, so data outside of windows is
+copied once, and not to shared memory and out of it again.
 """
 
 from __future__ import annotations
@@ -37,19 +37,15 @@ _read.argtypes = (
 
 
 def admit_readers() -> None:
-    """Let processes of the same user read this one, where Yama allows that to parents only."""
-    with suppress(FileNotFoundError):  # no Yama in this kernel: nothing to ask for
+    """Let processes of the same user read this one, where Yama allows only parents to do so."""
+    with suppress(FileNotFoundError):  # this kernel has no Yama, so no permission is needed
         if Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() == "1":
             _libc.prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)
 
 
 @final
 class PeerMemory:
-    """The memory of the ranks of one group.
-
-    Args:
-        pids: of all ranks; -1 for this one.
-    """
+    """The memory of the ranks of one group; ``pids`` has -1 for this rank."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = tuple(pids)
@@ -57,27 +53,24 @@ class PeerMemory:
         self.probe_address = ctypes.addressof(self._probe)
 
     def can_read(self, addresses: Sequence[int]) -> bool:
-        """Whether the ``probe_address`` of every other rank can be read from here.
+        """Whether this process can read the ``probe_address`` of every other rank.
 
-        A kernel, a container or a security module may refuse it.
+        The kernel, a container or a security module may forbid it.
         """
-        found = ctypes.c_uint64()
-        here = ctypes.addressof(found)
+        value = ctypes.c_uint64()
+        here = ctypes.addressof(value)
         for rank, pid in enumerate(self._pids):
             if pid == -1:
                 continue
-            found.value = 0
-            if self._copy(rank, addresses[rank], here, 8) != 8 or found.value != _MAGIC:
+            value.value = 0
+            if self._copy(rank, addresses[rank], here, 8) != 8 or value.value != _MAGIC:
                 return False
         return True
 
     def read(self, rank: int, address: int, output: Tensor) -> bool:
-        """Fill ``output`` with the bytes of ``rank`` from ``address`` on; False if they are gone.
+        """Fill ``output`` with bytes of another rank from ``address`` in its process on.
 
-        Args:
-            rank: another rank of the group.
-            address: in that process.
-            output: contiguous, on the CPU.
+        ``output`` is contiguous and on the CPU. Return False if the memory was freed.
         """
         here, left = output.data_ptr(), output.nbytes
         while left:
@@ -88,6 +81,6 @@ class PeerMemory:
         return True
 
     def _copy(self, rank: int, address: int, here: int, nbytes: int) -> int:
-        """One call; the number of bytes that it copied, or -1."""
-        to, of = _Span(here, nbytes), _Span(address, nbytes)
-        return int(_read(self._pids[rank], to, 1, of, 1, 0))
+        """The number of bytes that one system call copied, or -1."""
+        target, source = _Span(here, nbytes), _Span(address, nbytes)
+        return int(_read(self._pids[rank], target, 1, source, 1, 0))

@@ -1,17 +1,18 @@
-"""What the processes of one job know of each other: who is there, who left, who sleeps, who failed.
+"""The table of the ranks of a job: their states and failures, sleeping and waking, and time-outs.
 
-The board is one segment with a page a rank; each word has one writer, so no atomic operation is
-needed::
+The table is one segment with a page for each rank. Each word has one writer, so no atomic
+operations are needed::
 
-    rank r:  | state | pid | text length | at fault | bell | sleepers | bell | sleepers |
+    rank r:  | state | pid | text length | rank at fault | bell | sleepers | bell | sleepers |
              | note length | … note … | … text … |
 
-The note is what a rank brings to the job, the text how it failed.
+The note holds the facts that the ranks compare at the start, and the text says how the rank failed.
+A rank that died without a text is noticed by the pidfd of its process.
 
-A bell is the exception: anyone writes it, always with a value that nobody wrote before, so that a
-thread which read it, looked around and then goes to sleep on it cannot miss a change in between.
-One bell of a rank is for whatever its owner may wait for, the other for its *helpers*: threads that
-move data while the owner computes, and that small changes need not wake.
+A bell is a futex word that every rank may write, always with a value that was never written before.
+A thread reads the bell, checks its condition, and sleeps until the bell changes, so it cannot miss
+a change. One bell of a rank is for the conditions of its owner, and the other for its *helper
+threads*, which move data while the owner computes, and which small changes need not wake.
 """
 
 from __future__ import annotations
@@ -35,28 +36,26 @@ from echelon.errors.message_text import text_bytes
 _PAGE = 4096
 _WORDS = _PAGE // 4
 _STATE, _PID, _TEXT_LENGTH, _AT_FAULT = range(4)
-# Each is a bell; the word after it counts who sleeps on it.
+# Both are bells; the word after a bell counts the threads that sleep on it.
 _OWNER, _HELPERS = 4, 6
 _NOTE_LENGTH = 8
 _NOTE_START, _TEXT_START = 64, 1024  # in bytes
 _ABSENT, _HERE, _LEFT, _FAILED = range(4)
 
-# A sleeping rank looks around this often even if no bell rings: peers can die without a sound.
+# A sleeping rank checks this often whether peers have died, because the dead ring no bell.
 _LOOK_S = 0.05
-# Spinning saves two context switches where a peer is about to come; it pays while each rank has a
+# Spinning saves two context switches if a peer is about to come. It pays while each rank has a
 # core.
 _SPIN_S = 0.0001
 
 
 @final
 class RankTable:
-    """The page of every rank of a job, and the sleeping and waking between them.
+    """The table of all ranks of a job, as one of them sees it.
 
-    Args:
-        segment: of ``RankTable.nbytes(size)``.
-        rank: of this process in the job.
-        size: number of ranks in the job.
-        monitor: what this process tells of itself, and sees of the others.
+    Attributes:
+        segment: the memory, of ``RankTable.nbytes(size)``.
+        monitor: the records about this rank and the others, for reports.
     """
 
     def __init__(self, segment: Segment, rank: int, size: int, monitor: RankMonitor) -> None:
@@ -68,7 +67,7 @@ class RankTable:
             kind: [Bell(base + r * _PAGE + kind * 4) for r in range(size)]
             for kind in (_OWNER, _HELPERS)
         }
-        self._rings = itertools.count(1)  # unlike an integer, safe to advance from many threads
+        self._wakes = itertools.count(1)  # unlike an integer, safe to advance from many threads
         self._pidfds: dict[int, int] = {}
         self._num_sleepers = {_OWNER: 0, _HELPERS: 0}
         self._sleep_lock = threading.Lock()
@@ -76,20 +75,13 @@ class RankTable:
 
     @staticmethod
     def nbytes(size: int) -> int:
-        """Bytes of a board for ``size`` ranks."""
+        """The length of the segment for ``size`` ranks."""
         return size * _PAGE
 
     # Joining and leaving ---------------------------------------------------------------------
 
     def join(self, note: bytes, timeout: float) -> None:
-        """Put this rank on the board and return when all are on it.
-
-        Args:
-            note: for ``notes`` of all ranks.
-
-        Raises:
-            CommTimeout: some rank did not come.
-        """
+        """Enter this rank with its note, and return when all ranks have entered."""
         assert len(note) <= _TEXT_START - _NOTE_START, "facts of a start are short"
         start = self.rank * _PAGE + _NOTE_START
         self._bytes[start : start + len(note)] = note
@@ -98,7 +90,7 @@ class RankTable:
         fence()
         self._words[self._at(self.rank, _STATE)] = _HERE
         everyone = [r for r in range(self.size) if r != self.rank]
-        self.ring(everyone)
+        self.wake(everyone)
         deadline = time.monotonic() + timeout
         while missing := [r for r in everyone if self._state(r) == _ABSENT]:
             self._sleep(_OWNER, lambda: self._state(missing[0]) != _ABSENT, _LOOK_S)
@@ -106,25 +98,24 @@ class RankTable:
                 late = f"rank {self.rank}, starting a world of {self.size} ranks,"
                 raise self.monitor.explained(CommTimeout(late, missing, timeout))
         for r in everyone:
-            # One that died already has no descriptor, and counts as dead by that.
+            # A rank without a descriptor counts as dead.
             with suppress(ProcessLookupError):
                 self._pidfds[r] = os.pidfd_open(self._words[self._at(r, _PID)])
 
     def notes(self) -> list[bytes]:
-        """What each rank brought when it joined, in rank order."""
-        found = []
+        """The note of each rank, in rank order."""
+        notes = []
         for rank in range(self.size):
             start = rank * _PAGE + _NOTE_START
             length = self._words[self._at(rank, _NOTE_LENGTH)]
-            found.append(bytes(self._bytes[start : start + length]))
-        return found
+            notes.append(bytes(self._bytes[start : start + length]))
+        return notes
 
     def leave(self, failure: str | None, at_fault: int | None = None) -> None:
-        """Note that this rank ends, and why if it failed; wakes all ranks.
+        """Record that this rank has left, and wake all ranks.
 
-        Args:
-            failure: what the rank at fault did, as others read it.
-            at_fault: another rank, if this one ends only because that one failed.
+        The errors of other ranks repeat ``failure``. ``at_fault`` is the rank that it is about; by
+        default it is this rank.
         """
         if failure is not None:
             text = text_bytes(failure)[: _PAGE - _TEXT_START]
@@ -136,7 +127,7 @@ class RankTable:
             )
             fence()
         self._words[self._at(self.rank, _STATE)] = _LEFT if failure is None else _FAILED
-        self.ring(r for r in range(self.size) if r != self.rank)
+        self.wake(r for r in range(self.size) if r != self.rank)
         for descriptor in self._pidfds.values():
             os.close(descriptor)
         self._pidfds.clear()
@@ -144,23 +135,23 @@ class RankTable:
 
     # Sleeping and waking ---------------------------------------------------------------------
 
-    def ring(self, ranks: Iterable[int]) -> None:
-        """Tell ``ranks`` that something they may wait for has changed. Call after the change."""
+    def wake(self, ranks: Iterable[int]) -> None:
+        """Wake the owners of ``ranks``, after something changed that they may wait for."""
         self._ring(_OWNER, ranks)
 
-    def call_helpers(self, rank: int) -> None:
-        """Tell ``rank`` that there is something to be done while its owner computes."""
+    def wake_helper(self, rank: int) -> None:
+        """Wake the helper thread of ``rank``, after data arrived that it should move."""
         self._ring(_HELPERS, (rank,))
 
     def _ring(self, kind: int, ranks: Iterable[int]) -> None:
-        value = (next(self._rings) * self.size + self.rank) & 0xFFFFFFFF  # no other ring has it
+        value = (next(self._wakes) * self.size + self.rank) & 0xFFFFFFFF  # was never written
         words = self._words
-        sleepers = []
+        targets = []
         for rank in ranks:
             words[rank * _WORDS + kind] = value
-            sleepers.append(rank)
-        fence()  # or the sleepers might be read before the change is seen
-        for rank in sleepers:
+            targets.append(rank)
+        fence()  # sleepers must see the change before this thread counts them
+        for rank in targets:
             if words[rank * _WORDS + kind + 1]:
                 self._bells[kind][rank].wake()
 
@@ -174,16 +165,9 @@ class RankTable:
     ) -> None:
         """Return when ``ready()``: spin for a moment, then sleep until a bell rings.
 
-        Args:
-            ready: reads shared memory; cheap.
-            doing: the call that waits, for the message of an error.
-            missing: ranks in the job that have not come.
-            timeout: seconds.
-            spin: whether this thread may spin; it holds the interpreter while it does.
-
-        Raises:
-            RankFailed: a rank failed, or one that is missing left or died.
-            CommTimeout: time is up.
+        ``missing`` returns the ranks (in the job) that this one waits for. If any rank fails, or a
+        missing one leaves or dies, raise ``RankFailed``, which names the call ``doing``. Spinning
+        holds the GIL.
         """
         now = time.perf_counter
         if spin:
@@ -192,33 +176,30 @@ class RankTable:
                 if ready():
                     return
         deadline = now() + timeout
-        told = False
+        is_recorded = False
         try:
             while not ready():
                 self._sleep(_OWNER, ready, min(_LOOK_S, max(0.0, deadline - now())))
                 failure = self._failure(doing, missing)
-                # After that, and not before: a rank that left may have done its part first.
+                # This check comes after that for failures: a rank may have done its part first.
                 if ready():
                     return
                 if failure is not None:
                     raise failure
                 if now() >= deadline:
-                    self.monitor.give_up(late := missing())  # before it looks as if we computed
+                    # Else this rank would look as if it computed.
+                    self.monitor.give_up(late := missing())
                     raise CommTimeout(doing(), late, timeout)
-                # Each time: another thread of this rank may have ended a wait.
+                # Recorded each time, because another thread of this rank may have ended a wait.
                 if late := missing():
                     self.monitor.wait_for(late[0])
-                    told = True
+                    is_recorded = True
         finally:
-            if told:
+            if is_recorded:
                 self.monitor.wait_for(None)
 
     def help(self, act: Callable[[], None], seconds: float) -> None:
-        """Run ``act``, then sleep until helpers are called who were not before ``act`` began.
-
-        Args:
-            seconds: sleep no longer.
-        """
+        """Run ``act``, then sleep until this rank's helper is woken; at most ``seconds``."""
 
         def acted() -> bool:
             act()
@@ -229,7 +210,7 @@ class RankTable:
     def _failure(
         self, doing: Callable[[], str], missing: Callable[[], Sequence[int]]
     ) -> RankFailed | None:
-        """That a rank failed, or that one which is waited for left or died; None if neither."""
+        """The error if a rank failed, or if a missing rank left or died; else None."""
         for rank in range(self.size):
             if self._state(rank) == _FAILED and rank != self.rank:
                 at_fault = self._words[self._at(rank, _AT_FAULT)]
@@ -257,7 +238,7 @@ class RankTable:
             words[at + 1] = self._num_sleepers[kind]
         try:
             seen = words[at]
-            fence()  # the others must see a sleeper before we look for the last time
+            fence()  # others must see the sleeper before this thread checks for the last time
             if not done():
                 self._bells[kind][self.rank].wait(seen, seconds)
         finally:
@@ -265,7 +246,7 @@ class RankTable:
                 self._num_sleepers[kind] -= 1
                 words[at + 1] = self._num_sleepers[kind]
 
-    # Reading the board -----------------------------------------------------------------------
+    # Reading the table -----------------------------------------------------------------------
 
     @staticmethod
     def _at(rank: int, field: int) -> int:

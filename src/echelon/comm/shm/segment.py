@@ -1,7 +1,7 @@
 """Shared memory that no crash can leave behind.
 
 A segment is a memfd: it has no name in ``/dev/shm``, peers open it through ``/proc/<pid>/fd``, and
-the kernel frees it with the last process that maps it, however that process ends.
+the kernel frees it when the last process that maps it ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from echelon.comm.allocation import available_nbytes
+from echelon.comm.buffers import available_nbytes
 from echelon.errors import SharedMemoryError, WorldError
 from echelon.errors.message_text import printable
 from echelon.process.process_status import open_memory
@@ -38,7 +38,7 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _FAILED = ctypes.c_void_p(-1).value
-# What must stay free for everyone else when a segment is made.
+# The memory that must stay free for everyone else when a segment is made.
 _RESERVE = 64 * 2**20
 
 
@@ -47,9 +47,9 @@ class Segment:
     """A piece of memory that several processes map.
 
     Attributes:
-        nbytes: its length.
-        buffer: its bytes; tensors made by ``tensor`` keep it alive.
-        token: tells a process of this host how to open it, while ``publish``ed.
+        nbytes: the length, in whole pages.
+        buffer: the bytes; tensors made by ``tensor`` keep it alive.
+        token: tells other processes of this host how to open the segment, until ``unpublish``.
     """
 
     def __init__(self, fd: int, nbytes: int, *, populate: bool) -> None:
@@ -60,17 +60,10 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int, *, what: str, reserve: bool) -> Self:
-        """A new segment of zeros.
+        """Make a segment of zeros; raise ``SharedMemoryError`` about ``what`` if memory is short.
 
-        Args:
-            nbytes: rounded up to whole pages.
-            what: for the message of an error.
-            reserve: take the pages now, so that a lack of memory is an error here and not a crash
-            later;
-                without it, pages are taken when they are first written.
-
-        Raises:
-            SharedMemoryError: there is not enough.
+        With ``reserve`` all pages are taken now, so that a lack of memory is an error here and not
+        a crash later. Else pages are taken when they are first written.
         """
         nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         available = available_nbytes()
@@ -84,7 +77,7 @@ class Segment:
             return cls(fd, nbytes, populate=reserve)
         except OSError as error:
             os.close(fd)
-            if error.errno == errno.EFBIG:  # ulimit -f is for memory that is a file, too
+            if error.errno == errno.EFBIG:  # ulimit -f limits memfds, too
                 available = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise SharedMemoryError(what, nbytes, available) from error
@@ -92,26 +85,22 @@ class Segment:
 
     @classmethod
     def open(cls, token: str, *, populate: bool = False) -> Self:
-        """Map the segment that another process of this host published.
-
-        Raises:
-            WorldError: it cannot be reached from here.
-        """
+        """Map the segment that another process of this host has made."""
         if _TOKEN.fullmatch(token) is None:
             raise WorldError(f"{printable(repr(token[:80]))} is no shared memory of a rank")
         pid, fd, nbytes = (int(part) for part in token.split(":"))
         try:
-            own = open_memory(f"/proc/{pid}/fd/{fd}", _NAME)
+            handle = open_memory(f"/proc/{pid}/fd/{fd}", _NAME)
         except OSError as error:
             raise WorldError(
                 f"process {os.getpid()} cannot open the shared memory of process {pid} "
                 f"({error.strerror or error}): the ranks must be processes of one user in one "
                 "container; otherwise use backend='gloo'"
             ) from error
-        if os.fstat(own).st_size < nbytes:  # to read behind its end would end this process
-            os.close(own)
+        if os.fstat(handle).st_size < nbytes:  # reading beyond its end would kill this process
+            os.close(handle)
             raise WorldError(f"the shared memory of process {pid} is shorter than {nbytes} bytes")
-        segment = cls(own, nbytes, populate=populate)
+        segment = cls(handle, nbytes, populate=populate)
         segment.unpublish()
         return segment
 
@@ -122,18 +111,18 @@ class Segment:
             self._fd = -1
 
     def tensor(self, start: int, nbytes: int) -> Tensor:
-        """View the bytes ``[start, start + nbytes)`` as a uint8 tensor, 1D, without a copy."""
+        """The bytes ``[start, start + nbytes)`` as a uint8 tensor, 1D, without a copy."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        # An ordinary tensor, also where the caller is in inference mode: it outlives that.
+        # The tensor outlives the inference mode of the caller, so it must be an ordinary one.
         with torch.inference_mode(False):
             return torch.frombuffer(self.buffer, dtype=torch.uint8, count=nbytes, offset=start)
 
 
 def _map(fd: int, nbytes: int, *, populate: bool) -> memoryview:
-    """The bytes of a file, mapped; unmapped when nobody refers to them any more.
+    """Map a file, until nothing refers to its bytes any more.
 
-    Python's ``mmap`` keeps a descriptor for each mapping, and a rank maps a window of every peer:
+    Python's ``mmap`` keeps a descriptor for each mapping. A rank maps each window of every peer, so
     some hundred windows would use up the 1024 descriptors that a process usually may have.
     """
     flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
@@ -142,6 +131,6 @@ def _map(fd: int, nbytes: int, *, populate: bool) -> memoryview:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     content = (ctypes.c_char * nbytes).from_address(address)
-    # Not at exit: tensors may live longer than the interpreter's last breath.
+    # Not at exit, because tensors may be used until the interpreter is gone.
     weakref.finalize(content, _libc.munmap, address, nbytes).atexit = False
     return memoryview(content).cast("B")

@@ -1,4 +1,4 @@
-"""How the processes of one host find each other's memory."""
+"""The start of a world of processes: the ranks find each other's memory and compare facts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from echelon.errors import StartMismatch
 
 
 def create_segments(size: int) -> tuple[Segment, Segment]:
-    """The board of a job and the area of its world group, to be joined by ``size`` ranks."""
-    board = Segment.create(RankTable.nbytes(size), what="the board of the ranks", reserve=True)
+    """Make the segments of the rank table and of the group ``"world"``, for ``size`` ranks."""
+    table = Segment.create(RankTable.nbytes(size), what="the table of the ranks", reserve=True)
     area = Segment.create(Area.nbytes(size), what="group 'world'", reserve=False)
-    return board, area
+    return table, area
 
 
 def join(
@@ -27,15 +27,9 @@ def join(
     name: str = "world",
     monitor: RankMonitor | None = None,
 ) -> ShmGroup:
-    """Enter the job whose segments have ``tokens``; returns when all ranks have.
+    """Join the job whose segments have ``tokens``, and return when all ranks have joined.
 
-    Args:
-        monitor: of this rank; None: it knows of no others.
-
-    Raises:
-        CommTimeout: some rank did not come.
-        StartMismatch: the ranks were started differently; on all of them.
-        WorldError: the memory cannot be reached from this process.
+    Without a ``monitor``, this rank records nothing about itself for the others.
     """
     segments = Segment.open(tokens[0]), Segment.open(tokens[1])
     return _enter(rank, size, segments, timeout, name, monitor)
@@ -50,16 +44,10 @@ def connect(
     name: str = "world",
     monitor: RankMonitor | None = None,
 ) -> ShmGroup:
-    """Meet the other ranks of this host through ``store``; returns when all have come.
+    """Join the other ranks of this host through ``store``, and return when all have joined.
 
-    Args:
-        name: of the group; different jobs on one store need different names.
-        monitor: of this rank; None: it knows of no others.
-
-    Raises:
-        CommTimeout: some rank did not come.
-        StartMismatch: the ranks were started differently; on all of them.
-        WorldError: the ranks cannot reach each other's memory.
+    Different jobs on one store need different names. Without a ``monitor``, this rank records
+    nothing about itself for the others.
     """
     key = f"echelon/{name}/segments"
     if rank == 0:
@@ -70,8 +58,8 @@ def connect(
         finally:
             for segment in segments:
                 segment.unpublish()
-    board, area = store.get(key).decode().split()
-    return join(rank, size, (board, area), timeout=timeout, name=name, monitor=monitor)
+    table, area = store.get(key).decode().split()
+    return join(rank, size, (table, area), timeout=timeout, name=name, monitor=monitor)
 
 
 def _enter(
@@ -82,15 +70,14 @@ def _enter(
     name: str,
     monitor: RankMonitor | None,
 ) -> ShmGroup:
-    board = RankTable(
+    table = RankTable(
         segments[0], rank, size, RankMonitor.alone(rank) if monitor is None else monitor
     )
-    board.join(encode(start_facts(timeout=timeout)), timeout)
+    table.join(encode(start_facts(timeout=timeout)), timeout)
     try:
-        compare(board.notes())
+        compare(table.notes())
     except StartMismatch as error:
-        board.leave(str(error))
+        table.leave(str(error))
         raise
-    area = Area(segments[1], board, rank, range(size), name)
-    group = ShmGroup(area, timeout, on_close=lambda: board.leave(None))
-    return group
+    area = Area(segments[1], table, rank, range(size), name, timeout)
+    return ShmGroup(area, on_close=lambda: table.leave(None))

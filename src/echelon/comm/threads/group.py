@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar, final
 import torch
 from torch import Tensor
 
-from echelon.comm.allocation import require, zeros
+from echelon.comm.buffers import require_memory, zeros
 from echelon.comm.derived import Barrier, Reduce
 from echelon.comm.group import Group
 from echelon.comm.primitives import (
@@ -181,7 +181,7 @@ class ThreadGroup(Group):
     def _shared(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
         seen: list[Tensor] = []
         what = f"a shared tensor of {numel} elements"
-        require(numel * dtype.itemsize, self.device, what=what)
+        require_memory(numel * dtype.itemsize, self.device, what=what)
 
         def act(items: list[list[Tensor]], calls: Calls) -> None:
             shared = zeros(numel, dtype, self.device, what=what)

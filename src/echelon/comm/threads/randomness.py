@@ -17,9 +17,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +26,6 @@ from torch.overrides import TorchFunctionMode
 
 from echelon.comm.threads.default_dtype import RankDtype
 from echelon.comm.threads.installation import Installation
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _DRAWS = {
     torch: (
@@ -148,20 +144,6 @@ class _OwnDraws(TorchFunctionMode):
     def _draw(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with _turns.turn(self._who):
             return func(*args, **kwargs)
-
-
-def draws_nothing(function: Callable[P, R]) -> Callable[P, R]:
-    """``function`` calls torch and never draws: nobody need look at its calls.
-
-    On a simulated rank that look costs each of them several microseconds.
-    """
-
-    @wraps(function)
-    def unseen(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch._C.DisableTorchFunction():
-            return function(*args, **kwargs)
-
-    return unseen
 
 
 _run_backward: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]

@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from echelon.comm.allocation import zeros
+from echelon.comm.buffers import zeros
 from echelon.comm.group import Group
 from echelon.comm.ordered_executor import OrderedExecutor
 from echelon.comm.primitives import Derived, Exchange, Message, Primitive, Receive, Send

@@ -1,0 +1,92 @@
+"""Buffers of collectives: tensors and bytes as 1D buffers, and new memory that is really there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from echelon.comm.streams import is_cpu
+from echelon.errors import SharedMemoryError
+
+# Smaller requests are granted unasked: reading how much memory is free would take longer.
+_LARGE_NBYTES = 2**26
+
+
+def flattened(tensor: Tensor) -> tuple[Tensor, tuple[Callable[[], None], ...]]:
+    """``tensor`` as a 1D buffer, and the steps that copy the buffer back if it is a copy."""
+    data = tensor.detach()
+    if data.is_contiguous() and not data.is_conj() and not data.is_neg():
+        return data if data.dim() == 1 else data.view(-1), ()
+    buffer = data.resolve_conj().resolve_neg().contiguous().view(-1)
+
+    def copy_back() -> None:
+        data.copy_(buffer.view(data.shape))
+
+    return buffer, (copy_back,)
+
+
+def disjoint_input(input: Tensor, outputs: Sequence[Tensor], in_place: int | None = None) -> Tensor:
+    """``input``, or a copy of it where an output overlaps it, because peers may still read it.
+
+    ``outputs[in_place]`` may be exactly ``input``: it is overwritten with the same values.
+    """
+    if in_place is not None and _span(input) == _span(outputs[in_place]):
+        return input
+    first, last = _span(input)
+    for start, stop in map(_span, outputs):
+        if first < stop and start < last:
+            return input.clone()
+    return input
+
+
+def _span(flat: Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of a 1D buffer, and of the first byte after it."""
+    return flat.data_ptr(), flat.data_ptr() + flat.nbytes
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements share one place in memory, as after ``expand``."""
+    return not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1
+
+
+def from_bytes(data: bytes) -> Tensor:
+    """A copy of the bytes. 1D uint8."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device, *, what: str) -> Tensor:
+    """A new 1D tensor that stays an ordinary one when the caller's inference mode ends."""
+    require_memory(numel * dtype.itemsize, device, what=what)
+    with torch.inference_mode(False):
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def require_memory(nbytes: int, device: torch.device, *, what: str) -> None:
+    """Raise ``SharedMemoryError`` if the CPU has less memory than this.
+
+    The kernel would grant it all the same, and kill the process when it writes to it.
+    """
+    if is_cpu(device) and nbytes > _LARGE_NBYTES and nbytes > (available := available_nbytes()):
+        raise SharedMemoryError(what, nbytes, available)
+
+
+def available_nbytes() -> int:
+    """Memory of the host that is free, on the machine and in this process's control group."""
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        with (
+            open("/sys/fs/cgroup/memory.max") as limit,
+            open("/sys/fs/cgroup/memory.current") as used,
+        ):
+            text = limit.read().strip()
+            if text != "max":
+                available = min(available, int(text) - int(used.read()))
+    except FileNotFoundError:
+        pass  # no control group limits this process
+    return available
