@@ -13,7 +13,7 @@ import xxhash
 from hypothesis import given
 
 from echelon.checkpoint.checksum import checksum
-from echelon.checkpoint.format import BEGINNING_NBYTES, Manifest, newer_schema
+from echelon.checkpoint.format import PREFIX_NBYTES, Manifest, newer_schema
 from echelon.checkpoint.header import header
 from echelon.checkpoint.records import (
     SavedFile,
@@ -82,9 +82,9 @@ def test_a_newer_schema_is_told_from_damage_and_asks_for_an_upgrade(first: bool)
 
 def test_the_schema_shows_in_the_beginning_of_what_is_written() -> None:
     newer = sealed(DATA[31:].replace(b'"schema":1,', b'"schema":20,'))
-    assert newer_schema(newer[:BEGINNING_NBYTES]) == 20
+    assert newer_schema(newer[:PREFIX_NBYTES]) == 20
     for data in (DATA, b"", newer[1:], newer.replace(b"20,", b"20"), newer.replace(b"20", b"two")):
-        assert newer_schema(data[:BEGINNING_NBYTES]) is None
+        assert newer_schema(data[:PREFIX_NBYTES]) is None
 
 
 def test_a_piece_takes_at_most_420_bytes_while_it_is_read() -> None:
@@ -130,11 +130,11 @@ def _drop(*path: str | int) -> Callable[[Any], None]:
 
 
 BROKEN: dict[str, tuple[Callable[[Any], None], str]] = {
-    "schema 0": (_set(0, "schema"), "schema is 0"),
-    "schema true": (_set(True, "schema"), "schema is True"),
-    "schema of 2**60": (_set(2**60, "schema"), "schema is 1152921504606846976"),
-    "schema text": (_set("1", "schema"), "schema is '1'"),
-    "no schema": (_drop("schema"), "schema is None"),
+    "schema 0": (_set(0, "schema"), "unknown schema 0"),
+    "schema true": (_set(True, "schema"), "unknown schema True"),
+    "schema of 2**60": (_set(2**60, "schema"), "unknown schema 1152921504606846976"),
+    "schema text": (_set("1", "schema"), "unknown schema '1'"),
+    "no schema": (_drop("schema"), "unknown schema None"),
     "no step": (_drop("step"), "has the members"),
     "one member more": (_set(1, "more"), "has the members"),
     "step true": (_set(True, "step"), "the step is True"),

@@ -1,4 +1,4 @@
-"""Random generators go on where they were, and ranks that were not there draw their own numbers."""
+"""Random generators go on where they were, and new ranks draw their own numbers."""
 
 from __future__ import annotations
 

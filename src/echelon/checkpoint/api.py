@@ -21,7 +21,7 @@ from echelon.checkpoint.loading import (
     Request,
     folders_to_try,
     load_step,
-    went_away,
+    was_removed,
 )
 from echelon.checkpoint.records import MAX_STEP
 from echelon.checkpoint.saving import Saving
@@ -36,7 +36,7 @@ from echelon.launch.run import entered
 
 Folder = str | os.PathLike[str]
 
-_MOST_LOOKS = 10  # at steps that another job removes while they are being loaded
+_MAX_TRIES = 10  # of a load whose steps another job removes meanwhile
 
 
 def save(
@@ -52,7 +52,7 @@ def save(
 ) -> Path:
     """Save the state of a training as one step. All ranks that share it call it.
 
-    Law: after a crash at any instant there is the step or there is not; what there is, is whole.
+    Law: after a crash at any instant the step is complete, or it does not exist.
 
     Args:
         directory: of the run; each step is a folder in it. On several hosts, one that all see.
@@ -63,10 +63,10 @@ def save(
         rng: whether the random generators of every rank are saved.
         group: the ranks that share the state; needed only for plain modules on several ranks.
         state: anything else by name: further models and optimizers, objects that have
-            ``state_dict()`` and ``load_state_dict()``, and values of Python and tensors, nested.
+            ``state_dict()`` and ``load_state_dict()``, and nested Python values and tensors.
 
     Returns:
-        the folder of the step.
+        The folder of the step.
 
     Raises:
         ArgumentError: an argument or a value cannot be saved, or ranks ask for different saves.
@@ -85,8 +85,8 @@ def save(
         >>> loaded.step, loaded.values["epoch"]
         (3, 1)
     """
-    given = _given_items({"model": model, "optimizer": optimizer}, state, group)
-    return _begun("save", directory, step, given, keep=keep, rng=rng).finish()
+    items = _sorted_items({"model": model, "optimizer": optimizer}, state, group)
+    return _begin("save", directory, step, items, keep=keep, rng=rng).finish()
 
 
 def async_save(
@@ -106,19 +106,19 @@ def async_save(
     of the host as this rank writes, and is kept for the next save.
 
     Args:
-        directory: this and all others as for ``save``.
+        directory: this and all other arguments as for ``save``.
 
     Raises:
         ArgumentError, StateError, CheckpointTooNew: as ``save``.
         CheckpointError: the save before this one failed, or this one cannot begin. What goes wrong
             later is raised as ``AsyncSave`` says.
     """
-    given = _given_items({"model": model, "optimizer": optimizer}, state, group)
-    saving = _begun("async_save", directory, step, given, keep=keep, rng=rng)
+    items = _sorted_items({"model": model, "optimizer": optimizer}, state, group)
+    saving = _begin("async_save", directory, step, items, keep=keep, rng=rng)
     try:  # from here on all ranks are in async_save
-        background = Background.of(given.group)
-        optimizers = [*given.optimizers.values()]
-        return background.start(saving, saving.target, optimizers, given.device)
+        background = Background.of(items.group)
+        optimizers = [*items.optimizers.values()]
+        return background.start(saving, saving.target, optimizers, items.device)
     except BaseException:
         saving.abandon()
         raise
@@ -136,23 +136,29 @@ def load(
     group: Group | None = None,
     **state: object,
 ) -> Loaded:
-    """Load a step into what is given, in place. All ranks that share it call it.
+    """Load a step in place into the objects given. All ranks that share them call it.
 
-    The number of ranks and the techniques may be others than when it was saved. What is not given
-    is not loaded; values of Python come back in the result.
+    The number of ranks and the techniques may differ from those of the save. What is not given is
+    not loaded; Python values are returned in the result.
 
-    Law: either all of it is loaded, or an error is raised and nothing has changed. Each byte of the
-    checkpoint is compared with its checksum before.
+    Law: either everything is loaded, or an error is raised and nothing has changed. Before anything
+    changes, each byte of the checkpoint is compared with its checksum.
 
     Args:
         directory: of the run, or of one of its steps.
-        step: which; None: the newest.
-        strict: whether everything must fit. If not, what fits is loaded, dtypes are converted, and
-            the result says what was left.
-        fallback: if the step is damaged, take the newest older one that is whole, and warn.
-        rng: whether the random generators go on from where they were.
+        model: as for ``save``.
+        optimizer: as for ``save``.
+        step: the step to load; None: the newest.
+        strict: whether everything must fit. If not, what fits is loaded, dtypes are converted, a
+            parameter gets all of its optimizer state or none, and the result says what was left.
+        fallback: if the step is damaged, take the newest older one that is intact, and warn.
+        rng: whether the random generators go on from their saved states.
+        group: as for ``save``.
         state: further models, optimizers and objects with ``load_state_dict()``, by the names under
             which they were saved.
+
+    Returns:
+        The step, the values, and with ``strict=False`` what did not fit.
 
     Raises:
         CheckpointNotFound: there is no such step, or no step at all.
@@ -163,52 +169,57 @@ def load(
             others of them that came before it have theirs.
         ArgumentError: something given cannot take a state, or ranks ask for different loads.
     """
-    given = _given_items({"model": model, "optimizer": optimizer}, state, group)
+    items = _sorted_items({"model": model, "optimizer": optimizer}, state, group)
     root = _folder(directory)
     request = Request(root=root, step=step, strict=strict, fallback=fallback, rng=rng)
     _check_request(request)
-    _settle(given.group)
-    coordinator = Coordinator(given.group, root)
-    looks = 0
-    while True:
-        looks += 1
-        tried = folders_to_try(coordinator, given, request)
+    _settle(items.group)
+    coordinator = Coordinator(items.group, root)
+    for _ in range(_MAX_TRIES - 1):
+        tried = folders_to_try(coordinator, items, request)
         try:
-            return _load_first(tried, coordinator, given, request)
+            return _load_first(tried, coordinator, items, request)
         except CheckpointError:
-            if looks == _MOST_LOOKS or not went_away(coordinator, tried):
+            if not was_removed(coordinator, tried):
                 raise
+    return _load_first(folders_to_try(coordinator, items, request), coordinator, items, request)
 
 
 def _load_first(
     tried: Sequence[tuple[int, Path]],
     coordinator: Coordinator,
-    given: CheckpointItems,
+    items: CheckpointItems,
     request: Request,
 ) -> Loaded:
-    """Load the first step that is whole."""
+    """Load the first step that is intact."""
     skipped: dict[int, str] = {}
-    for found, folder in tried:
+    for number, folder in tried:
         try:
-            loaded = load_step(coordinator, given, request, folder)
+            loaded = load_step(coordinator, items, request, folder)
         except CheckpointCorrupt as error:
             if not request.fallback:
                 raise
             warnings.warn(f"a damaged checkpoint was passed over: {error}", stacklevel=3)
-            skipped[found] = str(error)
+            skipped[number] = str(error)
         else:
-            _count_on(loaded.step, given)
+            _set_world_step(loaded.step, items)
             return replace(loaded, skipped=skipped)
-    raise CheckpointNotFound(
-        "no step is whole:\n" + "\n".join(f"  {one}" for one in skipped.values()), request.root
-    )
+    problems = "\n".join(f"  {problem}" for problem in skipped.values())
+    raise CheckpointNotFound(f"no step is whole:\n{problems}", request.root)
 
 
 def steps(directory: Folder) -> list[int]:
-    """The steps that were committed in ``directory``, oldest first; empty if it is not there.
+    """The steps that were committed in ``directory``, oldest first; empty if it does not exist.
+
+    Args:
+        directory: of the run.
 
     Raises:
         CheckpointError: it cannot be read.
+
+    Example:
+        >>> steps("/nowhere")
+        []
     """
     root = _folder(directory)
     try:
@@ -217,14 +228,13 @@ def steps(directory: Folder) -> list[int]:
         raise named(error, None) from error
 
 
-def _given_items(
-    first: Mapping[str, object], state: Mapping[str, object], group: Group | None
+def _sorted_items(
+    main: Mapping[str, object], state: Mapping[str, object], group: Group | None
 ) -> CheckpointItems:
-    model, optimizer = first["model"], first["optimizer"]
-    checks.instance("model", model, nn.Module, or_none=True)
-    checks.instance("optimizer", optimizer, Optimizer, or_none=True)
+    checks.instance("model", main["model"], nn.Module, or_none=True)
+    checks.instance("optimizer", main["optimizer"], Optimizer, or_none=True)
     checks.instance("group", group, Group, or_none=True)
-    given = {name: one for name, one in first.items() if one is not None}
+    given = {name: item for name, item in main.items() if item is not None}
     return CheckpointItems.sort({**given, **state}, group)
 
 
@@ -235,37 +245,37 @@ def _check_request(request: Request) -> None:
         checks.integer("step", request.step, high=MAX_STEP)
 
 
-def _count_on(step: int, given: CheckpointItems) -> None:
-    """Have reports of failures count the steps of an optimizer from the one that was loaded."""
+def _set_world_step(step: int, items: CheckpointItems) -> None:
+    """Have reports of failures count steps from the one that was loaded."""
     world = entered()
-    if given.optimizers and world is not None:
+    if items.optimizers and world is not None:
         world.step = step
 
 
 def _settle(group: Group | None) -> None:
-    """Wait for the save of ``group`` that is under way; raise what went wrong with it."""
+    """Wait for the save of ``group`` that is under way, and raise its error if it failed."""
     background = Background.known(group)
     if background is not None:
         background.settle()
 
 
-def _begun(
+def _begin(
     call: str,
     directory: Folder,
     step: int,
-    given: CheckpointItems,
+    items: CheckpointItems,
     *,
     keep: int | None,
     rng: bool,
 ) -> Saving:
-    """A save whose arguments are right, and which all ranks have begun."""
+    """Check the arguments of a save, and begin it on all ranks."""
     checks.flag("rng", rng)
     step = checks.integer("step", step, high=MAX_STEP)
     root = _folder(directory)
     keep = None if keep is None else checks.integer("keep", keep, low=1)
-    _settle(given.group)
-    saving = Saving(Coordinator(given.group, root), root, step, keep)
-    saving.begin(call, given, rng=rng)
+    _settle(items.group)
+    saving = Saving(Coordinator(items.group, root), root, step, keep)
+    saving.begin(call, items, rng=rng)
     return saving
 
 

@@ -1,8 +1,8 @@
-"""Saves that go on while training does: a copy is made at once, and written by another thread.
+"""Asynchronous saves: the state is copied at once, and written by another thread during training.
 
-[Note: ranks of their own order]
-The thread exchanges facts with the other ranks while training communicates, so it has a group of
-its own: two threads of one rank in one group could not agree with those of another who is first.
+[Note: a group for the thread]
+The thread communicates with the other ranks while training communicates, so it has a group of its
+own: two threads in one group could issue their collectives in different orders on different ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from echelon.errors import CheckpointError
 from echelon.launch.run import entered
 from echelon.process.background_threads import run_in_background
 
-# Has a function called at the end of the world or the script; gives what takes that back.
+# Registers a function to be called at the end of the world or the script; returns its removal.
 AtEnd = Callable[[Callable[[], None]], Callable[[], None]]
 
 _ALIGN_NBYTES = 64
@@ -38,15 +38,25 @@ _ALIGN_NBYTES = 64
 class AsyncSave:
     """A save that is under way.
 
-    What went wrong is raised, on all ranks, by the first of: ``wait``, the next step of an
-    optimizer that is saved, the next save, the end of the world or of the script, which then has
-    failed.
+    If it fails, its error is raised once on all ranks, by the first of: ``wait``, the next step of
+    an optimizer that is saved, the next save, and the end of the world or of the script, which has
+    failed then.
 
     Args:
-        saving: what is to be written; another thread begins with it.
+        saving: writes on another thread, which starts here.
         path: the folder of the step.
-        optimizers: those of the save.
-        at_end: has a function called when the world or the script ends in good order.
+        optimizers: the optimizers that are saved.
+        at_end: registers a function for the regular end of the world or the script.
+
+    Attributes:
+        path: the folder of the step.
+
+    Example:
+        >>> import tempfile
+        >>> import echelon as ec
+        >>> saving = ec.async_save(tempfile.mkdtemp(), step=3, epoch=1)
+        >>> saving.wait().name
+        'step-000000003'
     """
 
     def __init__(
@@ -54,16 +64,16 @@ class AsyncSave:
     ) -> None:
         self.path = path
         self._error: BaseException | None = None
-        self._was_told = False
+        self._was_raised = False
         self._thread = run_in_background("echelon save", self._run, saving)
-        self._takers: list[Callable[[], None]] = [at_end(self.finish)]  # of what looks at it
+        self._removals: list[Callable[[], None]] = [at_end(self.finish)]
         for optimizer in optimizers:
-            hook = optimizer.register_step_pre_hook(lambda *_: self._tell())
-            self._takers.append(hook.remove)
+            hook = optimizer.register_step_pre_hook(lambda *_: self._raise_error())
+            self._removals.append(hook.remove)
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> Path:
@@ -73,7 +83,7 @@ class AsyncSave:
             timeout: seconds; None: as long as it takes.
 
         Returns:
-            the folder of the step.
+            The folder of the step.
 
         Raises:
             CheckpointError: it failed, or time is up and it goes on.
@@ -83,46 +93,45 @@ class AsyncSave:
         self._thread.join(timeout)
         if not self.done:
             raise CheckpointError(f"is still being saved after {timeout} s", self.path)
-        self._forget()
+        self._remove_hooks()
         if self._error is not None:
-            self._was_told = True
+            self._was_raised = True
             raise self._error
         return self.path
 
     def finish(self) -> None:
-        """Return when it has ended; raise what nobody was told of."""
+        """Return when it has ended; raise its error if it was not raised before."""
         self._thread.join()
-        self._forget()
-        self._tell()
+        self._remove_hooks()
+        self._raise_error()
 
     def _run(self, saving: Saving) -> None:
         try:
             saving.finish()
-        except BaseException as error:  # raised by whoever asks next
+        except BaseException as error:  # raised by the next call
             self._error = error
 
-    def _tell(self) -> None:
-        if self.done and self._error is not None and not self._was_told:
-            self._was_told = True
+    def _raise_error(self) -> None:
+        if self.done and self._error is not None and not self._was_raised:
+            self._was_raised = True
             raise self._error
 
-    def _forget(self) -> None:
-        """Nothing need look at it any more."""
-        for take_back in self._takers:
-            take_back()
-        self._takers.clear()
+    def _remove_hooks(self) -> None:
+        for remove in self._removals:
+            remove()
+        self._removals.clear()
 
 
 @final
 class Background:
-    """The saves of one group: one at a time, whose memory is used again by the next.
+    """The saves of one group, which come one at a time and share the memory of their copies.
 
     Args:
-        group: the ranks; None: this one alone. All of them make it.
-        at_end: has a function called when the world or the script ends in good order.
+        group: the ranks, all of which construct it; None: this rank alone.
+        at_end: registers a function for the regular end of the world or the script.
 
     Attributes:
-        group: the same ranks, for the exchange of facts. See [Note: ranks of their own order].
+        group: a subgroup of the same ranks, for the thread. See [Note: a group for the thread].
     """
 
     _of_script: ClassVar[Background | None] = None
@@ -137,23 +146,23 @@ class Background:
 
     @classmethod
     def known(cls, group: Group | None) -> Background | None:
-        """That of a group, or of this rank alone, if there is one."""
+        """The instance for a group, or for this rank alone; None if there is none yet."""
         home, key = _home(group)
-        found = cls._of_script if home is None else home.belongings.get(key)
-        assert found is None or isinstance(found, cls)
-        return found
+        background = cls._of_script if home is None else home.belongings.get(key)
+        assert background is None or isinstance(background, cls)
+        return background
 
     @classmethod
     def of(cls, group: Group | None) -> Background:
-        """That of a group; all ranks call it. The first call makes a group of the same ranks."""
-        found = cls.known(group)
-        if found is None:
+        """The instance for a group; all ranks call it, and the first call makes the instance."""
+        background = cls.known(group)
+        if background is None:
             home, key = _home(group)
             if home is None:
-                found = cls._of_script = cls(None, _at_exit)
+                background = cls._of_script = cls(None, _at_exit)
             else:
-                found = home.belongings[key] = cls(group, home.before_close)
-        return found
+                background = home.belongings[key] = cls(group, home.before_close)
+        return background
 
     def settle(self) -> None:
         """Wait for the save that is under way, if there is one.
@@ -168,7 +177,7 @@ class Background:
     def start(
         self, saving: Saving, path: Path, optimizers: Sequence[Optimizer], device: torch.device
     ) -> AsyncSave:
-        """Copy what ``saving`` is to write, and let it write on another thread."""
+        """Copy what ``saving`` writes, and have it write the copies on another thread."""
         saving.hand_over(self.group)
         saving.prepare(lambda: self._copy(saving, device))
         self._last = AsyncSave(saving, path, optimizers, self._at_end)
@@ -177,22 +186,22 @@ class Background:
     def _copy(self, saving: Saving, device: torch.device) -> None:
         values = saving.values()
         starts, end = [], 0
-        for one in values:
+        for tensor in values:
             starts.append(end)
-            end += -(-one.numel() * one.itemsize // _ALIGN_NBYTES) * _ALIGN_NBYTES
+            end += -(-tensor.nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
         if self._memory is None or self._memory.numel() < end:
             self._memory = None  # freed before more is taken
             self._memory = streams.host_memory(end, torch.uint8, device)
         copies = [
-            copy_aside(one, self._memory[start : start + one.numel() * one.itemsize])
-            for start, one in zip(starts, values, strict=True)
+            copy_aside(tensor, self._memory[start : start + tensor.nbytes])
+            for start, tensor in zip(starts, values, strict=True)
         ]
         streams.synchronize(device)
         saving.replace_values(copies)
 
 
 def _home(group: Group | None) -> tuple[Group | None, object]:
-    """Where the background of a group is kept: with it; that of a rank alone, with its world."""
+    """The group that keeps the instance, and its key there; a rank alone uses its world's group."""
     if group is not None:
         return group, Background
     world = entered()
@@ -200,13 +209,13 @@ def _home(group: Group | None) -> tuple[Group | None, object]:
 
 
 def _at_exit(finish: Callable[[], None]) -> Callable[[], None]:
-    """Have a script fail whose last save does."""
+    """Have the script exit with an error if its last save fails."""
 
     def end() -> None:
         try:
             finish()
         except BaseException as error:
-            # The interpreter would print this and still exit with 0.
+            # The interpreter would print the error and still exit with 0.
             sys.excepthook(type(error), error, error.__traceback__)
             sys.stdout.flush()
             sys.stderr.flush()

@@ -1,6 +1,6 @@
 """The checksum of saved bytes: XXH3-64, as 16 hex digits.
 
-It finds accidents, such as a flipped bit or a block of another file. It is no signature: whoever
+It detects accidents, such as a flipped bit or a block of another file. It is no signature: whoever
 can write the files can write the checksums, too.
 
 Source: Y. Collet, "xxHash fast digest algorithm", specification 0.2.0, section XXH3.
@@ -28,16 +28,16 @@ def checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def is_checksum(found: object) -> bool:
-    """Whether ``found`` has the form of a checksum: 16 lower-case hex digits."""
-    return are_checksums([found])
+def is_checksum(value: object) -> bool:
+    """Whether ``value`` has the form of a checksum: 16 lower-case hex digits."""
+    return are_checksums([value])
 
 
-def are_checksums(found: Collection[object]) -> bool:
-    """Whether all of ``found`` have the form of a checksum; fast for many."""
-    texts = [one for one in found if type(one) is str]
+def are_checksums(values: Collection[object]) -> bool:
+    """Whether all of ``values`` have the form of a checksum; fast for many."""
+    texts = [value for value in values if type(value) is str]
     return (
-        len(texts) == len(found)
+        len(texts) == len(values)
         and set(map(len, texts)) <= {_NUM_DIGITS}
         and _DIGITS.fullmatch("".join(texts)) is not None
     )
@@ -63,5 +63,5 @@ class Checksum:
         self._state.update(data)
 
     def hexdigest(self) -> str:
-        """The checksum of all that was added so far."""
+        """The checksum of all bytes added so far."""
         return self._state.hexdigest()

@@ -1,6 +1,6 @@
-"""What must be true of a manifest for its checkpoint to be read: all of it, in one place.
+"""Checks that a manifest does not contradict itself, so that its checkpoint can be read exactly.
 
-Nothing here trusts a type, because a manifest may have been made by anybody.
+Nothing here trusts a type, because anybody may have made the manifest.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _MAX_THREADS = 2**20
 
 @final
 class Inconsistent(ArgumentError):
-    """A manifest that contradicts itself, or is none.
+    """A manifest contradicts itself, or is none.
 
     Attributes:
-        tensor: whose entry it is; None where it belongs to no single tensor.
+        what: the contradiction.
+        tensor: the tensor whose entry is wrong; None where it is no single one.
     """
 
     def __init__(self, what: str, tensor: str | None = None) -> None:
@@ -99,8 +100,8 @@ def _check_files(files: tuple[SavedFile, ...]) -> None:
             raise Inconsistent(f"file {file.name}: {_no_checksum(file.header_checksum)}")
 
 
-def _no_checksum(found: object) -> str:
-    return f"{brief(found)} is no checksum"
+def _no_checksum(value: object) -> str:
+    return f"{brief(value)} is no checksum"
 
 
 def _check_names(tensors: Mapping[str, SavedTensor]) -> None:
@@ -119,11 +120,9 @@ def _check_names(tensors: Mapping[str, SavedTensor]) -> None:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pieces:
-    """All pieces of a manifest, one array for each fact, in order of tensors and then of starts.
+    """All pieces of a manifest, one array for each field, in order of tensors and then of starts.
 
-    Attributes:
-        tensor: index of the tensor that each belongs to.
-        itemsize: of its elements, in bytes.
+    ``tensor`` has the index of each piece's tensor, ``itemsize`` the bytes of an element of it.
     """
 
     tensor: Whole
@@ -142,21 +141,21 @@ class _Pieces:
         pieces = [piece for tensor in tensors for piece in tensor.pieces]
         owner = np.repeat(np.arange(len(tensors)), counts)
         columns = []
-        for i in range(4):  # one after the other, because there may be a million
+        for i in range(4):  # one field at a time, to save memory: there may be a million pieces
             column = cast(list[int], [piece[i] for piece in pieces])
             if (
                 set(map(type, column)) - {int}
                 or min(column, default=0) < 0
                 or max(column, default=0) >= TOO_MANY
             ):
-                wrong = next(i for i, found in enumerate(column) if not is_size(found))
+                wrong = next(i for i, value in enumerate(column) if not is_size(value))
                 raise Inconsistent(
                     f"a piece has {brief(column[wrong])} in it", tensors[owner[wrong]].name
                 )
             columns.append(np.array(column, np.int64))
         checksums = [piece.checksum for piece in pieces]
         if not are_checksums(checksums):
-            wrong = next(i for i, found in enumerate(checksums) if not is_checksum(found))
+            wrong = next(i for i, value in enumerate(checksums) if not is_checksum(value))
             raise Inconsistent(_no_checksum(checksums[wrong]), tensors[owner[wrong]].name)
         sizes = np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
         return cls(owner, sizes[owner], *columns)
@@ -167,7 +166,7 @@ def _check_ranges(pieces: _Pieces, tensors: Sequence[SavedTensor]) -> None:
     stop = pieces.start + pieces.numel
     is_first = np.diff(pieces.tensor, prepend=-1) > 0
     is_last = np.diff(pieces.tensor, append=len(tensors)) > 0
-    expected = np.where(is_first, 0, np.roll(stop, 1))  # each begins where the one before it ends
+    expected = np.where(is_first, 0, np.roll(stop, 1))  # each piece starts where the last stopped
     for index in np.flatnonzero((pieces.start != expected) | (pieces.numel == 0))[:1]:
         raise Inconsistent(
             f"its pieces cover [0:{expected[index]}], and the next is "
@@ -186,21 +185,21 @@ def _check_ranges(pieces: _Pieces, tensors: Sequence[SavedTensor]) -> None:
 def _check_places(
     pieces: _Pieces, tensors: Sequence[SavedTensor], files: Sequence[SavedFile]
 ) -> None:
-    """Refuse files of which a byte belongs to no piece, or to two. Ranges must be right."""
+    """Refuse files with a byte that belongs to no piece, or to two. Ranges were checked before."""
     for index in np.flatnonzero(pieces.file >= len(files))[:1]:
         raise Inconsistent(
             f"a piece is in file {pieces.file[index]} of {len(files)}",
             tensors[pieces.tensor[index]].name,
         )
-    headers = np.array([one.header_nbytes for one in files], np.int64)
-    lengths = np.array([one.nbytes for one in files], np.int64)
+    headers = np.array([saved.header_nbytes for saved in files], np.int64)
+    lengths = np.array([saved.nbytes for saved in files], np.int64)
     ends = pieces.offset + pieces.numel * pieces.itemsize
     outside = (pieces.offset < headers[pieces.file]) | (ends > lengths[pieces.file])
     for index in np.flatnonzero(outside)[:1]:
-        one = files[pieces.file[index]]
+        saved = files[pieces.file[index]]
         raise Inconsistent(
-            f"it would be bytes {pieces.offset[index]} to {ends[index]} of {one.name}, "
-            f"which has data in bytes {one.header_nbytes} to {one.nbytes}",
+            f"it would be bytes {pieces.offset[index]} to {ends[index]} of {saved.name}, "
+            f"which has data in bytes {saved.header_nbytes} to {saved.nbytes}",
             tensors[pieces.tensor[index]].name,
         )
     order = np.lexsort((pieces.offset, pieces.file))
@@ -216,8 +215,8 @@ def _check_places(
         )
     covered = headers.copy()
     covered[file[is_last]] = end[is_last]
-    for one, nbytes in zip(files, covered.tolist(), strict=True):
-        if nbytes != one.nbytes:
+    for saved, nbytes in zip(files, covered.tolist(), strict=True):
+        if nbytes != saved.nbytes:
             raise Inconsistent(
-                f"{one.name} has {one.nbytes} bytes, and its header and pieces have {nbytes}"
+                f"{saved.name} has {saved.nbytes} bytes, and its header and pieces have {nbytes}"
             )

@@ -1,4 +1,4 @@
-"""The ranks that save or load together: what one of them cannot do, all of them raise.
+"""The ranks that save or load together: an error on one of them is raised on all.
 
 Facts travel as JSON, never as pickles.
 """
@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
+from echelon.comm.agreement import first_difference
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, CheckpointError, EchelonError
 from echelon.errors.message_text import message_of
@@ -19,10 +20,10 @@ class Coordinator:
     """The ranks of a group, or one rank alone.
 
     Attributes:
-        group: None for one rank alone.
-        rank: of this one in the group.
-        size: how many they are.
-        world_rank: of this one in the job, as messages name it.
+        group: the ranks; None for one rank alone.
+        rank: this rank's number in the group.
+        size: the number of ranks.
+        world_rank: this rank's number in the job, which messages use.
         path: of the checkpoint, for messages.
     """
 
@@ -33,41 +34,49 @@ class Coordinator:
         self.world_rank = 0 if group is None else group.ranks[group.rank]
 
     def run_on_all(
-        self, what: str, step: Callable[[], Any], asked: Mapping[str, Any] | None = None
+        self, what: str, step: Callable[[], Any], request: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """Run ``step`` on every rank and return what it gave on each, in rank order.
+        """Run ``step``, which returns JSON, on every rank; its results in rank order.
 
         Args:
             what: label of the exchange; ranks that do something else get ``CollectiveMismatch``.
-            step: returns JSON.
-            asked: what the user asks of this rank, as JSON; all ranks must be asked for the same.
+            request: what the user asks of this rank, as JSON; all ranks must be asked for the same.
 
         Raises:
             ArgumentError: on every rank, if they are asked for different things.
             Exception: on every rank, if ``step`` raised on one: the error of the first such rank,
                 which is named.
         """
-        found, problem = None, None
+        result, error = None, None
         try:
-            found = step()
-        except Exception as error:  # it is raised below, on all ranks
-            problem = named(error, None if self.group is None else self.world_rank)
-        label = what if asked is None else f"{what}, which all ranks make"
-        facts = self._gather(
-            [asked, None if problem is None else _error_as_json(problem), found], label
-        )
-        if asked is not None:
-            self._check_alike([one[0] for one in facts], what)
-        for rank, (_, told, _) in enumerate(facts):
-            if told is not None:
+            result = step()
+        except Exception as raised:  # raised again below, on all ranks
+            error = named(raised, None if self.group is None else self.world_rank)
+        label = what if request is None else f"{what}, which all ranks make"
+        error_json = None if error is None else _error_as_json(error)
+        report = {"request": request, "error": error_json, "result": result}
+        reports = self._gather(report, label)
+        if request is not None:
+            self._check_alike([report["request"] for report in reports], what)
+        for rank, report in enumerate(reports):
+            if report["error"] is not None:
                 if rank == self.rank:
-                    assert problem is not None
-                    raise problem
-                raise _error_from_json(told, self._world_rank_of(rank), self.path) from problem
-        return [found for _, _, found in facts]
+                    assert error is not None
+                    raise error
+                other = _error_from_json(report["error"], self._world_rank_of(rank), self.path)
+                raise other from error
+        return [report["result"] for report in reports]
 
-    def give(self, what: str, read: Callable[[], bytes]) -> bytes:
-        """The bytes that ``read`` gives on the first rank, on all ranks.
+    def run_on_first(self, what: str, step: Callable[[], Any]) -> Any:
+        """Run ``step``, which returns JSON, on the first rank; its result, on all ranks.
+
+        Raises:
+            Exception: on every rank, what ``step`` raised.
+        """
+        return self.run_on_all(what, step if self.rank == 0 else lambda: None)[0]
+
+    def broadcast_bytes(self, what: str, read: Callable[[], bytes]) -> bytes:
+        """Call ``read`` on the first rank; the bytes that it returned, on all ranks.
 
         Raises:
             Exception: on every rank, what ``read`` raised.
@@ -76,48 +85,48 @@ class Coordinator:
 
         def step() -> None:
             nonlocal data
-            if self.rank == 0:
-                data = read()
+            data = read()
 
-        self.run_on_all(what, step)
+        self.run_on_first(what, step)
         if self.group is None:
             return data
         return self.group.all_gather_bytes(data, label=f"bytes of {what}")[0]
 
-    def _check_alike(self, asked: Sequence[Mapping[str, Any] | None], what: str) -> None:
-        """Refuse ranks that are asked for different things; name the first one and who has what."""
-        for key, first in (asked[0] or {}).items():
-            found = {rank: (one or {}).get(key) for rank, one in enumerate(asked)}
-            if any(value != first for value in found.values()):
-                rows = "\n".join(
-                    f"  rank {self._world_rank_of(rank)}: {value}" for rank, value in found.items()
-                )
-                raise ArgumentError(
-                    f"the ranks differ in {what}; {key}:\n{rows}\nAll ranks make the same call."
-                )
+    def _check_alike(self, requests: Sequence[Mapping[str, Any]], what: str) -> None:
+        """Refuse ranks that are asked for different things; name the first and who has what."""
+        difference = first_difference(
+            [{key: str(value) for key, value in request.items()} for request in requests]
+        )
+        if difference is not None:
+            key, values = difference
+            rows = "\n".join(
+                f"  rank {self._world_rank_of(rank)}: {value}" for rank, value in values.items()
+            )
+            raise ArgumentError(
+                f"the ranks differ in {what}; {key}:\n{rows}\nAll ranks make the same call."
+            )
 
     def _gather(self, fact: Any, what: str) -> list[Any]:
         if self.group is None:
             return [fact]
         data = json.dumps(fact, separators=(",", ":")).encode()
-        return [json.loads(one) for one in self.group.all_gather_bytes(data, label=what)]
+        return [json.loads(part) for part in self.group.all_gather_bytes(data, label=what)]
 
     def _world_rank_of(self, rank: int) -> int:
         return rank if self.group is None else self.group.ranks[rank]
 
 
 def named(error: Exception, rank: int | None) -> Exception:
-    """An error of the operating system as one of ours; errors of ours with the rank they are of.
+    """The error with the rank that raised it; an ``OSError`` becomes a ``CheckpointError``.
 
     Args:
-        rank: in the job; None for one that is alone.
+        rank: in the job; None for one rank alone, which is not named.
     """
     if isinstance(error, OSError) and not isinstance(error, EchelonError):
-        found: Exception = CheckpointError(
-            f"{error.strerror or error} (errno {error.errno})", error.filename, errno=error.errno
-        )
-        found.__cause__ = error
-        error = found
+        text = f"{error.strerror or error} (errno {error.errno})"
+        ours = CheckpointError(text, error.filename, errno=error.errno)
+        ours.__cause__ = error
+        error = ours
     if rank is None:
         return error
     if isinstance(error, CheckpointError):
@@ -131,15 +140,14 @@ def named(error: Exception, rank: int | None) -> Exception:
 
 
 def _error_as_json(error: Exception) -> dict[str, Any]:
-    """An exception as JSON."""
     facts = {name: value for name, value in vars(error).items() if _is_json(value)}
     return {"type": type(error).__name__, "text": message_of(error), "facts": facts}
 
 
 def _error_from_json(data: dict[str, Any], rank: int, path: object) -> Exception:
-    """The exception of another rank."""
+    """An exception like the one of another rank, of the same class if it is one of echelon's."""
     error = EchelonError.revived(data["type"], data["text"], data["facts"])
-    if error is None:  # one of the user's code, whose class this rank may not have
+    if error is None:  # raised by the user's code, whose class may not exist on this rank
         error = CheckpointError(f"raised {data['type']}: {data['text']}", path, rank=rank)
     return error
 
@@ -148,5 +156,5 @@ def _is_json(value: object) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_json, value))
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(one) for key, one in value.items())
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
     return value is None or isinstance(value, str | int | float)

@@ -12,8 +12,8 @@ Nothing else in this package writes to a disk. Every call may raise ``OSError``,
 file or folder.
 
 [Note: early writeback]
-Without it the kernel keeps what was written until ``fsync``, and the disk has nothing to do
-meanwhile: on the disk of docs/design-log.md two ranks that write 128 MiB each take a third longer.
+Without it the kernel keeps what was written until ``fsync``, and the disk is idle meanwhile: two
+ranks that write 128 MiB each took a third longer (docs/design/checkpoint.md has the numbers).
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from types import TracebackType
 from typing import Self, final
 
 from echelon.checkpoint.checksum import Checksum
-from echelon.checkpoint.format import BEGINNING_NBYTES, newer_schema
+from echelon.checkpoint.format import PREFIX_NBYTES, newer_schema
 from echelon.checkpoint.records import MANIFEST, MAX_MANIFEST_NBYTES, step_name, step_of
 from echelon.errors import CheckpointCorrupt, CheckpointError
 
 _LOCK, _SAVING, _REMOVING = ".lock", ".saving-", ".removing-"
-_LINK = "is a symbolic link, not a file"
 _CHUNK_NBYTES = 1 << 20  # hashed and then written while it is in the cache
 
 
@@ -45,16 +44,16 @@ _CHUNK_NBYTES = 1 << 20  # hashed and then written while it is in the cache
 
 @final
 class NewFile:
-    """A file that is being written; a context manager, after which it is on the disk."""
+    """A new file that is written; a context manager, which syncs it to disk at its end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.nbytes = 0
-        self._begun = 0  # bytes with which the disk has begun
+        self._writeback_nbytes = 0  # how much the kernel was told to write back
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
 
     def write(self, data: memoryview) -> str:
-        """Append ``data``; its checksum."""
+        """Append ``data`` and return its checksum."""
         checksum = Checksum()
         for start in range(0, len(data), _CHUNK_NBYTES):
             chunk = data[start : start + _CHUNK_NBYTES]
@@ -64,9 +63,10 @@ class NewFile:
                     written = os.write(self._fd, chunk)
                     chunk = chunk[written:]
                     self.nbytes += written
-            if self.nbytes - self._begun >= _CHUNK_NBYTES:
-                begin_writeback(self._fd, self._begun, self.nbytes - self._begun)
-                self._begun = self.nbytes
+            begin = self._writeback_nbytes
+            if self.nbytes - begin >= _CHUNK_NBYTES:
+                begin_writeback(self._fd, begin, self.nbytes - begin)
+                self._writeback_nbytes = self.nbytes
         return checksum.hexdigest()
 
     def __enter__(self) -> Self:
@@ -88,13 +88,13 @@ class NewFile:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file and see it onto the disk."""
+    """Write a new file and sync it to disk."""
     with NewFile(path) as file:
         file.write(memoryview(data))
 
 
 def sync_folder(path: Path) -> None:
-    """See the entries of a folder onto the disk."""
+    """Sync the entries of a folder to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     with _naming(path):
         try:
@@ -105,7 +105,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Have an error say where it happened; calls that take a descriptor do not know."""
+    """Add the path to an error; calls that take a descriptor do not know it."""
     try:
         yield
     except OSError as error:
@@ -115,11 +115,11 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, and see them onto the disk."""
-    missing = [one for one in (path, *path.parents) if not one.is_dir()]
-    for one in reversed(missing):
-        os.makedirs(one, exist_ok=True)  # another rank may make it, too
-        sync_folder(one.parent)
+    """Make a folder and those above it, and sync them to disk."""
+    missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
+    for folder in reversed(missing):
+        os.makedirs(folder, exist_ok=True)  # another rank may make it, too
+        sync_folder(folder.parent)
 
 
 # Steps ---------------------------------------------------------------------------------------
@@ -131,8 +131,8 @@ def steps(root: Path) -> list[int]:
         entries = _entries(root)
     except FileNotFoundError:
         return []
-    found = (step_of(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False))
-    return sorted(step for step in found if step is not None)
+    numbers = (step_of(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False))
+    return sorted(number for number in numbers if number is not None)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -143,31 +143,31 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 _locks: set[int] = set()
 
 
-def _leave_locks() -> None:
-    """A fork, such as a process that loads data, must not hold the locks of a parent that dies."""
+def _drop_locks_after_fork() -> None:
+    """Close the locks in a fork, such as a data loader, which may outlive the parent."""
     while _locks:
         os.close(_locks.pop())
 
 
-os.register_at_fork(after_in_child=_leave_locks)
+os.register_at_fork(after_in_child=_drop_locks_after_fork)
 
 
 @contextmanager
 def lock(root: Path) -> Iterator[None]:
-    """Be the only one that saves into ``root``; the lock goes with the process that holds it.
+    """Hold the lock of ``root``, so that nobody else saves into it; it ends with the process.
 
     Raises:
-        BlockingIOError: another one saves into it.
+        BlockingIOError: another save holds it.
     """
     path = root / _LOCK
-    # Whoever may read a file may lock it, and so keep all others from it: nobody else may read it.
+    # Who may read a file may lock it, and could stop all saves: only the user may read this one.
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     _locks.add(fd)
     try:
         with _naming(path):
-            found = os.fstat(fd)
-            if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o077:
-                os.fchmod(fd, 0o600)  # an earlier version has made it
+            status = os.fstat(fd)
+            if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077:
+                os.fchmod(fd, 0o600)  # an earlier version made it
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             yield
@@ -180,97 +180,98 @@ def lock(root: Path) -> Iterator[None]:
             os.close(fd)
 
 
-def temporary(root: Path, step: int) -> Path:
-    """A new folder for what a save of ``step`` writes."""
+def make_temporary(root: Path, step: int) -> Path:
+    """Make a folder for what a save of ``step`` writes."""
     path = root / f"{_SAVING}{step:09}-{uuid.uuid4().hex}"
     os.mkdir(path)
     return path
 
 
 def sweep(root: Path) -> None:
-    """Remove what killed saves have left in ``root``. The caller holds the lock."""
+    """Remove what killed saves left in ``root``. The caller holds the lock."""
     for entry in _entries(root):
         if entry.name.startswith((_SAVING, _REMOVING)):
             _remove(Path(entry.path))
 
 
-def commit(made: Path, root: Path, step: int, *, replaces: bool) -> Path:
-    """Make a folder that is complete a step: from here on, and not before, it is there.
+def commit(temporary: Path, root: Path, step: int, *, replaces: bool) -> Path:
+    """Make a complete folder a step by one rename, and return the folder of the step.
 
     Args:
-        replaces: whether there is a damaged one, which goes.
+        replaces: whether there is a damaged step of this number, which is removed.
 
     Raises:
-        OSError: there is no such step now.
-        CheckpointError: there is such a step already; or it is there, and may not outlive a loss
-            of power.
+        OSError: the step was not committed.
+        CheckpointError: there is such a step already; or it was committed and may be lost if the
+            power fails.
     """
     target = root / step_name(step)
-    sync_folder(made)
+    sync_folder(temporary)
     aside = _set_aside(target) if replaces else None
     if aside is None and target.exists():  # a rename would replace an empty folder
         raise CheckpointError("there is such a step already, and steps are never replaced", target)
-    os.rename(made, target)
+    os.rename(temporary, target)
     try:
         sync_folder(root)
     except OSError as error:
-        _take_back(target, made, error)
+        _take_back(target, temporary, error)
         raise
     if aside is not None:
         discard(aside)
     return target
 
 
-def _take_back(target: Path, made: Path, cause: OSError) -> None:
-    """Undo a commit of which nobody knows whether it reached the disk."""
+def _take_back(target: Path, temporary: Path, cause: OSError) -> None:
+    """Undo a commit that may or may not have reached the disk."""
     try:
-        os.rename(target, made)
+        os.rename(target, temporary)
     except OSError as error:
         raise CheckpointError(
             f"is saved, but may not outlive a loss of power: {cause}", target, errno=cause.errno
         ) from error
 
 
-def discard(made: Path) -> None:
-    """Remove a folder that nobody needs, as that of a save that failed."""
-    with suppress(OSError):  # the failure itself is told; the next save sweeps
-        _remove(made)
+def discard(folder: Path) -> None:
+    """Remove a folder that is no longer needed, such as that of a save that failed."""
+    with suppress(OSError):  # the failure itself is raised; the next save sweeps
+        _remove(folder)
 
 
 def prune(root: Path, step: int, keep: int) -> None:
-    """Remove steps older than the newest ``keep`` up to ``step``, which is committed and stays.
+    """Remove all but the newest ``keep`` steps up to ``step``, which was just committed.
 
-    What nothing here can read stays and does not count: steps that a newer version has written, or
-    that have no manifest.
+    Folders that this version cannot read are neither removed nor counted: those without a manifest,
+    and steps that a newer version wrote.
     """
-    old = [one for one in steps(root) if one < step and _counts(root / step_name(one))]
-    gone = [_set_aside(root / step_name(one)) for one in [*old, step][:-keep]]
-    if gone:
+    older = [number for number in steps(root) if number < step]
+    known = [number for number in older if _is_known(root / step_name(number))]
+    removed = [_set_aside(root / step_name(number)) for number in [*known, step][:-keep]]
+    if removed:
         sync_folder(root)
-    for path in gone:
+    for path in removed:
         _remove(path)
 
 
-def _counts(folder: Path) -> bool:
-    """Whether a folder is a step that this version may know."""
+def _is_known(folder: Path) -> bool:
+    """Whether a folder is a step of a schema that this version knows."""
     try:
         with SavedBytes(folder / MANIFEST) as file:
-            beginning = bytearray(min(file.nbytes, BEGINNING_NBYTES))
-            file.read_into(memoryview(beginning), 0)
+            prefix = bytearray(min(file.nbytes, PREFIX_NBYTES))
+            file.read_into(memoryview(prefix), 0)
     except CheckpointCorrupt:
         return False
-    return newer_schema(bytes(beginning)) is None
+    return newer_schema(bytes(prefix)) is None
 
 
 def _set_aside(path: Path) -> Path:
-    """Take a folder's name away, so that nobody finds a part of it; returns where it is."""
+    """Rename a folder so that no reader finds a part of it, and return its new path."""
     aside = path.with_name(f"{_REMOVING}{uuid.uuid4().hex}")
     os.rename(path, aside)
     return aside
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or what else stood in its place: a pipe must not be opened."""
+    """Remove a folder, or a file or pipe in its place, which is never opened."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -282,38 +283,38 @@ def _remove(path: Path) -> None:
 
 @final
 class SavedBytes:
-    """A file of a checkpoint, open for reading. A context manager."""
+    """A file of a checkpoint, open for reading; a context manager.
+
+    Args:
+        nbytes: the size that the file must have; None: any.
+
+    Raises:
+        CheckpointCorrupt: the file is not there, is no ordinary file, or has another size.
+    """
 
     def __init__(self, path: Path, nbytes: int | None = None) -> None:
-        """Open it.
-
-        Args:
-            nbytes: that it must have; None: any number.
-
-        Raises:
-            CheckpointCorrupt: it is not there, no ordinary file, or has another size.
-        """
         self.path = path
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # no wait for a pipe's other end
+        # Without O_NONBLOCK, opening a pipe would wait for its other end.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             self._fd = os.open(path, flags)
         except FileNotFoundError as error:
             raise CheckpointCorrupt("the file is not there", path) from error
-        except OSError as error:  # of a link, a socket, or a device that nobody drives
+        except OSError as error:  # the path is a link, a socket, or a device without a driver
             problem = _problem(os.lstat(path), None)
             if problem is not None:
                 raise CheckpointCorrupt(problem, path) from error
             raise
         try:
             with _naming(path):
-                found = os.fstat(self._fd)
-            problem = _problem(found, nbytes)
+                status = os.fstat(self._fd)
+            problem = _problem(status, nbytes)
             if problem is not None:
                 raise CheckpointCorrupt(problem, path)
         except BaseException:
             os.close(self._fd)
             raise
-        self.nbytes = found.st_size
+        self.nbytes = status.st_size
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill ``target`` with the bytes from ``offset`` on."""
@@ -325,7 +326,7 @@ class SavedBytes:
                 target, offset = target[count:], offset + count
 
     def close(self) -> None:
-        """Let it go."""
+        """Close the file."""
         os.close(self._fd)
 
     def __enter__(self) -> Self:
@@ -339,7 +340,7 @@ def read_manifest(folder: Path) -> bytes:
     """The bytes of the manifest of a step.
 
     Raises:
-        CheckpointCorrupt: there is none, or it is larger than any manifest.
+        CheckpointCorrupt: the step has none, or it is larger than any manifest.
     """
     with SavedBytes(folder / MANIFEST) as file:
         if file.nbytes > MAX_MANIFEST_NBYTES:
@@ -350,48 +351,48 @@ def read_manifest(folder: Path) -> bytes:
 
 
 def check_entries(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Refuse a step that has not just its manifest and these files.
+    """Refuse a step that does not have exactly its manifest and these files.
 
     Args:
         sizes: bytes of each file, by name.
 
     Raises:
-        CheckpointCorrupt: names the first that is missing, of another size, or too many.
+        CheckpointCorrupt: names the first file that is missing, unexpected or of another size.
     """
-    found = {entry.name: entry for entry in _entries(folder)}
+    entries = {entry.name: entry for entry in _entries(folder)}
     for name in sorted({*sizes, MANIFEST}):
-        if name not in found:
+        if name not in entries:
             raise CheckpointCorrupt("the file is not there", folder / name)
-    for name in sorted(found.keys() - sizes - {MANIFEST}):
+    for name in sorted(entries.keys() - sizes - {MANIFEST}):
         raise CheckpointCorrupt("the checkpoint has no such file", folder / name)
     for name, nbytes in sizes.items():
-        problem = _problem(found[name].stat(follow_symlinks=False), nbytes)
+        problem = _problem(entries[name].stat(follow_symlinks=False), nbytes)
         if problem is not None:
             raise CheckpointCorrupt(problem, folder / name)
 
 
-def _problem(found: os.stat_result, nbytes: int | None) -> str | None:
-    """Why this is no file of so many bytes; None if it is one."""
-    if stat.S_ISLNK(found.st_mode):
-        return _LINK
-    if not stat.S_ISREG(found.st_mode):
+def _problem(status: os.stat_result, nbytes: int | None) -> str | None:
+    """Why this is no ordinary file of ``nbytes``; None if it is one."""
+    if stat.S_ISLNK(status.st_mode):
+        return "is a symbolic link, not a file"
+    if not stat.S_ISREG(status.st_mode):
         return "is no ordinary file"
-    if nbytes is not None and nbytes != found.st_size:
-        return f"has {found.st_size} bytes instead of {nbytes}"
+    if nbytes is not None and nbytes != status.st_size:
+        return f"has {status.st_size} bytes instead of {nbytes}"
     return None
 
 
 _SYNC_FILE_RANGE_WRITE = 2  # begin to write, and do not wait
 
-_begin = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
-if _begin is not None:
-    _begin.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
 def begin_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Have the kernel begin to write a range of a file to the disk, if it can.
+    """Have the kernel begin to write a range of a file to disk, where it has a call for that.
 
-    What goes wrong is told by ``fsync``, without which nothing is known to be on the disk anyway.
+    Errors are left to ``fsync``, which has to succeed before anything counts as written.
     """
-    if _begin is not None:
-        _begin(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
+    if _sync_file_range is not None:
+        _sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)

@@ -21,13 +21,12 @@ and the checksum is that of all bytes after the first comma. So every byte of th
 covered, and by it every byte of the folder. This beginning, and that a manifest has at most
 100,000,000 bytes, is the same in every schema: whoever finds a greater number there has found a
 checkpoint of a newer version, which is not damaged. It is neither read nor replaced nor removed,
-and no older step is loaded in its place. All that this text does not allow needs another number.
+and no older step is loaded in its place. Anything that this text does not allow needs a new number.
 
-The other members, in this order in what is written here and in any order in what is read, are
-exactly:
+The other members are exactly these. They are written in this order, and read in any order:
 
 ``schema``
-    ``1``. It may stand elsewhere in what is read, too.
+    ``1``. A reader accepts it in any place.
 ``step``
     the step, from 0 to 999,999,999.
 ``world``
@@ -86,27 +85,29 @@ from echelon.values.untrusted_json import Json, brief, read_json, write_json
 from echelon.values.value_types import is_size
 
 SCHEMA = 1
-BEGINNING_NBYTES = 64  # of a manifest; its schema is in them
-_MEMORY = 160 * 2**20  # that reading may take beside the file and the pieces, in bytes
-_BEFORE, _AFTER = b'{"checksum":"', b'",'  # around the 16 digits
-_BEGIN = len(_BEFORE) + 16 + len(_AFTER)
-_BEGINNING = re.compile(re.escape(_BEFORE) + rb'[0-9a-f]{16}","schema":([0-9]{1,18}),')
+PREFIX_NBYTES = 64  # the first bytes of a manifest, which contain its schema
+_MEMORY = 160 * 2**20  # bytes that reading may take beside the file and the pieces
+_PREFIX, _CHECKSUM_END = b'{"checksum":"', b'",'  # around the 16 digits
+_CONTENT_START = len(_PREFIX) + 16 + len(_CHECKSUM_END)
+_PREFIX_RE = re.compile(re.escape(_PREFIX) + rb'[0-9a-f]{16}","schema":([0-9]{1,18}),')
 _MEMBERS = (
     *("checksum", "schema", "step", "world", "versions"),
     *("threads", "files", "tensors", "sections"),
 )
+_FILE_MEMBERS = ("name", "nbytes", "header_nbytes", "header_checksum")
+_TENSOR_MEMBERS = ("dtype", "shape", "pieces", "ties")
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds. Law: every manifest keeps the laws of this module's text.
+    """What a checkpoint holds. Law: every manifest keeps the laws of this module's docstring.
 
     Attributes:
-        step: after which it was saved.
+        step: the number of the training step.
         world: what wrote it, for people.
         versions: of packages, by name.
-        threads: PyTorch's, of each rank.
+        threads: how many threads PyTorch had, by rank.
         files: by rank.
         tensors: by name.
         sections: what was saved beside tensors.
@@ -134,7 +135,7 @@ class Manifest:
                 read back.
         """
         content = write_json(_fields(self), "the manifest")[1:]
-        data = _BEFORE + checksum(content).encode() + _AFTER + content
+        data = _PREFIX + checksum(content).encode() + _CHECKSUM_END + content
         try:
             read = Manifest.parse(data, MANIFEST)
         except CheckpointCorrupt as error:
@@ -150,11 +151,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, path: object) -> Manifest:
-        """The manifest that was dumped as ``data``.
-
-        Args:
-            data: the whole file.
-            path: of the file, for the error.
+        """The manifest that was dumped as ``data``, the whole file at ``path``.
 
         Raises:
             CheckpointTooNew: it is of a schema that only a newer version knows.
@@ -162,50 +159,55 @@ class Manifest:
                 Nothing else, whatever the bytes are.
         """
         _check_bytes(data, path)
-        _check_schema(newer_schema(data[:BEGINNING_NBYTES]), path)
-        found = read_json(data, path, memory=_MEMORY, max_records=MAX_PIECES)
-        _check_schema(found.get("schema") if isinstance(found, dict) else None, path)
+        # The schema is checked before the JSON, which this version might not be able to read, and
+        # after it, as the member may be anywhere; then it must be an integer that was in use.
+        _refuse_newer(newer_schema(data[:PREFIX_NBYTES]), path)
+        content = read_json(data, path, memory=_MEMORY, max_records=MAX_PIECES)
+        schema = content.get("schema") if isinstance(content, dict) else None
+        _refuse_newer(schema, path)
         try:
-            return _manifest(found)
+            if type(schema) is not int or schema != SCHEMA:
+                raise Inconsistent(f"unknown schema {brief(schema)}")
+            return _manifest(content)
         except Inconsistent as error:
             what, tensor = error.what, error.tensor
         # Outside of the handler, so that the error does not keep the manifest alive.
         raise CheckpointCorrupt(what, path, tensor=tensor)
 
 
-def newer_schema(beginning: bytes) -> int | None:
-    """The schema of a manifest that a newer version has written; None if it is none.
+def newer_schema(prefix: bytes) -> int | None:
+    """The schema of a manifest that a newer version wrote; None for any other file.
 
     Args:
-        beginning: of the manifest, ``BEGINNING_NBYTES`` of it or all.
+        prefix: the first ``PREFIX_NBYTES`` of the manifest, or all of it.
 
     Example:
         >>> newer_schema(b'{"checksum":"0123456789abcdef","schema":7,"unheard":"of"}')
         7
     """
-    found = _BEGINNING.match(beginning)
-    return int(found[1]) if found is not None and int(found[1]) > SCHEMA else None
+    match = _PREFIX_RE.match(prefix)
+    return int(match[1]) if match is not None and int(match[1]) > SCHEMA else None
 
 
-def _check_schema(schema: Json, path: object) -> None:
-    """Refuse what a newer version has written, before anything else is asked of it."""
+def _refuse_newer(schema: Json, path: object) -> None:
+    """Refuse the schema of a newer version."""
     if is_size(schema) and cast(int, schema) > SCHEMA:
         raise CheckpointTooNew(cast(int, schema), SCHEMA, path)
 
 
 def _check_bytes(data: bytes, path: object) -> None:
-    """Refuse what does not begin as a manifest, or has another checksum."""
+    """Refuse bytes that do not begin as a manifest does, or have another checksum."""
     if len(data) > MAX_MANIFEST_NBYTES:
         raise CheckpointCorrupt(
             f"{len(data)} bytes are no manifest, which has at most {MAX_MANIFEST_NBYTES}", path
         )
-    digits = data[len(_BEFORE) : _BEGIN - len(_AFTER)]
-    if data[:_BEGIN] != _BEFORE + digits + _AFTER:
+    digits = data[len(_PREFIX) : _CONTENT_START - len(_CHECKSUM_END)]
+    if data[:_CONTENT_START] != _PREFIX + digits + _CHECKSUM_END:
         raise CheckpointCorrupt("this is no manifest: it does not begin as one", path)
-    found = checksum(memoryview(data)[_BEGIN:])
-    if digits != found.encode():
+    actual = checksum(memoryview(data)[_CONTENT_START:])
+    if digits != actual.encode():
         raise CheckpointCorrupt(
-            f"its checksum is {found} and was {digits.decode(errors='replace')!r}: "
+            f"its checksum is {actual} and was {digits.decode(errors='replace')!r}: "
             "it was changed after it was written. Load another step",
             path,
         )
@@ -241,80 +243,74 @@ def _fields(manifest: Manifest) -> dict[str, object]:
     }
 
 
-def _manifest(found: Json) -> Manifest:
-    """The manifest of a JSON value; its constructor checks what is in the lists."""
-    schema = found.get("schema") if isinstance(found, dict) else None
-    if type(schema) is not int or schema != SCHEMA:
-        raise Inconsistent(f"its schema is {brief(schema)}, which there never was")
-    _, _, step, world, versions, threads, files, tensors, sections = _members(found, "it", _MEMBERS)
+def _manifest(content: Json) -> Manifest:
+    """The manifest of a JSON value; its constructor checks what is in the arrays."""
+    members = _members(content, "it", _MEMBERS)
+    tensors = _dict(members["tensors"], "tensors")
     return Manifest(
-        step=cast(int, step),
-        world=_dict(world, "world"),
-        versions=cast(dict[str, str], _dict(versions, "versions")),
-        threads=cast(tuple[int, ...], tuple(_list(threads, "threads"))),
-        files=tuple(_file(file) for file in _list(files, "files")),
-        tensors={name: _tensor(name, one) for name, one in _dict(tensors, "tensors").items()},
-        sections=_dict(sections, "sections"),
+        step=cast(int, members["step"]),
+        world=_dict(members["world"], "world"),
+        versions=cast(dict[str, str], _dict(members["versions"], "versions")),
+        threads=cast(tuple[int, ...], tuple(_list(members["threads"], "threads"))),
+        files=tuple(_file(file) for file in _list(members["files"], "files")),
+        tensors={name: _tensor(name, content) for name, content in tensors.items()},
+        sections=_dict(members["sections"], "sections"),
     )
 
 
-def _file(found: Json) -> SavedFile:
-    names = ("name", "nbytes", "header_nbytes", "header_checksum")
-    name, nbytes, header_nbytes, header_checksum = _members(found, "a file", names)
-    return SavedFile(
-        name=cast(str, name),
-        nbytes=cast(int, nbytes),
-        header_nbytes=cast(int, header_nbytes),
-        header_checksum=cast(str, header_checksum),
-    )
+def _file(content: Json) -> SavedFile:
+    members = _members(content, "a file", _FILE_MEMBERS)
+    return SavedFile(**cast(dict[str, Any], members))
 
 
-def _tensor(name: str, found: Json) -> SavedTensor:
+def _tensor(name: str, content: Json) -> SavedTensor:
     if not is_tensor_name(name):
         raise Inconsistent(f"a tensor is named {brief(name)}, which cannot be a name")
-    names = ("dtype", "shape", "pieces", "ties")
-    dtype, shape, pieces, ties = _members(found, f"tensor {brief(name)}", names)
+    members = _members(content, f"tensor {brief(name)}", _TENSOR_MEMBERS)
+    shape = tuple(_list(members["shape"], f"shape of {brief(name)}"))
+    ties = tuple(_list(members["ties"], f"ties of {brief(name)}"))
     return SavedTensor(
         name=name,
-        dtype=cast(str, dtype),
-        shape=cast(tuple[int, ...], tuple(_list(shape, f"shape of {brief(name)}"))),
-        pieces=_pieces(name, _list(pieces, f"pieces of {brief(name)}")),
-        ties=cast(tuple[str, ...], tuple(_list(ties, f"ties of {brief(name)}"))),
+        dtype=cast(str, members["dtype"]),
+        shape=cast(tuple[int, ...], shape),
+        pieces=_pieces(name, _list(members["pieces"], f"pieces of {brief(name)}")),
+        ties=cast(tuple[str, ...], ties),
     )
 
 
-def _pieces(name: str, found: list[Json]) -> tuple[SavedPiece, ...]:
-    for piece in found:
-        if type(piece) is not list or len(piece) != len(SavedPiece._fields):
-            raise Inconsistent(f"a piece is {brief(piece)}, which is none", name)
-    # SavedPiece._make, but for its check of the length: there may be a million.
+def _pieces(name: str, arrays: list[Json]) -> tuple[SavedPiece, ...]:
+    """The pieces of a tensor; ``arrays`` is emptied to halve the memory, for millions of pieces."""
+    for array in arrays:
+        if type(array) is not list or len(array) != len(SavedPiece._fields):
+            raise Inconsistent(f"a piece is {brief(array)}, which is none", name)
+    # SavedPiece._make without its check of the length, which takes too long for a million.
     make = partial(tuple.__new__, SavedPiece)
-    in_place = cast(list[Any], found)  # so that each array goes at once
-    for i, piece in enumerate(in_place):
-        in_place[i] = make(piece)
+    in_place = cast(list[Any], arrays)  # so that each array is freed at once
+    for i, array in enumerate(in_place):
+        in_place[i] = make(array)
     pieces = tuple(in_place)
     in_place.clear()
     return pieces
 
 
-def _members(found: Json, what: str, names: tuple[str, ...]) -> list[Json]:
-    """The values of an object that has exactly these members."""
-    members = _dict(found, what)
+def _members(content: Json, what: str, names: tuple[str, ...]) -> dict[str, Json]:
+    """An object that has exactly the members ``names``."""
+    members = _dict(content, what)
     if members.keys() != set(names):
         raise Inconsistent(
             f"{what} has the members {', '.join(map(repr, members)):.200}; "
             f"it must have {', '.join(names)}"
         )
-    return [members[name] for name in names]
+    return members
 
 
-def _dict(found: Json, what: str) -> dict[str, Json]:
-    if type(found) is not dict:
-        raise Inconsistent(f"{what} is {brief(found)}; it must be an object")
-    return found
+def _dict(value: Json, what: str) -> dict[str, Json]:
+    if type(value) is not dict:
+        raise Inconsistent(f"{what} is {brief(value)}; it must be an object")
+    return value
 
 
-def _list(found: Json, what: str) -> list[Json]:
-    if type(found) is not list:
-        raise Inconsistent(f"{what} is {brief(found)}; it must be an array")
-    return found
+def _list(value: Json, what: str) -> list[Json]:
+    if type(value) is not list:
+        raise Inconsistent(f"{what} is {brief(value)}; it must be an array")
+    return value

@@ -1,4 +1,4 @@
-"""The beginning of a safetensors file: which tensors its data are, end to end.
+"""The header of a safetensors file, which lists the tensors that its data are, end to end.
 
 ::
 
@@ -13,30 +13,36 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import cast
+from typing import NamedTuple, cast
 
 from echelon.checkpoint.records import MAX_HEADER_NBYTES, is_key
 from echelon.errors import ArgumentError, CheckpointCorrupt
 from echelon.values.untrusted_json import Json, brief, read_json, write_json
 from echelon.values.value_types import DTYPES, is_size, nbytes_of, tensor_problem
 
-# Of one tensor in a file: its key, its dtype as in ``DTYPES``, its shape, and its bytes.
-Entry = tuple[str, str, tuple[int, ...], int]
-
 _ALIGN = 64  # the data begin in a line of the cache
 _LENGTH_NBYTES = 8
-_MEMORY = 160 * 2**20  # that reading may take, in bytes
+_MEMORY = 160 * 2**20  # bytes that reading may take
 # What safetensors allows beside tensors. Some readers ask which framework wrote the file.
 _METADATA = "__metadata__"
 _WRITTEN_METADATA = {"format": "pt"}
 _ENDS_LIKE_A_RANGE = re.compile(r".*\[[0-9]+:[0-9]+\]", re.DOTALL)
 
 
+class Entry(NamedTuple):
+    """One tensor in a file; ``dtype`` is named as in ``DTYPES``."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
 def key_of(name: str, shape: Sequence[int], start: int, numel: int) -> str:
     """The key of a range of a tensor: the name of the tensor if the range is all of it.
 
     Law: different ranges have different keys, whatever the names are. So a name that ends like a
-    range, or is ``__metadata__``, has its range after it even where that is all of the tensor.
+    range, or is ``__metadata__``, is always followed by its range.
 
     Args:
         start: first element, in the flattened tensor.
@@ -54,15 +60,12 @@ def key_of(name: str, shape: Sequence[int], start: int, numel: int) -> str:
 def header(entries: Sequence[Entry]) -> bytes:
     """The header of a file that has these tensors end to end, in this order.
 
-    Args:
-        entries: key, dtype, shape and number of bytes of each.
-
     Raises:
         ArgumentError: a key comes twice, is reserved or cannot be a name, a number of bytes is not
             that of the shape, or it would be too long to be read.
 
     Example:
-        >>> len(header([("bias", "F32", (3,), 12)]))
+        >>> len(header([Entry("bias", "F32", (3,), 12)]))
         128
     """
     members: dict[str, object] = {_METADATA: _WRITTEN_METADATA}
@@ -94,11 +97,7 @@ def header(entries: Sequence[Entry]) -> bytes:
 
 
 def header_nbytes(data: bytes, path: object) -> int:
-    """How many bytes the header of a file has: where its data begin.
-
-    Args:
-        data: the beginning of the file, at least 8 bytes of it.
-        path: of the file, for the error.
+    """The number of bytes of a header, from the first 8 bytes of the file or more.
 
     Raises:
         CheckpointCorrupt: no header has this length.
@@ -112,18 +111,17 @@ def header_nbytes(data: bytes, path: object) -> int:
 
 
 def read_header(data: bytes, path: object) -> list[Entry]:
-    """The tensors of a file that anybody wrote, in the order of their data.
+    """The tensors of a file from any source, in the order of their data.
 
-    Stricter than safetensors about what it takes memory for. The file is whole if it has
-    ``header_nbytes(data, path)`` bytes and those of all entries, which the caller compares.
+    It is stricter than safetensors, so that no file makes it take much memory. The caller compares
+    the size of the file with that of the header and all entries.
 
     Args:
-        data: the beginning of the file: the whole header at least.
-        path: of the file, for the error.
+        data: the first bytes of the file, with the whole header.
 
     Raises:
         CheckpointCorrupt: this is no header; or its tensors overlap, leave bytes out, or cannot
-            be. Nothing else, whatever the bytes are.
+            exist. Nothing else, whatever the bytes are.
     """
     end = header_nbytes(data, path)
     if len(data) < end:
@@ -131,23 +129,23 @@ def read_header(data: bytes, path: object) -> list[Entry]:
     text = memoryview(data)[_LENGTH_NBYTES:end]  # not a copy
     if text[0] != ord("{"):
         raise CheckpointCorrupt("its header does not begin as one", path)
-    found = cast(dict[str, Json], read_json(text, path, memory=_MEMORY))
-    metadata = found.pop(_METADATA, {})
-    if type(metadata) is not dict or any(type(one) is not str for one in metadata.values()):
+    members = cast(dict[str, Json], read_json(text, path, memory=_MEMORY))
+    metadata = members.pop(_METADATA, {})
+    if type(metadata) is not dict or any(type(item) is not str for item in metadata.values()):
         raise CheckpointCorrupt(f"its {_METADATA} are {brief(metadata)}, and not strings", path)
-    placed = sorted(_placed(found, path), key=lambda one: one[0])
+    placed = sorted(_placed(members, path), key=lambda item: item[0])
     end = 0
     for (begin, stop), entry in placed:
         if begin != end:
             how = "overlaps the one before it" if begin < end else "leaves bytes out before it"
-            raise CheckpointCorrupt(f"it {how}: {begin} to {stop}", path, tensor=entry[0])
+            raise CheckpointCorrupt(f"it {how}: {begin} to {stop}", path, tensor=entry.key)
         end = stop
     return [entry for _, entry in placed]
 
 
-def _placed(found: dict[str, Json], path: object) -> Iterator[tuple[tuple[int, int], Entry]]:
-    """Where each tensor lies in the data, and what it is."""
-    for key, member in found.items():
+def _placed(members: dict[str, Json], path: object) -> Iterator[tuple[tuple[int, int], Entry]]:
+    """Begin and end of each tensor in the data, with its entry."""
+    for key, member in members.items():
         if not is_key(key):
             raise CheckpointCorrupt(f"a tensor is named {brief(key)}", path)
         if type(member) is not dict or member.keys() != {"dtype", "shape", "data_offsets"}:
@@ -168,4 +166,4 @@ def _placed(found: dict[str, Json], path: object) -> Iterator[tuple[tuple[int, i
                 path,
                 tensor=key,
             )
-        yield (begin, stop), (key, name, dims, stop - begin)
+        yield (begin, stop), Entry(key, name, dims, stop - begin)

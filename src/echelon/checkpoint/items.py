@@ -1,4 +1,4 @@
-"""What a call of ``save`` or ``load`` was given, sorted by what it is, and which ranks share it."""
+"""The objects that ``save`` or ``load`` was given, by kind, and the group that shares them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from echelon.checkpoint.optimizers import optimizer_section
 from echelon.checkpoint.random_states import random_states
-from echelon.checkpoint.sections import Section
+from echelon.checkpoint.sections import PER_RANK_PREFIX, Section
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
 from echelon.state.sharded_state import ShardedState, ShardsByParam, axes_in, sharded_state_of
@@ -28,10 +28,10 @@ class Stateful(Protocol):
     """An object that gives its state and takes it back, such as a scheduler or a sampler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Values and tensors."""
+        """The state, as values and tensors."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take them back."""
+        """Take a state that ``state_dict`` returned."""
 
 
 @final
@@ -41,10 +41,10 @@ class CheckpointItems:
 
     Attributes:
         modules: what this rank holds of each model; names begin with that of the model.
-        optimizers: by name.
-        objects: what has a state.
+        optimizers: the optimizers.
+        objects: schedulers, samplers and other objects with a state.
         values: everything else.
-        group: the ranks that share it; None for one rank alone.
+        group: the ranks that share all of it; None for one rank alone.
         device: of this rank.
     """
 
@@ -57,43 +57,50 @@ class CheckpointItems:
 
     @classmethod
     def sort(cls, items: Mapping[str, object], group: Group | None) -> CheckpointItems:
-        """Sort what was given.
+        """Sort items by their kind.
 
         Raises:
-            ArgumentError: several ranks share it, and which is not known.
+            ArgumentError: a name is reserved, or it is not known which ranks share the items.
         """
         for name in items:
-            if not name or "/" in name or name in (RANDOM, "own"):
+            if not name or "/" in name or name in (RANDOM, PER_RANK_PREFIX):
                 raise ArgumentError(f"{name!r} cannot be the name of something in a checkpoint")
-        models = {name: one for name, one in items.items() if isinstance(one, nn.Module)}
+        models: dict[str, nn.Module] = {}
+        optimizers: dict[str, Optimizer] = {}
+        objects: dict[str, Stateful] = {}
+        values: dict[str, object] = {}
+        for name, item in items.items():
+            if isinstance(item, nn.Module):
+                models[name] = item
+            elif isinstance(item, Optimizer):
+                optimizers[name] = item
+            elif isinstance(item, Stateful) and not isinstance(item, type):
+                objects[name] = item
+            else:
+                values[name] = item
         group = group_of(list(models.values()), group)
-        optimizers = {name: one for name, one in items.items() if isinstance(one, Optimizer)}
-        rest = {name: one for name, one in items.items() if name not in models | optimizers}
-        objects = {
-            name: one
-            for name, one in rest.items()
-            if isinstance(one, Stateful) and not isinstance(one, type)
-        }
         return cls(
-            modules={name: _under(name, holdings_of(one, group)) for name, one in models.items()},
+            modules={
+                name: _under(name, holdings_of(model, group)) for name, model in models.items()
+            },
             optimizers=optimizers,
             objects=objects,
-            values={name: one for name, one in rest.items() if name not in objects},
+            values=values,
             group=group,
             device=torch.device("cpu") if group is None else group.device,
         )
 
     @property
     def names(self) -> list[str]:
-        """Of all that was given, in order of the alphabet."""
+        """The names of all items, sorted."""
         return sorted([*self.modules, *self.optimizers, *self.objects, *self.values])
 
     @property
     def kinds(self) -> dict[str, str]:
-        """What each of them is."""
-        sorts = {"module": self.modules, "optimizer": self.optimizers}
-        sorts |= {"object": self.objects, "value": self.values}
-        return {name: kind for kind, own in sorts.items() for name in sorted(own)}
+        """The kind of each item, by name."""
+        by_kind = {"module": self.modules, "optimizer": self.optimizers}
+        by_kind |= {"object": self.objects, "value": self.values}
+        return {name: kind for kind, items in by_kind.items() for name in sorted(items)}
 
     @property
     def shards_by_param(self) -> ShardsByParam:
@@ -104,14 +111,11 @@ class CheckpointItems:
         return by_param
 
     def sections(self, *, rng: bool) -> dict[str, Section]:
-        """What this rank saves, by name.
-
-        Args:
-            rng: whether that of the random generators, too.
+        """What this rank saves, by name; with ``rng``, the random generators are included.
 
         Raises:
             ArgumentError: a value cannot be saved.
-            UnsupportedError: the state of an optimizer cannot be put together from parts.
+            UnsupportedError: the state of an optimizer cannot be assembled from shards.
         """
         sections: dict[str, Section] = {}
         for name, state in self.modules.items():
@@ -130,8 +134,9 @@ class CheckpointItems:
         tensors = list(state.tensors)
         facts = {}
         for extra in state.extras:
-            facts[extra.name], own = self._encoded(extra.name, extra.module.get_extra_state())
-            tensors += own
+            state = extra.module.get_extra_state()
+            facts[extra.name], of_extra = self._encoded(extra.name, state)
+            tensors += of_extra
         return Section(kind="module", facts=facts, tensors=tuple(tensors))
 
     def _value_section(self, kind: str, name: str, value: object) -> Section:
@@ -162,18 +167,15 @@ def _under(name: str, state: ShardedState) -> ShardedState:
 def holdings_of(module: nn.Module, group: Group | None) -> ShardedState:
     """What this rank holds of ``module``. Nothing is communicated.
 
-    ``DDP``, ``FSDP`` and ``Pipeline``, also where they are parts of it, say what they hold. Of the
-    rest, every rank of ``group`` has a copy that nobody keeps like the others.
-
-    Args:
-        group: the ranks that have the module; None: this one alone.
+    ``DDP``, ``FSDP`` and ``Pipeline``, also as parts of the module, describe what they hold. Of
+    anything else, every rank of ``group`` has a copy, whose values may differ between ranks.
 
     Raises:
         StateError: in the middle of a step.
         ArgumentError: a tensor cannot be saved or loaded; names it.
 
     Example:
-        >>> [one.name for one in holdings_of(nn.Linear(2, 1), None).tensors]
+        >>> [shard.name for shard in holdings_of(nn.Linear(2, 1), None).tensors]
         ['weight', 'bias']
     """
     copy, num_copies = (0, 1) if group is None else (group.rank, group.size)
@@ -181,17 +183,14 @@ def holdings_of(module: nn.Module, group: Group | None) -> ShardedState:
 
 
 def group_of(modules: Sequence[nn.Module], given: Group | None) -> Group | None:
-    """The group of all ranks that share ``modules``.
+    """The group of all ranks that share ``modules``; None if this rank alone has them.
 
     Args:
-        given: what the user said; None: it is found by the groups that the modules are shared over.
-
-    Returns:
-        None if nothing was given and no module is shared: this rank is alone.
+        given: the user's group; None: the group is derived from those that the modules know.
 
     Raises:
-        ArgumentError: ``given`` is no group or lacks ranks, or no group is known that has just the
-            ranks that share the modules.
+        ArgumentError: ``given`` is no group or lacks ranks, or no known group has exactly the ranks
+            that share the modules.
     """
     if given is not None and not isinstance(given, Group):
         raise ArgumentError(f"group is {given!r:.80}; give a Group, such as world.group")
@@ -206,9 +205,9 @@ def group_of(modules: Sequence[nn.Module], given: Group | None) -> Group | None:
         return given
     if not axes:
         return None
-    size = prod(len(own) for own in _independent(axes))
+    size = prod(len(ranks) for ranks in _independent(axes))
     for axis in axes:
-        for group in _upwards(axis):
+        for group in _with_ancestors(axis):
             if group.size == size and ranks.issubset(group.ranks):
                 return group
     text = ", ".join(f"{list(axis.ranks)} ({axis.name})" for axis in axes)
@@ -219,14 +218,14 @@ def group_of(modules: Sequence[nn.Module], given: Group | None) -> Group | None:
 
 
 def _independent(axes: Sequence[Group]) -> set[frozenset[int]]:
-    """The ranks of each axis, without those that are inside of another."""
-    every = {frozenset(axis.ranks) for axis in axes}
-    return {own for own in every if not any(own < other for other in every)}
+    """The ranks of each axis that is no part of another one."""
+    ranks = {frozenset(axis.ranks) for axis in axes}
+    return {members for members in ranks if not any(members < others for others in ranks)}
 
 
-def _upwards(group: Group) -> Iterator[Group]:
-    """A group, and those that it comes from."""
-    found: Group | None = group
-    while found is not None:
-        yield found
-        found = found.parent
+def _with_ancestors(group: Group) -> Iterator[Group]:
+    """A group, its parent, the parent of that, and so on."""
+    ancestor: Group | None = group
+    while ancestor is not None:
+        yield ancestor
+        ancestor = ancestor.parent

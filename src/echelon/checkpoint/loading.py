@@ -3,14 +3,14 @@
 ::
 
     rank 0   [1] chooses the step and gives its manifest to all
-    each     [2] finds out which ranges it needs, and what does not fit; nothing has moved
-    each     [3] compares its share of all bytes with their checksums, and reads what nobody sees
-                 yet: states of a new optimizer, values
-    each     [4] gives optimizers, modules and objects their further states; if one of them refuses,
-                 optimizers are as they were, and parameters have not changed
+    each     [2] plans which ranges it reads, and reports what does not fit
+    each     [3] compares its share of all bytes with their checksums, and reads into new memory:
+                 states of a new optimizer, values
+    each     [4] gives optimizers, modules and objects their states; if one of them refuses,
+                 optimizers are restored, and parameters have not changed
     each     [5] reads into the memory of the model
 
-A bad byte ends [3] on all ranks, before anything that the user can see has changed.
+A corrupt byte is an error of [3] on all ranks, before anything that the user can see has changed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
@@ -33,7 +34,7 @@ from echelon.checkpoint.load_plan import LoadPlan, ReadItem
 from echelon.checkpoint.optimizers import OptimizerLoader
 from echelon.checkpoint.random_states import GENERATORS, RandomStates
 from echelon.checkpoint.records import step_name, step_of
-from echelon.checkpoint.saved_step import PieceKey, SavedStep
+from echelon.checkpoint.saved_step import PieceKey, SavedStep, Share
 from echelon.checkpoint.sections import Json
 from echelon.checkpoint.tensors import check_writable
 from echelon.errors import (
@@ -52,14 +53,16 @@ class Loaded:
     """What was loaded.
 
     Attributes:
-        step: which.
+        step: the step that was loaded.
         path: its folder.
         values: what was saved and is no model, optimizer or object with a state, by name.
-        missing: what the checkpoint does not have, with ``strict=False``.
-        unexpected: what it has and nothing here took, with ``strict=False``.
-        differing: what was converted to another dtype, or left because of its shape, likewise.
-        apart: of what ranks had values of their own, where another number of ranks has loaded: the
-            first one's, or their own and new ones of random generators.
+        missing: names that the checkpoint does not have, with ``strict=False``.
+        unexpected: names in the checkpoint that nothing here took, with ``strict=False``.
+        differing: what was converted to another dtype, or left out because of its shape, by name,
+            with ``strict=False``.
+        apart: names whose values differed between ranks, where another number of ranks has loaded:
+            all got the values of the first rank. Random generators went on from their own states,
+            and those of new ranks from new ones.
         skipped: with ``fallback``: newer steps that are damaged, and how.
     """
 
@@ -80,7 +83,7 @@ class Request:
 
     Attributes:
         root: the folder of a run, or of one step.
-        step: which; None: the newest.
+        step: the step to load; None: the newest.
         strict: whether everything has to fit.
         fallback: whether an older step will do where newer ones are damaged.
         rng: whether random generators are restored.
@@ -94,51 +97,55 @@ class Request:
 
 
 def folders_to_try(
-    coordinator: Coordinator, given: CheckpointItems, request: Request
+    coordinator: Coordinator, items: CheckpointItems, request: Request
 ) -> list[tuple[int, Path]]:
     """The steps to try, in that order, with their folders. All ranks call it.
 
     Raises:
-        CheckpointNotFound: there is none.
+        CheckpointNotFound: there is no such step.
         ArgumentError: the ranks are asked for different loads, or something cannot be loaded.
     """
-    asked: dict[str, Json] = {"call": "load", "directory": str(request.root)}
-    asked |= {"step": request.step, "strict": request.strict, "fallback": request.fallback}
-    asked |= {"rng": request.rng, "names": given.names, "kinds": given.kinds}
+    fields: dict[str, Json] = {
+        "call": "load",
+        "directory": str(request.root),
+        "step": request.step,
+        "strict": request.strict,
+        "fallback": request.fallback,
+        "rng": request.rng,
+        "names": items.names,
+        "kinds": items.kinds,
+    }
 
     def look() -> Json:
-        _check_stateful(given)
+        _check_stateful(items)
         return _steps_to_try(request) if coordinator.rank == 0 else None
 
-    found = coordinator.run_on_all("a request to load", look, asked)[0]
-    return [(step, Path(folder)) for step, folder in found]
+    steps = coordinator.run_on_all("a request to load", look, fields)[0]
+    return [(step, Path(folder)) for step, folder in steps]
 
 
-def went_away(coordinator: Coordinator, tried: Sequence[tuple[int, Path]]) -> bool:
-    """Whether one of the steps is not there any more, as after a save with ``keep``.
-
-    All ranks call it.
-    """
+def was_removed(coordinator: Coordinator, tried: Sequence[tuple[int, Path]]) -> bool:
+    """Whether one of the steps was removed, as by a save with ``keep``. All ranks call it."""
 
     def look() -> Json:
-        return coordinator.rank == 0 and any(not folder.is_dir() for _, folder in tried)
+        return any(not folder.is_dir() for _, folder in tried)
 
-    found: bool = coordinator.run_on_all("whether steps are still there", look)[0]
-    return found
+    removed: bool = coordinator.run_on_first("whether steps are still there", look)
+    return removed
 
 
 def _steps_to_try(request: Request) -> list[tuple[int, str]]:
     root = request.root
-    own = step_of(root.name)
+    step_of_root = step_of(root.name)
     known = files.steps(root)
-    if request.step is None and own is not None and root.is_dir() and not known:
-        return [(own, str(root))]
+    if request.step is None and step_of_root is not None and root.is_dir() and not known:
+        return [(step_of_root, str(root))]
     newest = max(known, default=-1) if request.step is None else request.step
     if newest not in known:
         if request.step is None:
             raise CheckpointNotFound("no step was committed here", root)
-        there = ", ".join(map(str, known)) or "none"
-        raise CheckpointNotFound(f"step {newest} is not there; committed: {there}", root)
+        committed = ", ".join(map(str, known)) or "none"
+        raise CheckpointNotFound(f"step {newest} is not there; committed: {committed}", root)
     tried = [step for step in reversed(known) if step <= newest]
     return [
         (step, str(root / step_name(step))) for step in tried[: None if request.fallback else 1]
@@ -146,21 +153,18 @@ def _steps_to_try(request: Request) -> list[tuple[int, str]]:
 
 
 def load_step(
-    coordinator: Coordinator, given: CheckpointItems, request: Request, folder: Path
+    coordinator: Coordinator, items: CheckpointItems, request: Request, folder: Path
 ) -> Loaded:
     """Load one step. All ranks call it.
 
     Raises:
         CheckpointCorrupt: it is damaged; nothing was changed.
-        CheckpointMismatch: with ``strict``, it is of something else; nothing was changed.
+        CheckpointMismatch: with ``strict``, it is of another model or state; nothing was changed.
     """
-
-    def read() -> bytes:
-        return files.read_manifest(folder)
-
-    data = coordinator.give("the manifest of a load", read)
+    read = partial(files.read_manifest, folder)
+    data = coordinator.broadcast_bytes("the manifest of a load", read)
     with ExitStack() as stack:
-        loading = _Loading(coordinator, given, request, folder)
+        loading = _Loading(coordinator, items, request, folder)
         coordinator.run_on_all("the plan of a load", lambda: loading.open(data, stack))
         loading.compare()
         facts = {"rank": coordinator.world_rank, "step": loading.step.manifest.step}
@@ -177,12 +181,12 @@ def load_step(
 
 @final
 class _Loading:
-    """One step on its way into what the user has."""
+    """The load of one step: ``open``, ``compare``, ``verify``, ``install``, ``fill``."""
 
     def __init__(
-        self, coordinator: Coordinator, given: CheckpointItems, request: Request, folder: Path
+        self, coordinator: Coordinator, items: CheckpointItems, request: Request, folder: Path
     ) -> None:
-        self._coordinator, self._given, self._request = coordinator, given, request
+        self._coordinator, self._items, self._request = coordinator, items, request
         self._folder = folder
         self._optimizers: list[OptimizerLoader] = []
         self._states: dict[str, Any] = {}  # of objects, by name
@@ -198,33 +202,33 @@ class _Loading:
         return sum(item.values.nbytes for item in items)
 
     def open(self, data: bytes, stack: ExitStack) -> None:
-        """[2] Read the manifest, and find what fits. Nothing is changed."""
+        """[2] Read the manifest, and plan what is read. Nothing is changed."""
         self.step = stack.enter_context(SavedStep(self._folder, data))
-        manifest, given = self.step.manifest, self._given
+        manifest, items = self.step.manifest, self._items
         rank, size = self._coordinator.rank, self._coordinator.size
         plan = self._plan = LoadPlan(
             manifest=manifest, path=str(self._folder), rank=rank, size=size
         )
         sections = self.step.sections
-        for name, state in given.modules.items():
+        for name, state in items.modules.items():
             if self._section(name, "module") is not None:
                 for shard in state.tensors:
                     plan.place(shard)
                 for extra in state.extras:
                     self._place_extra(sections[name]["extras"], extra.name, extra.module)
-        for name, optimizer in given.optimizers.items():
+        for name, optimizer in items.optimizers.items():
             section = self._section(name, "optimizer")
             if section is not None:
-                shards = given.shards_by_param
+                shards = items.shards_by_param
                 self._optimizers.append(OptimizerLoader(name, optimizer, section, shards, plan))
-        for name in given.objects:
+        for name in items.objects:
             section = self._section(name, "object", "value")  # a dict may come from another format
             if section is not None:
                 state = self._states[name] = plan.value(section, name)
                 if section["kind"] == "value" and not isinstance(state, dict):
                     plan.differing[name] = "saved as value, here object"
         for name, section in sections.items():
-            if section.get("kind") == "value" and name not in given.objects:
+            if section.get("kind") == "value" and name not in items.objects:
                 self._values[name] = plan.value(section, name)
         if self._request.rng and sections.get(RANDOM, {}).get("kind") == "random":
             was_there = rank < plan.saved_size
@@ -233,7 +237,7 @@ class _Loading:
                 plan.not_restored.append(RANDOM)
 
     def _section(self, name: str, *kinds: str) -> Json | None:
-        """What the step has under a name; notes what does not fit."""
+        """What the step has under a name; records what does not fit."""
         section = self.step.sections.get(name)
         if section is None:
             self._plan.missing.append(name)
@@ -250,25 +254,20 @@ class _Loading:
 
     def _expected(self) -> list[str]:
         """The names in the step of what was asked for."""
-        manifest = self.step.manifest
-        asked = {*self._given.modules, *self._given.optimizers, *self._given.objects}
-        names = {
-            name
-            for name in manifest.tensors
-            if name.split("/", 1)[0] in asked and name.split("/", 1)[0] != "own"
-        }
-        for name in self._given.optimizers:
+        asked = {*self._items.modules, *self._items.optimizers, *self._items.objects}
+        names = {name for name in self.step.manifest.tensors if name.split("/", 1)[0] in asked}
+        for name in self._items.optimizers:
             for group in self.step.sections.get(name, {}).get("groups", ()):
                 names |= {f"{name}/{param}" for param in group["params"]}
         return sorted(names)
 
     def _used_bits(self) -> str:
-        """Which of the expected names have a place here, a bit each."""
+        """Which of the expected names have a place on this rank, one bit each, in hex."""
         used = self._plan.used
         return hex(int("0" + "".join("01"[name in used] for name in self._expected()), 2))
 
     def compare(self) -> None:
-        """[2] Tell the others what does not fit.
+        """[2] Put together what does not fit on any rank.
 
         Raises:
             CheckpointMismatch: with ``strict``, on all ranks.
@@ -276,55 +275,54 @@ class _Loading:
         plan = self._plan
 
         def report() -> Json:
-            fits = not plan.missing and not plan.differing
-            problems = None if fits else [plan.missing, plan.differing]
-            return {"problems": problems, "used": self._used_bits()}
+            return {
+                "missing": plan.missing,
+                "differing": plan.differing,
+                "used": self._used_bits(),
+            }
 
-        reports = self._coordinator.run_on_all("what fits of a load", report)
         used = 0
-        for found in reports:
-            used |= int(found["used"], 16)
+        missing: dict[str, None] = {}
+        differing: dict[str, str] = {}
+        for facts in self._coordinator.run_on_all("what fits of a load", report):
+            used |= int(facts["used"], 16)
+            missing |= dict.fromkeys(facts["missing"])
+            differing = facts["differing"] | differing
         names = self._expected()
         self._unexpected = tuple(
             name for i, name in enumerate(names) if not used >> (len(names) - 1 - i) & 1
         )
-        missing: dict[str, None] = {}
-        differing: dict[str, str] = {}
-        for found in reports:
-            if found["problems"] is not None:
-                missing |= dict.fromkeys(found["problems"][0])
-                differing = found["problems"][1] | differing
         if self._request.strict and (missing or differing or self._unexpected):
             raise CheckpointMismatch(self._folder, [*missing], self._unexpected, differing)
         self._missing, self._differing = tuple(missing), differing
 
     def verify(self) -> None:
-        """[3] Compare checksums, and read what nobody sees."""
-        mine = (self._coordinator.rank, self._coordinator.size)
+        """[3] Compare checksums, and read into new memory."""
+        share = Share(self._coordinator.rank, self._coordinator.size)
         done: set[PieceKey] = set()
         for item in self._plan.fresh:
-            done.update(self._read(item, mine))
-        self.step.verify(*mine, done)
+            done.update(self._read(item, share))
+        self.step.verify(share, done)
         for item in self._plan.live:
             self.step.reach(item.saved, item.start, item.values.numel())
         check_writable((item.saved.name, item.values) for item in self._plan.live)
         if self._random is not None:
             self._random = self._random_states(self._random)
 
-    def _random_states(self, found: object) -> RandomStates:
-        plan, device = self._plan, self._given.device
-        states = RandomStates.of(found, device, self._folder)
+    def _random_states(self, saved: object) -> RandomStates:
+        plan, device = self._plan, self._items.device
+        states = RandomStates.of(saved, device, self._folder)
         if plan.rank < plan.saved_size:
             return states
         section = self.step.sections[RANDOM]
         differing = plan.differing_members(section, RANDOM) if plan.saved_size > 1 else GENERATORS
         return states.for_rank(plan.rank, differing, device)
 
-    def _read(self, item: ReadItem, check: tuple[int, int] | None = None) -> list[PieceKey]:
+    def _read(self, item: ReadItem, check: Share | None = None) -> list[PieceKey]:
         return self.step.read(item.saved, item.start, item.values, check)
 
     def install(self) -> None:
-        """[4] Give out what can be refused; what is the user's last, which cannot be undone."""
+        """[4] Install what may be refused; the user's objects last, which cannot be undone."""
         for optimizer in self._optimizers:
             optimizer.install()
         for name, module, state in self._extras:
@@ -332,11 +330,11 @@ class _Loading:
                 module.set_extra_state(state)
         for name, state in self._states.items():
             with self._naming(name):
-                self._given.objects[name].load_state_dict(state)
+                self._items.objects[name].load_state_dict(state)
 
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:
-        """Say which of the user's objects refuses its state."""
+        """Name the object in an error that it raises when it takes its state."""
         try:
             yield
         except Exception as error:
@@ -345,13 +343,13 @@ class _Loading:
             ) from error
 
     def undo(self) -> None:
-        """Let the optimizers be as they were."""
+        """Restore the optimizers."""
         for optimizer in self._optimizers:
             optimizer.undo()
 
     def fill(self) -> None:
-        """[5] Change the model."""
-        for state in self._given.modules.values():
+        """[5] Read into the model."""
+        for state in self._items.modules.values():
             state.before_write()
         try:
             for item in self._plan.live:
@@ -367,10 +365,10 @@ class _Loading:
             world = entered()
             is_simulated = world is not None and world.backend == "threads"
             shared = self._coordinator.rank == 0 or not is_simulated
-            self._random.restore(self._given.device, shared=shared)
+            self._random.restore(self._items.device, shared=shared)
 
     def loaded(self) -> Loaded:
-        """What is told to the user."""
+        """The result for the user."""
         manifest = self.step.manifest
         threads = torch.get_num_threads()
         if manifest.threads and threads != manifest.threads[0]:
@@ -390,9 +388,9 @@ class _Loading:
         )
 
 
-def _check_stateful(given: CheckpointItems) -> None:
-    if given.values:
-        name, value = next(iter(given.values.items()))
+def _check_stateful(items: CheckpointItems) -> None:
+    if items.values:
+        name, value = next(iter(items.values.items()))
         raise ArgumentError(
             f"{name} is a {type(value).__name__}, which cannot take a state back: leave it out, "
             "and find it in the values of the result"

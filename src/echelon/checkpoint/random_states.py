@@ -1,10 +1,10 @@
 """The random generators of one rank: Python's, NumPy's, torch's and that of the device.
 
-[Note: ranks that were not there]
-On another number of ranks, those that were there go on from their own states. Another rank would
-draw the numbers of the first one if it had its states: the same dropout, the same noise. So each of
-its generators is seeded by the checksum of the first rank's state and the number of the rank. A
-generator that two or more ranks had, all in the same state, stays alike: they may rely on it.
+[Note: new ranks]
+If another number of ranks loads, each rank that has saved goes on from its own states. A new rank
+with the states of the first one would draw the same numbers: the same dropout, the same noise. So
+its generators are seeded by the checksum of the first rank's state and the number of the rank. A
+generator that two or more ranks had in one state stays equal on all ranks, which may rely on it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ _NUM_KEYS = 624  # of the Mersenne twister
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """What the generators of this rank would go on from.
-
-    Simulated ranks share those of Python, NumPy and the device.
+    """The states of this rank's generators; simulated ranks share all of them but torch's.
 
     Raises:
-        ArgumentError: that of NumPy was exchanged for another kind.
+        ArgumentError: NumPy's generator was exchanged for another kind.
     """
     version, numbers, gauss = random.getstate()
     state = np.random.get_state(legacy=True)
@@ -53,7 +51,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 @final
 @dataclass(frozen=True, eq=False)
 class RandomStates:
-    """States that the generators of this rank can go on from. Made by ``of``, which has tried."""
+    """States for the generators of this rank, validated by ``of``."""
 
     of_python: tuple[Any, ...]
     of_numpy: tuple[Any, ...]
@@ -62,13 +60,10 @@ class RandomStates:
 
     @classmethod
     def of(cls, states: object, device: torch.device, path: object) -> RandomStates:
-        """What ``random_states`` gave. Nothing is restored.
-
-        Args:
-            path: of the checkpoint, for the error.
+        """Validate what ``random_states`` returned. Nothing is restored.
 
         Raises:
-            CheckpointCorrupt: they are none.
+            CheckpointCorrupt: these are no states of generators.
         """
         try:
             return cls._tried(states, streams.random_state(device))
@@ -89,7 +84,7 @@ class RandomStates:
         kind, keys, position, has_gauss, cached = _items(states["numpy"])
         if not (gauss is None or type(gauss) is float) or type(cached) is not float:
             raise ValueError("a number that was drawn ahead is none")
-        if type(position) is not int or not 0 <= position <= _NUM_KEYS:  # NumPy looks there blindly
+        if type(position) is not int or not 0 <= position <= _NUM_KEYS:  # NumPy does not check it
             raise ValueError(f"NumPy's position is {position!r:.40}")
         if has_gauss not in (0, 1) or keys.shape != (_NUM_KEYS,):
             raise ValueError("NumPy's keys are none")
@@ -98,48 +93,46 @@ class RandomStates:
             device = states["device"]
             if (device.dtype, device.shape) != (now.dtype, now.shape):
                 raise ValueError("that of the device is of another form")
-        found = cls(
+        states_of_rank = cls(
             (version, tuple(numbers.tolist()), gauss),
             (kind, keys.numpy().astype(np.uint32), position, has_gauss, cached),
             states["torch"],
             device,
         )
-        random.Random().setstate(found.of_python)
-        np.random.RandomState().set_state(found.of_numpy)
-        torch.Generator().set_state(found.of_torch)
-        return found
+        random.Random().setstate(states_of_rank.of_python)
+        np.random.RandomState().set_state(states_of_rank.of_numpy)
+        torch.Generator().set_state(states_of_rank.of_torch)
+        return states_of_rank
 
     def for_rank(self, rank: int, which: Collection[str], device: torch.device) -> RandomStates:
-        """States of a rank that was not there. See [Note: ranks that were not there].
+        """The states for a new rank. See [Note: new ranks].
 
         Law: they depend on these states and ``rank`` alone, and differ between ranks.
 
         Args:
-            which: of ``GENERATORS``; the others go on from here.
+            which: the ``GENERATORS`` that get states of their own; the others keep these.
         """
-        found = self
+        states = self
         if "python" in which:
             seed = _seed("python", rank, np.array(self.of_python[1], "<u8"))
-            found = replace(found, of_python=random.Random(seed).getstate())
+            states = replace(states, of_python=random.Random(seed).getstate())
         if "numpy" in which:
             _, keys, position, *_ = self.of_numpy
             seed = _seed("numpy", rank, np.array([*keys, position], "<u8"))
             words = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
-            found = replace(found, of_numpy=tuple(np.random.RandomState(words).get_state()))
+            states = replace(states, of_numpy=tuple(np.random.RandomState(words).get_state()))
         if "torch" in which:
             seed = _seed("torch", rank, self.of_torch.numpy())
-            found = replace(found, of_torch=torch.Generator().manual_seed(seed).get_state())
+            states = replace(states, of_torch=torch.Generator().manual_seed(seed).get_state())
         if "device" in which and self.of_device is not None:
             seed = _seed("device", rank, self.of_device.numpy())
-            found = replace(found, of_device=torch.Generator(device).manual_seed(seed).get_state())
-        return found
+            states = replace(
+                states, of_device=torch.Generator(device).manual_seed(seed).get_state()
+            )
+        return states
 
     def restore(self, device: torch.device, *, shared: bool) -> None:
-        """Let the generators of this rank go on from here.
-
-        Args:
-            shared: whether also those that simulated ranks share.
-        """
+        """Set this rank's generators; with ``shared``, also those that simulated ranks share."""
         torch.set_rng_state(self.of_torch)
         if shared:
             random.setstate(self.of_python)
@@ -149,14 +142,14 @@ class RandomStates:
 
 
 def _seed(generator: str, rank: int, state: np.ndarray[Any, Any]) -> int:
-    """Of 64 bits, for a generator of ``rank``, from another one's state."""
+    """A seed of 64 bits for a generator of ``rank``, from the state of another rank's."""
     return int(checksum(f"{generator} of rank {rank} from ".encode() + state.tobytes()), 16)
 
 
-def _items(found: object) -> list[Any]:
-    if type(found) is not list:
-        raise TypeError(f"{found!r:.40} is no list")
-    return found
+def _items(value: object) -> list[Any]:
+    if type(value) is not list:
+        raise TypeError(f"{value!r:.40} is no list")
+    return value
 
 
 def _tensor(keys: object) -> Tensor:

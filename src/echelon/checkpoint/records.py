@@ -1,6 +1,6 @@
-"""What a manifest says of files and tensors, their names, and the limits of both.
+"""The records of a manifest for files and tensors, their names, and their limits.
 
-``format`` is the specification; ``consistency`` has the laws that these records keep.
+``format`` specifies them, and ``consistency`` checks them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control charac
 
 @final
 class SavedPiece(NamedTuple):
-    """A range of one tensor, in one file; a plain tuple, because there may be a million.
+    """A range of one tensor, in one file; a plain tuple, because there may be millions.
 
     Attributes:
         file: index into ``Manifest.files``.
@@ -68,8 +68,8 @@ class SavedFile:
     """The file of one rank.
 
     Attributes:
-        name: in the folder.
-        nbytes: its length.
+        name: of the file in the folder of the step.
+        nbytes: size of the file.
         header_nbytes: bytes before the data.
         header_checksum: of these bytes.
     """
@@ -105,8 +105,8 @@ def step_of(name: str) -> int | None:
         >>> step_of("step-000000010"), step_of("step-000000010.tmp")
         (10, None)
     """
-    found = _STEP.fullmatch(name)
-    return None if found is None else int(found[1])
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def file_name(rank: int) -> str:
@@ -121,17 +121,17 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def is_file_name(found: object) -> bool:
-    """Whether ``found`` is the name of the file of some rank, and so nothing but a plain name."""
-    match = _FILE.fullmatch(found) if type(found) is str else None
-    return match is not None and file_name(int(match[1])) == found
+def is_file_name(value: object) -> bool:
+    """Whether ``value`` is the name of the file of some rank, which has no path in it."""
+    match = _FILE.fullmatch(value) if type(value) is str else None
+    return match is not None and file_name(int(match[1])) == value
 
 
-def is_tensor_name(found: object) -> bool:
+def is_tensor_name(value: object) -> bool:
     """Whether a tensor can have this name: 1 to 1024 characters, none of them for control."""
-    return is_key(found) and len(cast(str, found)) <= _MAX_NAME
+    return is_key(value) and len(cast(str, value)) <= _MAX_NAME
 
 
-def is_key(found: object) -> bool:
+def is_key(value: object) -> bool:
     """Whether a range of a tensor can have this key in a file: a name, and perhaps a range."""
-    return type(found) is str and 0 < len(found) <= _MAX_KEY and _UNPRINTABLE.search(found) is None
+    return type(value) is str and 0 < len(value) <= _MAX_KEY and _UNPRINTABLE.search(value) is None

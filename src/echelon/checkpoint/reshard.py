@@ -1,4 +1,4 @@
-"""Pure arithmetic of ranges: who writes what of a copy, and where what is wanted lies.
+"""Arithmetic of ranges: the share of a copy that a rank writes, and the pieces that a range is in.
 
 ::
 
@@ -14,8 +14,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-_PART_NBYTES = 1 << 20  # the least that is worth a part of its own
-_GRAIN_NBYTES = 1 << 16  # where ranges are cut, so that reads stay aligned to pages
+_PART_NBYTES = 1 << 20  # a smaller part is not worth a write of its own
+_GRAIN_NBYTES = 1 << 16  # ranges are cut at multiples of it, so that reads stay aligned to pages
 
 
 class Span(Protocol):
@@ -31,13 +31,13 @@ class Span(Protocol):
 
 
 class Read(NamedTuple):
-    """What one piece gives to a wanted range; all in elements.
+    """The part of one piece that belongs to a wanted range; all in elements.
 
     Attributes:
-        piece: which of the pieces.
-        skip: elements of the piece before those that are wanted.
-        at: where they belong in the wanted range.
-        numel: how many.
+        piece: index of the piece.
+        skip: elements of the piece before the part.
+        at: start of the part in the wanted range.
+        numel: length of the part.
     """
 
     piece: int
@@ -49,8 +49,7 @@ class Read(NamedTuple):
 def reads(pieces: Sequence[Span], start: int, numel: int) -> Iterator[Read]:
     """What to read of ``pieces`` for the range of ``numel`` elements from ``start`` on.
 
-    Args:
-        pieces: sorted by their start; they do not overlap.
+    The pieces are sorted by their start and do not overlap.
 
     Example:
         >>> from types import SimpleNamespace as Piece
@@ -70,21 +69,16 @@ def reads(pieces: Sequence[Span], start: int, numel: int) -> Iterator[Read]:
 
 
 def share(name: str, nbytes: int, itemsize: int, copy: int, num_copies: int) -> tuple[int, int]:
-    """The part of a range that one of the ranks that hold it writes.
+    """The part of a range that one of its copies writes: start and stop, in elements of the range.
 
-    A short range is written by one of them, a long one by several. Who that is depends on its name
-    alone, so that ranks agree without a word, whatever else each of them holds.
-    Law: the parts of all copies cover the range exactly once.
+    A short range is written by one copy, a long one by several. Which ones depends on the name of
+    the tensor alone, so ranks agree without communication, whatever else each of them holds.
+    Law: the parts of all copies cover the range exactly once; some of them may be empty.
 
     Args:
         name: of the tensor.
         nbytes: of the range.
         itemsize: bytes of an element.
-        copy: which of the ranks.
-        num_copies: how many.
-
-    Returns:
-        ``(start, stop)`` in elements of the range; ``start == stop`` where all of it is others'.
 
     Example:
         >>> [share("weight", 4 << 20, 4, copy, 2) for copy in (0, 1)]
@@ -99,5 +93,5 @@ def share(name: str, nbytes: int, itemsize: int, copy: int, num_copies: int) -> 
 
 
 def _cut(position: int, nbytes: int) -> int:
-    """A cut inside of a range lies at a multiple of the grain; the ends stay."""
+    """Move a cut inside of a range down to a multiple of the grain; the ends stay."""
     return nbytes if position == nbytes else position // _GRAIN_NBYTES * _GRAIN_NBYTES

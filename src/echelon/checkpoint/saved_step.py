@@ -20,15 +20,25 @@ from echelon.errors import CheckpointCorrupt
 from echelon.values.value_types import DTYPES
 
 _CHUNK_NBYTES = 1 << 19  # read, and hashed while it is in the cache
-_MOST_OPEN = 64  # files; a step of many ranks has more than a process may open
+_MAX_OPEN_FILES = 64  # a step of many ranks has more files than a process may open
 
-# A piece, by the name of its tensor and its place there.
+# A piece, by the name of its tensor and its index there.
 PieceKey = tuple[str, int]
+
+
+class Share(NamedTuple):
+    """The files of a step that one rank of several verifies: each ``size``-th from ``rank`` on."""
+
+    rank: int
+    size: int
+
+
+ALL_FILES = Share(0, 1)
 
 
 @final
 class SavedStep:
-    """A step, open for reading. A context manager.
+    """A step, open for reading; a context manager.
 
     Args:
         folder: of the step.
@@ -36,7 +46,7 @@ class SavedStep:
 
     Raises:
         CheckpointTooNew: a newer version has written it.
-        CheckpointCorrupt: it is no step, or files are missing, of another size, or too many.
+        CheckpointCorrupt: it is no step, or files are missing, unexpected or of another size.
     """
 
     def __init__(self, folder: Path, data: bytes | None = None) -> None:
@@ -48,7 +58,7 @@ class SavedStep:
         path = str(folder / MANIFEST)
         self.manifest = Manifest.parse(data, path)
         check_sections(self.manifest, path)
-        self.sections: Mapping[str, Any] = self.manifest.sections  # of the form that was checked
+        self.sections: Mapping[str, Any] = self.manifest.sections  # their form was checked
         if folder.name.startswith("step-") and folder.name != step_name(self.manifest.step):
             raise CheckpointCorrupt(f"holds step {self.manifest.step}", folder)
         check_entries(folder, {file.name: file.nbytes for file in self.manifest.files})
@@ -62,10 +72,10 @@ class SavedStep:
             file.close()
         self._open.clear()
 
-    def verify(self, rank: int, size: int, done: Container[PieceKey] = ()) -> None:
-        """Compare the bytes of the files that fall to ``rank`` of ``size`` with their checksums.
+    def verify(self, share: Share = ALL_FILES, done: Container[PieceKey] = ()) -> None:
+        """Compare the bytes of the files of a share with their checksums.
 
-        Law: the files of all ranks are those of the step.
+        Law: the shares of all ranks have all files of the step.
 
         Args:
             done: pieces that were compared already.
@@ -73,6 +83,7 @@ class SavedStep:
         Raises:
             CheckpointCorrupt: names file and tensor.
         """
+        rank, size = share
         buffer = memoryview(bytearray(_CHUNK_NBYTES))
         for index in range(rank, len(self.manifest.files), size):
             saved = self.manifest.files[index]
@@ -82,20 +93,21 @@ class SavedStep:
         for tensor, i, piece in self._pieces():
             if piece.file % size == rank and (tensor.name, i) not in done:
                 nbytes = piece.numel * DTYPES[tensor.dtype].itemsize
-                found = _hashed(self._file(piece.file), piece.offset, nbytes, buffer)
-                if found != piece.checksum:
+                actual = _hashed(self._file(piece.file), piece.offset, nbytes, buffer)
+                if actual != piece.checksum:
                     raise self._differs(tensor, piece)
 
     def read(
-        self, tensor: SavedTensor, start: int, values: Tensor, check: tuple[int, int] | None = None
+        self, tensor: SavedTensor, start: int, values: Tensor, check: Share | None = None
     ) -> list[PieceKey]:
         """Read the range of ``tensor`` from ``start`` on into ``values``.
 
         Args:
-            check: a rank and the number of ranks: compare whole pieces that fall to that rank.
+            check: a share of the files, of which pieces that are read as a whole are compared with
+                their checksums.
 
         Returns:
-            the pieces that were compared.
+            The pieces that were compared.
 
         Raises:
             CheckpointCorrupt: a piece differs from its checksum.
@@ -107,8 +119,8 @@ class SavedStep:
             piece = tensor.pieces[read.piece]
             target = memory_of(landed[read.at : read.at + read.numel])
             file, offset = self._file(piece.file), piece.offset + read.skip * dtype.itemsize
-            falls_to_us = check is not None and piece.file % check[1] == check[0]
-            if falls_to_us and read.numel == piece.numel:
+            is_ours = check is not None and piece.file % check.size == check.rank
+            if is_ours and read.numel == piece.numel:
                 if _read_hashed(file, offset, target) != piece.checksum:
                     raise self._differs(tensor, piece)
                 compared.append((tensor.name, read.piece))
@@ -118,8 +130,8 @@ class SavedStep:
         return compared
 
     def reach(self, tensor: SavedTensor, start: int, numel: int) -> None:
-        """Open the files of a range, so that nothing but the disk can refuse it later."""
-        if len(self.manifest.files) <= _MOST_OPEN:
+        """Open the files of a range, so that only a failing disk can prevent the read later."""
+        if len(self.manifest.files) <= _MAX_OPEN_FILES:
             for read in reads(tensor.pieces, start, numel):
                 self._file(tensor.pieces[read.piece].file)
 
@@ -129,13 +141,13 @@ class SavedStep:
                 yield tensor, i, piece
 
     def _file(self, index: int) -> SavedBytes:
-        found = self._open.get(index)
-        if found is None:
-            while len(self._open) >= _MOST_OPEN:
+        file = self._open.get(index)
+        if file is None:
+            while len(self._open) >= _MAX_OPEN_FILES:
                 self._open.pop(next(iter(self._open))).close()
             saved = self.manifest.files[index]
-            found = self._open[index] = SavedBytes(self._path(index), saved.nbytes)
-        return found
+            file = self._open[index] = SavedBytes(self._path(index), saved.nbytes)
+        return file
 
     def _path(self, index: int) -> Path:
         return self.folder / self.manifest.files[index].name
@@ -152,19 +164,19 @@ def is_whole(folder: Path) -> bool:
     """Whether every byte of a step is as it was written.
 
     Raises:
-        CheckpointTooNew: nobody here can say that, because a newer version has written it.
+        CheckpointTooNew: a newer version has written it, so this one cannot know.
         OSError: it cannot be read.
     """
     try:
         with SavedStep(folder) as step:
-            step.verify(0, 1)
+            step.verify()
     except CheckpointCorrupt:
         return False
     return True
 
 
 def _hashed(file: SavedBytes, offset: int, nbytes: int, buffer: memoryview) -> str:
-    """The checksum of a range of a file."""
+    """Compute the checksum of a range of a file."""
     checksum = Checksum()
     for start in range(0, nbytes, len(buffer)):
         chunk = buffer[: min(len(buffer), nbytes - start)]
@@ -174,7 +186,7 @@ def _hashed(file: SavedBytes, offset: int, nbytes: int, buffer: memoryview) -> s
 
 
 def _read_hashed(file: SavedBytes, offset: int, target: memoryview) -> str:
-    """Read a range of a file; its checksum."""
+    """Read a range of a file and compute its checksum."""
     checksum = Checksum()
     for start in range(0, len(target), _CHUNK_NBYTES):
         chunk = target[start : start + _CHUNK_NBYTES]
@@ -188,65 +200,68 @@ class Difference(NamedTuple):
 
     Attributes:
         name: of a tensor, or of what was saved beside tensors.
-        what: how.
+        what: how they differ.
     """
 
     name: str
     what: str
 
 
-def differences(one: SavedStep, other: SavedStep) -> Iterator[Difference]:
-    """What differs, in the order of names. Cuts into files and pieces do not count."""
-    mine, theirs = one.manifest.tensors, other.manifest.tensors
-    for name in sorted({*mine, *theirs}):
-        if name not in mine or name not in theirs:
-            yield Difference(name, f"only in {(one if name in mine else other).folder}")
+def differences(first: SavedStep, second: SavedStep) -> Iterator[Difference]:
+    """How two steps differ, in the order of names; how they are cut into files does not count."""
+    tensors, others = first.manifest.tensors, second.manifest.tensors
+    for name in sorted({*tensors, *others}):
+        if name not in tensors or name not in others:
+            yield Difference(name, f"only in {(first if name in tensors else second).folder}")
         else:
-            what = _difference(one, mine[name], other, theirs[name])
+            what = _difference(first, tensors[name], second, others[name])
             if what is not None:
                 yield Difference(name, what)
-    for name in sorted({*one.sections, *other.sections}):
-        if name not in one.sections or name not in other.sections:
-            yield Difference(name, f"only in {(one if name in one.sections else other).folder}")
-        elif one.sections[name] != other.sections[name]:
-            yield Difference(*_first_of(name, one.sections[name], other.sections[name]))
+    for name in sorted({*first.sections, *second.sections}):
+        if name not in first.sections or name not in second.sections:
+            only = first if name in first.sections else second
+            yield Difference(name, f"only in {only.folder}")
+        elif first.sections[name] != second.sections[name]:
+            yield _first_difference(name, first.sections[name], second.sections[name])
 
 
-def _first_of(name: str, mine: Any, theirs: Any) -> tuple[str, str]:
-    """Where two values that differ do so first, and how."""
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        for key in sorted({*mine, *theirs}):
-            if key not in mine or key not in theirs:
-                return f"{name}.{key}", "is in one of them only"
-            if mine[key] != theirs[key]:
-                is_plain = mine.get("kind") == "value" and key == "value"  # what users call it
+def _first_difference(name: str, value: Any, other: Any) -> Difference:
+    """Where two JSON values that differ do so first."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        for key in sorted({*value, *other}):
+            if key not in value or key not in other:
+                return Difference(f"{name}.{key}", "is in one of them only")
+            if value[key] != other[key]:
+                is_plain = value.get("kind") == "value" and key == "value"  # as users name it
                 inside = name if is_plain else f"{name}.{key}"
-                return _first_of(inside, mine[key], theirs[key])
-    if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
-        at = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-        return _first_of(f"{name}[{at}]", mine[at], theirs[at])
-    return name, f"{mine!r:.80} and {theirs!r:.80}"
+                return _first_difference(inside, value[key], other[key])
+    if isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
+        i = next(i for i, (a, b) in enumerate(zip(value, other, strict=True)) if a != b)
+        return _first_difference(f"{name}[{i}]", value[i], other[i])
+    return Difference(name, f"{value!r:.80} and {other!r:.80}")
 
 
 def _difference(
-    one: SavedStep, mine: SavedTensor, other: SavedStep, theirs: SavedTensor
+    first: SavedStep, saved: SavedTensor, second: SavedStep, other: SavedTensor
 ) -> str | None:
-    """How two tensors differ; None if they do not."""
-    if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
-        return f"{mine.dtype}{list(mine.shape)} and {theirs.dtype}{list(theirs.shape)}"
-    if [(p.start, p.checksum) for p in mine.pieces] == [
-        (p.start, p.checksum) for p in theirs.pieces
-    ]:
+    """How two tensors differ; None if they are equal."""
+    if (saved.dtype, saved.shape) != (other.dtype, other.shape):
+        return f"{saved.dtype}{list(saved.shape)} and {other.dtype}{list(other.shape)}"
+    if _checksums(saved) == _checksums(other):
         return None
-    values, others = _read(one, mine), _read(other, theirs)
-    differ = values.view(-1).view(torch.uint8) != others.view(-1).view(torch.uint8)
+    values, other_values = _read(first, saved), _read(second, other)
+    differ = values.view(-1).view(torch.uint8) != other_values.view(-1).view(torch.uint8)
     if not bool(differ.any()):
         return None
     if not values.is_floating_point():
-        return f"{int((values != others).sum())} of {values.numel()} elements differ"
-    most = (values.double() - others.double()).abs().max().item()
+        return f"{int((values != other_values).sum())} of {values.numel()} elements differ"
+    largest = (values.double() - other_values.double()).abs().max().item()
     count = int(differ.view(values.numel(), -1).any(1).sum())
-    return f"{count} of {values.numel()} elements differ, by at most {most:.3g}"
+    return f"{count} of {values.numel()} elements differ, by at most {largest:.3g}"
+
+
+def _checksums(saved: SavedTensor) -> list[tuple[int, str]]:
+    return [(piece.start, piece.checksum) for piece in saved.pieces]
 
 
 def _read(step: SavedStep, saved: SavedTensor) -> Tensor:

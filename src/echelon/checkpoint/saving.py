@@ -1,22 +1,24 @@
-"""How ranks save together.
+"""How ranks save together; the numbers are those of docs/architecture.md.
 
 ::
 
-    all      [1] tell what they are asked to save; rank 0 makes a folder that is no step yet
-    each     [2] writes its file and sees it onto the disk
-    all      [3] tell sizes and checksums, or what went wrong
-    rank 0   [4] writes the manifest, and renames the folder: now it is a step
-    all      [5] hear that it is
+    each     [1] lists the ranges and values that it holds
+    all      [2] compare what they are asked to save; rank 0 makes a temporary folder
+    each     [3] plans which ranges it writes
+    each     [4] writes its file, syncs it to disk, and reports sizes and checksums to all
+    rank 0   [5] writes the manifest
+    rank 0   [6] renames the folder, which makes it a step; all hear of it
 
-What one rank cannot do, all of them raise, and nothing is committed. What goes wrong on one rank
-between [1] and [2] is told in [3]: it must not leave the others waiting.
+An error on one rank is raised on all of them, and nothing is committed. An error of [3] is reported
+with [4]: raised at once, it would leave the other ranks waiting.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -42,7 +44,7 @@ from echelon.errors import CheckpointError
 
 @final
 class Saving:
-    """One save of the ranks of ``coordinator``; the methods are called in their order, by all.
+    """One save of the ranks of ``coordinator``, all of which call its methods in their order.
 
     Args:
         root: the folder of the run.
@@ -51,19 +53,20 @@ class Saving:
 
     def __init__(self, coordinator: Coordinator, root: Path, step: int, keep: int | None) -> None:
         self._coordinator, self._root, self._step, self._keep = coordinator, root, step, keep
-        self._stack = ExitStack()  # holds the lock, on rank 0
-        self._made: Path | None = None
+        self._lock = ExitStack()  # holds the lock of the folder, on rank 0
+        self._temporary: Path | None = None
         self._replaces = False
+        self._sections: dict[str, Section] = {}
         self._items: list[WriteItem] = []
         self._facts: dict[str, Json] = {}
         self._kinds: dict[str, str] = {}
-        self._problem: Exception | None = None  # of this rank, of which the others must hear
+        self._error: Exception | None = None  # of this rank, which is reported with [4]
 
-    def begin(self, call: str, given: CheckpointItems, *, rng: bool) -> None:
-        """[1] Agree on what is saved, and make the folder.
+    def begin(self, call: str, items: CheckpointItems, *, rng: bool) -> None:
+        """[1] to [3]: agree on what is saved, and make the folder.
 
         Args:
-            call: what the user called.
+            call: the name of the function that the user called.
 
         Raises:
             ArgumentError: the ranks are asked for different saves.
@@ -71,47 +74,56 @@ class Saving:
             CheckpointError: there is such a step, another save is under way, or the folder cannot
                 be made.
         """
-        sections: dict[str, Section] = {}
-
-        def request() -> Json:
-            sections.update(given.sections(rng=rng))
-            digests = {name: part.digest() for name, part in sections.items()}
-            own: dict[str, str] = {}
-            for part in sections.values():
-                own |= part.per_rank_digests(self._coordinator.rank)
-            made = self._make_folder() if self._coordinator.rank == 0 else None
-            return {"digests": digests, "own": own, "made": made}
-
-        asked: dict[str, Json] = {"call": call, "directory": str(self._root), "step": self._step}
-        asked |= {"keep": self._keep, "rng": rng, "names": given.names}
-        asked["kinds"] = given.kinds
+        request: dict[str, Json] = {
+            "call": call,
+            "directory": str(self._root),
+            "step": self._step,
+            "keep": self._keep,
+            "rng": rng,
+            "names": items.names,
+            "kinds": items.kinds,
+        }
         try:
-            told = self._coordinator.run_on_all("a request to save", request, asked)
-            self._made = self._root / told[0]["made"]
-            self.prepare(partial(self._plan, sections, told))
+            describe = partial(self._describe, items, rng)
+            reports = self._coordinator.run_on_all("a request to save", describe, request)
+            self._temporary = self._root / reports[0]["temporary"]
+            self.prepare(partial(self._plan, reports))
         except BaseException:
             self.abandon()
             raise
 
+    def _describe(self, items: CheckpointItems, rng: bool) -> Json:
+        """List what this rank saves; digests of it, by which ranks see what they hold alike."""
+        self._sections = items.sections(rng=rng)
+        per_rank: dict[str, str] = {}
+        for section in self._sections.values():
+            per_rank |= section.per_rank_digests(self._coordinator.rank)
+        return {
+            "facts": {name: section.digest() for name, section in self._sections.items()},
+            "per_rank": per_rank,
+            "temporary": self._make_folder() if self._coordinator.rank == 0 else None,
+        }
+
     def prepare(self, step: Callable[[], None]) -> None:
-        """Run ``step`` between [1] and [2]; if it raises, all ranks do when they write."""
+        """Run ``step`` before [4]; if it raises, all ranks raise in ``finish``."""
         try:
             step()
         except Exception as error:
-            self._problem = self._problem or error
+            self._error = self._error or error
 
-    def _plan(self, sections: Mapping[str, Section], told: Sequence[Json]) -> None:
+    def _plan(self, reports: Sequence[Json]) -> None:
         rank = self._coordinator.rank
-        self._items = plan_writes(sections, [one["own"] for one in told], rank)
-        self._kinds = {name: part.kind for name, part in sections.items()}
-        for name, part in sections.items():
-            if rank == 0 or told[rank]["digests"][name] != told[0]["digests"][name]:
-                self._facts[name] = part.facts
+        sections, self._sections = self._sections, {}
+        self._items = plan_writes(sections, [report["per_rank"] for report in reports], rank)
+        self._kinds = {name: section.kind for name, section in sections.items()}
+        for name, section in sections.items():
+            if rank == 0 or reports[rank]["facts"][name] != reports[0]["facts"][name]:
+                self._facts[name] = section.facts
 
     def _make_folder(self) -> str:
         files.make_folder(self._root)
         try:
-            self._stack.enter_context(files.lock(self._root))
+            self._lock.enter_context(files.lock(self._root))
         except BlockingIOError as error:
             raise self._refusal(
                 "another save into this folder is under way: wait for it, or give each job a "
@@ -128,17 +140,17 @@ class Saving:
                     target,
                 )
             self._replaces = True
-        self._made = files.temporary(self._root, self._step)
-        return self._made.name
+        self._temporary = files.make_temporary(self._root, self._step)
+        return self._temporary.name
 
     def _refusal(self, what: str, path: Path) -> CheckpointError:
-        """Of a folder that is not for us; it may be that another rank has it."""
+        """The error for a folder that is in use, perhaps by another rank of the same script."""
         if self._coordinator.group is None:
             what += ". Ranks that share a plain model save it together: give group= on all of them"
         return CheckpointError(what, path)
 
     def hand_over(self, group: Group | None) -> None:
-        """Have the ranks talk over ``group`` from now on, which has the same ranks."""
+        """Have the ranks communicate over ``group``, which has the same ranks, from now on."""
         self._coordinator = Coordinator(group, self._root)
 
     @property
@@ -152,19 +164,16 @@ class Saving:
         return sum(item.nbytes for item in self._items)
 
     def replace_values(self, copies: Sequence[torch.Tensor]) -> None:
-        """WriteItem ``copies`` of ``values`` instead, in the same order."""
+        """Write ``copies`` of ``values`` instead, in the same order."""
         for item, copy in zip(self._items, copies, strict=True):
             item.values = copy
 
     def values(self) -> list[torch.Tensor]:
-        """What this rank writes. Each 1D, or a whole tensor."""
+        """What this rank writes. Each tensor is 1D, or a full one."""
         return [item.values for item in self._items]
 
     def finish(self) -> Path:
-        """[2] to [5]: write, and commit.
-
-        Returns:
-            the folder of the step.
+        """[4] to [6]: write and commit, and return the folder of the step.
 
         Raises:
             CheckpointError: a rank could not write, or rank 0 could not commit; nothing was
@@ -175,65 +184,63 @@ class Saving:
             "checkpoint.save", rank=coordinator.world_rank, step=self._step, nbytes=self.nbytes
         ):
             try:
-                told = coordinator.run_on_all("files of a save", self._write)
-                first = partial(self._commit, told) if coordinator.rank == 0 else lambda: None
-                coordinator.run_on_all("commit of a save", first)
+                reports = coordinator.run_on_all("files of a save", self._write)
+                coordinator.run_on_first("commit of a save", partial(self._commit, reports))
             except BaseException:
                 self.abandon()
                 raise
-        self._stack.close()
+        self._lock.close()
         return self.target
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
-        if self._coordinator.rank == 0 and self._made is not None:
-            files.discard(self._made)
-        self._stack.close()
+        """Remove what was written, and release the lock."""
+        if self._coordinator.rank == 0 and self._temporary is not None:
+            files.discard(self._temporary)
+        self._lock.close()
 
     def _write(self) -> Json:
-        """The file of this rank; what the manifest needs to know of it."""
-        if self._problem is not None:
-            raise self._problem
-        assert self._made is not None
-        path = self._made / file_name(self._coordinator.rank)
+        """Write the file of this rank; what the manifest says of it."""
+        if self._error is not None:
+            raise self._error
+        assert self._temporary is not None
+        path = self._temporary / file_name(self._coordinator.rank)
         head = header([item.entry for item in self._items])
         with NewFile(path) as file:
             head_checksum = file.write(memoryview(head))
             for item in self._items:
                 item.offset = file.nbytes
                 item.checksum = file.write(item.bytes())
+        saved = SavedFile(
+            name=path.name,
+            nbytes=file.nbytes,
+            header_nbytes=len(head),
+            header_checksum=head_checksum,
+        )
         return {
-            "file": [path.name, file.nbytes, len(head), head_checksum],
+            "file": asdict(saved),
             "tensors": report_items(self._items),
             "facts": self._facts,
             "threads": torch.get_num_threads(),
         }
 
-    def _commit(self, told: Sequence[Json]) -> None:
-        assert self._made is not None
-        sections = {
-            name: merge_sections(
-                name,
-                kind,
-                {rank: one["facts"].get(name, self._facts[name]) for rank, one in enumerate(told)},
-            )
-            for name, kind in self._kinds.items()
-        }
+    def _commit(self, reports: Sequence[Json]) -> None:
+        assert self._temporary is not None
+        sections = {}
+        for name, kind in self._kinds.items():
+            facts = [report["facts"].get(name, self._facts[name]) for report in reports]
+            sections[name] = merge_sections(name, kind, dict(enumerate(facts)))
         manifest = Manifest(
             step=self._step,
             world={"size": self._coordinator.size},
             versions=_versions(),
-            threads=tuple(one["threads"] for one in told),
-            files=tuple(
-                SavedFile(name=name, nbytes=nbytes, header_nbytes=length, header_checksum=found)
-                for name, nbytes, length, found in (one["file"] for one in told)
-            ),
-            tensors=merge_reports([one["tensors"] for one in told], self._root),
+            threads=tuple(report["threads"] for report in reports),
+            files=tuple(SavedFile(**report["file"]) for report in reports),
+            tensors=merge_reports([report["tensors"] for report in reports], self._root),
             sections=sections,
         )
-        files.write_file(self._made / MANIFEST, manifest.dump())
-        target = files.commit(self._made, self._root, self._step, replaces=self._replaces)
-        self._made = None
+        files.write_file(self._temporary / MANIFEST, manifest.dump())
+        target = files.commit(self._temporary, self._root, self._step, replaces=self._replaces)
+        self._temporary = None
         if self._keep is not None:
             try:
                 files.prune(self._root, self._step, self._keep)

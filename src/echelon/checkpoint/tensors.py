@@ -1,8 +1,8 @@
-"""The memory of tensors: their bytes in row-major order, wherever and however they lie.
+"""The bytes of tensors in row-major order, whatever their device and strides are.
 
 [Note: memory that cannot be written]
 A tensor may lie in a file that is mapped for reading only (``numpy.memmap(mode="r")``). Torch does
-not know; the first write to it fails, when half of a model may have been written. So a load asks
+not know it, and the first write fails, when half of a model may have been written. So a load checks
 before it changes anything.
 """
 
@@ -24,7 +24,7 @@ from echelon.errors import ArgumentError
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the bytes lie in the memory of the host as they are to be saved."""
+    """Whether the memory of the tensor, on the host, has the bytes as they are saved."""
     return (
         is_cpu(tensor.device)
         and tensor.is_contiguous()
@@ -34,16 +34,16 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def is_ordinary(tensor: Tensor) -> bool:
-    """Whether it has a place of its own for each element, where one can be written."""
+    """Whether each element has memory of its own, which can be written."""
     return tensor.layout == torch.strided and not tensor.is_meta and not is_expanded(tensor)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Its bytes; the tensor's own memory if they lie there as they are to be."""
-    found = tensor.detach()
-    if not is_plain(found):
-        found = found.resolve_conj().resolve_neg().cpu().contiguous()
-    return memory_of(found.view(-1))
+    """The bytes to save of a tensor; its own memory, if that has them."""
+    plain = tensor.detach()
+    if not is_plain(plain):
+        plain = plain.resolve_conj().resolve_neg().cpu().contiguous()
+    return memory_of(plain.view(-1))
 
 
 def memory_of(flat: Tensor) -> memoryview:
@@ -54,9 +54,9 @@ def memory_of(flat: Tensor) -> memoryview:
 
 
 def copy_aside(tensor: Tensor, memory: Tensor) -> Tensor:
-    """A copy of ``tensor`` in ``memory``, bytes of the host; a device may still be copying.
+    """Copy ``tensor`` into ``memory`` of the host; a copy from a device may still be under way.
 
-    The bytes of the host go by one ``memcpy``, which takes a sixth less time than torch's loop.
+    A tensor of the host is copied by one ``memcpy``, a sixth faster than torch's loop.
     """
     copy = memory.view(tensor.dtype).view(tensor.shape)
     if is_plain(tensor):
@@ -67,25 +67,21 @@ def copy_aside(tensor: Tensor, memory: Tensor) -> Tensor:
 
 
 def landing(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where saved elements for ``tensor`` are to be read into, 1D: its own memory if that does.
-
-    Args:
-        dtype: of the saved elements.
-    """
+    """1D memory to read elements of ``dtype`` into: that of ``tensor`` itself, if possible."""
     if is_plain(tensor) and tensor.dtype == dtype:
         return tensor.detach().view(-1)
     return torch.empty(tensor.numel(), dtype=dtype, device="cpu")
 
 
 def land(tensor: Tensor, landed: Tensor) -> None:
-    """Bring what was read to ``tensor``, if it is not there already."""
+    """Copy what was read to ``tensor``, if it was not read into its memory."""
     if landed.data_ptr() != tensor.data_ptr() or landed.dtype != tensor.dtype:
         with torch.no_grad():
             tensor.detach().copy_(landed.view(tensor.shape))
 
 
 def digest_of(tensor: Tensor) -> str:
-    """A number that differs where dtype, shape or bits differ."""
+    """A checksum that differs where dtype, shape or bits differ."""
     checksum = Checksum()
     checksum.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     checksum.update(bytes_of(tensor))
@@ -96,10 +92,10 @@ _MAPS = Path("/proc/self/maps")
 
 
 def check_writable(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse tensors, by name, in memory that cannot be written. Where Linux does not say, all can.
+    """Refuse named tensors in memory that cannot be written; see the note.
 
     Raises:
-        ArgumentError: names the first.
+        ArgumentError: names the first one. Without ``/proc``, all memory counts as writable.
     """
     pages: _Pages | None = None
     for name, tensor in tensors:
@@ -130,6 +126,6 @@ class _Pages:
                 self._stops.append(int(stop, 16))
 
     def is_read_only(self, address: int) -> bool:
-        """Whether what lies at ``address`` cannot be written; False if nothing is known there."""
+        """Whether the memory at ``address`` cannot be written; False if it is not known."""
         i = bisect_right(self._starts, address) - 1
         return i >= 0 and address < self._stops[i]

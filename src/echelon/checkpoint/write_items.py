@@ -1,4 +1,4 @@
-"""Which bytes one rank writes, and how those of all ranks make up the tensors of a checkpoint."""
+"""Which ranges one rank writes, and how those of all ranks make up the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import final
 
 from torch import Tensor
 
-from echelon.checkpoint.header import key_of
+from echelon.checkpoint.header import Entry, key_of
 from echelon.checkpoint.records import SavedPiece, SavedTensor
 from echelon.checkpoint.reshard import share
 from echelon.checkpoint.sections import Json, Section, per_rank_name
@@ -49,15 +49,15 @@ class WriteItem:
         return self.values.numel() * self.values.dtype.itemsize
 
     @property
-    def entry(self) -> tuple[str, str, tuple[int, ...], int]:
-        """Of the header."""
+    def entry(self) -> Entry:
+        """What the header of the file says of the range."""
         numel = self.values.numel()
         shape = self.shape if numel == prod(self.shape) else (numel,)
         key = key_of(self.name, self.shape, self.start, numel)
-        return key, dtype_name(self.values.dtype), shape, self.nbytes
+        return Entry(key, dtype_name(self.values.dtype), shape, self.nbytes)
 
     def bytes(self) -> memoryview:
-        """What is to be written."""
+        """The bytes of the range."""
         return bytes_of(self.values)
 
 
@@ -66,8 +66,7 @@ def plan_writes(
 ) -> list[WriteItem]:
     """What ``rank`` writes of the tensors of its sections, in the order of its file.
 
-    Args:
-        digests: of tensors that nobody keeps alike, by rank and name.
+    ``digests`` are those of tensors whose values may differ between ranks, by rank and name.
     """
     shards = [shard for section in sections.values() for shard in section.tensors]
     by_kind: dict[Replication, list[TensorShard]] = {kind: [] for kind in Replication}
@@ -78,7 +77,7 @@ def plan_writes(
         *(_item(shard) for shard in by_kind[Replication.PRIMARY] if shard.copy == 0),
         *_shares(by_kind[Replication.IDENTICAL]),
     ]
-    # Wide elements first: every range then begins at a multiple of the width of its elements.
+    # Wide elements come first, so each range begins at a multiple of the width of its elements.
     return sorted(items, key=lambda item: -item.values.dtype.itemsize)
 
 
@@ -95,7 +94,7 @@ def _item(shard: TensorShard) -> WriteItem:
 def _differing(
     shards: Sequence[TensorShard], digests: Sequence[Mapping[str, str]], rank: int
 ) -> Iterator[WriteItem]:
-    """The first rank writes its values; others write theirs under another name if they differ."""
+    """The first rank writes its values; others write theirs, under another name, if they differ."""
     for shard in shards:
         first = next(r for r, known in enumerate(digests) if shard.name in known)
         if rank == first:
@@ -105,13 +104,13 @@ def _differing(
 
 
 def _shares(shards: Sequence[TensorShard]) -> Iterator[WriteItem]:
-    """Of copies that are alike, each rank writes a share."""
+    """Each rank writes a share of a range of which several ranks have identical copies."""
     for shard in shards:
         itemsize = shard.values.dtype.itemsize
         nbytes = shard.numel * itemsize
         start, stop = share(shard.name, nbytes, itemsize, shard.copy, shard.num_copies)
         if start == stop and (0 not in shard.shape or shard.copy > 0):
-            continue  # all of it is others'; of an empty tensor the first copy is written
+            continue  # other ranks write all of it; an empty tensor is written by the first copy
         if stop - start == shard.numel:
             yield _item(shard)
         else:
@@ -123,7 +122,7 @@ def _shares(shards: Sequence[TensorShard]) -> Iterator[WriteItem]:
 
 
 def report_items(items: Sequence[WriteItem]) -> Json:
-    """What rank 0 must know of what a rank has written, by the names of tensors."""
+    """What a rank has written: dtype, shape, ties and pieces, by the names of tensors."""
     report: dict[str, Json] = {}
     for item in items:
         dtype = dtype_name(item.values.dtype)

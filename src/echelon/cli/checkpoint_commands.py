@@ -159,7 +159,7 @@ def _verify_steps(folder: Path) -> int:
     for path in _steps(folder):
         try:
             with SavedStep(path) as step:
-                step.verify(0, 1)
+                step.verify()
             _print(f"{path.name}: whole")
         except CheckpointCorrupt as error:
             _print(f"{path.name}: damaged: {error}")
@@ -192,7 +192,7 @@ def _compare_steps(*folders: Path) -> int:
     with ExitStack() as stack:
         first, second = (stack.enter_context(SavedStep(step_at(path))) for path in folders)
         for step in (first, second):
-            step.verify(0, 1)
+            step.verify()
         rows = list(differences(first, second))
     for name, what in rows[:_MAX_ROWS]:
         _print(f"{name}: {what}")

@@ -1,4 +1,4 @@
-"""From one format to another; what was written is read again and compared."""
+"""Converts from one format to another; what was written is read again and compared."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
 class Form(Enum):
-    """How a state lies on a disk."""
+    """The formats of a state on disk."""
 
     ECHELON = "echelon"
     SAFETENSORS = "safetensors"
@@ -53,12 +53,12 @@ class ConvertOptions:
     """How to convert.
 
     Attributes:
-        to: the form; None: that which the name of the target says.
-        step: of a source with several steps, or of the target; None: the newest, and that of the
-            source, or 0 where it has no number.
-        section: which model of a step; None: its only one.
+        to: the form to write; None: the form that the name of the target implies.
+        step: the step of a source with several, and the number of a step that is written; None:
+            the newest, and the number of the source, or 0 where it has none.
+        section: name of the model in a step; None: its only one.
         weights_only: leave optimizer and values out.
-        shard_nbytes: write safetensors in shards of so many bytes; None: in one file.
+        shard_nbytes: size of the shards of safetensors that are written; None: one file.
         trust_pickle: whether a DCP may be read, whose metadata can run any code.
     """
 
@@ -71,11 +71,11 @@ class ConvertOptions:
 
 
 class Converted(NamedTuple):
-    """What became of a state.
+    """The result of a conversion.
 
     Attributes:
         written: files or folders.
-        left_out: names of what the source has and the target has not, though nobody asked for that.
+        left_out: names in the source that the target lacks, though the options did not ask for it.
     """
 
     written: list[Path]
@@ -83,10 +83,10 @@ class Converted(NamedTuple):
 
 
 def form_of(path: Path) -> Form:
-    """In which form a state lies at ``path``.
+    """The form of the state at ``path``.
 
     Raises:
-        ArgumentError: nothing is there, or nothing that is known.
+        ArgumentError: nothing is there, or nothing of a known form.
     """
     if path.is_dir():
         if is_dcp(path):
@@ -110,10 +110,10 @@ def form_of(path: Path) -> Form:
 
 
 def step_at(path: Path, step: int | None = None) -> Path:
-    """The folder of a step: ``path`` itself, or one in it.
+    """The folder of a step: ``path`` itself, or a folder in it.
 
     Raises:
-        CheckpointNotFound: there is none.
+        CheckpointNotFound: there is no such step.
     """
     if step is None and step_of(path.name) is not None and path.is_dir():
         return path
@@ -125,12 +125,10 @@ def step_at(path: Path, step: int | None = None) -> Path:
 
 
 def convert(source: Path, target: Path, options: ConvertOptions) -> Converted:
-    """Write what lies at ``source`` to ``target`` in another form.
-
-    Every tensor that was written is read again and compared with what it was made of.
+    """Write the state at ``source`` to ``target`` in another form, read it again, and compare.
 
     Raises:
-        ArgumentError: one of them is of no known form, or something is at ``target``.
+        ArgumentError: one of them is of no known form, or ``target`` exists.
         CheckpointError: the source is damaged, or what was written is not what was read.
     """
     made = _form_to_make(target, options)
@@ -166,12 +164,15 @@ def convert(source: Path, target: Path, options: ConvertOptions) -> Converted:
     return Converted([target], state.left_out)
 
 
-def _as_dcp_keeps(found: Mapping[str, Any]) -> dict[str, Any]:
-    """A DCP has no place for an empty dict, such as the state of an optimizer that keeps none."""
+def _as_dcp_keeps(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state without its empty dicts, which a DCP cannot hold."""
     kept = {
-        key: _as_dcp_keeps(one) if isinstance(one, Mapping) else one for key, one in found.items()
+        key: _as_dcp_keeps(value) if isinstance(value, Mapping) else value
+        for key, value in state.items()
     }
-    return {key: one for key, one in kept.items() if not (isinstance(one, dict) and not one)}
+    return {
+        key: value for key, value in kept.items() if not (isinstance(value, dict) and not value)
+    }
 
 
 def _form_to_make(target: Path, options: ConvertOptions) -> Form:
@@ -192,14 +193,14 @@ def _form_to_make(target: Path, options: ConvertOptions) -> Form:
 
 @contextmanager
 def _verified(source: Path, options: ConvertOptions) -> Iterator[SavedStep]:
-    """A step every byte of which was compared."""
+    """A step whose checksums were compared."""
     with SavedStep(step_at(source, options.step)) as step:
-        step.verify(0, 1)
+        step.verify()
         yield step
 
 
 def _read(source: Path, options: ConvertOptions) -> PlainState:
-    """What lies at ``source``, in memory."""
+    """Read the state at ``source`` into memory."""
     form = form_of(source)
     if form is Form.ECHELON:
         with _verified(source, options) as step:
@@ -207,8 +208,10 @@ def _read(source: Path, options: ConvertOptions) -> PlainState:
     elif form is Form.SAFETENSORS:
         state = PlainState(model=PlainFiles(source).tensors())
     elif form is Form.TORCH:
-        found = read_torch(source)
-        state = from_nested(_without_optimizer(found) if options.weights_only else found, source)
+        content = read_torch(source)
+        state = from_nested(
+            _without_optimizer(content) if options.weights_only else content, source
+        )
     else:
         if not options.trust_pickle:
             raise ArgumentError(
@@ -219,8 +222,8 @@ def _read(source: Path, options: ConvertOptions) -> PlainState:
     return PlainState(model=state.model, step=state.step) if options.weights_only else state
 
 
-def _without_optimizer(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in found.items() if not str(key).startswith("optim")}
+def _without_optimizer(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if not str(key).startswith("optim")}
 
 
 def _compare(tensors: Mapping[str, Tensor], made: PlainFiles | SavedTensors, path: Path) -> None:
@@ -232,28 +235,28 @@ def _compare(tensors: Mapping[str, Tensor], made: PlainFiles | SavedTensors, pat
         _compare_nested(tensors[name], again, path, name)
 
 
-def _compare_nested(expected: Any, found: Any, path: Path, where: str) -> None:
-    """Refuse a state that is not, bit for bit, the other one."""
+def _compare_nested(expected: Any, actual: Any, path: Path, where: str) -> None:
+    """Refuse a state that is not equal to the expected one, bit for bit."""
     if isinstance(expected, Tensor):
         same = (
-            isinstance(found, Tensor)
-            and (found.dtype, found.shape) == (expected.dtype, expected.shape)
-            and torch.equal(_bits(found), _bits(expected))
+            isinstance(actual, Tensor)
+            and (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+            and torch.equal(_bits(actual), _bits(expected))
         )
     elif isinstance(expected, Mapping):
-        same = isinstance(found, Mapping) and found.keys() == expected.keys()
+        same = isinstance(actual, Mapping) and actual.keys() == expected.keys()
         for key in expected if same else ():
-            _compare_nested(expected[key], found[key], path, f"{where}.{key}".lstrip("."))
+            _compare_nested(expected[key], actual[key], path, f"{where}.{key}".lstrip("."))
     elif isinstance(expected, list | tuple):
-        same = isinstance(found, list | tuple) and len(found) == len(expected)
-        for i, one in enumerate(expected if same else ()):
-            _compare_nested(one, found[i], path, f"{where}[{i}]")
+        same = isinstance(actual, list | tuple) and len(actual) == len(expected)
+        for i, item in enumerate(expected if same else ()):
+            _compare_nested(item, actual[i], path, f"{where}[{i}]")
     else:
-        same = found == expected or (found != found and expected != expected)
+        same = actual == expected or (actual != actual and expected != expected)
     if not same:
         raise CheckpointError(f"{where!r} is not what it was made of", path)
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """So that a NaN equals itself."""
+    """The bytes of a tensor, by which a NaN equals itself."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from echelon.checkpoint.convert.step_files import SavedTensors
 from echelon.checkpoint.files import NewFile, SavedBytes, sync_folder
-from echelon.checkpoint.header import header, header_nbytes, read_header
+from echelon.checkpoint.header import Entry, header, header_nbytes, read_header
 from echelon.checkpoint.tensors import bytes_of
 from echelon.comm.buffers import available_nbytes
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointError
@@ -22,42 +22,39 @@ from echelon.values.untrusted_json import brief, read_json
 from echelon.values.value_types import DTYPES, dtype_name
 
 INDEX = "model.safetensors.index.json"
-_MOST_INDEX_NBYTES = 100 << 20
-_INDEX_MEMORY = 1 << 30  # that reading one may take
-_BEGINNING_NBYTES = 8  # bytes: the length of the header
-
-Facts = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, bytes
+_MAX_INDEX_NBYTES = 100 << 20
+_INDEX_MEMORY = 1 << 30  # bytes that reading an index may take
+_LENGTH_NBYTES = 8  # the length of the header comes first
 
 
-def write_plain(tensors: SavedTensors, target: Path, most_nbytes: int | None) -> list[Path]:
-    """Write the tensors of a model, one at a time in memory.
+def write_plain(tensors: SavedTensors, target: Path, max_nbytes: int | None) -> list[Path]:
+    """Write the tensors of a model, of which one is in memory at a time; returns the files.
 
     Args:
-        target: a file; or, with ``most_nbytes``, a folder for shards and their index.
-        most_nbytes: of a shard; a larger tensor has one of its own.
-
-    Returns:
-        the files.
+        target: a file; or, with ``max_nbytes``, a folder for shards and their index.
+        max_nbytes: size of a shard, which only a single tensor may exceed; None: one file.
 
     Raises:
-        ArgumentError: there is something at ``target``.
+        ArgumentError: ``target`` exists.
     """
-    facts = [
-        (name, dtype_name(dtype), shape, math.prod(shape) * dtype.itemsize)
+    entries = [
+        Entry(name, dtype_name(dtype), shape, math.prod(shape) * dtype.itemsize)
         for name, dtype, shape in tensors.facts()
     ]
     if target.exists():
         raise ArgumentError(f"{target} is there already: name a new one")
-    if most_nbytes is None:
-        _write(tensors, facts, target)
+    if max_nbytes is None:
+        _write(tensors, entries, target)
         return [target]
     target.mkdir(parents=True)
-    shards = list(_shards(facts, most_nbytes))
+    shards = list(_shards(entries, max_nbytes))
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for shard, name in zip(shards, names, strict=True):
         _write(tensors, shard, target / name)
-    weights = {one[0]: name for shard, name in zip(shards, names, strict=True) for one in shard}
-    total = sum(one[3] for one in facts)
+    weights = {
+        entry.key: name for shard, name in zip(shards, names, strict=True) for entry in shard
+    }
+    total = sum(entry.nbytes for entry in entries)
     index = {"metadata": {"total_size": total}, "weight_map": weights}
     with NewFile(target / INDEX) as file:
         file.write(memoryview(json.dumps(index, indent=2, sort_keys=True).encode()))
@@ -65,29 +62,29 @@ def write_plain(tensors: SavedTensors, target: Path, most_nbytes: int | None) ->
     return [target / name for name in (*names, INDEX)]
 
 
-def _shards(facts: Sequence[Facts], most_nbytes: int) -> Iterator[list[Facts]]:
-    shard: list[Facts] = []
+def _shards(entries: Sequence[Entry], max_nbytes: int) -> Iterator[list[Entry]]:
+    shard: list[Entry] = []
     nbytes = 0
-    for one in facts:
-        if shard and nbytes + one[3] > most_nbytes:
+    for entry in entries:
+        if shard and nbytes + entry.nbytes > max_nbytes:
             yield shard
             shard, nbytes = [], 0
-        shard.append(one)
-        nbytes += one[3]
+        shard.append(entry)
+        nbytes += entry.nbytes
     if shard:
         yield shard
 
 
-def _write(tensors: SavedTensors, facts: Sequence[Facts], path: Path) -> None:
-    """One file, under another name until it is complete."""
-    # Wide elements first, so that each tensor begins at a multiple of the width of its elements.
-    ordered = sorted(facts, key=lambda one: -DTYPES[one[1]].itemsize)
+def _write(tensors: SavedTensors, entries: Sequence[Entry], path: Path) -> None:
+    """Write one file, under another name until it is complete."""
+    # Wide elements come first, so each tensor begins at a multiple of the width of its elements.
+    ordered = sorted(entries, key=lambda entry: -DTYPES[entry.dtype].itemsize)
     part = path.with_name(f".{path.name}.part")
     try:
         with NewFile(part) as file:
             file.write(memoryview(header(ordered)))
-            for name, *_ in ordered:
-                file.write(bytes_of(tensors[name]))
+            for entry in ordered:
+                file.write(bytes_of(tensors[entry.key]))
         os.rename(part, path)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -111,36 +108,32 @@ class PlainFiles:
             self._file_of = dict.fromkeys(_sizes(path), path)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them in memory.
+        """Read all tensors into memory.
 
         Raises:
-            CheckpointError: there is not the memory for them.
+            CheckpointError: there is not enough memory.
         """
         sizes = {file: _sizes(file) for file in {*self._file_of.values()}}
         check_memory(sum(sizes[file][name] for name, file in self._file_of.items()), self._path)
         return {name: self.read(name) for name in self._file_of}
 
     def names(self) -> list[str]:
-        """Of the tensors."""
+        """The names of all tensors."""
         return list(self._file_of)
 
     def read(self, name: str) -> Tensor:
-        """One tensor."""
+        """Read one tensor."""
         path = self._file_of[name]
         try:
             with safe_open(path, framework="pt") as file:
-                found: Tensor = file.get_tensor(name)
-                return found
-        except Exception as error:  # safetensors' own class has no base but this
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+        except Exception as error:  # the class of safetensors' error has no narrower base
             raise CheckpointCorrupt(f"cannot be read: {error}", path, tensor=name) from error
 
 
 def check_memory(nbytes: int, path: Path) -> None:
-    """Refuse to read so many bytes where there is no room for them.
-
-    Raises:
-        CheckpointError: says how much there is.
-    """
+    """Raise ``CheckpointError`` if less than ``nbytes`` of memory are available."""
     available = available_nbytes()
     if nbytes > available:
         raise CheckpointError(
@@ -151,22 +144,22 @@ def check_memory(nbytes: int, path: Path) -> None:
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """The tensors of a file, and the bytes of each.
+    """The bytes of each tensor of a file.
 
-    safetensors takes a header in which a name stands twice, and readers differ in which one they
-    mean; this one does not.
+    safetensors accepts a header that has a name twice, and readers differ in which of the two they
+    take; such a header is refused here.
     """
     with SavedBytes(path.resolve()) as file:  # the user may name a link
-        beginning = bytearray(min(file.nbytes, _BEGINNING_NBYTES))
-        file.read_into(memoryview(beginning), 0)
-        end = header_nbytes(bytes(beginning), path)
+        prefix = bytearray(min(file.nbytes, _LENGTH_NBYTES))
+        file.read_into(memoryview(prefix), 0)
+        end = header_nbytes(bytes(prefix), path)
         data = bytearray(min(file.nbytes, end))
         file.read_into(memoryview(data), 0)
         entries = read_header(bytes(data), path)
-        total = end + sum(nbytes for *_, nbytes in entries)
+        total = end + sum(entry.nbytes for entry in entries)
         if file.nbytes != total:
             raise CheckpointCorrupt(f"has {file.nbytes} bytes instead of {total}", path)
-    return {name: nbytes for name, _, _, nbytes in entries}
+    return {entry.key: entry.nbytes for entry in entries}
 
 
 def _index(folder: Path) -> dict[str, Path]:
@@ -178,10 +171,10 @@ def _index(folder: Path) -> dict[str, Path]:
             return dict.fromkeys(_sizes(files[0]), files[0])
         raise ArgumentError(f"{folder} holds no {INDEX} and not just one .safetensors file")
     _check_place(path, folder)
-    if path.stat().st_size > _MOST_INDEX_NBYTES:
+    if path.stat().st_size > _MAX_INDEX_NBYTES:
         raise CheckpointCorrupt("is too large for an index", path)
-    found = read_json(path.read_bytes(), path, memory=_INDEX_MEMORY)
-    weights = found.get("weight_map") if isinstance(found, dict) else None
+    index = read_json(path.read_bytes(), path, memory=_INDEX_MEMORY)
+    weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(type(file) is str for file in weights.values()):
         raise CheckpointCorrupt("is no index of weights", path)
     named = cast(dict[str, str], weights)
@@ -198,9 +191,9 @@ def _index(folder: Path) -> dict[str, Path]:
 
 
 def _check_place(file: Path, folder: Path) -> None:
-    """Refuse a link out of the folder: who made it may mean a file that only the reader can read.
+    """Refuse a link out of the folder, which could expose a file that only the reader may read.
 
-    Links of Hugging Face's cache lead from ``snapshots/REVISION`` to ``blobs`` beside it.
+    Links in Hugging Face's cache are allowed: from ``snapshots/REVISION`` to ``blobs`` beside it.
     """
     place, home = file.resolve().parent, folder.resolve()
     cached = home.parent.name == "snapshots" and place == home.parent.parent / "blobs"

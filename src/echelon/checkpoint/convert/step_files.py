@@ -1,6 +1,6 @@
-"""Steps of our own, read and written without the code of their model.
+"""Steps in echelon's own form, read and written without the code of their model.
 
-In the place of the model stands a module that is nothing but tensors under given names.
+A module that has nothing but the tensors, under their names, takes the place of the model.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from echelon.checkpoint import api
 from echelon.checkpoint.optimizers import number_of
 from echelon.checkpoint.saved_step import SavedStep
+from echelon.checkpoint.sections import PER_RANK_PREFIX
 from echelon.errors import ArgumentError
 from echelon.values.value_types import DTYPES
 
-_MAX_DEPTH = 100  # modules inside of modules; torch's own functions call themselves for each
+_MAX_DEPTH = 100  # of nested modules, over which functions of torch are recursive
 
 
 @final
@@ -32,8 +33,8 @@ class PlainState:
         model: tensors by name.
         optimizer: ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``.
         values: anything else.
-        step: its number; 0 where the form has none.
-        left_out: names of what there was and no other form takes.
+        step: the number of the step; 0 where the form has none.
+        left_out: names in the source that no other form can hold.
     """
 
     model: Mapping[str, Tensor]
@@ -44,10 +45,10 @@ class PlainState:
 
 
 def tree_of(tensors: Mapping[str, Tensor], params: Iterable[str] = ()) -> nn.Module:
-    """A module whose state dict is ``tensors``; it has their memory.
+    """A module whose state dict is ``tensors``, which it shares.
 
     Args:
-        params: which of them are parameters; the others are buffers.
+        params: names of the tensors that are parameters; the others are buffers.
 
     Raises:
         ArgumentError: a name is that of a tensor and of a module.
@@ -83,19 +84,20 @@ def tree_of(tensors: Mapping[str, Tensor], params: Iterable[str] = ()) -> nn.Mod
 
 
 def named_optimizer(tree: nn.Module, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
-    """An optimizer that cannot step, with ``groups`` whose parameters are given by name."""
+    """An optimizer that cannot step, with ``groups`` that have names for parameters."""
     params = dict(tree.named_parameters())
     return Optimizer(
         [{**group, "params": [params[name] for name in group["params"]]} for group in groups], {}
     )
 
 
-_TAKEN = {"model", "optimizer", "directory", "step", "keep", "rng", "group", "own"}  # by save
+# Names that ``save`` does not take for values.
+_RESERVED = {"model", "optimizer", "directory", "step", "keep", "rng", "group", PER_RANK_PREFIX}
 
 
 @final
 class SavedTensors(Mapping[str, Tensor]):
-    """The tensors of one model of a step, by plain names; each is read when it is asked for."""
+    """The tensors of one model of a step, by plain names; each is read when it is looked up."""
 
     def __init__(self, step: SavedStep, section: str) -> None:
         self._step, self._section = step, section
@@ -129,9 +131,9 @@ def model_in(step: SavedStep, section: str | None) -> str:
     """The name under which the model was saved.
 
     Raises:
-        ArgumentError: there is none, or there are several and none was chosen.
+        ArgumentError: the step has no model, or several of which none was chosen.
     """
-    models = [name for name, one in step.sections.items() if one["kind"] == "module"]
+    models = [name for name, facts in step.sections.items() if facts["kind"] == "module"]
     if section is None and len(models) == 1:
         return models[0]
     if section not in models:
@@ -140,22 +142,23 @@ def model_in(step: SavedStep, section: str | None) -> str:
 
 
 def read_step(step: SavedStep, section: str | None = None) -> PlainState:
-    """All of a step in memory: one model, the optimizer over it, and values."""
+    """Read one model of a step into memory, with the optimizer over it, and all values."""
     model = model_in(step, section)
-    states = {name: _State() for name, one in step.sections.items() if one["kind"] == "object"}
+    sections = step.sections.items()
+    states = {name: _AnyState() for name, facts in sections if facts["kind"] == "object"}
     tensors = {
         name: torch.empty(shape, dtype=dtype)
         for name, dtype, shape in SavedTensors(step, model).facts()
     }
-    optimizers = {name: one for name, one in step.sections.items() if _is_over(one, f"{model}/")}
+    optimizers = {name: facts for name, facts in sections if _is_over(facts, f"{model}/")}
     named: dict[str, Any] = {}
     tree, made = tree_of(tensors), None
-    for name, one in optimizers.items():
-        groups = [_group(name, group, f"{model}/") for group in one["groups"]]
+    for name, facts in optimizers.items():
+        groups = [_group(name, group, f"{model}/") for group in facts["groups"]]
         tree = tree_of(tensors, [param for group in groups for param in group["params"]])
         made = named[name] = named_optimizer(tree, groups)
     loaded = api.load(step.folder, rng=False, **{model: tree, **named, **states})
-    values = {**loaded.values, **{name: one.found for name, one in states.items()}}
+    values = {**loaded.values, **{name: state.content for name, state in states.items()}}
     taken = {*[*named][-1:], *values}
     return PlainState(
         model=tree.state_dict(),
@@ -170,27 +173,27 @@ def read_step(step: SavedStep, section: str | None = None) -> PlainState:
 
 
 def others_in(step: SavedStep, model: str, taken: Collection[str] = ()) -> tuple[str, ...]:
-    """The names of what a step has beside the tensors of a model and what was ``taken``."""
+    """The names in a step, without the tensors of a model and without ``taken``."""
     return (*sorted(step.sections.keys() - {model, *taken}), *step.sections[model]["extras"])
 
 
 @final
-class _State:
-    """Stands for an object whose class is not known here: it takes any state."""
+class _AnyState:
+    """Takes any state, in the place of an object whose class is not known here."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
+        self.content: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return self.found
+        return self.content
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.found = state
+        self.content = state
 
 
 def names_that_fit(values: Mapping[str, Any]) -> set[str]:
-    """Of the names of values, those under which they can be saved."""
-    return {name for name in values if name.isidentifier()} - _TAKEN
+    """The names under which values can be saved."""
+    return {name for name in values if name.isidentifier()} - _RESERVED
 
 
 def write_step(state: PlainState, root: Path, step: int) -> Path:
@@ -204,14 +207,14 @@ def write_step(state: PlainState, root: Path, step: int) -> Path:
     if state.optimizer is not None:
         optimizer = named_optimizer(tree, groups)
         by_name = dict(tree.named_parameters())
-        for name, own in state.optimizer["state"].items():
-            optimizer.state[by_name[name]] = dict(own)
+        for name, by_key in state.optimizer["state"].items():
+            optimizer.state[by_name[name]] = dict(by_key)
     values = {name: state.values[name] for name in names_that_fit(state.values)}
     return api.save(root, step=step, model=tree, optimizer=optimizer, rng=False, **values)
 
 
 def _is_over(section: Mapping[str, Any], start: str) -> bool:
-    """Whether a section is an optimizer over the model whose names begin so."""
+    """Whether a section is an optimizer whose parameters' names all begin with ``start``."""
     if section["kind"] != "optimizer":
         return False
     params = [param for group in section["groups"] for param in group["params"]]
@@ -226,7 +229,7 @@ def _group(name: str, group: Mapping[str, Any], start: str) -> dict[str, Any]:
 def _state_by_name(optimizer: Optimizer, tree: torch.nn.Module) -> dict[str, Any]:
     names = {param: name for name, param in tree.named_parameters()}
     return {
-        "state": {names[param]: dict(own) for param, own in optimizer.state.items()},  # type: ignore[index]
+        "state": {names[param]: dict(state) for param, state in optimizer.state.items()},  # type: ignore[index]
         "param_groups": [
             {**group, "params": [names[param] for param in group["params"]]}
             for group in optimizer.param_groups

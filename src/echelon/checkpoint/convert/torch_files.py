@@ -21,43 +21,43 @@ from echelon.checkpoint.convert.step_files import PlainState
 from echelon.checkpoint.files import sync_folder
 from echelon.errors import ArgumentError, CheckpointCorrupt
 
-_SMALL_NBYTES = 1 << 20  # of a tensor that lies on itself, as after expand
+_SMALL_NBYTES = 1 << 20  # a tensor up to this size may overlap itself, as after expand
 _MODEL, _OPTIMIZERS = ("model", "state_dict", "model_state_dict"), ("optimizer", "optim")
 
 
 def to_nested(state: PlainState) -> dict[str, Any]:
-    """The one dict that these formats hold."""
-    found: dict[str, Any] = {"model": dict(state.model)}
+    """The dict that these formats hold."""
+    nested: dict[str, Any] = {"model": dict(state.model)}
     if state.optimizer is not None:
-        found["optimizer"] = dict(state.optimizer)
-    return found | dict(state.values)
+        nested["optimizer"] = dict(state.optimizer)
+    return nested | dict(state.values)
 
 
-def from_nested(found: Mapping[str, Any], path: Path) -> PlainState:
-    """A state, from a dict as people make it; or, if it holds tensors alone, those of a model.
+def from_nested(nested: Mapping[str, Any], path: Path) -> PlainState:
+    """The state in a dict with the usual keys, or in the state dict of a model alone.
 
     Raises:
-        ArgumentError: there is no model in it, or the optimizer has numbers instead of names.
+        ArgumentError: it has no model, or the optimizer has numbers instead of names.
     """
-    key = next((one for one in _MODEL if isinstance(found.get(one), Mapping)), None)
-    model = found if key is None else found[key]
-    for name in (*found, *model):
+    key = next((name for name in _MODEL if isinstance(nested.get(name), Mapping)), None)
+    model = nested if key is None else nested[key]
+    for name in (*nested, *model):
         if not isinstance(name, str):
             raise CheckpointCorrupt(f"has the key {name!r:.80}, which is no str", path)
-    tensors = {name: one for name, one in model.items() if isinstance(one, Tensor)}
+    tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
     if not tensors:
         raise ArgumentError(
-            f"{path} holds no state dict of a model: it has {sorted(map(str, found))[:10]!r:.400}"
+            f"{path} holds no state dict of a model: it has {sorted(map(str, nested))[:10]!r:.400}"
         )
-    others = tuple(str(name) for name, one in model.items() if not isinstance(one, Tensor))
+    others = tuple(str(name) for name, value in model.items() if not isinstance(value, Tensor))
     if key is None:
         return PlainState(model=tensors, left_out=others)
-    chosen = next((one for one in _OPTIMIZERS if isinstance(found.get(one), Mapping)), None)
-    rest = {str(k): v for k, v in found.items() if k not in (key, chosen)}
+    chosen = next((name for name in _OPTIMIZERS if isinstance(nested.get(name), Mapping)), None)
+    rest = {str(k): v for k, v in nested.items() if k not in (key, chosen)}
     optimizer = None
     if chosen is not None:
         try:
-            optimizer = _by_name(found[chosen], path)
+            optimizer = _by_name(nested[chosen], path)
         except ArgumentError:
             raise
         except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -83,10 +83,10 @@ def _by_name(optimizer: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
     if not names:
         return None
     return {
-        "state": {names[key]: dict(own) for key, own in optimizer.get("state", {}).items()},
+        "state": {names[key]: dict(state) for key, state in optimizer.get("state", {}).items()},
         "param_groups": [
             {
-                **{key: one for key, one in group.items() if key != "param_names"},
+                **{key: value for key, value in group.items() if key != "param_names"},
                 "params": [names[param] for param in group["params"]],
             }
             for group in groups
@@ -95,32 +95,32 @@ def _by_name(optimizer: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
 
 
 def read_torch(path: Path) -> dict[str, Any]:
-    """A file of ``torch.save``; nothing in it is executed.
+    """Read a file of ``torch.save``; nothing in it is executed.
 
     Raises:
         CheckpointCorrupt: it is none, or holds more than tensors and plain values, or a tensor
-            that is larger than what it lies in.
-        CheckpointError: there is not the memory for it.
+            that is larger than its storage.
+        CheckpointError: there is not enough memory.
     """
     check_memory(path.stat().st_size, path)
     _check_archive(path)
     problem = ""
     try:
-        found = torch.load(path, weights_only=True, map_location="cpu")
+        content = torch.load(path, weights_only=True, map_location="cpu")
     except OSError:
         raise
-    except Exception as error:  # whatever torch's reader stumbles over in a file of anybody
+    except Exception as error:  # a file from anywhere can make torch's reader raise anything
         problem = _why_not_read(error)
     if problem:  # outside of the handler, so that the error does not keep what was read
         raise CheckpointCorrupt(problem, path)
-    if not isinstance(found, Mapping):
-        raise CheckpointCorrupt(f"holds a {type(found).__name__}, not a dict", path)
-    _check_tensors(found, path)
-    return dict(found)
+    if not isinstance(content, Mapping):
+        raise CheckpointCorrupt(f"holds a {type(content).__name__}, not a dict", path)
+    _check_tensors(content, path)
+    return dict(content)
 
 
 def _why_not_read(error: Exception) -> str:
-    """What torch's reader said, without its advice to unpickle the file."""
+    """The error of torch's reader, without its advice to unpickle the file."""
     classes = re.findall(r"GLOBAL ([\w.]{1,80})", str(error))
     if classes:
         return (
@@ -133,12 +133,12 @@ def _why_not_read(error: Exception) -> str:
 
 
 def _check_archive(path: Path) -> None:
-    """Refuse an archive that is larger when it is unpacked; torch.save packs nothing."""
+    """Refuse a compressed archive, which may unpack to any size; torch.save compresses nothing."""
     try:
         if not zipfile.is_zipfile(path):
-            return  # of an old version, or torch says what it is
+            return  # an old version wrote it, or torch says what it is
         with zipfile.ZipFile(path) as archive:
-            packed = [one.filename for one in archive.infolist() if one.compress_type]
+            packed = [record.filename for record in archive.infolist() if record.compress_type]
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise CheckpointCorrupt(f"is no archive of torch.save: {error}", path) from error
     if packed:
@@ -147,31 +147,31 @@ def _check_archive(path: Path) -> None:
         )
 
 
-def _check_tensors(found: Mapping[Any, Any], path: Path) -> None:
-    """Refuse tensors that a few bytes stand for: they take memory when they are written."""
+def _check_tensors(content: Mapping[Any, Any], path: Path) -> None:
+    """Refuse tensors much larger than their storage, which would take memory when written."""
     seen: set[int] = set()
-    waiting: list[Any] = [found]
+    waiting: list[Any] = [content]
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        value = waiting.pop()
+        if id(value) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, Mapping):
-            waiting += one.values()
-        elif isinstance(one, list | tuple | set | frozenset):
-            waiting += one
-        elif isinstance(one, Tensor) and one.layout is torch.strided and not one.is_meta:
-            there = one.untyped_storage().nbytes()
-            if one.nbytes > max(there, _SMALL_NBYTES):
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            waiting += value
+        elif isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
+            storage_nbytes = value.untyped_storage().nbytes()
+            if value.nbytes > max(storage_nbytes, _SMALL_NBYTES):
                 raise CheckpointCorrupt(
-                    f"holds a tensor of {one.nbytes} bytes that lies in {there} bytes: save a "
-                    "contiguous() copy of it",
+                    f"holds a tensor of {value.nbytes} bytes that lies in {storage_nbytes} bytes: "
+                    "save a contiguous() copy of it",
                     path,
                 )
 
 
 def write_torch(state: dict[str, Any], path: Path) -> None:
-    """Write such a file, under another name until it is complete."""
+    """Write a file of ``torch.save``, under another name until it is complete."""
     part = path.with_name(f".{path.name}.part")
     try:
         with open(part, "xb") as file:
