@@ -1,11 +1,13 @@
 """Where parameters lie in a unit and who owns what; pure arithmetic."""
 
+import math
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echelon.errors import ArgumentError
-from echelon.fsdp.shard_layout import layout_by_element, layout_by_rows, numel_of, place_order
+from echelon.fsdp.shard_layout import layout_by_element, layout_by_rows, place_order
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=5)
 
@@ -49,10 +51,10 @@ def test_rows_are_never_torn_and_some_ranks_may_own_none(rows, ranks, counts) ->
 @given(shapes=SHAPES, ranks=st.integers(1, 7), rows=st.booleans())
 def test_every_element_has_one_owner(shapes, ranks, rows) -> None:
     cut = (layout_by_rows if rows else layout_by_element)(shapes, ranks)
-    assert cut.numel == sum(map(numel_of, shapes)) == sum(cut.numels_by_rank)
+    assert cut.numel == sum(map(math.prod, shapes)) == sum(cut.numels_by_rank)
     for member, shape in enumerate(shapes):
         owned = [i for one in cut.info(member) for i in range(one.start, one.start + one.size)]
-        assert owned == list(range(numel_of(shape)))
+        assert owned == list(range(math.prod(shape)))
     if not rows:
         assert max(cut.numels_by_rank) - min(cut.numels_by_rank) <= 1
 

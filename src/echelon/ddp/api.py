@@ -15,13 +15,13 @@ from echelon.checks import Reduction
 from echelon.comm.group import Group
 from echelon.ddp.buckets import BucketInfo, Unused
 from echelon.ddp.join import JoinStep, Rounds
-from echelon.ddp.options import DDPOptions, Init, Sync
+from echelon.ddp.options import DDPOptions, Sync
 from echelon.ddp.reducer import Reducer
 from echelon.ddp.replicas import TrackedBuffers, broadcast_coalesced, replicated_state
 from echelon.errors import ArgumentError, StateError
 from echelon.modules.autograd import in_transform
 from echelon.modules.compiled import keep_plain_names, plain_name
-from echelon.modules.model_agreement import check_agreement, check_model, option_facts
+from echelon.modules.model_agreement import Init, check_agreement, check_model, option_facts
 from echelon.modules.nested import tensors
 from echelon.modules.parameters import (
     ParameterGuard,
@@ -30,7 +30,7 @@ from echelon.modules.parameters import (
     disclaim,
     ignored_parameters,
 )
-from echelon.modules.wrapper import Wrapper
+from echelon.modules.wrapper import Wrapper, no_assign
 from echelon.state.sharded_state import (
     HasShards,
     ParameterShards,
@@ -356,7 +356,7 @@ class DDP(Wrapper, HasShards):
             ArgumentError: with ``assign``, which would replace the parameters that are reduced.
         """
         if assign:
-            raise _no_assign()
+            raise no_assign("DDP reduces")
         return self.module.load_state_dict(state_dict, strict=strict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -381,18 +381,11 @@ def _check_arguments(module: nn.Module, group: Group) -> None:
         )
 
 
-def _no_assign() -> ArgumentError:
-    return ArgumentError(
-        "load_state_dict(assign=True) would replace the parameters that DDP reduces: "
-        "use assign=False"
-    )
-
-
 def _add_prefix(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
     """Add the prefix of the wrapped module to plain keys that a larger module loads."""
     if metadata.get("assign_to_params_buffers"):
-        raise _no_assign()
+        raise no_assign("DDP reduces")
     for key in [key for key in state if key.startswith(prefix)]:
         state[prefix + _PREFIX + key.removeprefix(prefix)] = state.pop(key)

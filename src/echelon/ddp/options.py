@@ -9,9 +9,9 @@ import torch
 
 from echelon import checks
 from echelon.checks import Reduction
+from echelon.modules.model_agreement import Init
 
 Sync = Literal["overlap", "manual"]
-Init = Literal["broadcast", "verify", "trust"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

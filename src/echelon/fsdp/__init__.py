@@ -1,32 +1,33 @@
 """Fully sharded data parallelism: each rank keeps a shard of every unit. See ``api``.
 
-A parameter goes from ``hooks`` over ``unsharder``, ``unit`` and ``storages`` to its all-gather, and
-its gradient from ``backward`` over ``gradient_reducer`` to the reduction in ``gradients``.
+An unshard passes from a hook in ``hooks`` through ``unsharder``, ``unit`` and ``storage_kinds`` to
+the all-gather. A gradient passes from a hook in ``backward`` through ``gradient_reducer`` to the
+reduction in ``gradients``.
 
 ``api``               the wrapper that trains
-``policy``            what can be chosen: strategies, dtypes, offload, prefetch
+``policy``            the options: strategies, dtypes, offload, prefetch
 ``units``             which modules become units
-``shard_layout``      which rank has what of a buffer; pure arithmetic
-``hybrid_groups``     the ranks that a model is sharded over, and those with the same shard
-``local_shard``       this rank's shard: in which memory it lies, and on which streams it moves
+``shard_layout``      which rank has which elements of a buffer; pure arithmetic
+``hybrid_groups``     the shard group, and the replicas of each shard (HSDP)
+``local_shard``       this rank's shard: in which memory it is, and which streams copy it
 ``storage``           the memory of parameters of one kind: shards, and unsharded parameters
-``storages``          the kinds of storage: shared, gathered, replicated
+``storage_kinds``     the kinds of storage: shared, gathered, replicated
 ``gradients``         from unsharded gradients to this rank's reduced shard of them
 ``unit``              the states of a unit: sharded, unsharding, unsharded, hidden
 ``execution_order``   in which order units are unsharded and reduced, the same on all ranks
-``pass_state``        what one forward and one backward know of the units
+``pass_state``        the state of one forward and of one backward, unit by unit
 ``unsharder``         unshards units when passes reach them, and ahead of that
 ``gradient_reducer``  collects gradients and launches their reductions
 ``backward``          which units a backward has reached, left and completed
-``hooks``             when units are unsharded in forward, and when shards may be written
+``hooks``             the hooks on modules, and when shards may be written
 ``build``             from a module to units with memory and initial values, and back
-``guards``            what code outside may not do with shards
+``guards``            keeps code outside from taking shards for unsharded parameters
 ``sharded_module``    what a sharded model is when it does not train
-``unit_info``         what a user can ask about units and memory
-``state_dict``        copies of parameters, hooks that load them, and what this rank holds
+``unit_info``         the units, shards and memory of a model, as users see them
+``state_dict``        copies of parameters, hooks that load them, and the ranges of this rank
 
-To add a strategy: a member of ``Strategy`` with its row in the table of ``policy``, and, if its
-memory is none of the known ones, a kind of storage with its condition in ``storages.make_storage``.
+A new strategy is a member of ``Strategy`` with its row in the table of ``policy``. If its memory is
+of a new kind, add a subclass of ``Storage`` with its condition in ``storage_kinds.make_storage``.
 """
 
 from echelon.fsdp.api import FSDP

@@ -1,4 +1,4 @@
-"""``FSDP``: a module of which each rank keeps a shard only."""
+"""``FSDP``: a wrapper of which each rank keeps a shard of the module's parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.policy import (
     BackwardPrefetch,
     FSDPOptions,
-    Init,
     Layout,
     MixedPrecision,
     Offload,
@@ -28,8 +27,8 @@ from echelon.fsdp.policy import (
 )
 from echelon.fsdp.sharded_module import ShardedModule
 from echelon.fsdp.units import Rule, plan_units, whole
-from echelon.modules.autograd import has_tangent, in_backward, in_transform
-from echelon.modules.model_agreement import check_agreement, check_model, option_facts
+from echelon.modules.autograd import in_backward, in_other_differentiation
+from echelon.modules.model_agreement import Init, check_agreement, check_model, option_facts
 from echelon.modules.nested import cast_floats, tensors
 from echelon.modules.norms import check_order, norm_over_shards
 from echelon.modules.parameters import check_unclaimed, ignored_parameters
@@ -221,7 +220,7 @@ class FSDP(ShardedModule):
     def whole_nbytes(self) -> int:
         """Bytes of the parameters when they are unsharded."""
         sharded = [storage for storage in self._storages() if storage.sharded]
-        return sum(one.layout.numel * one.compute_dtype.itemsize for one in sharded)
+        return sum(storage.layout.numel * storage.compute_dtype.itemsize for storage in sharded)
 
     def gather_parameters(self) -> None:
         """Begin to unshard all units; forwards and backwards leave them so. All ranks call it.
@@ -273,7 +272,8 @@ class FSDP(ShardedModule):
             for is_sharded in (True, False)
         )
         norm = norm_over_shards(sharded, replicated, check_order(norm_type), self._group)
-        return norm.to(reduce(torch.promote_types, [one.dtype.to_real() for one in storages]))
+        dtypes = [storage.dtype.to_real() for storage in storages]
+        return norm.to(reduce(torch.promote_types, dtypes))
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -295,7 +295,7 @@ class FSDP(ShardedModule):
 
 
 def _check_transforms(inputs: Any) -> None:
-    if in_transform() or any(has_tangent(tensor) for tensor in tensors(inputs)):
+    if in_other_differentiation(tensors(inputs)):
         raise UnsupportedError(
             "an FSDP inside of torch.func (grad, jvp, vmap, ...) or of forward-mode "
             "differentiation: its gathers and reductions take no part in such derivatives. Take "
@@ -304,8 +304,8 @@ def _check_transforms(inputs: Any) -> None:
 
 
 def _check_flat(options: FSDPOptions, group: Group) -> None:
-    views = options.layout == "rows" and group.shares_memory
-    if views and not options.use_orig_params and options.traits.shards:
+    has_views = options.layout == "rows" and group.shares_memory  # shards are views of the buffer
+    if has_views and not options.use_orig_params and options.traits.shards:
         raise UnsupportedError(
             "use_orig_params=False with layout='rows' where ranks share memory: the rows of a rank "
             "do not lie end to end there, so they cannot be one flat parameter. Use layout='flat', "
@@ -318,8 +318,8 @@ def _check_arguments(
 ) -> None:
     checks.instance("module", module, nn.Module)
     checks.instance("group", group, Group)
-    given = replicate is not None
-    if strategy.hybrid != given or not isinstance(replicate, Group | None):
+    has_replicas = replicate is not None
+    if strategy.hybrid != has_replicas or not isinstance(replicate, Group | None):
         raise ArgumentError(
             f"replicate is {replicate!r:.80} with {strategy}: a hybrid strategy, and no other, "
             "needs a group of replicas. Make mesh = world.mesh(replicate=-1, shard=8); give "
@@ -331,8 +331,8 @@ def _check_arguments(
             "share more than this rank, or not even that: give two axes of one mesh"
         )
     if replicate is not None:
-        ours, theirs = (one.ranks[one.rank] for one in (group, replicate))
-        if ours != theirs or type(group) is not type(replicate):
+        world_rank, same_rank = (ranks.ranks[ranks.rank] for ranks in (group, replicate))
+        if world_rank != same_rank or type(group) is not type(replicate):
             raise ArgumentError(
                 f"group is {group!r} and replicate is {replicate!r}, of another world: give two "
                 "axes of one mesh"

@@ -18,11 +18,12 @@ from echelon.fsdp.gradients import GradientShard, Slots
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.local_shard import ShardDevices
-from echelon.fsdp.policy import FSDPOptions, Init, Offload
+from echelon.fsdp.policy import FSDPOptions, Offload
 from echelon.fsdp.storage import Storage
-from echelon.fsdp.storages import copy_storage, make_storage
+from echelon.fsdp.storage_kinds import copy_storage, make_storage
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.units import Member, UnitPlan
+from echelon.modules.model_agreement import Init
 from echelon.state.initialization import Initializer, ParameterPlace, draw_seed, own_tensors
 
 # Units ---------------------------------------------------------------------------------------
@@ -35,10 +36,10 @@ def build_units(
     options: FSDPOptions,
     values: InitialValues,
 ) -> tuple[list[Unit], list[Slots]]:
-    """The units of ``module``, the root first, and the slots in which their gradients travel.
+    """Build the units of ``module``, the root first, and the slots in which gradients travel.
 
-    All ranks call it. Each parameter gets its whole value and becomes this rank's shard before the
-    next one does, so the start takes the memory of all shards and of one unit.
+    All ranks call it. Each parameter gets its unsharded value and becomes this rank's shard before
+    the next one does, so building takes the memory of all shards and of one unit.
     """
     devices = ShardDevices(groups, options.offload)
     values.begin()
@@ -59,9 +60,9 @@ def build_units(
 def copy_units(
     units: Sequence[Unit], module: nn.Module, groups: HybridGroups, options: FSDPOptions
 ) -> tuple[list[Unit], list[Slots]]:
-    """The same units of ``module``, a copy of theirs, in memory of their own.
+    """Build the same units for ``module``, a copy of the model, in memory of their own.
 
-    All ranks call it. Members are found by name, so a module may copy itself its way.
+    All ranks call it. Members are found by name, so modules may define how they are copied.
     """
 
     def copied(member: Member) -> Member:
@@ -69,7 +70,10 @@ def copy_units(
         return Member(member.name, module.get_parameter(member.name), owner)
 
     storages = [
-        [copy_storage(one, [copied(member) for member in one.members]) for one in unit.storages]
+        [
+            copy_storage(storage, [copied(member) for member in storage.members])
+            for storage in unit.storages
+        ]
         for unit in units
     ]
     modules = [(unit.name, module.get_submodule(unit.name)) for unit in units]
@@ -79,10 +83,7 @@ def copy_units(
 def restore_parameters(
     hooks: Hooks, storages: Sequence[Storage], values: Mapping[int, Tensor]
 ) -> None:
-    """Give parameters these values, by their ``id``, and their unsharded gradients.
-
-    All ranks call it.
-    """
+    """Give parameters their unsharded gradients, and ``values`` by ``id``. All ranks call it."""
     gradients = [storage.gather_gradients() for storage in storages]
     hooks.unsharder.wait_for_readers("gradients were copied")
     for storage, unsharded in zip(storages, gradients, strict=True):
@@ -93,7 +94,7 @@ def restore_parameters(
 
 
 def broadcast_copies(storages: Sequence[Storage], groups: HybridGroups) -> None:
-    """Give all ranks with the same shard that of the first of them. All ranks call it."""
+    """Copy the shard of the first replica to the others. All ranks call it."""
     for storage in storages:
         for member, shard in zip(storage.members, storage.shards, strict=True):
             label = f"initial {member.name}"
@@ -109,14 +110,17 @@ def _units_of(
     group: Group,
     options: FSDPOptions,
 ) -> tuple[list[Unit], list[Slots]]:
-    """Units with what their gradients and optimizers need."""
+    """The units, with gradient shards and flat parameters.
+
+    Frozen parameters, as the base model of LoRA, have storages of their own and no gradient shard.
+    """
     slots = _SlotsByStorage(group, options, storages)
     units, precision, unsharded_bytes = [], options.precision, PeakBytes()
     for (name, module), of_unit in zip(modules, storages, strict=True):
         gradient_shards = []
         for storage in of_unit:
             if not options.use_orig_params:
-                storage.flatten()
+                storage.use_flat_parameter()
             if storage.requires_grad:
                 wire_dtype = _wire_dtype(storage, options)
                 grad_dtype = wire_dtype if precision.keep_low_precision_grads else storage.dtype
@@ -127,13 +131,15 @@ def _units_of(
 
 
 def _fill(plan: UnitPlan, storages: list[Storage], values: InitialValues) -> list[Storage]:
-    """The storages of a unit with their initial values, and its parameters sharded."""
-    homes = {id(param): (one, i) for one in storages for i, param in enumerate(one.params)}
-    # In the order of the model: the parameters of one module come together.
+    """Give the parameters of a unit their initial values, and shard them."""
+    homes = {
+        id(param): (storage, i) for storage in storages for i, param in enumerate(storage.params)
+    }
+    # In the order of the model, in which the parameters of one module follow each other.
     for member in plan.members:
         storage, i = homes[id(member.param)]
         values.materialize(member.param)
-        storage.shard_param(i)
+        storage.replace_param_by_shard(i)
     return storages
 
 
@@ -180,10 +186,11 @@ def _wire_dtype(storage: Storage, options: FSDPOptions) -> torch.dtype:
 class _SlotsByStorage:
     """Which gradients travel in which slots.
 
-    One or two slots serve all units in turn, but the root's have their own: they begin to come
-    first and are complete last. With ``SHARD_OPTIMIZER`` every storage has a slot, so no reduction
-    waits for another. Where memory is not shared, two units are unsharded in backward, one of which
-    has its gradients beside it: a second slot would exceed two units with their gradients.
+    One or two slots serve all units in turn, but the root has its own: its first gradient arrives
+    first and its last one last. With ``SHARD_OPTIMIZER`` every storage has a slot, so no reduction
+    waits for another. Where memory is not shared, two units are unsharded in backward, and one of
+    them has its gradients: with a second slot, a step would take more than two units with their
+    gradients.
     """
 
     def __init__(
@@ -222,26 +229,19 @@ class _Source(Enum):
 
     RANK_0 = "rank 0 sends it"
     ITSELF = "each rank has it"
-    MODULE = "its module makes it, alike on every rank"
+    MODULE = "its module initialises it, equally on every rank"
 
 
 @final
 class InitialValues:
     """Gives parameters and buffers their initial values, one at a time.
 
-    Law: what a module makes depends on the base seed and on its name; neither on the number of
-    ranks nor on how the model is sharded.
+    Law: the values that a module makes depend on the base seed and on its name, neither on the
+    number of ranks nor on how the model is sharded.
 
-    Args:
-        module: the same on all ranks, but for values.
-        groups: the ranks that share it.
-        init: what ``FSDP`` was told.
-        on_meta: by rank, the names of what it has on the meta device.
-        materialize: makes values in the place of ``reset_parameters``.
-
-    Raises:
-        ModelMismatch: a value is needed of a rank that does not have it.
-        ArgumentError: a module cannot make its values.
+    ``on_meta`` has, by rank, the names of the tensors that it has on the meta device. Raises
+    ModelMismatch if a value is needed of a rank that does not have it, and ArgumentError if a
+    module cannot initialise itself.
     """
 
     def __init__(
@@ -268,18 +268,18 @@ class InitialValues:
         from_modules = [key for key, source in self._sources.items() if source is _Source.MODULE]
         for key in from_modules:
             self._initializer.check(self._places[key])
-        # One draw on every rank, so that equal random streams stay equal.
+        # Every rank draws once, so that equal random streams stay equal.
         self._seed: int = groups.broadcast_object(draw_seed()) if from_modules else 0
 
     def begin(self) -> None:
-        """Make the buffers valid that no module makes: a module that makes others may read them."""
+        """Give buffers their values that no module makes; a module may read them to make others."""
         for tensor in list(self._waiting.values()):
             is_parameter = isinstance(tensor, nn.Parameter)
             if not is_parameter and self._sources[id(tensor)] is not _Source.MODULE:
                 self.materialize(tensor)
 
     def materialize(self, tensor: Tensor) -> None:
-        """Give ``tensor`` its value, on the group's device and in the same object. Once for each.
+        """Give ``tensor``, once, its value in the same object, on the device of the group.
 
         All ranks call it in the same order.
         """
@@ -297,12 +297,12 @@ class InitialValues:
                 self._groups.broadcast(tensor.data, f"initial {place.name}")
 
     def finish(self) -> None:
-        """Make valid what is in no unit: ignored parameters, and buffers."""
+        """Give ignored parameters and buffers their values, which are in no unit."""
         for tensor in list(self._waiting.values()):
             self.materialize(tensor)
 
     def _make(self, name: str, module: nn.Module) -> None:
-        """Let a module initialise what it is the first owner of."""
+        """Let a module initialise the tensors that it is the first owner of."""
         owned = {
             id(tensor)
             for _, tensor in own_tensors(module)

@@ -1,9 +1,9 @@
-"""Keeps code outside of FSDP from taking this rank's shards for whole parameters.
+"""Keeps code outside of FSDP from taking this rank's shards for unsharded parameters.
 
-The wrapper knows that parameters are sharded. The modules inside of it do not: torch asks each for
-its state, pickles it or copies it as it stands, and its code may use a parameter while that is
-sharded. Optimizers do not know that other ranks read what they write. Each of them is refused with
-the parameter's name, or waits.
+The wrapper knows that parameters are sharded, but the modules inside of it do not: torch reads the
+state of each, pickles it or copies it, and its code may use a parameter while that is sharded.
+Optimizers do not know that other ranks read what they write. Each of them gets an error that names
+the parameter, or waits.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from torch.optim.optimizer import Optimizer
 
 from echelon.errors import EchelonError, StateError
 from echelon.fsdp.hooks import Hooks
-from echelon.fsdp.state_dict import no_assign
+from echelon.fsdp.state_dict import Home, homes_of
 from echelon.fsdp.storage import Storage, wait_for_unshards
 from echelon.fsdp.unit import Unit
 from echelon.modules.elementwise import allow_other_steps, refuse_other_steps
 from echelon.modules.optimizer_hooks import StepCheck, add_step_check, remove_step_check
+from echelon.modules.wrapper import no_assign
 
 
 def guard(module: nn.Module, storages: Sequence[tuple[str, Storage]], hooks: Hooks) -> None:
@@ -35,7 +36,7 @@ def guard(module: nn.Module, storages: Sequence[tuple[str, Storage]], hooks: Hoo
 
 
 def unguard(module: nn.Module, storages: Sequence[Storage]) -> None:
-    """The parameters are those of a plain module again."""
+    """Remove all guards: the parameters are those of a plain module again."""
     _unguard_modules(module)
     _unguard_steps(storages)
 
@@ -47,15 +48,12 @@ def unguard(module: nn.Module, storages: Sequence[Storage]) -> None:
 class ModuleGuard:
     """The hooks on one module that has sharded parameters: before calls, and around its state.
 
-    Args:
-        homes: by its own name of a parameter: the name in the model, the storage, the place there.
-        check_call: called before each forward of the module.
+    ``homes`` has the sharded parameters by their names in the module. ``check_call`` is called
+    before each forward of the module.
     """
 
     def __init__(
-        self,
-        homes: dict[str, tuple[str, Storage, int]],
-        check_call: Callable[[], None] | None = None,
+        self, homes: dict[str, Home], check_call: Callable[[], None] | None = None
     ) -> None:
         self._homes, self._check_call = homes, check_call
 
@@ -65,14 +63,11 @@ class ModuleGuard:
             self._check_call()
 
     def before_state(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Refuse the values of shards; with ``keep_vars`` the parameters themselves are asked for.
-
-        Raises:
-            StateError: a parameter of the module is sharded now.
-        """
-        for local, (name, storage, i) in self._homes.items():
+        """Refuse the state of a module while a parameter is sharded, unless with ``keep_vars``."""
+        for local, (storage, i) in self._homes.items():
             param, shape = module._parameters.get(local), storage.layout.shapes[i]
             if not keep_vars and param is not None and tuple(param.shape) != shape:
+                name = storage.members[i].name
                 raise StateError(
                     f"state_dict() of a module inside of FSDP, where {name!r} is this rank's "
                     f"shard, {list(param.shape)} of {list(shape)}: nobody could load it. Take "
@@ -84,21 +79,17 @@ class ModuleGuard:
     def before_load(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: object
     ) -> None:
-        """Put this rank's shards in the place of unsharded values, as far as those fit.
-
-        Raises:
-            ArgumentError: with ``assign=True``, which would replace parameters.
-        """
+        """Replace the unsharded values that fit by this rank's shards of them."""
         if metadata.get("assign_to_params_buffers"):
-            raise no_assign()
-        wait_for_unshards({home[1] for home in self._homes.values()})
-        for local, (_name, storage, i) in self._homes.items():
+            raise no_assign("FSDP shards")
+        wait_for_unshards({home.storage for home in self._homes.values()})
+        for local, (storage, i) in self._homes.items():
             param, shape = module._parameters.get(local), storage.layout.shapes[i]
             value = state.get(prefix + local)
             if param is None or not isinstance(value, Tensor) or tuple(value.shape) != shape:
-                continue  # for torch to name
+                continue  # torch names it
             if tuple(param.shape) != shape:
-                state[prefix + local] = storage.shard_of(i, value)
+                state[prefix + local] = storage.local_shard_of(i, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise self._not_by_itself("copied")
@@ -118,18 +109,12 @@ class ModuleGuard:
 def _guard_modules(
     module: nn.Module, storages: Sequence[Storage], check_call: Callable[[], None]
 ) -> None:
-    """Put hooks on each module below ``module`` that has a sharded parameter, and on itself.
+    """Put hooks on ``module``, and on each module in it that has a sharded parameter.
 
-    Args:
-        check_call: called before each forward of ``module`` itself.
+    ``check_call`` is called before each forward of ``module`` itself.
     """
     _unguard_modules(module)
-    homes = {
-        id(member.param): (member.name, storage, i)
-        for storage in storages
-        if storage.sharded
-        for i, member in enumerate(storage.members)
-    }
+    homes = homes_of([storage for storage in storages if storage.sharded])
     for submodule in module.modules():
         guarded = {
             local: homes[id(param)]
@@ -145,7 +130,7 @@ def _guard_modules(
 
 
 def _unguard_modules(module: nn.Module) -> None:
-    """Take the hooks off again, also those that a copy has got from its original."""
+    """Take the hooks off again, also those that a copy has inherited from its original."""
     for submodule in module.modules():
         kinds: Sequence[dict[int, Any]] = (
             submodule._forward_pre_hooks,
@@ -158,7 +143,7 @@ def _unguard_modules(module: nn.Module) -> None:
 
 
 def allow_copies(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Let ``module`` be copied with ``memo``; the copy then has hooks of the original."""
+    """Let ``module`` be copied with ``memo``; the copy then has the hooks of the original."""
     for guard in _guards(module):
         memo[id(guard)] = guard
 
@@ -171,7 +156,8 @@ def _guards(module: nn.Module) -> Iterable[ModuleGuard]:
 
 
 def _guard_of(hook: Any) -> ModuleGuard | None:
-    owner = getattr(getattr(hook, "hook", hook), "__self__", None)  # torch wraps those of loading
+    # torch wraps the hooks of load_state_dict in an object with an attribute ``hook``.
+    owner = getattr(getattr(hook, "hook", hook), "__self__", None)
     return owner if isinstance(owner, ModuleGuard) else None
 
 
@@ -188,15 +174,15 @@ class _Sharded(NamedTuple):
 
 
 def explain_sharded_use(error: BaseException, units: Sequence[Unit]) -> StateError | None:
-    """What to raise instead of the ``error`` of a forward; None if no sharded parameter caused it.
+    """The error to raise instead of ``error`` if a sharded parameter caused it; otherwise None.
 
     A sharded parameter has another shape, so torch complains about shapes and names nothing. Only
-    after a failure the lines that ran are searched for such a parameter; nothing is watched.
+    after a failure are the lines that ran searched for such a parameter; uses are not monitored.
     """
     if isinstance(error, EchelonError) or not isinstance(error, RuntimeError | IndexError):
         return None
     frames = list(traceback.walk_tb(error.__traceback__))
-    # Those that ran were unsharded; they have been resharded since, on the way up.
+    # The modules that ran were unsharded; the error has passed the hooks that reshard them.
     ran = {id(frame.f_locals.get("self")) for frame, _ in frames}
     sharded = [
         _Sharded(member.name, member.param, unit.label, shape)
@@ -223,14 +209,14 @@ def explain_sharded_use(error: BaseException, units: Sequence[Unit]) -> StateErr
 def _used(frame: FrameType, line: int, sharded: Sequence[_Sharded]) -> Iterator[_Sharded]:
     """The sharded parameters that a line of code works with."""
     values = {id(value) for value in frame.f_locals.values()}
-    yield from (known for known in sharded if id(known.param) in values)
+    yield from (parameter for parameter in sharded if id(parameter.param) in values)
     source = linecache.getline(frame.f_code.co_filename, line)
     names = set(re.findall(r"[\w.]+", re.sub(r"\[(\d+)\]", r".\1", source)))
-    for known in sharded:
-        owner, _, local = known.name.rpartition(".")
+    for parameter in sharded:
+        owner, _, local = parameter.name.rpartition(".")
         tail = f"{owner.rpartition('.')[2]}.{local}".lstrip(".")
         if any(f".{name}.".find(f".{tail}.") >= 0 for name in names):
-            yield known
+            yield parameter
 
 
 # Steps of optimizers -------------------------------------------------------------------------
@@ -240,9 +226,9 @@ def _used(frame: FrameType, line: int, sharded: Sequence[_Sharded]) -> Iterator[
 class WaitForForwards(StepCheck):
     """Lets no optimizer write shards that another rank still reads.
 
-    A backward that reduces needs all ranks, and comes after their last use of the parameters; so
-    the step that follows it overtakes nobody. But a forward may have no such backward: an
-    evaluation without ``no_grad``, or one under ``no_sync``. Then the ranks meet before the step.
+    A backward that reduces needs all ranks, and comes after their last use of the parameters, so a
+    step after it is safe. But a forward may have no such backward: an evaluation without
+    ``no_grad``, or one under ``no_sync``. Then the ranks meet before the step.
     """
 
     def __init__(self, hooks: Hooks) -> None:
@@ -256,13 +242,9 @@ class WaitForForwards(StepCheck):
 
 @final
 class BehindFlatParameter(StepCheck):
-    """Refuses optimizers over parameters that are part of a flat one.
+    """Refuses optimizers over the ``params`` of which the flat parameter ``name`` consists.
 
-    Their ``.grad`` is None outside of backward, so a step would do nothing and say nothing.
-
-    Args:
-        name: of the flat parameter.
-        params: that it consists of.
+    Their ``.grad`` is None outside of backward, so a step would silently do nothing.
     """
 
     def __init__(self, name: str, params: Iterable[nn.Parameter]) -> None:
@@ -302,7 +284,7 @@ def _unguard_steps(storages: Iterable[Storage]) -> None:
 
 @final
 class Detached:
-    """Stands where a wrapper had what it works with, after ``unwrap()``."""
+    """Replaces the attributes of a wrapper after ``unwrap()``, and raises at any use."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise self._error()

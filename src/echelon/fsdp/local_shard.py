@@ -1,4 +1,4 @@
-"""This rank's shard of a storage: in which memory it lies, and on which streams it moves.
+"""This rank's shard of a storage: in which memory it is, and which streams copy it.
 
 ::
 
@@ -28,25 +28,25 @@ def has_two_memories(offload: Offload, device: torch.device) -> bool:
 
 @final
 class ShardDevices:
-    """The memories of one model on one rank, and its streams.
+    """The memories and the streams of one model on one rank.
 
     Attributes:
-        group: ranks that share the model.
+        group: the ranks that share the model.
         unshard_group: the same ranks, for all-gathers.
-        device: where the model computes and communicates.
+        device: the device that computes and communicates.
         offload: what is kept on the host; NONE where that is the same memory.
-        unshard_stream: all-gathers of parameters.
-        reduce_stream: reductions of gradients.
+        unshard_stream: the stream of all-gathers.
+        reduce_stream: the stream of reductions.
     """
 
     def __init__(self, groups: HybridGroups, offload: Offload) -> None:
         group = groups.shard
         self.group, self.unshard_group, self.device = group, groups.unshard, group.device
         self.offload = offload if has_two_memories(offload, group.device) else Offload.NONE
-        # Simulated ranks do each other's work, so on a device they need one order for all of it.
-        own = not group.shares_memory
-        self.unshard_stream: Stream = new_stream(group.device, own=own)
-        self.reduce_stream: Stream = new_stream(group.device, own=own)
+        # Simulated ranks do each other's work, so on a device all of it is on the current stream.
+        is_separate = not group.shares_memory
+        self.unshard_stream: Stream = new_stream(group.device, own=is_separate)
+        self.reduce_stream: Stream = new_stream(group.device, own=is_separate)
 
     @property
     def offloads(self) -> bool:
@@ -54,17 +54,17 @@ class ShardDevices:
         return self.offload is not Offload.NONE
 
     def empty_shard(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory for masters or gradients."""
+        """Allocate memory for masters or gradients."""
         if self.offloads:
             return self.empty_on_host(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def empty_on_host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the host from and to which copies are asynchronous."""
+        """Allocate memory of the host from and to which copies are asynchronous."""
         return host_memory(numel, dtype, self.device)
 
     def to_device(self, shard: Tensor) -> Tensor:
-        """A shard where it is computed and communicated; a copy if that is another memory."""
+        """A shard on the device; a copy if it was in another memory."""
         return shard.to(self.device, non_blocking=True, copy=self.offloads)
 
     def wait_for_unshards(self) -> None:
@@ -77,9 +77,9 @@ class LocalShard(ABC):
     """The shard of one rank.
 
     Attributes:
-        masters: what the optimizer sees. 1D
-        staged: the same after ``refresh``, in the dtype in which others read it; ``masters``
-            themselves if they can. 1D
+        masters: the shard that the optimizer sees, 1D.
+        staged: the values that other ranks read, as of the last ``refresh``, 1D; ``masters`` itself
+            where it is read directly.
     """
 
     masters: Tensor
@@ -87,21 +87,21 @@ class LocalShard(ABC):
 
     @abstractmethod
     def refresh(self) -> None:
-        """Bring everything else up to date with the masters. No unshard reads it now."""
+        """Copy the masters to all other memory of the shard, which no unshard reads now."""
 
     @abstractmethod
     def send_buffer(self) -> Tensor:
-        """The shard on the device, in the compute dtype; called on the unshard stream."""
+        """The shard on the device in the compute dtype; called on the unshard stream."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes on the device while the unit is sharded."""
+        """The bytes on the device while the unit is sharded."""
 
     @property
     @abstractmethod
     def host_nbytes(self) -> int:
-        """Bytes in the memory of the host, where that is another one."""
+        """The bytes in the memory of the host, where that is another memory."""
 
 
 def make_masters(
@@ -114,7 +114,7 @@ def make_masters(
 def make_local_shard(
     numel: int, dtype: torch.dtype, compute: torch.dtype, devices: ShardDevices
 ) -> LocalShard:
-    """The shard of a storage that all-gathers read; ``compute`` is the dtype that they move."""
+    """The shard of a storage that all-gathers read, in the dtype ``compute``."""
     if devices.offload is Offload.OPTIMIZER:
         return MirroredShard(HostShard(numel, dtype, compute, devices), devices)
     return make_masters(numel, dtype, compute, devices)
@@ -132,7 +132,7 @@ class DeviceShard(LocalShard):
         self._compute = compute
 
     def refresh(self) -> None:
-        pass  # every all-gather takes the masters as they are
+        pass  # all-gathers read the masters themselves
 
     def send_buffer(self) -> Tensor:
         return self.masters.to(self._compute)
@@ -148,10 +148,9 @@ class DeviceShard(LocalShard):
 
 @final
 class HostShard(LocalShard):
-    """Masters on the host, cast there once a step; every all-gather brings them to the device.
+    """Masters on the host, cast there once a step; every all-gather copies them to the device.
 
-    The host casts, and not the device, so that half the bytes cross the bus for a dtype of half
-    the width.
+    The host casts, so that half the bytes cross the bus for a dtype of half the width.
     """
 
     def __init__(

@@ -12,13 +12,13 @@ from torch import nn
 from echelon import checks
 from echelon.checks import Reduction
 from echelon.errors import ArgumentError
+from echelon.modules.model_agreement import Init
 
 Layout = Literal["flat", "rows"]
-Init = Literal["broadcast", "verify", "trust"]
 
 
 class Strategy(Enum):
-    """What each rank keeps only its shard of; ``StrategyTraits`` says what follows from it.
+    """Which state is sharded; ``StrategyTraits`` says what follows from it.
 
     The stages are those of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
     Parameter Models", 2020, section 5.
@@ -47,7 +47,7 @@ class Strategy(Enum):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyTraits:
-    """One row of the table of strategies: all that the rest of the package asks of one.
+    """One row of the table of strategies: all that the package asks of a strategy.
 
     Attributes:
         shards: whether parameters are sharded; if not, all storages are replicated.
@@ -100,19 +100,20 @@ class BackwardPrefetch(Enum):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedPrecision:
-    """Dtypes of one training step. ``.grad`` has that of the shards, and so have optimizer states.
+    """The dtypes of one training step. ``.grad`` and optimizer states have that of the shards.
 
     Attributes:
-        compute: of floating-point parameters in forward and backward, and of what all-gathers move;
-            None: the parameter's own. Inputs of the model are cast, too.
-        reduce: in which gradients are reduced over ranks, and accumulated over backwards; None:
-            that of the parameter's shard.
-        master: of the shards of floating-point parameters, which the optimizer updates, and of
-            the state dict; None: the parameter's own. Not narrower than ``compute``.
-        buffers: of floating-point buffers; None: their own.
+        compute: the dtype of floating-point parameters in forward and backward, and in all-gathers
+            (FSDP2's ``param_dtype``); None: that of the parameter. Inputs of the model are cast to
+            it, too.
+        reduce: the dtype in which gradients are reduced over ranks, and accumulated over backwards
+            (FSDP2's ``reduce_dtype``); None: that of the shard.
+        master: the dtype of the shards of floating-point parameters, which the optimizer updates,
+            and of the state dict; None: that of the parameter. It is not narrower than ``compute``.
+        buffers: the dtype of floating-point buffers; None: their own.
         keep: module classes whose parameters compute in their own dtype, such as norms.
         keep_low_precision_grads: leave ``.grad`` in the dtype of the reduction, for an optimizer
-            that casts it itself; torch's own want that of the parameter.
+            that casts it itself; the optimizers of torch require the dtype of the parameter.
     """
 
     compute: torch.dtype | None = None
@@ -199,10 +200,10 @@ class FSDPOptions:
         return _TRAITS[self.strategy]
 
     def divisor(self) -> float:
-        """What the sums of gradients still have to be divided by after the reduction."""
+        """The number by which the sums of gradients are divided after the reduction."""
         return 1.0 if self.reduction in ("mean", "sum") else float(self.reduction)
 
     @property
     def op(self) -> str:
-        """The reduction that ranks make."""
+        """The operation of the reduction over the ranks."""
         return "mean" if self.reduction == "mean" else "sum"

@@ -1,4 +1,4 @@
-"""Pure arithmetic of a flat buffer: where parameters lie in it, and which rank has what of them.
+"""Where parameters are in a flat buffer, and which rank has which elements; pure arithmetic.
 
 ::
 
@@ -10,27 +10,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 from echelon.errors import ArgumentError
 from echelon.ranges import pack, shard_range
+from echelon.state.tensor_shard import Shape
 
 _ALIGN_NBYTES = 64
-
-Shape = tuple[int, ...]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """What one rank has of one parameter.
+    """The elements of one parameter that one rank has.
 
     Attributes:
-        member: which parameter.
-        start: its first element in that parameter.
-        numel: number of elements; may be 0.
+        member: the index of the parameter.
+        start: the first element, in the flattened parameter.
+        numel: the number of elements; may be 0.
     """
 
     member: int
@@ -41,13 +41,13 @@ class ShardRange:
 @final
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """Which elements of a parameter one rank has.
+    """Which elements of a parameter one rank has, for users.
 
     Attributes:
-        rank: in the group.
-        start: first element, in the flattened parameter.
-        size: number of elements.
-        shape: of the unsharded parameter.
+        rank: the rank in the group.
+        start: the first element, in the flattened parameter.
+        size: the number of elements.
+        shape: the shape of the unsharded parameter.
         is_local: whether that rank is this one.
     """
 
@@ -64,10 +64,10 @@ class ShardLayout:
     """How the parameters of one flat buffer are sharded.
 
     Attributes:
-        shapes: of the parameters.
-        starts: where each begins in the unsharded buffer.
-        numel: of the unsharded buffer.
-        ranges: by rank, then by parameter, in order; some of them are empty.
+        shapes: the shapes of the parameters.
+        starts: where each parameter begins in the unsharded buffer.
+        numel: the number of elements of the unsharded buffer.
+        ranges: the ranges by rank, then by parameter; some are empty.
     """
 
     shapes: tuple[Shape, ...]
@@ -77,11 +77,11 @@ class ShardLayout:
 
     @property
     def numels_by_rank(self) -> list[int]:
-        """Number of elements of each rank."""
+        """The number of elements of each rank."""
         return [sum(span.numel for span in ranges) for ranges in self.ranges]
 
     def info(self, member: int, rank: int | None = None) -> list[ShardInfo]:
-        """Which rank has what of one parameter, in rank order, seen from ``rank``."""
+        """Which rank has which elements of a parameter, in rank order, seen from ``rank``."""
         shape = self.shapes[member]
         spans = [ranges[member] for ranges in self.ranges]
         return [
@@ -90,16 +90,8 @@ class ShardLayout:
         ]
 
 
-def numel_of(shape: Shape) -> int:
-    """Number of elements."""
-    numel = 1
-    for length in shape:
-        numel *= length
-    return numel
-
-
 def place_order(numels: Sequence[int], itemsize: int) -> list[int]:
-    """In which order parameters lie in a buffer so that none needs padding.
+    """The order of parameters in a buffer in which none needs padding.
 
     Those whose length is a multiple of 64 bytes come first, then of 32, and so on; so every
     parameter begins at a multiple of the power of two that divides its own length.
@@ -117,14 +109,14 @@ def place_order(numels: Sequence[int], itemsize: int) -> list[int]:
 
 
 def layout_by_element(shapes: Sequence[Shape], size: int) -> ShardLayout:
-    """Shard by element; the first ranks have one more where it does not come out even.
+    """Shard by element; the first ranks have one element more if the number is not divisible.
 
     Example:
         >>> [(info.start, info.size) for info in layout_by_element([(10,)], 4).info(0)]
         [(0, 3), (3, 3), (6, 2), (8, 2)]
     """
     _check(size)
-    placement = pack([numel_of(shape) for shape in shapes])
+    placement = pack([math.prod(shape) for shape in shapes])
     by_rank = []
     for rank in range(size):
         low, high = shard_range(placement.numel, size, rank)
@@ -149,7 +141,7 @@ def layout_by_rows(shapes: Sequence[Shape], size: int) -> ShardLayout:
         [3, 3, 0, 0]
     """
     _check(size)
-    placement = pack([numel_of(shape) for shape in shapes])
+    placement = pack([math.prod(shape) for shape in shapes])
     by_rank = []
     for rank in range(size):
         ranges = []

@@ -1,4 +1,4 @@
-"""A module of which each rank keeps a shard: its parameters, its state, copies and facts."""
+"""A module of which each rank keeps a shard: its parameters, its state, its copies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from echelon.fsdp.state_dict import (
     copy_parameters,
     copy_shards,
     holdings_of_shards,
-    no_assign,
     parameter_shards_of,
     shard_loader,
 )
@@ -33,7 +32,7 @@ from echelon.fsdp.storage import Storage, wait_for_unshards
 from echelon.fsdp.unit import Unit
 from echelon.modules.compiled import keep_plain_names, plain_name
 from echelon.modules.parameters import ParameterGuard, claim, disclaim
-from echelon.modules.wrapper import Wrapper
+from echelon.modules.wrapper import Wrapper, no_assign
 from echelon.state.model_state import load_model_state, state_of_copies
 from echelon.state.optimizer_state import gather_optimizer_state, load_optimizer_state
 from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState
@@ -66,7 +65,7 @@ class ShardedModule(Wrapper, HasShards):
         self.register_load_state_dict_pre_hook(loader)  # type: ignore[no-untyped-call]
 
     def _take_replaced(self) -> None:
-        """Take over what users gave to sharded parameters as other memory."""
+        """Copy values that users set by ``param.data = value`` into the shards."""
         for unit in self._units:
             for storage in () if unit.is_unsharded else unit.storages:
                 storage.take_replaced()
@@ -78,8 +77,8 @@ class ShardedModule(Wrapper, HasShards):
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` with each module while parameters are unsharded, such as to initialise them.
 
-        All ranks call it. Each keeps its shards of what ``fn`` wrote there; of what several ranks
-        keep, all get that of the first.
+        All ranks call it. Each keeps its shards of what ``fn`` wrote. Ranks that keep the same
+        parameter or shard get the values of the first of them.
 
         Raises:
             StateError: inside a forward or a backward.
@@ -99,7 +98,7 @@ class ShardedModule(Wrapper, HasShards):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """What an optimizer sees: the parameters under their plain names, or the flat ones.
 
-        Flat ones come first, in the order of ``units``; then what is in no unit.
+        Flat parameters come first, in the order of ``units``, then parameters that are in no unit.
         """
         if self._options.use_orig_params or not recurse:
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
@@ -113,7 +112,7 @@ class ShardedModule(Wrapper, HasShards):
                 yield prefix + plain_name(name.removeprefix(prefix)), param
 
     def _named_storages(self) -> Iterator[tuple[str, Storage]]:
-        """All storages, with the names that their flat parameters have, if they have them."""
+        """All storages, each with the name of its flat parameter, if it has one."""
         for unit in self._units:
             for i, storage in enumerate(unit.storages):
                 yield f"{unit.name}.flat_{i}".lstrip("."), storage
@@ -222,7 +221,7 @@ class ShardedModule(Wrapper, HasShards):
         return state_of_copies(self.module, copies, device=device) if keep else {}
 
     def _meet(self, call: str) -> None:
-        """Wait for all ranks, so that one that calls alone hears of this, and not of an unshard."""
+        """Wait for all ranks, so that the error of a rank that calls alone names this call."""
         if not self._hooks.busy:
             self._group.barrier(label=f"{call}, which all ranks call")
 
@@ -244,7 +243,7 @@ class ShardedModule(Wrapper, HasShards):
                 was loaded.
         """
         if assign:
-            raise no_assign()
+            raise no_assign("FSDP shards")
         self._take_replaced()
         self._hooks.wait_for_forwards()
         (shards,) = self.parameter_shards()

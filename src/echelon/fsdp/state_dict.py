@@ -1,4 +1,4 @@
-"""State of a sharded model: copies of parameters, hooks that load them, what a rank holds."""
+"""The state of a sharded model: copies of parameters, hooks that load them, a rank's ranges."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from echelon.errors import ArgumentError, StateError
+from echelon.errors import StateError
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.storage import Storage, wait_for_unshards
 from echelon.modules.compiled import plain_name
+from echelon.modules.wrapper import no_assign
 from echelon.state.model_state import copy_of
 from echelon.state.sharded_state import ParameterShards, ShardedState, named_extras, named_state
 from echelon.state.tensor_shard import Replication, TensorShard, whole, whole_parameter
 
 
 class Home(NamedTuple):
-    """Where a parameter lives: its storage, and its place there."""
+    """The storage of a parameter, and its index there."""
 
     storage: Storage
     i: int
 
 
 def homes_of(storages: Sequence[Storage]) -> dict[int, Home]:
-    """Where every parameter of a unit lives, by the ``id`` of the parameter."""
+    """The storage of every parameter of a unit, by the ``id`` of the parameter."""
     return {
         id(param): Home(storage, i)
         for storage in storages
@@ -42,14 +43,8 @@ def copy_parameters(
 ) -> dict[int, Tensor]:
     """Copies of all unsharded parameters, by their ``id``; one unit is unsharded at a time.
 
-    All ranks call it.
-
-    Args:
-        keep: whether this rank wants them; if not, it helps the others and returns nothing.
-        device: where the copies go; None: where the shards are.
-
-    Raises:
-        StateError: inside a forward or a backward.
+    All ranks call it. Without ``keep`` this rank only takes part, and returns nothing. The copies
+    are on ``device``; None: where the shards are. Raises StateError inside a forward or a backward.
     """
     if hooks.busy and not hooks.pinned:
         raise StateError("the whole state inside a forward or a backward: ask for it outside")
@@ -58,7 +53,7 @@ def copy_parameters(
     copies: dict[int, Tensor] = {}
     for unit in hooks.units:
         was_unsharded = unit.is_unsharded
-        if any(map(_shows_its_values, unit.storages)):
+        if any(map(_is_exact, unit.storages)):
             unit.unshard()
         for storage in unit.storages:
             for i, param in enumerate(storage.params):
@@ -71,8 +66,8 @@ def copy_parameters(
     return copies
 
 
-def _shows_its_values(storage: Storage) -> bool:
-    """Whether unsharded parameters are the shards put together, not rounded for compute."""
+def _is_exact(storage: Storage) -> bool:
+    """Whether unsharded parameters have the values of the shards, not rounded for compute."""
     return storage.sharded and storage.compute_dtype == storage.dtype
 
 
@@ -80,7 +75,7 @@ def _unsharded_value(storage: Storage, i: int) -> Tensor:
     """An unsharded parameter in its own dtype."""
     if not storage.sharded:
         return storage.shards[i]
-    if _shows_its_values(storage):
+    if _is_exact(storage):
         return storage.unsharded[i]
     label = f"state of {storage.members[i].name}"
     return storage.gather_tensor(i, storage.shards[i], label=label)
@@ -99,17 +94,17 @@ def copy_shards(storages: Sequence[Storage]) -> dict[int, Tensor]:
 
 
 def shard_loader(storages: Sequence[Storage], module: nn.Module) -> Callable[..., None]:
-    """A hook that gives the shards their values where a larger module loads its state.
+    """A hook that puts shards into the state that a larger module loads.
 
-    There PyTorch itself copies, and looks for the wrapped module under the name ``module``. What
-    does not fit is left as it is, for PyTorch to name.
+    PyTorch then copies them, and looks for the wrapped module under the name ``module``. Values
+    that do not fit are left as they are, for PyTorch to name.
     """
 
     def hook(
         _: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: object
     ) -> None:
         if metadata.get("assign_to_params_buffers"):
-            raise no_assign()
+            raise no_assign("FSDP shards")
         wait_for_unshards(storages)
         homes = homes_of(storages)
         tensors = module.state_dict(keep_vars=True)
@@ -119,21 +114,13 @@ def shard_loader(storages: Sequence[Storage], module: nn.Module) -> Callable[...
             if home is not None and isinstance(value, Tensor):
                 shape = home.storage.layout.shapes[home.i]
                 if tuple(value.shape) == shape:
-                    value = home.storage.shard_of(home.i, value)
+                    value = home.storage.local_shard_of(home.i, value)
             state[f"{prefix}module.{plain}"] = value
 
     return hook
 
 
-def no_assign() -> ArgumentError:
-    """What ``assign=True`` gets."""
-    return ArgumentError(
-        "load_state_dict(assign=True) would replace the parameters that FSDP shards: "
-        "use assign=False"
-    )
-
-
-# What this rank holds ------------------------------------------------------------------------
+# The ranges of this rank ---------------------------------------------------------------------
 
 
 def holdings_of_shards(
@@ -142,11 +129,7 @@ def holdings_of_shards(
     groups: HybridGroups,
     before_write: Callable[[], None],
 ) -> ShardedState:
-    """This rank's ranges of ``module``.
-
-    Args:
-        storages: the memory of the shards.
-    """
+    """This rank's ranges of the parameters and buffers of ``module``."""
     ranges = _ranges(module, storages, groups)
     copy, num_copies = groups.copy_of_all
     shards = {
@@ -166,7 +149,7 @@ def holdings_of_shards(
 def parameter_shards_of(
     module: nn.Module, storages: Sequence[Storage], groups: HybridGroups
 ) -> ParameterShards:
-    """This rank's ranges of the parameters of ``module``, as an optimizer has them."""
+    """This rank's ranges of the parameters of ``module``, as optimizers have them."""
     homes, ranges = homes_of(storages), _ranges(module, storages, groups)
     shards = {
         tensor: ranges.get(id(tensor)) or whole_parameter(names, tensor)

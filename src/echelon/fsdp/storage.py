@@ -1,8 +1,7 @@
 """The memory of one group of parameters of a unit: this rank's shards, and unsharded parameters.
 
-All shards of a storage have one dtype; its parameters compute in one dtype, and all need a gradient
-or none does. ``shards`` are what the optimizer sees, ``unsharded`` is what forward sees. The kinds
-of storage are in ``storages``.
+All shards of a storage have one dtype, all its parameters compute in one dtype, and all need a
+gradient or none does. The optimizer sees ``shards``, and forward sees ``unsharded``.
 """
 
 from __future__ import annotations
@@ -10,40 +9,42 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from echelon.errors import StateError
 from echelon.fsdp.local_shard import LocalShard, ShardDevices
-from echelon.fsdp.shard_layout import ShardLayout, numel_of
+from echelon.fsdp.shard_layout import ShardLayout
 from echelon.fsdp.units import Member
 from echelon.modules.sharded_gradients import unmarked
+from echelon.state.tensor_shard import range_like
 
 
 class Storage(ABC):
-    """What all kinds share. Abstract: a kind says where its memory lies and how it is filled.
+    """The base of the kinds of storage, which differ in where memory lies and how it is filled.
 
     Attributes:
-        members: the parameters, in the order of the buffer.
+        members: the parameters with their names, in the order of the buffer.
         params: the parameter objects.
-        layout: which rank has what.
-        numels_by_rank: number of elements of each rank.
-        local_ranges: what this rank has of each parameter.
-        sharded: whether ranks have different shards.
+        layout: says which rank has which elements.
+        numels_by_rank: the number of elements of each rank.
+        local_ranges: this rank's range of each parameter.
+        sharded: whether the ranks have different shards.
         communicates: whether an unshard communicates.
-        shares_unsharded: whether all ranks see one and the same ``unsharded``.
-        rows: whether shards are whole rows.
-        requires_grad: of all parameters.
-        devices: where its memory lies.
-        group: the ranks that share it.
-        dtype: of the shards.
-        compute_dtype: in forward and backward.
-        shards: this rank's shard of each parameter: 1D by element, or whole rows.
+        shares_unsharded: whether all ranks see the same memory as ``unsharded``.
+        rows: whether shards are whole rows of dim 0.
+        requires_grad: whether the parameters need gradients.
+        devices: the memories and streams of this rank.
+        group: the ranks that share the parameters.
+        dtype: the dtype of the shards.
+        compute_dtype: the dtype in forward and backward.
+        shards: this rank's shard of each parameter, 1D or whole rows.
         unsharded: each parameter in its own shape.
-        flat_shard: this rank's shards end to end, 1D; None where they do not lie so.
-        optimizer_params: the parameters, or a flat one that is all of this rank's shards.
-        label: what errors and events call it.
+        flat_shard: this rank's shards end to end, 1D; None where they are not contiguous.
+        optimizer_params: what optimizers see: the parameters, or one flat parameter.
+        label: the name in errors and events.
     """
 
     sharded = True
@@ -73,16 +74,16 @@ class Storage(ABC):
         self.shards: list[Tensor] = []
         self.unsharded: list[Tensor] = []
         self.flat_shard: Tensor | None = None
-        self._allocate()
         self.optimizer_params = self.params
+        self._allocate()
 
     @abstractmethod
     def _allocate(self) -> None:
-        """Make ``shards``, ``unsharded`` and ``flat_shard``."""
+        """Set ``shards``, ``unsharded`` and ``flat_shard``; the last step of the constructor."""
 
     @abstractmethod
     def refresh(self) -> None:
-        """The shards may have changed: make them ready for the next unshard."""
+        """Make the shards, which may have changed, ready for the next unshard."""
 
     @abstractmethod
     def unshard(self, *, async_op: bool = False) -> None:
@@ -94,12 +95,12 @@ class Storage(ABC):
 
     @abstractmethod
     def reshard(self) -> None:
-        """Give the memory of ``unsharded`` back, if it is this rank's alone."""
+        """Free the memory of ``unsharded``, if it belongs to this rank alone."""
 
     @property
     @abstractmethod
     def unsharded_nbytes(self) -> int:
-        """Bytes of ``unsharded`` now, beyond the shards; this rank's share of shared memory."""
+        """The bytes of ``unsharded`` beyond the shards; of shared memory, this rank's share."""
 
     # Values of parameters --------------------------------------------------------------------
 
@@ -115,37 +116,35 @@ class Storage(ABC):
         return views
 
     def write_back(self) -> None:
-        """Take this rank's shards of what was written into the unsharded parameters."""
+        """Copy what was written into the unsharded parameters to this rank's shards."""
         for i, param in enumerate(self.params):
-            self.write_shard(i, param.data)
+            self.copy_to_shard(i, param.data)
 
-    def write_shard(self, i: int, value: Tensor) -> None:
-        """Take this rank's shard of an unsharded parameter."""
-        self.shards[i].copy_(self.shard_of(i, value))
+    def copy_to_shard(self, i: int, value: Tensor) -> None:
+        """Copy this rank's part of an unsharded parameter to its shard."""
+        self.shards[i].copy_(self.local_shard_of(i, value))
 
-    def shard_of(self, i: int, value: Tensor) -> Tensor:
+    def local_shard_of(self, i: int, value: Tensor) -> Tensor:
         """This rank's shard of a tensor with the shape of parameter ``i``; a view if possible."""
-        span = self.local_ranges[i]
-        flat = value.detach().reshape(-1)[span.start : span.start + span.numel]
-        return flat.view(self.shards[i].shape)
+        return range_like(self.shards[i], value, self.local_ranges[i].start)
 
     def gather_tensor(self, i: int, shard: Tensor, *, label: str) -> Tensor:
-        """The tensor of which every rank has a shard like that of parameter ``i``.
+        """All-gather a tensor that is sharded like parameter ``i``, from ``shard`` of every rank.
 
-        All ranks call it; where nothing is sharded, it copies. Dtype and device are those of
+        All ranks call it. Where nothing is sharded it copies. The result is on the device of
         ``shard``.
         """
         if not self.sharded:
             return shard.detach().clone()
         sent = self.devices.to_device(shard.detach())
         gathered = sent.new_empty(self.layout.shapes[i])
-        # Both layouts give the ranks consecutive ranges of one parameter, in rank order.
+        # Both layouts give the ranks consecutive ranges of a parameter, in rank order.
         lengths = [ranges[i].numel for ranges in self.layout.ranges]
         self.group.all_gather(gathered.view(-1).split(lengths), sent, label=label)
         return gathered.to(shard.device)
 
     def gather_gradients(self) -> list[Tensor | None]:
-        """The unsharded gradient of each parameter; None where there is none. All ranks call it."""
+        """All-gather the gradient of each parameter; None if it has none. All ranks call it."""
         shards: list[Tensor | None] = [
             None if param.grad is None else unmarked(param.grad) for param in self.optimizer_params
         ]
@@ -162,26 +161,25 @@ class Storage(ABC):
                 for i, (shard, member) in enumerate(zip(shards, self.members, strict=True))
             ]
 
-    def shard_param(self, i: int) -> None:
-        """Make parameter ``i``, which has its whole value, this rank's shard of it.
+    def replace_param_by_shard(self, i: int) -> None:
+        """Give parameter ``i``, which is unsharded, the memory of this rank's shard.
 
-        Nothing else here refers to its old memory, so that is free.
+        Nothing else here refers to its old memory, so that is freed.
         """
         param = self.params[i]
         with torch.no_grad():
-            self.write_shard(i, param)
-            # Of a gradient from before wrapping the rank keeps its shard, too.
-            gradient = None if param.grad is None else self.shard_of(i, param.grad)
+            self.copy_to_shard(i, param)
+            # A gradient from before wrapping is sharded, too.
+            gradient = None if param.grad is None else self.local_shard_of(i, param.grad)
             param.grad = None
             param.data = self.shards[i]
             if gradient is not None:
                 param.grad = gradient.to(param, copy=True)
 
     def take_replaced(self) -> None:
-        """Take over the values of shards that were given other memory, as by ``param.data = x``.
+        """Copy values that users set by ``param.data = value`` into the shards.
 
-        Raises:
-            StateError: it has not the shape of this rank's shard.
+        Raises StateError if a value does not have the shape of this rank's shard.
         """
         for name, param, shard in self._replaced():
             if param.shape != shard.shape:
@@ -197,26 +195,26 @@ class Storage(ABC):
             param.data = shard
 
     def _replaced(self) -> list[tuple[str, nn.Parameter, Tensor]]:
-        """Sharded parameters that somebody has given other memory: name, object, shard."""
+        """The sharded parameters that have other memory than their shards: name, object, shard."""
         names = [member.name for member in self.members]
-        known = [*zip(names, self.params, self.shards, strict=True)]
+        expected = [*zip(names, self.params, self.shards, strict=True)]
         if self.is_flat:
             assert self.flat_shard is not None
-            known.append(
+            expected.append(
                 (f"flat parameter of {self.label}", self.optimizer_params[0], self.flat_shard)
             )
         with torch._C.DisableTorchFunction():
             return [
                 (name, param, shard)
-                for name, param, shard in known
+                for name, param, shard in expected
                 if param.data_ptr() != shard.data_ptr() and (shard.numel() or param.numel())
             ]
 
     # One flat parameter ----------------------------------------------------------------------
 
-    def flatten(self) -> None:
-        """Give optimizers one parameter, 1D, in the place of all."""
-        assert self.flat_shard is not None, "refused before anything was built"
+    def use_flat_parameter(self) -> None:
+        """Show optimizers one flat parameter in the place of all."""
+        assert self.flat_shard is not None, "FSDP refuses options that need it before this"
         flat = nn.Parameter(self.flat_shard, requires_grad=self.requires_grad)
         self.optimizer_params = [flat]
         gradients = [param.grad for param in self.params]
@@ -230,11 +228,11 @@ class Storage(ABC):
 
     @property
     def is_flat(self) -> bool:
-        """Whether optimizers see one flat parameter."""
+        """Whether optimizers see a flat parameter."""
         return self.optimizer_params is not self.params
 
     def split_by_param(self, flat: Tensor) -> list[Tensor]:
-        """What is like ``flat_shard``, split into what is like each shard; 1D."""
+        """Split a tensor that is like ``flat_shard`` into 1D tensors that are like the shards."""
         return list(flat.split([span.numel for span in self.local_ranges]))
 
     # Facts -----------------------------------------------------------------------------------
@@ -245,7 +243,7 @@ class Storage(ABC):
         return self.devices.offloads or self.dtype != self.compute_dtype
 
     def contains(self, address: int) -> bool:
-        """Whether ``address`` lies in the memory of ``unsharded``."""
+        """Whether an address lies in the memory of ``unsharded``."""
         for start, param in zip(self.layout.starts, self.unsharded, strict=True):
             if param.numel():
                 itemsize = param.element_size()
@@ -255,25 +253,25 @@ class Storage(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's shards on the device."""
+        """The bytes of this rank's shards on the device."""
         return self.shard_numel * self.dtype.itemsize if self._local is None else self._local.nbytes
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of this rank's shards on the host, where that is another memory."""
+        """The bytes of this rank's shards on the host, where that is another memory."""
         return 0 if self._local is None else self._local.host_nbytes
 
     # Views of buffers ------------------------------------------------------------------------
 
     def views_in(self, buffer: Tensor) -> list[Tensor]:
-        """Each parameter in its own shape, where it lies in an unsharded buffer."""
+        """Views of an unsharded buffer as its parameters, each in its own shape."""
         return [
-            buffer[start : start + numel_of(shape)].view(shape)
+            buffer[start : start + math.prod(shape)].view(shape)
             for start, shape in zip(self.layout.starts, self.layout.shapes, strict=True)
         ]
 
-    def _shard_views(self, buffer: Tensor, offsets: Sequence[int]) -> list[Tensor]:
-        """This rank's shards, which begin at ``offsets``, in the shape that users see."""
+    def _local_shard_views(self, buffer: Tensor, offsets: Sequence[int]) -> list[Tensor]:
+        """Views of a buffer as this rank's shards, which begin at ``offsets``."""
         return [
             self._view_as_shard(buffer[offset : offset + span.numel], span.member)
             for offset, span in zip(offsets, self.local_ranges, strict=True)
@@ -284,23 +282,19 @@ class Storage(ABC):
         return view_as_rows(flat, shape) if self.rows else flat
 
     def _packed_offsets(self) -> list[int]:
-        """Where this rank's shards begin when they lie end to end."""
-        offsets, end = [], 0
-        for span in self.local_ranges:
-            offsets.append(end)
-            end += span.numel
-        return offsets
+        """Where this rank's shards begin in a buffer that has them end to end."""
+        return [0, *accumulate(span.numel for span in self.local_ranges)][:-1]
 
 
 def wait_for_unshards(storages: Iterable[Storage]) -> None:
-    """Return when no unshard of this rank reads its shards, so that they may be written."""
+    """Return when no unshard of this rank reads its shards any more."""
     for devices in {storage.devices for storage in storages}:
         devices.wait_for_unshards()
 
 
 def refresh(storages: Sequence[Storage]) -> None:
-    """Make the shards ready for the others, as they are now. All ranks meet after that."""
-    wait_for_unshards(storages)  # once: each storage writes what unshards read
+    """Make the current shards ready for all ranks, which meet after that."""
+    wait_for_unshards(storages)  # which read what ``refresh`` writes
     with torch.no_grad():
         for storage in storages:
             storage.refresh()

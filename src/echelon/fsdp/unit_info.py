@@ -1,4 +1,4 @@
-"""What a user can ask an ``FSDP`` about its units and its memory."""
+"""The units of an ``FSDP``, the shards of its parameters and its memory, as users see them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class UnitInfo:
     """Parameters that are unsharded together.
 
     Attributes:
-        name: of the module; empty for the root.
-        names: of the parameters, in the order of the buffers.
-        numel: of the unsharded unit.
+        name: the name of the module; empty for the root.
+        names: the names of the parameters, in the order of the buffers.
+        numel: the number of elements of the unsharded unit.
         sharded: whether ranks have different shards.
         gathered: whether it is unsharded now.
     """
@@ -39,24 +39,24 @@ class UnitInfo:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """Bytes that this rank holds for the model, and how often units moved.
+    """The bytes that this rank holds for the model, and the number of collectives so far.
 
-    All but ``offloaded`` are on the device of the group.
+    All bytes but ``offloaded`` are on the device of the group.
 
     Attributes:
-        shards: of parameters: masters, or what is kept of them on the device.
-        gathered: unsharded parameters, now; the share of this rank where ranks share the memory.
+        shards: shards of parameters: masters, or their copies on the device.
+        gathered: unsharded parameters, now; of shared memory, the share of this rank.
         gradients: shards of gradients.
-        slots: where unsharded gradients travel.
-        optimizer: state of the optimizer that was given, or None.
+        slots: the slots in which unsharded gradients travel.
+        optimizer: the state of the optimizer, or None if none was given.
         peak_gathered: the most of ``gathered`` so far.
-        peak_gradients: ``gradients``, and the most of unsharded ones that were complete and had
-            not left for a slot, or were kept under ``no_sync``.
-        saved: parameters and gradients that DDP would hold more.
+        peak_gradients: ``gradients``, and the most unsharded gradients so far that were complete
+            and not yet in a slot, or kept under ``no_sync``.
+        saved: the bytes of parameters and gradients that DDP would hold in addition.
         offloaded: shards of parameters and of gradients, and copies for the device, in the memory
-            of the host; 0 where that is the device's.
-        num_all_gathers: how often a unit was unsharded.
-        num_reduce_scatters: how often the gradients of a unit's storage were reduced.
+            of the host; 0 where that is the memory of the device.
+        num_all_gathers: the number of unshards of units.
+        num_reduce_scatters: the number of reductions of gradients, one for each storage of a unit.
     """
 
     shards: int
@@ -72,7 +72,7 @@ class MemoryStats:
     num_reduce_scatters: int
 
     def by_category(self) -> dict[str, int]:
-        """Live bytes, for a drawing; only what is known."""
+        """The current bytes by name, for a drawing; ``optimizer`` only where it is known."""
         nbytes = {
             "shards": self.shards,
             "gathered": self.gathered,
@@ -83,7 +83,7 @@ class MemoryStats:
 
 
 def unit_facts(units: Sequence[Unit]) -> tuple[UnitInfo, ...]:
-    """One entry a unit."""
+    """One entry for each unit."""
     return tuple(
         UnitInfo(
             plain_name(unit.name),
@@ -99,14 +99,13 @@ def unit_facts(units: Sequence[Unit]) -> tuple[UnitInfo, ...]:
 
 
 def units_of(units: Sequence[Unit], names: Sequence[str]) -> list[Unit]:
-    """The units with these names, or with parameters of modules that have them; all without names.
+    """The units that have these names, or parameters of modules with these names; else all.
 
-    Raises:
-        ArgumentError: a name fits nothing.
+    Raises ArgumentError if a name fits nothing.
     """
-    found: set[int] = set()
-    for given in names:
-        name = plain_name(given) if isinstance(given, str) else given
+    indices: set[int] = set()
+    for item in names:
+        name = plain_name(item) if isinstance(item, str) else item
         fitting = {
             u
             for u, unit in enumerate(units)
@@ -115,19 +114,15 @@ def units_of(units: Sequence[Unit], names: Sequence[str]) -> list[Unit]:
         }
         if not fitting:
             raise ArgumentError(
-                f"full_parameters({given!r}): no unit, module with parameters, or parameter of "
-                "this model has that name"
+                f"full_parameters({item!r}): no unit, module with parameters, or "
+                "parameter of this model has that name"
             )
-        found |= fitting
-    return [units[u] for u in sorted(found)] if names else list(units)
+        indices |= fitting
+    return [units[u] for u in sorted(indices)] if names else list(units)
 
 
 def shards_of(storages: Sequence[Storage], name: str) -> list[ShardInfo]:
-    """Which shard of a parameter every rank has.
-
-    Raises:
-        ArgumentError: no storage has a parameter of that name.
-    """
+    """Which shard of a parameter every rank has; ArgumentError if no storage has the parameter."""
     for storage in storages:
         for i, member in enumerate(storage.members):
             if plain_name(member.name) == plain_name(name):
@@ -140,14 +135,14 @@ def shards_of(storages: Sequence[Storage], name: str) -> list[ShardInfo]:
 
 
 def count_parameters(module: nn.Module, storages: Sequence[Storage]) -> int:
-    """Elements of all parameters on all ranks, each counted once."""
+    """The number of elements of the model, each counted once over all ranks."""
     ids = {id(param) for storage in storages for param in storage.params}
     others = sum(param.numel() for param in module.parameters() if id(param) not in ids)
     return others + sum(storage.layout.numel for storage in storages)
 
 
 def state_nbytes(optimizer: Optimizer) -> int:
-    """Bytes of all tensors of an optimizer's state."""
+    """The bytes of all tensors of an optimizer's state."""
     checks.instance("optimizer", optimizer, Optimizer)
     values = (value for state in optimizer.state.values() for value in state.values())
     return sum(value.nbytes for value in values if isinstance(value, Tensor))

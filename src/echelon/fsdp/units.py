@@ -1,15 +1,15 @@
-"""Which parts of a model are gathered together: a rule, and the units that it makes of a module.
+"""Which parts of a model are unsharded together: wrapping rules, and the units that they make.
 
-A unit is a module whose parameters are gathered before its forward and released after it. What no
-unit claims belongs to the root. A parameter that several modules share lives once, in the lowest
-unit that contains all of them.
+A unit is a module whose parameters are unsharded before its forward and resharded after it.
+Parameters that no unit claims belong to the root. A parameter that several modules share (a tied
+one) is stored once, in the lowest unit that contains all of them.
 
 [Note: modules that are never called]
 ``nn.MultiheadAttention`` passes ``self.out_proj.weight`` to a function and never calls
-``self.out_proj``. Such a module cannot be a unit: nothing would gather it. Its own code tells
-nothing, that of the module around it does: somewhere it reads ``self.child.param``, and nowhere it
-calls ``self.child(...)``. What it does to set itself up is not counted, nor what asks for a
-dtype or a shape.
+``self.out_proj``. Such a module cannot be a unit, because nothing would unshard it. The code of the
+module around it shows that: it reads ``self.child.param`` somewhere and calls ``self.child(...)``
+nowhere. Methods that set the module up are not counted, and neither are reads of a dtype or a
+shape.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Rule:
     """Decides which modules become units.
 
     Attributes:
-        text: as in the source.
-        claims: called with a module below the root, the number of its parameters, and the number
-            of those that no unit inside it has claimed; children come before their parents.
+        text: the rule as it is written in a program.
+        claims: is called with a module below the root, the number of its parameters, and the number
+            of those that no unit inside it has claimed, for children before their parents.
     """
 
     text: str
@@ -70,16 +70,16 @@ def by_type(*classes: type[nn.Module] | str) -> Rule:
     """Modules of these classes, or of classes with these names."""
     if not classes:
         raise ArgumentError("by_type() needs at least one class, or the name of one")
-    for one in classes:
-        if not isinstance(one, str) and not (isinstance(one, type) and issubclass(one, nn.Module)):
-            raise ArgumentError(f"by_type got {one!r}; give classes of modules, or their names")
-    names = {one for one in classes if isinstance(one, str)}
-    types = tuple(one for one in classes if not isinstance(one, str))
+    for cls in classes:
+        if not isinstance(cls, str) and not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise ArgumentError(f"by_type got {cls!r}; give classes of modules, or their names")
+    names = {cls for cls in classes if isinstance(cls, str)}
+    types = tuple(cls for cls in classes if not isinstance(cls, str))
 
     def claims(module: nn.Module, numel: int, rest: int) -> bool:
         return isinstance(module, types) or type(module).__name__ in names
 
-    listed = ", ".join(one if isinstance(one, str) else one.__name__ for one in classes)
+    listed = ", ".join(cls if isinstance(cls, str) else cls.__name__ for cls in classes)
     return Rule(f"by_type({listed})", claims)
 
 
@@ -99,7 +99,7 @@ class Member:
     """A parameter of a unit.
 
     Attributes:
-        name: in the model.
+        name: its name in the model.
         param: the object that the optimizer holds.
         owner: a module that has it.
     """
@@ -115,8 +115,8 @@ class UnitPlan:
     """One unit.
 
     Attributes:
-        name: of its module in the model; empty for the root.
-        module: what is called.
+        name: the name of its module in the model; empty for the root.
+        module: the module itself.
         members: its parameters, in the order of the model.
     """
 
@@ -126,12 +126,12 @@ class UnitPlan:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all members."""
+        """The number of elements of all members."""
         return sum(member.param.numel() for member in self.members)
 
     @property
     def text(self) -> str:
-        """What it consists of, for ranks to compare."""
+        """A description of its parameters, for ranks to compare."""
         names = ", ".join(member.name for member in self.members)
         return f"{self.num_parameters} elements of {names or 'no parameters'}"
 
@@ -145,7 +145,7 @@ def plan_units(
         ignored: parameters that belong to no unit.
 
     Raises:
-        ArgumentError: ``rule`` is none.
+        ArgumentError: ``rule`` is not a rule.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
@@ -163,25 +163,25 @@ def plan_units(
             f"the model has {', '.join(kinds)}",
             stacklevel=2,
         )
-    paths: dict[int, str] = {}
+    unit_of_param: dict[int, str] = {}
     members: dict[str, list[Member]] = {"": [], **{name: [] for name in claimed}}
-    first: dict[int, Member] = {}
-    unit_of = {id(module): name for name, module in claimed.items()}
-    homes: dict[str, str] = {}  # the unit of each place in the model
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        above = homes[prefix.rpartition(".")[0]] if prefix else ""
-        homes[prefix] = unit_of.get(id(module), above)
+    first_places: dict[int, Member] = {}
+    claimed_names = {id(module): name for name, module in claimed.items()}
+    unit_of_path: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        above = unit_of_path[path.rpartition(".")[0]] if path else ""
+        unit_of_path[path] = claimed_names.get(id(module), above)
         for name, param in module._parameters.items():
             if param is None or id(param) in skip:
                 continue
-            unit = homes[prefix]
-            if id(param) in paths:
-                unit = _common(paths[id(param)], unit, claimed)
+            unit = unit_of_path[path]
+            if id(param) in unit_of_param:  # it is tied
+                unit = _lowest_common_unit(unit_of_param[id(param)], unit, claimed)
             else:
-                first[id(param)] = Member(f"{prefix}.{name}".lstrip("."), param, module)
-            paths[id(param)] = unit
-    for key, member in first.items():
-        members[paths[key]].append(member)
+                first_places[id(param)] = Member(f"{path}.{name}".lstrip("."), param, module)
+            unit_of_param[id(param)] = unit
+    for key, member in first_places.items():
+        members[unit_of_param[key]].append(member)
     plans = [UnitPlan("", model, tuple(members[""]))]
     plans += [
         UnitPlan(name, claimed[name], tuple(members[name])) for name in claimed if members[name]
@@ -190,10 +190,10 @@ def plan_units(
 
 
 def _claimed(model: nn.Module, rule: Rule, skip: set[int]) -> dict[str, nn.Module]:
-    """The modules that the rule takes, by name, in the order of the model."""
-    taken: dict[str, nn.Module] = {}
+    """The modules that the rule makes units, by name, in the order of the model."""
+    claimed: dict[str, nn.Module] = {}
     bypassed = bypassed_modules(model) if rule.text != whole().text else set()
-    owned: set[int] = set()  # parameters of units
+    claimed_ids: set[int] = set()  # of parameters
     seen: set[int] = set()
 
     def visit(name: str, module: nn.Module) -> None:
@@ -203,19 +203,19 @@ def _claimed(model: nn.Module, rule: Rule, skip: set[int]) -> dict[str, nn.Modul
         for child, submodule in module.named_children():
             visit(f"{name}.{child}".lstrip("."), submodule)
         params = {id(p): p for p in module.parameters() if id(p) not in skip}
-        rest = sum(p.numel() for key, p in params.items() if key not in owned)
+        rest = sum(p.numel() for key, p in params.items() if key not in claimed_ids)
         if module in bypassed:
-            return  # a unit is gathered when it is called
+            return  # a unit is unsharded when it is called
         if name and params and rule.claims(module, sum(p.numel() for p in params.values()), rest):
-            taken[name] = module
-            owned.update(params)
+            claimed[name] = module
+            claimed_ids.update(params)
 
     visit("", model)
-    return {name: taken[name] for name, _ in model.named_modules() if name in taken}
+    return {name: claimed[name] for name, _ in model.named_modules() if name in claimed}
 
 
-def _common(a: str, b: str, claimed: Collection[str]) -> str:
-    """The lowest unit that contains both units."""
+def _lowest_common_unit(a: str, b: str, claimed: Collection[str]) -> str:
+    """The name of the lowest unit that contains both units, for a tied parameter."""
     while a != b:
         longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
         longer = longer.rpartition(".")[0]
@@ -239,8 +239,8 @@ _DESCRIBES = {
     "requires_grad",
     "is_cuda",
 }
-# CPython 3.11 counts the depth of a tree that it makes in one place for all threads, and raises
-# SystemError when two make one at a time: https://github.com/python/cpython/issues/106905
+# CPython 3.11 has one depth counter of the parser for all threads, and raises SystemError when two
+# threads parse at a time: https://github.com/python/cpython/issues/106905
 _parsing = threading.Lock()
 _ASKS = {"isinstance", "hasattr", "getattr", "id", "type"}
 
@@ -253,14 +253,14 @@ class _Uses(NamedTuple):
 
 
 def bypassed_modules(model: nn.Module) -> set[nn.Module]:
-    """The modules below ``model`` whose parameters others use in their place.
+    """The modules below ``model`` that are never called, because others use their parameters.
 
     Example:
-        >>> found = bypassed_modules(nn.TransformerEncoderLayer(8, 2, 16))
-        >>> [type(module).__name__ for module in found]
+        >>> modules = bypassed_modules(nn.TransformerEncoderLayer(8, 2, 16))
+        >>> [type(module).__name__ for module in modules]
         ['NonDynamicallyQuantizableLinear']
     """
-    found: set[nn.Module] = set()
+    bypassed: set[nn.Module] = set()
     names = frozenset(name for module in model.modules() for name in module._parameters)
     for module in model.modules():
         kind: type = type(module)
@@ -269,12 +269,12 @@ def bypassed_modules(model: nn.Module) -> set[nn.Module]:
             owner_path, _, local = path.rpartition(".")
             owner = _below(module, owner_path)
             if owner is not None and local in owner._parameters and owner_path not in uses.calls:
-                found.add(owner)
-    return found
+                bypassed.add(owner)
+    return bypassed
 
 
 def _below(module: nn.Module, path: str) -> nn.Module | None:
-    """The submodule at a dotted path of at least one name; None if there is none."""
+    """The submodule at a dotted path; None if there is none, or the path is empty."""
     current: nn.Module | None = module if path else None
     for name in path.split("."):
         current = None if current is None else current._modules.get(name)
@@ -285,8 +285,7 @@ def _below(module: nn.Module, path: str) -> nn.Module | None:
 def _uses_of(cls: type, names: frozenset[str]) -> _Uses:
     """What the methods of a class and of its bases do; nothing where there is no source.
 
-    Args:
-        names: of parameters; a class that mentions none of them need not be read.
+    A class that mentions none of the ``names`` of parameters is not parsed.
     """
     reads: set[str] = set()
     calls: set[str] = set()
@@ -294,7 +293,7 @@ def _uses_of(cls: type, names: frozenset[str]) -> _Uses:
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():
             if isinstance(value, FunctionType) and not name.startswith(_SETS_UP):
-                methods.setdefault(name, value)  # a base's, where no subclass has replaced it
+                methods.setdefault(name, value)  # that of the subclass comes first
     if any(_mentions(inspect.unwrap(method).__code__, names) for method in methods.values()):
         for method in methods.values():
             for is_call, path in _paths(_tree_of(method)):
@@ -304,7 +303,7 @@ def _uses_of(cls: type, names: frozenset[str]) -> _Uses:
 
 def _mentions(code: CodeType, names: frozenset[str]) -> bool:
     inner = [const for const in code.co_consts if isinstance(const, CodeType)]
-    return not names.isdisjoint(code.co_names) or any(_mentions(one, names) for one in inner)
+    return not names.isdisjoint(code.co_names) or any(_mentions(code, names) for code in inner)
 
 
 @cache
@@ -343,5 +342,5 @@ def _path(node: ast.expr) -> str | None:
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
         node = node.value
-    is_own = isinstance(node, ast.Name) and node.id == "self"
-    return ".".join(reversed(names)) if is_own and names else None
+    is_of_self = isinstance(node, ast.Name) and node.id == "self"
+    return ".".join(reversed(names)) if is_of_self and names else None

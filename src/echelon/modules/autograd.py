@@ -10,7 +10,7 @@ the first ("gradient accumulation fusion") by a kernel of its own; here it is ``
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 import torch
@@ -62,6 +62,11 @@ def has_tangent(tensor: Tensor) -> bool:
     if forward_ad._current_level < 0 or not tensor.is_floating_point():
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def in_other_differentiation(tensors: Iterable[Tensor]) -> bool:
+    """Whether ``torch.func`` runs, or forward-mode differentiation goes through a tensor."""
+    return in_transform() or any(map(has_tangent, tensors))
 
 
 def will_accumulate(param: Tensor) -> bool:

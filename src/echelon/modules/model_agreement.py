@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch.nn.parameter import is_lazy
 from echelon.comm.agreement import ObjectGatherer, agree
 from echelon.comm.buffers import is_expanded
 from echelon.errors import ArgumentError
+
+Init = Literal["broadcast", "verify", "trust"]  # how parameters become equal at the start
 
 
 def check_model(module: nn.Module, device: torch.device, *, meta: bool = False) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from echelon.errors import StateError, UnsupportedError
+from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.modules.compiled import plain_name
 
 
@@ -20,11 +20,18 @@ def check_may_sync(*, in_no_sync: bool, in_backward: bool) -> None:
         raise StateError("sync_gradients() inside backward: call it after loss.backward()")
 
 
+def no_assign(owner: str) -> ArgumentError:
+    """The error for ``assign=True``; ``owner`` is such as ``"FSDP shards"``."""
+    return ArgumentError(
+        f"load_state_dict(assign=True) would replace the parameters that {owner}: use assign=False"
+    )
+
+
 class Wrapper(nn.Module):
     """Wraps ``module`` without a prefix: names of parameters, buffers and modules stay the same.
 
     Attributes:
-        module: what is wrapped.
+        module: the wrapped module.
     """
 
     module: nn.Module
@@ -38,7 +45,7 @@ class Wrapper(nn.Module):
             return getattr(self.module, name)
 
     def _wear_forward(self) -> None:
-        """Let ``forward`` show the signature of the module's, which tools read to choose inputs."""
+        """Give ``forward`` the signature of the module's forward, which tools read."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return type(self).forward(self, *args, **kwargs)
@@ -49,7 +56,7 @@ class Wrapper(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """What PyTorch's ``DistributedDataParallel`` asks for first: refuse to be wrapped in it."""
+        """Refuse PyTorch's ``DistributedDataParallel``, which reads this attribute first."""
         name = type(self).__name__
         raise UnsupportedError(
             f"an echelon {name} was given to torch.nn.parallel.DistributedDataParallel, which "
@@ -73,15 +80,15 @@ class Wrapper(nn.Module):
             yield prefix + plain_name(name.removeprefix(prefix)), module
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What ``to()``, ``double()``, ``cuda()`` and the like call; allowed if nothing changes."""
+        """Allow ``to()``, ``double()``, ``cuda()`` and the like only if they change nothing."""
         kinds: dict[tuple[torch.dtype, torch.device], str] = {}
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
             kinds.setdefault((tensor.dtype, tensor.device), name)
         for (dtype, device), name in kinds.items():
-            found = fn(torch.empty(0, dtype=dtype, device=device))
-            if (found.dtype, found.device) != (dtype, device):
+            result = fn(torch.empty(0, dtype=dtype, device=device))
+            if (result.dtype, result.device) != (dtype, device):
                 raise StateError(
-                    f"{name!r} cannot become {found.dtype} on {found.device}, because this "
+                    f"{name!r} cannot become {result.dtype} on {result.device}, because this "
                     f"{type(self).__name__} communicates it as {dtype} on {device}: convert the "
                     "model before wrapping it"
                 )

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
-from echelon.modules.autograd import has_tangent, in_transform
+from echelon.modules.autograd import in_other_differentiation
 from echelon.pipeline.schedules.ir import Schedule
 from echelon.ranges import shard_range
 
@@ -291,7 +291,7 @@ class BatchSplitter:
 
 def _check_transforms(value: Any) -> None:
     leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    if in_transform() or any(map(has_tangent, leaves)):
+    if in_other_differentiation(leaves):
         raise ArgumentError(
             "a pipeline inside of torch.func (grad, jvp, vmap, ...) or of forward-mode "
             "differentiation: its stages run on several ranks, and such derivatives on one. Take "

@@ -84,12 +84,16 @@ class TensorShard:
 
     def range_of(self, tensor: Tensor) -> Tensor:
         """This range of a whole tensor, in the shape of ``values``; a view if it can be."""
-        flat = tensor.detach().reshape(-1)[self.start : self.start + self.numel]
-        return flat.view(self.values.shape)
+        return range_like(self.values, tensor, self.start)
 
     def renamed(self, rename: Rename) -> TensorShard:
         """The same under other names."""
         return replace(self, names=tuple(map(rename, self.names)))
+
+
+def range_like(values: Tensor, tensor: Tensor, start: int) -> Tensor:
+    """The range of ``tensor`` from element ``start`` on, in the size and shape of ``values``."""
+    return tensor.detach().reshape(-1)[start : start + values.numel()].view(values.shape)
 
 
 def whole(

@@ -1,13 +1,13 @@
-"""The kinds of storage, and which one a group of parameters gets.
+"""The kinds of storage, and which kind a group of parameters gets.
 
-- ``SharedStorage``: the unsharded buffer is one piece of memory that all ranks see. Where the
-  compute dtype is the shards' own, the shards are views of it: an optimizer step is an unshard, and
-  nothing is copied.
-- ``GatheredStorage``: every rank has its shards, and a buffer that all-gathers fill and a reshard
-  empties.
-- ``ReplicatedStorage``: every rank has everything.
+- ``SharedStorage``: the unsharded buffer is shared memory, which all ranks see. If the compute
+  dtype is that of the shards, the shards are views of it, so an optimizer step writes the unsharded
+  parameters and nothing is copied.
+- ``GatheredStorage``: every rank has its shards, and a buffer that an all-gather fills and a
+  reshard frees.
+- ``ReplicatedStorage``: every rank has all elements.
 
-Where shards are on the host (``ShardDevices``), they are never views of what the device has.
+Where shards are on the host (``ShardDevices``), they are never views of memory of the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from echelon.fsdp.units import Member
 
 @final
 class SharedStorage(Storage):
-    """One unsharded buffer for all ranks of the group, who share memory."""
+    """One unsharded buffer that all ranks of the group share."""
 
     shares_unsharded = True
 
@@ -39,7 +39,7 @@ class SharedStorage(Storage):
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
         if not self.is_recast:
-            self.shards = self._shard_views(buffer, in_buffer)
+            self.shards = self._local_shard_views(buffer, in_buffer)
             if not self.rows:
                 first = sum(self.numels_by_rank[: self.group.rank])
                 self.flat_shard = buffer[first : first + self.shard_numel]
@@ -48,9 +48,9 @@ class SharedStorage(Storage):
                 self.shard_numel, self.dtype, self.compute_dtype, self.devices
             )
             self.flat_shard, packed = self._local.masters, self._packed_offsets()
-            self.shards = self._shard_views(self._local.masters, packed)
-            self._sources = self._shard_views(self._local.staged, packed)
-            self._targets = self._shard_views(buffer, in_buffer)
+            self.shards = self._local_shard_views(self._local.masters, packed)
+            self._sources = self._local_shard_views(self._local.staged, packed)
+            self._targets = self._local_shard_views(buffer, in_buffer)
 
     def refresh(self) -> None:
         if self._local is not None:
@@ -58,7 +58,7 @@ class SharedStorage(Storage):
             torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
 
     def unshard(self, *, async_op: bool = False) -> None:
-        pass  # the shared buffer has been valid since all ranks met after their refresh
+        pass  # the shared buffer is valid since all ranks met after their refresh
 
     def wait_for_unshard(self) -> None:
         pass  # nothing is under way
@@ -75,10 +75,9 @@ class SharedStorage(Storage):
 class GatheredStorage(Storage):
     """Shards in one buffer, and an unsharded buffer that has memory from unshard to reshard.
 
-    [Note: one buffer, many lives]
-    Autograd saves views of the unsharded buffer in forward and reads them in backward, so it is one
-    tensor storage that loses and gets memory, not one tensor after another. The memory belongs to
-    the unshard stream.
+    Autograd saves views of the unsharded buffer in forward and reads them in backward. So the
+    buffer is one ``UntypedStorage`` that is resized to zero and back, not a new tensor each time.
+    Its memory belongs to the unshard stream.
     """
 
     communicates = True
@@ -88,21 +87,21 @@ class GatheredStorage(Storage):
         devices = self.devices
         self._local = make_local_shard(self.shard_numel, self.dtype, self.compute_dtype, devices)
         self.flat_shard = self._local.masters
-        self.shards = self._shard_views(self._local.masters, self._packed_offsets())
+        self.shards = self._local_shard_views(self._local.masters, self._packed_offsets())
         devices.unshard_stream.wait_for_current()
         with devices.unshard_stream.as_current():
             self._buffer = torch.empty(
                 self.layout.numel, dtype=self.compute_dtype, device=devices.device
             )
         self.unsharded = self.views_in(self._buffer)
-        self._by_rank = self._buffer  # where an all-gather puts the shards of all ranks, end to end
+        self._by_rank = self._buffer  # receives the shards of all ranks, end to end
         self._work: Work | None = None  # an all-gather under way
         self._event = devices.unshard_stream.record_event()  # the end of the last all-gather
         self._nbytes = self._buffer.untyped_storage().nbytes()
         self.reshard()
 
     def refresh(self) -> None:
-        # The unshard stream waits for the optimizer step, or the next all-gather sends old shards.
+        # The unshard stream waits for the optimizer step; otherwise it would send old shards.
         self.devices.unshard_stream.wait_for_current()
         self._local.refresh()
 
@@ -128,11 +127,11 @@ class GatheredStorage(Storage):
         if work is not None:
             work.wait()
             self._reorder()
-        # The current stream waits for the all-gather, or forward reads a buffer that is half full.
+        # The current stream waits for the all-gather; otherwise forward would read too early.
         self._event.wait()
 
     def _reorder(self) -> None:
-        """By rows, copy the shards of all ranks from where they arrived to their parameters."""
+        """By rows, copy the shards of all ranks to the places of their parameters."""
         if self.rows:
             targets, sources, end = [], [], 0
             for ranges in self.layout.ranges:
@@ -145,7 +144,7 @@ class GatheredStorage(Storage):
         self._by_rank = self._buffer
 
     def reshard(self) -> None:
-        # The unshard stream waits for the current one, or it reuses memory that is still read.
+        # The unshard stream waits for the current one, which may still read the memory.
         self.devices.unshard_stream.wait_for_current()
         self._buffer.untyped_storage().resize_(0)
 
@@ -156,7 +155,7 @@ class GatheredStorage(Storage):
 
 @final
 class ReplicatedStorage(Storage):
-    """Everything on every rank: small units, and ``NO_SHARD``."""
+    """All elements on every rank: for small units, and for ``NO_SHARD``."""
 
     sharded = False
     _local: LocalShard
@@ -176,11 +175,11 @@ class ReplicatedStorage(Storage):
         if self._buffer is self._local.masters:
             return
         stream = self.devices.unshard_stream
-        stream.wait_for_current()  # or it reads masters that the optimizer is still writing
+        stream.wait_for_current()  # the optimizer may still write the masters
         self._local.refresh()
         with stream.as_current():
             self._buffer.copy_(self._local.staged, non_blocking=True)
-        stream.record_event().wait()  # or forward reads old values
+        stream.record_event().wait()  # otherwise forward would read old values
 
     def unshard(self, *, async_op: bool = False) -> None:
         pass  # always there
@@ -206,22 +205,22 @@ def make_storage(
     *,
     sharded: bool,
 ) -> Storage:
-    """Memory for ``members``, without values: ``shard_param`` takes each parameter in."""
+    """Allocate memory for ``members``; ``replace_param_by_shard`` fills it."""
     numels = [member.param.numel() for member in members]
     ordered = [members[i] for i in place_order(numels, dtype.itemsize)]
     shapes = [tuple(member.param.shape) for member in ordered]
     rows = layout == "rows"
     ranges = (layout_by_rows if rows else layout_by_element)(shapes, devices.group.size)
-    # Shared memory of the device is always there, so what is to leave it cannot be in that.
+    # Shared memory of the device is never freed, so ``Offload.ALL`` does not use it.
     shared = devices.group.shares_memory and devices.offload is not Offload.ALL
     kind = ReplicatedStorage if not sharded else SharedStorage if shared else GatheredStorage
     return kind(ordered, ranges, devices, dtype, compute, label, rows=rows and sharded)
 
 
 def copy_storage(storage: Storage, members: Sequence[Member]) -> Storage:
-    """Memory of its own for copies of the members of ``storage``, with the same layout.
+    """Allocate a storage like ``storage`` for copies of its members, and copy the shards.
 
-    All ranks call it where memory is shared. The copies hold this rank's shards; nothing is sent.
+    All ranks call it where memory is shared. Nothing is sent.
     """
     for member in members:
         member.param.requires_grad_(storage.requires_grad)
