@@ -1,6 +1,7 @@
 """The benchmarks run, measure in alternation, and leave a complete JSON file and nothing else."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import echelon as ec
 from tests.processes import becomes_true, has_ended
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -215,6 +217,45 @@ def test_sleeping_stages_sleep_as_long_as_the_simulation_says() -> None:
 
     record = sleeping_stages.measure(sleeping_stages.Case("zb-h1", 2, 2))
     assert record["simulated_s"] <= record["measured_s"] < 2 * record["simulated_s"]
+
+
+def test_every_operation_of_two_ranks_is_timed() -> None:
+    import against
+
+    for result in ec.run(against.measure, 2, args=(["collectives"], True)):
+        assert len(result["times"]) == 2 * (10 + 6)  # wall and processor time
+        assert {"barrier, 1 KiB", "all_reduce, 4 MiB (processor)"} <= result["times"].keys()
+        assert min(result["times"].values()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", ["processes", "gloo"])
+def test_two_trees_are_compared_in_turns(world: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import against
+
+    options = {"world": against.WorldKind(world), "only": "collectives", "quick": True}
+    against.main(ROOT, **options, rounds=1)
+    progress, _, *rows = capsys.readouterr().out.splitlines()
+    assert (progress, len(rows)) == ("pair 1 of 1", 2 * (10 + 6))
+    for row in rows:
+        this, other, ratio = map(float, re.findall(r"\d+\.\d+", row)[:3])
+        assert ratio == pytest.approx(other / this, rel=0.05)
+
+
+@pytest.mark.parametrize(("loss", "verdict"), [(1.5, "the same"), (2.5, "NOT the same")])
+def test_a_loss_that_differs_between_two_trees_is_said(
+    loss: float, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import against
+
+    pairs = [
+        [{"times": {"step": s}, "facts": {"loss": 1.5}} for s in (0.004, 0.002)],
+        [{"times": {"step": 0.001}, "facts": {"loss": value}} for value in (1.5, loss)],
+    ]
+    against.show(pairs)
+    _, times, facts = capsys.readouterr().out.splitlines()
+    assert times.split() == ["step", "2.5000", "1.5000", "0.750", "(1.000)"]
+    assert facts == f"loss: 1.5, {verdict} in all turns"
 
 
 def test_many_simulated_ranks_take_a_step_of_one_process(tmp_path: Path) -> None:

@@ -95,12 +95,6 @@ def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path: Path) -> None:
     assert "&lt;0.1&gt;" in page
 
 
-def test_many_ranks_are_shown_by_the_lowest_the_median_and_the_highest(tmp_path: Path) -> None:
-    page = page_of(write_run(tmp_path / "run", ranks=64))
-    assert "median rank" in page
-    assert "rank 63" not in page
-
-
 def test_a_run_that_did_not_finish_has_a_page_too(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "run", ranks=2, finished=False))
     assert "did not finish" in page
