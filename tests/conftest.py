@@ -31,7 +31,7 @@ TESTS = Path(__file__).parent
 COSTLY_WORLDS = {"processes", "gloo"}
 IN_EVERY_WORLD = {"attacks", "c10d", "checkpoint", "cli", "comm", "cuda", "diagnosis", "launch"}
 IN_EVERY_WORLD |= {"laws", "process"}
-LONG = {"comm", "cli", "c10d", "launch", "test_examples.py", "test_benchmarks.py"}
+LONG = {"comm", "torch_dist", "cli", "c10d", "launch", "test_examples.py", "test_benchmarks.py"}
 # These serve all processes of a session and end with it. A rank is a child of the forkserver, not
 # of pytest, and would show the same command line.
 OWN_SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")

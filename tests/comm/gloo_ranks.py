@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from echelon.comm.torch_dist import connect, open_store
-from echelon.comm.torch_dist.group import PeerGroup
+from echelon.comm.torch_dist.engines import NativeEngine, leave_running
+from echelon.comm.torch_dist.group import GroupSpec, PeerGroup
 from echelon.comm.torch_dist.job import Job
 from echelon.comm.torch_dist.native import NativeGroup
 from echelon.comm.torch_dist.peers import Peers
@@ -80,16 +81,21 @@ def gloo_outcomes(
         recorder.close()
 
 
+def gloo_errors(fn: Callable[..., Any], ranks: int = 3, **options: Any) -> list[Any]:
+    """What each rank returned, or the exception that ended it, in rank order."""
+    return [outcome for outcome, _ in gloo_outcomes(fn, ranks, **options)]
+
+
 def start(main: Callable[..., Any], ranks: int, args: tuple[Any, ...]) -> list[tuple[Any, int]]:
     """Call ``main(rank, *args)`` in a process for each rank; returns as ``gloo_outcomes``."""
     pipes: dict[Connection, int] = {}
     processes = []
     for rank in range(ranks):
-        ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(target=_send_outcome, args=(theirs, main, rank, args))
+        receiver, sender = _context.Pipe(duplex=False)
+        process = _context.Process(target=_send_outcome, args=(sender, main, rank, args))
         process.start()
-        theirs.close()
-        pipes[ours] = rank
+        sender.close()
+        pipes[receiver] = rank
         processes.append(process)
     outcomes: dict[int, tuple[Any, int]] = {}
     try:
@@ -182,8 +188,8 @@ def _limit(world: World, timeout: float) -> None:
     group = world.group
     assert isinstance(group, PeerGroup)
     group._peers.timeout = timeout
-    maker = group._connect.__self__  # type: ignore[attr-defined]
-    group._connect = replace(maker, timeout=timeout).make
+    factory = group._connect.__self__  # type: ignore[attr-defined]
+    group._connect = replace(factory, timeout=timeout).make
 
 
 def _native_group(
@@ -205,16 +211,7 @@ def _native_group(
         if check:
             side = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, len(ranks), limit)
             peers = Peers(side, rank, len(ranks), timeout)
-        return NativeGroup(
-            engine,
-            lambda failed: None,
-            notices,
-            name,
-            ranks,
-            torch.device("cpu"),
-            timeout,
-            make,
-            peers,
-        )
+        spec = GroupSpec(notices, name, ranks, torch.device("cpu"), timeout, make)
+        return NativeGroup(spec, NativeEngine(engine, leave_running), peers)
 
     return make("world", tuple(range(job.size)))

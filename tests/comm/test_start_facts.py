@@ -7,21 +7,17 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 import echelon as ec
 from echelon.comm.start_facts import difference, encode, start_facts
 from echelon.comm.torch_dist import connect
-from echelon.comm.torch_dist.rendezvous import check_start
 from echelon.comm.world import World
-from echelon.errors import ArgumentError, CommTimeout, StartMismatch
-from echelon.process.environment import JobEnvironment
+from echelon.errors import ArgumentError, StartMismatch
 from tests.children import environ
 from tests.comm.gloo_ranks import free_port, local_job, start
 from tests.worlds import KINDS, run_world
@@ -251,36 +247,3 @@ def check_script_is_refused(backend: str) -> None:
 @pytest.mark.slow
 def test_a_script_whose_ranks_have_other_numbers_of_threads_ends_with_the_same_sentence() -> None:
     check_script_is_refused("None")
-
-
-# --- in a store ----------------------------------------------------------------------------------
-
-ENV = JobEnvironment(launcher="torchrun", rank=0, size=2, local_rank=0, local_size=2)
-
-
-def told(facts: list[dict[str, Any]]) -> list[str]:
-    """What ``check_start`` says to ranks that bring these."""
-    store = HashStore()
-
-    def outcome(rank: int) -> str:
-        env = local_job(rank, len(facts), 1)
-        try:
-            check_start(store, env, facts[rank], 20.0)
-        except StartMismatch as error:
-            return str(error)
-        return "same"
-
-    with ThreadPoolExecutor(len(facts)) as pool:
-        return list(pool.map(outcome, range(len(facts))))
-
-
-def test_many_ranks_hear_the_same() -> None:
-    assert told([{"a": 1}] * 16) == ["same"] * 16
-    said = set(told([{"a": 1}] * 15 + [{"a": 2}]))
-    assert len(said) == 1
-    assert "rank 15: 2   <-- differs" in said.pop()
-
-
-def test_a_rank_that_does_not_come_is_named() -> None:
-    with pytest.raises(CommTimeout, match="for rank 1 in vain"):
-        check_start(HashStore(), ENV, {}, 0.2)

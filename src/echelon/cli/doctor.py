@@ -161,7 +161,7 @@ def _port() -> Finding:
 
 def _backends() -> Iterator[Finding]:
     """The backends of torch for several hosts, which one host does not need."""
-    from echelon.comm.torch_dist.available import available_backends
+    from echelon.comm.torch_dist.engines import available_backends
 
     backends = available_backends()
     yield Finding(

@@ -26,9 +26,8 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from echelon.comm.torch_dist import private_store
-from echelon.comm.torch_dist.loopback import LoopbackRendezvous
-from echelon.comm.torch_dist.rendezvous import LOOPBACK
+from echelon.comm.torch_dist.engines import LOOPBACK
+from echelon.comm.torch_dist.stores import MEMORY_STORE_VARIABLE, create_memory_store
 from echelon.diagnosis.failure_record import FailureRecord
 from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder, Phase
 from echelon.diagnosis.stragglers import (
@@ -40,6 +39,7 @@ from echelon.diagnosis.stragglers import (
 )
 from echelon.errors import WorldError
 from echelon.launch.attempt import Attempt
+from echelon.launch.loopback_rendezvous import LoopbackRendezvous
 from echelon.process import die_with_parent, time_limits
 from echelon.process.process_status import ProcessStatus
 
@@ -307,8 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs = DefaultLogsSpecs(log_dir=str(options.log_dir), redirects=files)
     recorder = FlightRecorder.create(options.ranks)
     os.environ[VARIABLE] = recorder.path
-    path, _store = private_store.create()  # which lives as long as this process
-    os.environ[private_store.VARIABLE] = f"{path} {options.log_dir.name}"
+    path, _store = create_memory_store()  # which lives as long as this process
+    os.environ[MEMORY_STORE_VARIABLE] = f"{path} {options.log_dir.name}"
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that crashes shows its stack
     agent = LocalAgent(spec, logs, options.log_dir, options.grace, recorder)
     # torch's agent takes signals that are named here; this one must name some, and uses none.

@@ -1,9 +1,15 @@
 """Any process group of ``torch.distributed`` as a ``Group``: gloo, NCCL, MPI, UCC, XCCL.
 
-``start`` makes groups from a ``rendezvous``; ``group`` and ``native`` are the two kinds of them.
-The first uses an engine for tagged messages only (``peers``) and has its own ``algorithms``, the
-second uses the engine's collectives. ``signature_check`` compares calls; ``job`` finds out
-who failed.
+``start.connect`` opens a store and lets all ranks meet in it (``rendezvous``, ``stores``), then
+starts an engine (``engines``) and wraps it in one of two kinds of group. ``group.PeerGroup`` uses
+an engine for tagged messages only (``peers``) and has its own ``algorithms``;
+``native.NativeGroup`` uses the engine's collectives. ``signature_check`` compares calls; ``job``
+finds out who failed.
+
+Authentication: ``rendezvous.meet`` returns the ``comm.secret.Secret`` that all ranks share, and a
+store in which nobody else can write unnoticed. That store is either in memory of one user, or
+torch's TCP store with each value sealed by the secret (``stores``). ``start`` then calls ``proof``
+for each new gloo engine, before any message of a group crosses its connections.
 """
 
 from echelon.comm.torch_dist.group import TorchGroup

@@ -1,4 +1,4 @@
-"""Groups over a c10d engine: what all engines share, and the group that needs messages only."""
+"""Groups over a c10d engine: the base of all, and the group whose engine only carries messages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -30,40 +31,47 @@ Lengths = tuple[list[int], list[int]]
 Connect = Callable[[str, tuple[int, ...]], "TorchGroup"]
 
 
-class TorchGroup(Group):
-    """Ranks that communicate through ``torch.distributed``. Abstract: a subclass a kind of engine.
+@final
+@dataclass(frozen=True)
+class GroupSpec:
+    """What every group of this package is made of, whatever its engine.
 
-    Args:
+    Attributes:
         job: shared by all groups of this rank.
         name: for messages and for the store.
         ranks: in the job, in order.
         device: where tensors live.
         timeout: seconds that a rank waits for others.
         connect: makes subgroups.
+    """
+
+    job: Job
+    name: str
+    ranks: tuple[int, ...]
+    device: torch.device
+    timeout: float
+    connect: Connect
+
+
+class TorchGroup(Group):
+    """Ranks that communicate through ``torch.distributed``. Each kind of engine has a subclass.
+
+    Args:
         agreement: compares the calls of the ranks before each collective; None: they are trusted.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        name: str,
-        ranks: Sequence[int],
-        device: torch.device,
-        timeout: float,
-        connect: Connect,
-        agreement: Agreement | None,
-    ) -> None:
+    def __init__(self, spec: GroupSpec, agreement: Agreement | None) -> None:
         super().__init__(
-            name,
-            list(ranks).index(job.rank),
-            ranks,
-            device,
-            timeout,
+            spec.name,
+            spec.ranks.index(spec.job.rank),
+            spec.ranks,
+            spec.device,
+            spec.timeout,
             shares_memory=False,
-            note=job.monitor.record_call,
+            note=spec.job.monitor.record_call,
         )
-        self._job = job
-        self._connect = connect
+        self._job = spec.job
+        self._connect = spec.connect
         self._agreement = agreement
 
     @final
@@ -80,12 +88,12 @@ class TorchGroup(Group):
         """Return when all ranks have issued this call."""
 
     @final
-    def _trouble(
+    def _diagnose(
         self, call: CollectiveCall, lost: PeerLost, start_s: float, lengths: Lengths | None = None
     ) -> CommError:
-        """What to raise for peers that did not answer in the call of ``call``."""
+        """What to raise for peers that did not answer in this call."""
         sends, expects = lengths or ((), ())
-        mine = FailureRecord.of_call(
+        record = FailureRecord.of_call(
             call,
             late=lost.late,
             missing=[self.ranks[rank] for rank in lost.missing],
@@ -93,7 +101,7 @@ class TorchGroup(Group):
             sends=sends,
             expects=expects,
         )
-        return self._job.diagnose(mine, self.ranks)
+        return self._job.diagnose(record, self.ranks)
 
     @final
     def _subgroup(
@@ -108,12 +116,13 @@ class TorchGroup(Group):
         try:
             return self._connect(name, tuple(self.ranks[member] for member in members))
         except PeerLost as lost:
-            missing = tuple(members[rank] for rank in lost.missing)  # in this group, not in the new
-            raise self._trouble(call, PeerLost(missing, lost.late), start_s) from lost
+            # ``lost`` counts ranks in the new group, and the record in this group.
+            missing = tuple(members[rank] for rank in lost.missing)
+            raise self._diagnose(call, PeerLost(missing, lost.late), start_s) from lost
         except RuntimeError as error:
             late = time.monotonic() - start_s >= self.timeout
             others = tuple(member for member in members if member != self.rank)
-            raise self._trouble(call, PeerLost(others, late), start_s) from error
+            raise self._diagnose(call, PeerLost(others, late), start_s) from error
 
     @final
     def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
@@ -126,7 +135,7 @@ class TorchGroup(Group):
 
 @final
 class MessageWork(Work):
-    """A message under way. The engine can only be waited for, and only once."""
+    """A message under way. Its work of the engine can only be waited for, and only once."""
 
     def __init__(self, call: CollectiveCall, wait: Callable[[], None], peer: int) -> None:
         super().__init__(call)
@@ -138,7 +147,7 @@ class MessageWork(Work):
         self.waiter: threading.Thread | None = None
 
     def ended(self) -> bool:
-        """Whether a wait has ended; does not begin one."""
+        """Whether a wait has ended; does not begin a wait."""
         return self._ended.is_set()
 
     def done(self) -> bool:
@@ -185,24 +194,14 @@ class PeerGroup(TorchGroup):
     bytes travel; any number of collectives may be outstanding.
     """
 
-    def __init__(
-        self,
-        peers: Peers,
-        job: Job,
-        name: str,
-        ranks: Sequence[int],
-        device: torch.device,
-        connect: Connect,
-        check: bool,
-    ) -> None:
-        agreement = Agreement(peers) if check else None
-        super().__init__(job, name, ranks, device, peers.timeout, connect, agreement)
+    def __init__(self, spec: GroupSpec, peers: Peers, *, check: bool) -> None:
+        super().__init__(spec, Agreement(peers) if check else None)
         self._peers = peers
-        self._algorithms = Algorithms(peers, device)
-        self._executor = OrderedExecutor(f"echelon collectives {name}", self._awaited)
+        self._algorithms = Algorithms(peers, spec.device)
+        self._executor = OrderedExecutor(f"echelon collectives {spec.name}", self._awaited)
         self._mailroom = Mailroom()
         self._messages: list[MessageWork] = []
-        job.join(peers.sever, self._drop)
+        spec.job.join(peers.sever, self._drop)
 
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
         if isinstance(operation, Send):
@@ -240,7 +239,7 @@ class PeerGroup(TorchGroup):
                 tag = collective_tag(call.signature, call.position)
                 self._algorithms.run(tag, operation)
         except PeerLost as lost:
-            raise self._trouble(call, lost, start_s, lengths) from lost.__cause__
+            raise self._diagnose(call, lost, start_s, lengths) from lost.__cause__
 
     def _awaited(self) -> tuple[int, ...]:
         return tuple(self.ranks[rank] for rank in self._peers.awaited)
@@ -266,14 +265,14 @@ class PeerGroup(TorchGroup):
         try:
             posted = post(body, peer, engine_tag)
         except PeerLost as lost:
-            raise self._trouble(call, lost, start_s) from lost.__cause__
+            raise self._diagnose(call, lost, start_s) from lost.__cause__
 
         def wait() -> None:
             waiting_s = time.monotonic()
             try:
                 self._peers.wait([posted], self._peers.deadline(), is_message=True)
             except PeerLost as lost:
-                raise self._trouble(call, lost, waiting_s) from lost.__cause__
+                raise self._diagnose(call, lost, waiting_s) from lost.__cause__
 
         work = MessageWork(call, wait, self.ranks[peer])
         if not call.blocking:
@@ -284,9 +283,9 @@ class PeerGroup(TorchGroup):
     # End -------------------------------------------------------------------------------------
 
     def _drop(self, failed: bool) -> None:
-        """End outstanding work and let go of the engine.
+        """End outstanding work and drop the engine.
 
-        A thread that comes back from the engine while Python ends would abort the process, so no
+        A thread that returned from the engine while Python ends would abort the process, so no
         thread is left in it.
         """
         if not self._executor.close(drop=failed, seconds=self.timeout):
@@ -300,6 +299,6 @@ class PeerGroup(TorchGroup):
 
 
 def _lengths(exchange: Exchange) -> Lengths:
-    """For the check of what the signature does not say."""
+    """The numbers of elements, which the signature does not contain."""
     sends = [part.numel() for part in exchange.inputs]
     return sends, [part.numel() for part in exchange.outputs]

@@ -1,9 +1,9 @@
 """The group over an engine whose own collectives are used: NCCL, XCCL, UCC, MPI and others.
 
-The engine decides the order of sums and in which precision bfloat16 and float16 are accumulated;
-``"mean"`` is its sum and one division. Reductions that engines do not have (uint16, bitwise,
-product of complex numbers and the like) are a gather and a local reduction in rank order. Data that
-is only moved travels as bytes, so every dtype works.
+The engine decides the order of sums and the precision in which bfloat16 and float16 are
+accumulated; ``"mean"`` is its sum and a division. Reductions that engines do not have (uint16,
+bitwise, product of complex numbers and the like) are a gather and a local reduction in rank order.
+Data that is only moved travels as bytes, so every dtype works.
 
 On CUDA, work is queued: ``wait`` orders the current stream behind it and returns at once.
 Messages between two ranks match in the order of issue, whatever their tags: NCCL has none.
@@ -32,9 +32,9 @@ from echelon.comm.primitives import (
     Send,
 )
 from echelon.comm.reduce_op import divide_for_mean, reduce_into
-from echelon.comm.torch_dist.group import Connect, Lengths, TorchGroup
-from echelon.comm.torch_dist.job import Job
-from echelon.comm.torch_dist.peers import Engine, EngineWork, PeerLost, Peers
+from echelon.comm.torch_dist.engines import Engine, EngineWork, NativeEngine
+from echelon.comm.torch_dist.group import GroupSpec, Lengths, TorchGroup
+from echelon.comm.torch_dist.peers import PeerLost, Peers
 from echelon.comm.torch_dist.signature_check import Agreement
 from echelon.comm.work import Work
 from echelon.diagnosis.collective_call import CollectiveCall
@@ -58,7 +58,7 @@ _POLL_S = 0.0005
 
 @final
 class NativeWork(Work):
-    """One or more works of c10d that together are one call."""
+    """The works of c10d that together carry out one call."""
 
     def __init__(
         self,
@@ -101,33 +101,21 @@ class NativeGroup(TorchGroup):
     """Ranks whose engine has collectives of its own.
 
     Args:
-        engine: a c10d process group or one of its backends.
-        end: shuts the engine down.
-        check: if given, these peers compare the calls of all ranks before each collective.
+        check_peers: compare the calls of all ranks before each collective; None: nothing does.
     """
 
-    # NCCL's own needs no memory for the data of all ranks, and sends each element once.
+    # NCCL's reduce needs no memory for the data of all ranks, and sends each element once.
     overrides = frozenset({Reduce})
 
     def __init__(
-        self,
-        engine: Engine,
-        end: Callable[[bool], None],
-        job: Job,
-        name: str,
-        ranks: Sequence[int],
-        device: torch.device,
-        timeout: float,
-        connect: Connect,
-        check: Peers | None,
+        self, spec: GroupSpec, native: NativeEngine, check_peers: Peers | None = None
     ) -> None:
-        agreement = None if check is None else Agreement(check)
-        super().__init__(job, name, ranks, device, timeout, connect, agreement)
-        self._engine: Engine | None = engine
-        self._end = end
-        self._check_peers = check
-        self._others = tuple(rank for rank in self.ranks if rank != job.rank)
-        job.join(lambda: None if check is None else check.sever(), self._drop)
+        super().__init__(spec, None if check_peers is None else Agreement(check_peers))
+        self._engine: Engine | None = native.engine
+        self._shut_down = native.shut_down
+        self._check_peers = check_peers
+        self._others = tuple(rank for rank in self.ranks if rank != spec.job.rank)
+        spec.job.join(lambda: None if check_peers is None else check_peers.sever(), self._drop)
 
     def _kept_in_forks(self) -> Sequence[object]:
         return (self._engine,)
@@ -295,7 +283,7 @@ class NativeGroup(TorchGroup):
         def translate(error: RuntimeError) -> CommError:
             seconds = time.monotonic() - start_s
             late = seconds >= self.timeout or "imed out" in str(error)
-            return self._trouble(call, PeerLost((), late), start_s)
+            return self._diagnose(call, PeerLost((), late), start_s)
 
         if self._engine is None:
             raise StateError(f"{call} was issued after its world was closed")
@@ -313,13 +301,13 @@ class NativeGroup(TorchGroup):
         try:
             self._agreement.check(call, lengths)
         except PeerLost as lost:
-            raise self._trouble(call, lost, start_s, lengths) from lost.__cause__
+            raise self._diagnose(call, lost, start_s, lengths) from lost.__cause__
 
     def _drop(self, failed: bool) -> None:
         self._engine = None
         if self._check_peers is not None:
             self._check_peers.close()
-        self._end(failed)
+        self._shut_down(failed)
 
 
 def _reducible(tensor: Tensor, op: str) -> Tensor | None:
@@ -357,7 +345,7 @@ def _rows(flat: Tensor, count: int) -> Sequence[Tensor]:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """The one 1D tensor that ``parts`` are, if they lie end to end in one storage."""
+    """``parts`` as one 1D tensor, if they lie end to end in one storage."""
     full = [part for part in parts if part.numel()]
     if not full:
         return parts[0]

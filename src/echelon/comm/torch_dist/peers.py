@@ -1,9 +1,9 @@
-"""Messages between ranks over a c10d engine: tags only equal calls share, waits that name a peer.
+"""Tagged messages between ranks over a c10d engine, whose waits name the peer that is missing.
 
 [Note: tags] gloo matches a send with a receive of the same peers and tag, in order, and knows
-neither length nor dtype: a wrong length aborts the process, a wrong dtype is garbage. So part of
-the call is part of the tag, and two calls that differ never meet: both ranks time out, and their
-notices then show the difference. A tag has 31 bits, and applications use small ones::
+neither length nor dtype: a wrong length aborts the process, a wrong dtype is garbage. So a hash of
+the call is part of the tag, and two calls that differ never match: both ranks time out, and their
+failure records then show the difference. A tag has 31 bits, and applications use small ones::
 
     collective  [1 | phase 1 | position 12 | fingerprint of the call 17]
     message     [0 1 | tag of the user 16  | number within tag 4 | numel and dtype 9]
@@ -19,11 +19,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
+from echelon.comm.torch_dist.engines import Engine, EngineWork
+from echelon.comm.torch_dist.stores import await_keys
 from echelon.diagnosis.collective_call import CallSignature, fingerprint
 from echelon.errors import ArgumentError, StateError
 from echelon.process.forks import disown_in_forks, keep_alive
@@ -34,28 +37,6 @@ PHASE = 1 << 29
 _MESSAGE = 1 << 29
 _NEVER_SENT = _COLLECTIVE - 1  # inside the space of messages; no user tag reaches it
 _BRIEFLY = timedelta(milliseconds=1)
-
-
-class EngineWork(Protocol):
-    """A work of c10d."""
-
-    def wait(self, timeout: timedelta = ...) -> bool: ...
-    def is_completed(self) -> bool: ...
-
-
-class Engine(Protocol):
-    """What this package calls of a c10d process group or of one of its backends."""
-
-    def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> EngineWork: ...
-    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> EngineWork: ...
-    def allreduce(self, tensors: list[Tensor], opts: Any, /) -> EngineWork: ...
-    def broadcast(self, tensors: list[Tensor], opts: Any, /) -> EngineWork: ...
-    def reduce(self, tensors: list[Tensor], opts: Any, /) -> EngineWork: ...
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, outs: list[int], ins: list[int], opts: Any, /
-    ) -> EngineWork: ...
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any, /) -> EngineWork: ...
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any, /) -> EngineWork: ...
 
 
 class PeerLost(Exception):
@@ -69,6 +50,45 @@ class PeerLost(Exception):
     def __init__(self, missing: tuple[int, ...], late: bool) -> None:
         super().__init__(missing, late)
         self.missing, self.late = missing, late
+
+
+def await_peers(
+    store: c10d.Store,
+    rank: int,
+    size: int,
+    timeout: float,
+    *,
+    check: Callable[[], None],
+    on_wait: Callable[[int | None], None],
+) -> None:
+    """Return when all ranks of a new group have called this, before any of them makes an engine.
+
+    An engine would wait in C++ for each rank until time is up, even for one that has died. Here
+    that is noticed at once, and only the ranks that are missing are named.
+
+    Args:
+        store: of this group alone.
+        check: raises if a rank will never come.
+        on_wait: called with the rank that is waited for, and with None when all are here.
+
+    Raises:
+        PeerLost: names the ranks that are missing.
+    """
+
+    def look(missing: tuple[int, ...]) -> None:
+        on_wait(missing[0])
+        check()
+
+    keys = [f"here/{peer}" for peer in range(size)]
+    store.set(keys[rank], "")
+    await_keys(
+        store,
+        keys,
+        time.monotonic() + timeout,
+        check=look,
+        time_out=lambda missing: PeerLost(missing, late=True),
+    )
+    on_wait(None)
 
 
 def collective_tag(call: CallSignature, position: int) -> int:
@@ -105,7 +125,7 @@ class Peers:
     Args:
         engine: one with tagged messages between any two ranks (gloo).
         timeout: seconds that a rank waits for others in one collective.
-        tell: called with the peer that is waited for, and with None when it has come.
+        on_wait: called with the peer that is waited for, and with None when the wait is over.
     """
 
     def __init__(
@@ -114,13 +134,13 @@ class Peers:
         rank: int,
         size: int,
         timeout: float,
-        tell: Callable[[int | None], None] = lambda peer: None,
+        on_wait: Callable[[int | None], None] = lambda peer: None,
     ) -> None:
         self._engine: Engine | None = engine
         self.rank = rank
         self.size = size
         self.timeout = timeout
-        self._tell = tell
+        self._on_wait = on_wait
         self.awaited: tuple[int, ...] = ()  # whom the collective that runs waits for
         disown_in_forks(self)
 
@@ -129,7 +149,7 @@ class Peers:
         keep_alive(self._engine)
 
     def others(self) -> list[int]:
-        """All other ranks, from the next one on, so that not all ranks begin with the same one."""
+        """All other ranks from the next one on, so that ranks begin with different peers."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Posted:
@@ -160,7 +180,7 @@ class Peers:
         """Return when all are complete.
 
         Args:
-            is_message: whether it is a message of the user's, beside which a collective may run.
+            is_message: whether this is a message of the user's, beside which a collective may run.
 
         Raises:
             PeerLost: names all those that are not.
@@ -171,7 +191,7 @@ class Peers:
                 continue
             if not is_message:
                 self.awaited = (peer,)
-            self._tell(peer)
+            self._on_wait(peer)
             left = max(deadline - time.monotonic(), 0.0)
             try:
                 # The engine counts whole milliseconds: rounded down, it would give up too early.
@@ -181,23 +201,29 @@ class Peers:
                 raise PeerLost(_lost(pending, peer, late), late) from error
         if not is_message:
             self.awaited = ()
-        self._tell(None)
+        self._on_wait(None)
+
+    def stop_waiting(self) -> None:
+        """Record that no peer is waited for any more, after a wait that has failed."""
+        self.awaited = ()
+        self._on_wait(None)
 
     def sever(self) -> None:
-        """Break all connections: a wait that is over at once makes gloo close them."""
-        nothing = torch.zeros(1, dtype=torch.uint8)
+        """Break all connections: gloo closes them when a wait times out, so one is made to."""
+        buffer = torch.zeros(1, dtype=torch.uint8)
         for peer in self.others():
-            # A wait for a peer that is gone already fails as well, but closes nothing else.
+            # A wait for a peer that has ended fails too, but then gloo closes nothing else.
             with suppress(RuntimeError):
                 if self._engine is not None:
-                    self._engine.recv([nothing], peer, _NEVER_SENT).wait(_BRIEFLY)
+                    self._engine.recv([buffer], peer, _NEVER_SENT).wait(_BRIEFLY)
 
     def close(self) -> None:
-        """Let go of the engine, which ends its threads."""
+        """Drop the reference to the engine, which ends its threads."""
         self._engine = None
 
 
-Posted = tuple[EngineWork | None, int]  # a work, None for no bytes, and the peer
+# A work and its peer. The work is None where there are no bytes to send.
+Posted = tuple[EngineWork | None, int]
 
 
 def _lost(pending: Iterable[Posted], first: int, late: bool) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""Ranks prove to one another that they are of one job, before anything else crosses a connection.
+"""Proofs by which ranks authenticate each other over each new connection, before any other message.
 
-A gloo connection belongs to whoever connects first and says a small number. So over each new one
-both ends show that they know the secret of the job, without sending it::
+A gloo connection belongs to whoever connects first and sends a small number. So over each new
+connection both ends prove that they know the secret of the job, without sending it::
 
     rank a                                              rank b
     nonce of a for b          ───────────────────>
@@ -9,9 +9,10 @@ both ends show that they know the secret of the job, without sending it::
     proof(group, a, b, nonce of b, nonce of a) ──>
                               <──  proof(group, b, a, nonce of a, nonce of b)
 
-A proof is of one direction, one group and two numbers that were never used before: one that was
-recorded, or sent back to its sender, proves nothing. What a rank sends afterwards is as safe as the
-connection: on one host nobody else gets into it, over a network the network must be safe.
+A proof covers one direction, one group and two numbers that were never used before, so a proof
+that was recorded, or sent back to its sender, is worth nothing. What a rank sends afterwards is as
+safe as the connection: on one host nobody else can get into it, and between hosts the network must
+be trusted.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from echelon.comm.secret import NONCE_NBYTES, PROOF_NBYTES, Secret, nonce
 from echelon.comm.torch_dist.peers import PeerLost, Peers, collective_tag
+from echelon.comm.torch_dist.stores import await_keys
 from echelon.diagnosis.collective_call import CallSignature
 
 _NONCES, _PROOFS = (
     collective_tag(CallSignature("nonces"), 0),
     collective_tag(CallSignature("proofs"), 0),
 )
-_SLICE_S = 0.1
 
 
 def strangers(peers: Peers, secret: Secret, group: str, seconds: float) -> list[int]:
@@ -40,40 +41,47 @@ def strangers(peers: Peers, secret: Secret, group: str, seconds: float) -> list[
 
     Args:
         peers: of a new engine.
-        group: its name, another one for each engine of the job.
-        seconds: what a peer gets to prove itself.
+        group: a name that no other engine of the job has.
+        seconds: how long a peer may take to prove itself.
     """
     others = peers.others()
     deadline = time.monotonic() + seconds
-    mine = {peer: nonce() for peer in others}
+    challenges = {peer: nonce() for peer in others}
     try:
-        theirs = _exchange(peers, mine, _NONCES, NONCE_NBYTES, deadline)
-        words = {peer: _words(group, peers.rank, peer, theirs[peer], mine[peer]) for peer in others}
-        proofs = {peer: secret.proof(*words[peer]) for peer in others}
-        found = _exchange(peers, proofs, _PROOFS, PROOF_NBYTES, deadline)
+        nonces = _exchange(peers, challenges, _NONCES, NONCE_NBYTES, deadline)
+        sent_proofs = {
+            peer: secret.proof(*_words(group, peers.rank, peer, nonces[peer], challenges[peer]))
+            for peer in others
+        }
+        proofs = _exchange(peers, sent_proofs, _PROOFS, PROOF_NBYTES, deadline)
     except PeerLost as lost:
+        peers.stop_waiting()  # a stranger may have let this rank wait in vain
         return sorted(lost.missing) or sorted(others)
     return sorted(
         peer
         for peer in others
         if not secret.is_proof(
-            found[peer], *_words(group, peer, peers.rank, mine[peer], theirs[peer])
+            proofs[peer], *_words(group, peer, peers.rank, challenges[peer], nonces[peer])
         )
     )
 
 
-def _words(group: str, sender: int, receiver: int, theirs: bytes, mine: bytes) -> list[bytes]:
-    return [b"gloo", group.encode(), b"%d" % sender, b"%d" % receiver, theirs, mine]
+def _words(
+    group: str, prover: int, verifier: int, verifier_nonce: bytes, prover_nonce: bytes
+) -> list[bytes]:
+    return [
+        b"gloo", group.encode(), b"%d" % prover, b"%d" % verifier, verifier_nonce, prover_nonce,
+    ]  # fmt: skip
 
 
 def _exchange(
-    peers: Peers, mine: dict[int, bytes], tag: int, nbytes: int, deadline: float
+    peers: Peers, messages: dict[int, bytes], tag: int, nbytes: int, deadline: float
 ) -> dict[int, bytes]:
-    """What each peer sent for this rank, for what this one sends to each."""
-    received: dict[int, Tensor] = {peer: torch.empty(nbytes, dtype=torch.uint8) for peer in mine}
-    sent = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in mine.values()]
+    """Send each peer its message; returns the ``nbytes`` bytes that each peer has sent."""
+    received = {peer: torch.empty(nbytes, dtype=torch.uint8) for peer in messages}
+    sent = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in messages.values()]
     works = [peers.recv(tensor, peer, tag) for peer, tensor in received.items()]
-    works += [peers.send(data, peer, tag) for peer, data in zip(mine, sent, strict=True)]
+    works += [peers.send(data, peer, tag) for peer, data in zip(messages, sent, strict=True)]
     peers.wait(works, deadline)
     return {peer: tensor.numpy().tobytes() for peer, tensor in received.items()}
 
@@ -82,40 +90,33 @@ def conclude(
     store: c10d.Store,
     rank: int,
     size: int,
-    found: Sequence[int],
+    seen: Sequence[int],
     timeout: float,
     check: Callable[[], None],
 ) -> list[int]:
-    """What all ranks of a group have found together: the same on each of them.
+    """The strangers that any rank of a group has seen: the same list on each rank.
 
     Args:
         store: of one engine of the group, in which ranks trust what they read.
-        found: strangers, as this rank sees it.
-        timeout: seconds to wait for the others.
+        seen: the strangers that this rank has seen.
         check: raises if there is no use in waiting.
 
     Raises:
-        PeerLost: a rank did not come.
+        PeerLost: a rank did not report in time.
     """
-    end = time.monotonic() + timeout
-    keys = [f"found/{r}" for r in range(size)]
-    store.set(keys[rank], json.dumps(list(found)))
+    wait = partial(
+        await_keys,
+        store,
+        deadline=time.monotonic() + timeout,
+        check=lambda missing: check(),
+        time_out=lambda missing: PeerLost(missing, late=True),
+    )
+    keys = [f"found/{member}" for member in range(size)]
+    store.set(keys[rank], json.dumps(list(seen)))
     if rank == 0:
-        _await(store, keys, end, check)
-        everyone = sorted({r for one in store.multi_get(keys) for r in json.loads(one)})
-        store.set("strangers", json.dumps(everyone))
-    _await(store, ["strangers"], end, check)
+        wait(keys)
+        reports = [json.loads(report) for report in store.multi_get(keys)]
+        store.set("strangers", json.dumps(sorted({peer for report in reports for peer in report})))
+    wait(["strangers"])
     concluded: list[int] = json.loads(store.get("strangers"))
     return concluded
-
-
-def _await(store: c10d.Store, keys: list[str], end: float, check: Callable[[], None]) -> None:
-    pause_s = 0.0005
-    while not store.check(keys):
-        if pause_s == _SLICE_S:  # it asks for each rank
-            check()
-        if time.monotonic() > end:
-            missing = [i for i, key in enumerate(keys) if not store.check([key])]
-            raise PeerLost(tuple(missing), late=True)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _SLICE_S)

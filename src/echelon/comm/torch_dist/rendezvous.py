@@ -1,4 +1,4 @@
-"""The store in which the ranks of a job find one another."""
+"""The rendezvous of a job: its ranks open a store, meet in it, and agree on a secret."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,28 +19,31 @@ from torch._C import _distributed_c10d as c10d
 from echelon.comm import secret as secrets
 from echelon.comm.secret import Secret
 from echelon.comm.start_facts import difference, encode
-from echelon.comm.torch_dist import private_store
-from echelon.comm.torch_dist.sealed_store import SealedStore
+from echelon.comm.torch_dist.engines import LOOPBACK
+from echelon.comm.torch_dist.stores import (
+    SealedStore,
+    await_keys,
+    create_memory_store,
+    open_memory_store,
+)
 from echelon.diagnosis.rank_monitor import RankMonitor
 from echelon.errors import CommTimeout, StartMismatch, WorldError
 from echelon.errors.message_text import printable
 from echelon.process.environment import JobEnvironment, environment
 from echelon.process.listeners import announced
 
-LOOPBACK = "127.0.0.1"
 _START = "the start of the world"
-_GRACE_S = 2.0  # beyond its own limit, for a store that keeps to it
-_SLICE_S = 0.1  # how soon a rank that waits hears that the job cannot start
+_GRACE_S = 2.0  # beyond a time limit that the store itself should keep
 
 
 @final
 @dataclass(frozen=True)
 class Rendezvous:
-    """What ranks that have met go on with.
+    """The store and the secret of ranks that have met.
 
     Attributes:
-        store: in which they trust what they read.
-        secret: that they share; None where there is no way to have one.
+        store: in which ranks trust what they read.
+        secret: that only the ranks know; None where there is no way to share one.
         is_kept: whether the store lives as long as any rank, whoever has opened it.
     """
 
@@ -52,11 +55,11 @@ class Rendezvous:
 def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
     """The store in which ranks meet.
 
-    That of ``echelon run`` is open to processes of this user alone. Else it is the one that
-    torchrun's agent holds, or else one that rank 0 holds: torch's, which asks nobody who they are.
-    If all ranks are on one host, rank 0's listens on the loopback interface only, otherwise on the
-    interface of ``env.master_addr``, and says so. Where the user has given a secret, what ranks
-    write is sealed with it.
+    Under ``echelon run`` this is a store that only processes of this user can open. Otherwise it is
+    the TCP store of torchrun's agent, or one that rank 0 opens; these authenticate nobody. If all
+    ranks are on one host, rank 0's store listens on the loopback interface only, otherwise on the
+    interface of ``env.master_addr``, which is announced. If the user has set a secret, the values
+    that ranks write are sealed with it.
 
     Args:
         timeout: seconds to wait for rank 0 to open it.
@@ -67,8 +70,8 @@ def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
     # The agent's store outlives the job when the number of hosts changes.
     name = f"echelon/{env.attempt}" + (f"/{env.size}" if env.agent_store else "")
     if env.private_store:
-        return c10d.PrefixStore(name, private_store.open_existing(env.private_store))
-    given = Secret.of(os.environ)
+        return c10d.PrefixStore(name, open_memory_store(env.private_store))
+    secret = Secret.of(os.environ)
     host = LOOPBACK if env.one_host and not env.agent_store else env.master_addr
     if env.rank == 0 and not env.agent_store:
         with announced(env.rank, "the store", one_host=env.one_host):
@@ -77,14 +80,14 @@ def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
     else:
         store = _reach(env, host, timeout)
     store = c10d.PrefixStore(name, store)
-    return store if given is None else SealedStore(store, given, name)
+    return store if secret is None else SealedStore(store, secret, name)
 
 
 def serve_store(listener: socket.socket, timeout: float) -> c10d.TCPStore:
     """A store in this process, which answers on ``listener`` and nowhere else.
 
     Args:
-        listener: a socket that listens; it belongs to the store from here on, also when that
+        listener: a socket that listens; from here on it belongs to the store, even if the store
             fails to start.
         timeout: seconds that a call to the store waits.
     """
@@ -101,12 +104,12 @@ def serve_store(listener: socket.socket, timeout: float) -> c10d.TCPStore:
 
 
 def _reach(env: JobEnvironment, host: str, timeout: float) -> c10d.Store:
-    """The store at the master's port. A port where something else listens may never answer."""
-    found: list[c10d.Store] = []
+    """The store at the master's port. If something else listens there, it may never answer."""
+    stores: list[c10d.Store] = []
 
     def connect() -> None:
-        with suppress(RuntimeError):  # told below, with what to do
-            found.append(
+        with suppress(RuntimeError):  # is raised below, with advice
+            stores.append(
                 c10d.TCPStore(
                     host,
                     env.master_port,
@@ -119,7 +122,7 @@ def _reach(env: JobEnvironment, host: str, timeout: float) -> c10d.Store:
     thread = threading.Thread(target=connect, name="echelon rendezvous", daemon=True)
     thread.start()
     thread.join(timeout + _GRACE_S)
-    if not found:
+    if not stores:
         holder = "torchrun's agent" if env.agent_store else "rank 0"
         raise WorldError(
             f"rank {env.rank} could not reach the store of {holder} at "
@@ -127,11 +130,11 @@ def _reach(env: JobEnvironment, host: str, timeout: float) -> c10d.Store:
             "started, that MASTER_ADDR and MASTER_PORT are right, that nothing else listens "
             "there, and that no firewall is between the hosts"
         )
-    return found[0]
+    return stores[0]
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on the interface of ``host``, or on all if it is no address of ours."""
+    """A socket that listens on the interface of ``host``, or on all if no interface has it."""
     for address in (host, ""):
         try:
             return socket.create_server((address, port), backlog=2048)
@@ -153,25 +156,25 @@ def meet(
     timeout: float,
     monitor: RankMonitor | None = None,
 ) -> Rendezvous:
-    """Return when all ranks have come, and were told the same about their job.
+    """Return when all ranks are here and agree on the size of the job and on the backend.
 
     Args:
         backend: that this rank is going to use.
         timeout: seconds to wait for the others.
-        monitor: of this rank; afterwards it sees those of its host.
+        monitor: of this rank; afterwards it sees the ranks of its host.
 
     Raises:
         AuthenticationError: somebody else has written into the store of a job with a secret.
         WorldError: two processes have one rank, or ranks know of different sizes or backends; the
-            same on every rank that has come.
+            same on every rank that is here.
         RankFailed: a rank has ended, as the launcher knows.
-        CommTimeout: names the ranks that have not come.
+        CommTimeout: names the ranks that are missing.
     """
     monitor = RankMonitor.alone(env.rank) if monitor is None else monitor
     try:
         rendezvous = _meet(store, env, backend, timeout, monitor)
     except WorldError as error:
-        store.set("refused", str(error))  # or the others would wait for this one
+        store.set("refused", str(error))  # or the others would wait for this rank
         raise
     monitor.share(env, rendezvous.store)
     return rendezvous
@@ -182,59 +185,48 @@ def _meet(
 ) -> Rendezvous:
     end = time.monotonic() + timeout
     fresh = secrets.nonce().hex()
-    # torchrun gives ranks out itself, and may use its store again after a restart.
+    # torchrun assigns ranks itself, and may use its store again after a restart.
     if not env.agent_store and store.compare_set(f"came/{env.rank}", "", fresh) != fresh.encode():
         raise WorldError(f"RANK={env.rank} was given to two processes; each needs its own")
-    mine = f"WORLD_SIZE={env.size}, backend {backend!r}"
+    plan = f"WORLD_SIZE={env.size}, backend {backend!r}"
     if env.rank == 0:
-        store.set("plan", mine)
-
-    def is_planned() -> bool:
-        monitor.check(_START)
-        return store.check(["plan"])
-
-    _await(store, is_planned, end, lambda: (0,), timeout)
-    plan = store.get("plan").decode(errors="replace")
-    if plan != mine:
+        store.set("plan", plan)
+    monitor.check(_START)
+    _await_ranks(store, ["plan"], end, timeout, monitor=monitor)
+    plan_of_0 = store.get("plan").decode(errors="replace")
+    if plan_of_0 != plan:
         raise WorldError(
-            f"the ranks were told different things: rank 0 of {printable(plan)}; rank {env.rank} "
-            f"of {mine}. WORLD_SIZE and the backend must be the same for all ranks of a job, and "
-            "LOCAL_WORLD_SIZE for all ranks of a host",
+            f"the ranks were told different things: rank 0 of {printable(plan_of_0)}; rank "
+            f"{env.rank} of {plan}. WORLD_SIZE and the backend must be the same for all ranks of a "
+            "job, and LOCAL_WORLD_SIZE for all ranks of a host",
         )
     keys = [f"here/{rank}" for rank in range(env.size)]
     store.set(keys[env.rank], fresh)
-
-    def missing() -> tuple[int, ...]:
-        return tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
-
-    def all_here() -> bool:
-        monitor.check(_START)
-        return store.check(keys)
-
-    _await(store, all_here, end, missing, timeout)
+    monitor.check(_START)
+    _await_ranks(store, keys, end, timeout, monitor=monitor)
     return _trusted(store, env, keys, end, timeout)
 
 
 def _trusted(
     store: c10d.Store, env: JobEnvironment, keys: list[str], end: float, timeout: float
 ) -> Rendezvous:
-    """From the store in which ranks met to one in which they trust what they read."""
+    """Go from the store in which ranks met to a store in which they trust what they read."""
     if isinstance(store, SealedStore):
-        # With words that each rank has just made up, so that nothing can be replayed to it.
+        # The nonces that the ranks have just written keep an earlier job from being replayed.
         secret = store.secret.derived(*store.multi_get(keys))
         return Rendezvous(store.rekeyed(secret), secret, is_kept=env.agent_store)
     if env.private_store:
         return Rendezvous(store, _shared_secret(store, env, end, timeout), is_kept=True)
     if env.size == 1:
         return Rendezvous(store, None, is_kept=True)
-    # All that ranks of one host take from a store that anybody can write to is a path, and the
-    # kernel says whose memory it leads to.
+    # From a store that anybody can write to, ranks of one host take a path and nothing else, and
+    # the kernel says whose memory it leads to.
     private = None
     if env.rank == 0:
-        path, private = private_store.create() if env.one_host else ("", None)
+        path, private = create_memory_store() if env.one_host else ("", None)
         store.set("private store", path)
     else:
-        _await(store, lambda: store.check(["private store"]), end, lambda: (0,), timeout)
+        _await_ranks(store, ["private store"], end, timeout)
         path = store.get("private store").decode(errors="replace")
         if bool(path) != env.one_host:
             raise WorldError(
@@ -242,38 +234,37 @@ def _trusted(
                 f"{env.rank} that {'all' if env.one_host else 'not all'} are: LOCAL_WORLD_SIZE "
                 "must be the number of ranks of the host, on all of its ranks",
             )
-        private = private_store.open_existing(path) if path else None
+        private = open_memory_store(path) if path else None
     if private is None:
         return Rendezvous(store, None, is_kept=env.agent_store)
     secret = _shared_secret(private, env, end, timeout)
     inside = [f"inside/{rank}" for rank in range(env.size)]
     private.set(inside[env.rank], "")
-    if env.rank == 0:  # one that could not open it has said so where all have met
-        _await(store, lambda: private.check(inside), end, tuple, timeout)
+    if env.rank == 0:
+        _await_ranks(private, inside, end, timeout, refusals=store)
     return Rendezvous(private, secret, is_kept=True)
 
 
 def store_beside(
-    theirs: c10d.Store, group: str, ranks: Sequence[int], dist_rank: int, timeout: float
+    group_store: c10d.Store, group: str, ranks: Sequence[int], dist_rank: int, timeout: float
 ) -> tuple[c10d.Store, Secret | None]:
     """A store and a secret for the ranks of a process group that the script has made itself.
 
     Args:
-        theirs: its store.
-        group: its name.
-        ranks: in the default process group; this one is among them.
-        dist_rank: this one.
-        timeout: seconds to wait for the others.
+        group_store: torch's store of the process group.
+        group: the name of the process group.
+        ranks: its ranks in the default process group.
+        dist_rank: this rank in the default process group.
     """
-    job, given = environment(os.environ), Secret.of(os.environ)
+    job, secret = environment(os.environ), Secret.of(os.environ)
     if job is not None and job.private_store and job.size >= len(ranks) > 1:
-        private = private_store.open_existing(job.private_store)
-        own = _numbered(private, f"echelon/{job.attempt}/beside/{group}", dist_rank)
+        private = open_memory_store(job.private_store)
+        store = _numbered(private, f"echelon/{job.attempt}/beside/{group}", dist_rank)
         first = replace(job, rank=ranks.index(dist_rank))
         end = time.monotonic() + timeout
-        return own, _shared_secret(own, first, end, timeout)
-    store = _numbered(theirs, "echelon", dist_rank)
-    return (store, None) if given is None else (SealedStore(store, given, group), given)
+        return store, _shared_secret(store, first, end, timeout)
+    store = _numbered(group_store, "echelon", dist_rank)
+    return (store, None) if secret is None else (SealedStore(store, secret, group), secret)
 
 
 def _numbered(store: c10d.Store, name: str, rank: int) -> c10d.Store:
@@ -286,7 +277,7 @@ def _shared_secret(store: c10d.Store, env: JobEnvironment, end: float, timeout: 
     """The secret that rank 0 has put into a store that only this user can read."""
     if env.rank == 0:
         store.set("secret", Secret.create().to_hex())
-    _await(store, lambda: store.check(["secret"]), end, lambda: (0,), timeout)
+    _await_ranks(store, ["secret"], end, timeout)
     return Secret.from_hex(store.get("secret").decode())
 
 
@@ -295,55 +286,64 @@ def check_start(
 ) -> None:
     """Refuse ranks that were started differently. All ranks call it, after ``meet``.
 
-    Rank 0 reads what all bring, and the others read what it found: so a large job does not send
-    everything to everyone.
-
-    Args:
-        facts: of this rank.
-        timeout: seconds to wait for the others.
+    Rank 0 compares the facts of all ranks and the others read its result, so that a large job does
+    not send everything to everyone.
 
     Raises:
         StartMismatch: on every rank, the first field that differs.
-        CommTimeout: names a rank that did not come.
+        CommTimeout: names a rank that is missing.
     """
     end = time.monotonic() + timeout
     keys = [f"facts/{rank}" for rank in range(env.size)]
     store.set(keys[env.rank], encode(facts).decode())
     if env.rank == 0:
-
-        def missing() -> tuple[int, ...]:
-            return tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
-
-        _await(store, lambda: store.check(keys), end, missing, timeout)
+        _await_ranks(store, keys, end, timeout)
         store.set("difference", json.dumps(difference(store.multi_get(keys))))
-    _await(store, lambda: store.check(["difference"]), end, lambda: (0,), timeout)
-    if (found := json.loads(store.get("difference"))) is None:
+    _await_ranks(store, ["difference"], end, timeout)
+    if (first_difference := json.loads(store.get("difference"))) is None:
         return
-    told = [f"told/{rank}" for rank in range(env.size)]
-    store.set(told[env.rank], "")
-    if env.rank == 0:  # which may hold the store, and the others have yet to read it
+    receipts = [f"told/{rank}" for rank in range(env.size)]
+    store.set(receipts[env.rank], "")
+    if env.rank == 0:  # it may hold the store, which the others have yet to read
         end = time.monotonic() + min(timeout, _GRACE_S)
         with suppress(CommTimeout):
-            _await(store, lambda: store.check(told), end, tuple, timeout)
-    field, values = found
+            _await_ranks(store, receipts, end, timeout)
+    field, values = first_difference
     raise StartMismatch(
         printable(field), {int(rank): printable(value) for rank, value in values.items()}
     )
 
 
-def _await(
+def _await_ranks(
     store: c10d.Store,
-    ready: Callable[[], bool],
-    end: float,
-    missing: Callable[[], tuple[int, ...]],
+    keys: Sequence[str],
+    deadline: float,
     timeout: float,
+    *,
+    monitor: RankMonitor | None = None,
+    refusals: c10d.Store | None = None,
 ) -> None:
-    """Ask until ``ready``, or until the news comes that the job cannot start."""
-    pause_s = 0.001
-    while not ready():
-        if store.check(["refused"]):
-            raise WorldError(printable(store.get("refused").decode(errors="replace")))
-        if time.monotonic() > end:
-            raise CommTimeout(_START, missing(), timeout)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _SLICE_S)
+    """Wait for keys, of which key ``i`` is written by rank ``i``, or for news that the job failed.
+
+    Refusals are read from ``refusals``; None: from the same store.
+
+    Raises:
+        WorldError: another rank has refused to start, and says why.
+        CommTimeout: names the ranks whose keys are missing at the deadline.
+    """
+
+    board = store if refusals is None else refusals
+
+    def check(missing: tuple[int, ...]) -> None:
+        if monitor is not None:
+            monitor.check(_START)
+        if board.check(["refused"]):
+            raise WorldError(printable(board.get("refused").decode(errors="replace")))
+
+    await_keys(
+        store,
+        keys,
+        deadline,
+        check=check,
+        time_out=lambda missing: CommTimeout(_START, missing, timeout),
+    )

@@ -1,6 +1,6 @@
-"""Groups over gloo (our algorithms) and over an engine's own collectives, as NCCL would be used.
+"""Checks of groups over gloo (our algorithms) and over an engine's collectives, as NCCL is used.
 
-What every group promises is in ``test_group``; here is what depends on the way over c10d: lengths
+What every group promises is in ``tests/comm/test_group.py``. Here is what depends on c10d: lengths
 in one round and in pieces, an engine's dtypes, progress beside the caller, tags, subgroups.
 All checks of one kind of group run in one start of its ranks; each is then a test.
 """
@@ -72,16 +72,16 @@ def total(parts: list[Tensor], op: str) -> Tensor:
     return result.to(dtype)
 
 
-def assert_reduced(world: World, found: Tensor, expected: Tensor) -> None:
+def assert_reduced(world: World, result: Tensor, expected: Tensor) -> None:
     """Bitwise with our algorithms; an engine sums in its own order and precision."""
-    ours = isinstance(world.group, PeerGroup) or found.dtype in FLOAT8
-    if ours or not found.dtype.is_floating_point:
-        if found.is_complex() and not isinstance(world.group, PeerGroup):
-            torch.testing.assert_close(found, expected)
+    ours = isinstance(world.group, PeerGroup) or result.dtype in FLOAT8
+    if ours or not result.dtype.is_floating_point:
+        if result.is_complex() and not isinstance(world.group, PeerGroup):
+            torch.testing.assert_close(result, expected)
         else:
-            assert torch.equal(as_bytes(found), as_bytes(expected))
+            assert torch.equal(as_bytes(result), as_bytes(expected))
     else:
-        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2, check_dtype=True)
+        torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2, check_dtype=True)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -110,9 +110,9 @@ def the_numbers_of_four_ranks(world: World) -> None:
     gathered = torch.empty(8)
     group.all_gather_single(gathered, torch.tensor([10 * r, 10 * r + 1]))
     assert gathered.tolist() == [0, 1, 10, 11, 20, 21, 30, 31]
-    mine = torch.empty(1)
-    group.reduce_scatter_single(mine, torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    assert mine.tolist() == [[4.0], [8.0], [12.0], [16.0]][group.rank]
+    part = torch.empty(1)
+    group.reduce_scatter_single(part, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert part.tolist() == [[4.0], [8.0], [12.0], [16.0]][group.rank]
 
 
 @check
@@ -198,10 +198,10 @@ def an_all_gather_may_be_uneven(world: World) -> None:
 def an_all_to_all_may_be_uneven_and_leave_ranks_out(world: World) -> None:
     size, me = world.size, world.rank
     rows = [[(a * 3 + b) % 4 for b in range(size)] for a in range(size)]  # from a to b
-    given = [torch.full((rows[me][b], 2), 10.0 * me + b) for b in range(size)]
+    parts = [torch.full((rows[me][b], 2), 10.0 * me + b) for b in range(size)]
     output = torch.empty(sum(rows[a][me] for a in range(size)), 2)
     world.group.all_to_all_single(
-        output, torch.cat(given), [rows[a][me] for a in range(size)], rows[me]
+        output, torch.cat(parts), [rows[a][me] for a in range(size)], rows[me]
     )
     assert torch.equal(
         output, torch.cat([torch.full((rows[a][me], 2), 10.0 * a + me) for a in range(size)])
@@ -250,10 +250,10 @@ def many_collectives_may_be_outstanding_and_waited_for_in_any_order(world: World
         else:
             work = group.broadcast(tensor, i % world.size, async_op=True)
             works.append((work, tensor, parts[i % world.size]))
-    for work, found, expected in reversed(works):
+    for work, result, expected in reversed(works):
         assert work is not None
         work.wait()
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(result, expected)
 
 
 @check
@@ -350,7 +350,7 @@ def a_window_is_local_memory(world: World) -> None:
     assert window.local.tolist() == [world.size - 1.0] * 10
 
 
-# --- the tests ---------------------------------------------------------------------------------
+# --- the runs ----------------------------------------------------------------------------------
 
 
 def run_checks(world: World) -> dict[str, str]:
@@ -365,29 +365,18 @@ def run_checks(world: World) -> dict[str, str]:
     return failures
 
 
-KINDS = {
-    "gloo, 2 ranks": (2, False, False),
-    "gloo, 4 ranks, calls compared": (4, False, True),
-    "an engine's collectives, 3 ranks": (3, True, False),
-    "an engine's collectives, 2 ranks, calls compared": (2, True, True),
-}
-
-
 @cache
-def outcome(kind: str) -> dict[str, str]:
-    """What failed in one start of the ranks of ``kind``."""
-    ranks, native, compared = KINDS[kind]
+def failures_of(ranks: int, native: bool, compared: bool) -> dict[str, str]:
+    """The failed checks of one start of a group of this kind, with their tracebacks."""
     failures: dict[str, str] = {}
-    for found in run_gloo(run_checks, ranks, native=native, check=compared):
-        failures |= {name: failures.get(name, "") + text for name, text in found.items()}
+    for failed in run_gloo(run_checks, ranks, native=native, check=compared):
+        failures |= {name: failures.get(name, "") + text for name, text in failed.items()}
     return failures
 
 
-@pytest.mark.slow_for("gloo, 4 ranks, calls compared")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CHECKS)
-def test_that(name: str, kind: str) -> None:
-    failures = outcome(kind)
+def assert_passed(name: str, ranks: int, *, native: bool, compared: bool) -> None:
+    """Run all checks on one kind of group, once, and fail if this one failed."""
+    failures = failures_of(ranks, native, compared)
     assert name not in failures, failures[name]
     order = list(CHECKS)
     first = min((order.index(failed) for failed in failures), default=len(order))

@@ -1,0 +1,15 @@
+"""A group over an engine's own collectives passes all checks of groups over c10d."""
+
+import pytest
+
+from tests.comm.torch_dist.c10d_checks import CHECKS, assert_passed
+
+
+@pytest.mark.parametrize(
+    ("ranks", "compared"),
+    [(3, False), (2, True)],
+    ids=["3 ranks", "2 ranks, calls compared"],
+)
+@pytest.mark.parametrize("name", CHECKS)
+def test_that(name: str, ranks: int, compared: bool) -> None:
+    assert_passed(name, ranks, native=True, compared=compared)

@@ -1,0 +1,142 @@
+"""A world starts over a new store, or over the script's process group, or fails in time by name."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from echelon.comm.secret import Secret
+from echelon.comm.torch_dist import connect, from_process_group
+from echelon.comm.torch_dist import start as start_module
+from echelon.comm.torch_dist.engines import Engine
+from echelon.comm.torch_dist.job import Job
+from echelon.comm.torch_dist.start import GroupFactory, check_wanted
+from echelon.diagnosis.rank_monitor import RankMonitor
+from echelon.errors import AuthenticationError, CommTimeout, RankFailed, WorldError
+from echelon.process.environment import environment
+from tests.comm.gloo_ranks import free_port, local_job, start
+
+# --- rank functions ----------------------------------------------------------------------------
+
+
+def start_on_one_rank_alone(rank: int, port: int) -> None:
+    if rank == 1:
+        begin = start_module.start_gloo
+
+        def begin_in_vain(*args: Any, **options: Any) -> Engine:
+            begin(*args, **options)
+            raise RuntimeError("no such interface")
+
+        start_module.start_gloo = begin_in_vain
+    with connect(
+        local_job(rank, 2, port), "gloo", device=torch.device("cpu"), timeout=10.0
+    ) as world:
+        world.group.barrier()
+
+
+def wrap_the_default_group(rank: int, port: int) -> list[float]:
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    group = from_process_group(dist.group.WORLD)
+    tensor = torch.tensor([float(rank)])
+    group.all_reduce(tensor, "mean")
+    dist.all_reduce(tensor)  # the process group stays usable beside it
+    group.close()
+    dist.destroy_process_group()
+    return tensor.tolist()
+
+
+def start_from_slurm(rank: int, port: int) -> float:
+    variables = {
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_PORT": str(port),
+    }
+    job = environment(variables)
+    assert job is not None
+    with connect(job, "gloo", device=torch.device("cpu"), timeout=20.0) as world:
+        tensor = torch.tensor([world.rank + 1.0])
+        world.group.all_reduce(tensor)
+        return tensor.item()
+
+
+# --- tests ------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_cannot_start_its_engine_says_so_to_those_that_have() -> None:
+    (ready, _), (failed, _) = start(start_on_one_rank_alone, 2, (free_port(),))
+    assert isinstance(failed, WorldError)
+    assert isinstance(ready, RankFailed)
+    assert ready.failed_rank == 1
+    assert ready.cause.startswith(
+        "raised WorldError: rank 1 of 2 could not start gloo: no such interface"
+    )
+
+
+def test_slurm_variables_start_a_world() -> None:
+    outcomes = start(start_from_slurm, 2, (free_port(),))
+    assert [outcome for outcome, _ in outcomes] == [3.0, 3.0]
+
+
+def test_a_process_group_of_the_user_is_wrapped_and_stays_the_users() -> None:
+    outcomes = start(wrap_the_default_group, 2, (free_port(),))
+    assert [outcome for outcome, _ in outcomes] == [[1.0], [1.0]]
+
+
+def test_ranks_that_do_not_start_are_named() -> None:
+    with pytest.raises(CommTimeout, match=r"start of the world waited .* s for ranks 1, 2") as info:
+        connect(local_job(0, 3, free_port()), "gloo", device=torch.device("cpu"), timeout=0.5)
+    assert info.value.missing == (1, 2)
+
+
+def test_a_stranger_who_wins_each_race_ends_the_start_of_all_ranks_by_name() -> None:
+    """Each of three trials has new connections; here the other one has another secret in all."""
+    store = c10d.HashStore()
+
+    def outcome(rank: int) -> str:
+        factory = GroupFactory(
+            job=Job(c10d.PrefixStore("job", store), RankMonitor.alone(rank)),
+            secret=(Secret(b"s" * 32), Secret(b"o" * 32))[rank],
+            backend="gloo",
+            device=torch.device("cpu"),
+            timeout=20.0,
+            check=False,
+            loopback=True,
+            one_host=True,
+        )
+        try:
+            factory.make("world", (0, 1))
+        except AuthenticationError as error:
+            return f"{error.ranks} {error}"
+        return "made"
+
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = list(pool.map(outcome, range(2)))
+    assert all(text.startswith("(0, 1) what speaks as ranks 0, 1 in") for text in outcomes)
+    assert store.check(["job/group/world/2/strangers"])  # it was tried three times
+    assert not store.check(["job/group/world/3/strangers"])
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("1", True), ("0", False), (None, False)])
+def test_echelon_check_is_read(
+    value: str | None, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ECHELON_CHECK", raising=False)
+    if value is not None:
+        monkeypatch.setenv("ECHELON_CHECK", value)
+    assert check_wanted() is wanted
+
+
+def test_another_value_of_echelon_check_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHELON_CHECK", "yes")
+    with pytest.raises(WorldError, match="ECHELON_CHECK is 'yes'"):
+        check_wanted()
