@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import echelon as ec
 from echelon.comm.world import World
-from echelon.pipeline.message import MAX_PACKED_NBYTES
+from echelon.pipeline.packed_message import MAX_PACKED_NBYTES
 from tests.pipeline.models import Alive, Counted, batch, build, mse
 from tests.pipeline.sizes import VARIANTS, make, pipeline
 from tests.worlds import KINDS, run_world

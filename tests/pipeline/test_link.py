@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.comm.world import World
-from echelon.pipeline.message import MAX_PACKED_NBYTES
+from echelon.pipeline.packed_message import MAX_PACKED_NBYTES
 from tests.worlds import run_world
 
 

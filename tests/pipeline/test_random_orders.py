@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from echelon.errors import ScheduleError
 from echelon.pipeline import Action, Channel, Kind, Schedule, check, lower, simulate
-from echelon.pipeline.schedules.readiness import Values
+from echelon.pipeline.schedules.dependencies import Values
 
 
 def random_schedule(seed: int) -> Schedule:

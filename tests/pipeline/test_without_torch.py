@@ -23,7 +23,7 @@ WITHOUT_TORCH = {
     "pipeline.schedules.looped",
     "pipeline.schedules.render",
     "pipeline.schedules.passes",
-    "pipeline.schedules.readiness",
+    "pipeline.schedules.dependencies",
     "pipeline.schedules.families",
     "pipeline.schedules.simulate",
     "pipeline.schedules.vshaped",

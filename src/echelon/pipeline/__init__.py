@@ -35,7 +35,7 @@ from echelon.pipeline.schedules.choose import Choice, choose
 from echelon.pipeline.schedules.families import schedule
 from echelon.pipeline.schedules.ir import Action, Item, Kind, Pair, Schedule
 from echelon.pipeline.schedules.passes import lower
-from echelon.pipeline.schedules.readiness import Channel
+from echelon.pipeline.schedules.dependencies import Channel
 from echelon.pipeline.schedules.render import to_page, to_svg, to_text
 from echelon.pipeline.schedules.simulate import Idle, Simulation, Step, Timeline, simulate
 from echelon.pipeline.splitting.partition import partition

@@ -1,4 +1,4 @@
-"""The arguments of a pipeline: whether each is right, and whether the ranks gave the same."""
+"""The arguments of a pipeline: checks each of them, and that all ranks have the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_arguments(
     replicate: Group | None,
     schedule_options: Mapping[str, object],
 ) -> None:
-    """Refuse arguments that no pipeline can be made of."""
+    """Refuse arguments of wrong types or values."""
     checks.instance("group", group, Group)
     if replicate is not None and not isinstance(replicate, Group):
         raise ArgumentError(
@@ -59,15 +59,7 @@ def check_arguments(
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineOptions:
-    """Those options of ``Pipeline`` that say something without its stages.
-
-    Attributes:
-        loss_reduction: how losses of microbatches become that of the batch.
-        recompute: whether stages keep their inputs only, and run again in backward.
-        reduce_every: when gradients of stages in ``DDP`` or ``FSDP`` are reduced.
-        window_nbytes: bytes of unsharded parameters that a rank may hold; None: all stages'.
-        materialize: gives values to a module on meta; None: its ``reset_parameters()``.
-    """
+    """The options of ``Pipeline``, described there, that can be checked without its stages."""
 
     loss_reduction: Literal["mean", "sum"] = "mean"
     recompute: bool = False
@@ -87,35 +79,33 @@ class PipelineOptions:
 def check_choices(
     stages: Sequence[nn.Module | None], options: Mapping[str, object], group: Group
 ) -> None:
-    """Refuse ranks with other options or other stages. All ranks call it.
+    """Refuse ranks with different options or stages, on every rank. All ranks call it.
 
-    A stage that several ranks were given has parameters of the same shapes on all of them. Their
-    names, dtypes and devices may differ: a rank may have cast, moved or compiled its own stages.
-
-    Raises:
-        ModelMismatch: the same one on every rank.
+    A stage that several ranks have must have parameters of the same shapes on all of them. Names,
+    dtypes and devices may differ: a rank may have cast, moved or compiled its own stages.
     """
     facts = {name: str(value) for name, value in options.items()}
     facts["stages"] = str(len(stages))
-    shapes = {
+    params = {
         index: _shapes_of(stage) for index, stage in enumerate(stages) if _has_plain_shapes(stage)
     }
     digests = {
-        index: hashlib.blake2b(
-            repr([shape for _, shape in one]).encode(), digest_size=8
-        ).hexdigest()
-        for index, one in shapes.items()
+        index: _digest([shape for _, shape in names_and_shapes])
+        for index, names_and_shapes in params.items()
     }
-    everyone: list[tuple[dict[str, str], dict[int, str]]]
-    everyone = group.all_gather_object((facts, digests))
-    compare("option", [theirs for theirs, _ in everyone])
+    facts_by_rank, digests_by_rank = zip(*group.all_gather_object((facts, digests)), strict=True)
+    compare("option", facts_by_rank)
     for index in range(len(stages)):
-        if len({theirs[index] for _, theirs in everyone if index in theirs}) > 1:
-            _refuse_stage(index, group.all_gather_object(shapes.get(index)))
+        if len({digests[index] for digests in digests_by_rank if index in digests}) > 1:
+            _refuse_stage(index, group.all_gather_object(params.get(index)))
+
+
+def _digest(shapes: Sequence[str]) -> str:
+    return hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest()
 
 
 def _has_plain_shapes(stage: nn.Module | None) -> bool:
-    """Whether the parameters of a stage have the shapes of the plain module."""
+    """Whether no wrapper changes the shapes of the parameters of a stage."""
     return isinstance(stage, nn.Module) and not any(
         isinstance(module, Shardable) or is_torch_wrapper(module) for module in stage.modules()
     )
@@ -129,26 +119,26 @@ def _shapes_of(stage: nn.Module | None) -> list[tuple[str, str]]:
     ]
 
 
-def _refuse_stage(index: int, everyone: Sequence[list[tuple[str, str]] | None]) -> None:
-    given = {rank: one for rank, one in enumerate(everyone) if one is not None}
-    for position, params in enumerate(zip_longest(*given.values(), fillvalue=("", "not there"))):
-        if len({shape for _, shape in params}) > 1:
-            found = {
-                rank: " ".join(param).strip() for rank, param in zip(given, params, strict=True)
+def _refuse_stage(index: int, params_by_rank: Sequence[list[tuple[str, str]] | None]) -> None:
+    known = {rank: params for rank, params in enumerate(params_by_rank) if params is not None}
+    columns = zip_longest(*known.values(), fillvalue=("", "not there"))
+    for position, column in enumerate(columns):
+        if len({shape for _, shape in column}) > 1:
+            texts = {
+                rank: " ".join(param).strip() for rank, param in zip(known, column, strict=True)
             }
-            raise ModelMismatch(f"parameter {position} of stage {index}", found)
+            raise ModelMismatch(f"parameter {position} of stage {index}", texts)
 
 
 def local_stages(
     schedule: Schedule, stages: Sequence[nn.Module | None], group: Group, microbatches: int
 ) -> dict[int, nn.Module]:
     """The stages of this rank, by number; refuses those that do not fit the schedule."""
-    found = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
-    given = (group.size, len(stages), microbatches)
-    if found != given:
+    sizes = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
+    if sizes != (group.size, len(stages), microbatches):
         raise ArgumentError(
-            f"the schedule is for {found[0]} ranks, {found[1]} stages and {found[2]} microbatches; "
-            f"the pipeline has {given[0]}, {given[1]} and {given[2]}"
+            f"the schedule is for {sizes[0]} ranks, {sizes[1]} stages and {sizes[2]} microbatches; "
+            f"the pipeline has {group.size}, {len(stages)} and {microbatches}"
         )
     local: dict[int, nn.Module] = {}
     for index in schedule.stages_of(group.rank):
@@ -163,7 +153,7 @@ def local_stages(
 
 
 def check_devices(stages: Mapping[int, nn.Module], device: torch.device) -> None:
-    """Refuse stages that are on another device than the group; sharded ones may be offloaded."""
+    """Refuse stages on another device than the group; sharded stages may be offloaded."""
     for index, stage in stages.items():
         for name, tensor in () if isinstance(stage, Shardable) else _tensors_of(stage):
             if nn.parameter.is_lazy(tensor):

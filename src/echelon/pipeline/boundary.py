@@ -1,11 +1,10 @@
-"""What goes from one stage to the next: any nesting of tensors and plain values.
+"""Values that cross a stage boundary: any nesting of tensors and plain values.
 
-A value is sent as its tensors, and its *spec* is everything else: the nesting, dtypes, shapes,
-which tensors need a gradient, and the plain values. A spec is sent with the first microbatch and
-remembered on both sides, by microbatch, so that from the next step on the receiver has its buffers
-ready before the tensors come.
+The tensors of a value are sent in each step. Its *spec* is everything else: the nesting, dtypes,
+shapes, which tensors need a gradient, and the plain values. Both sides remember the spec of each
+microbatch, so that it is sent only when it changes, and the receiver can post its buffers early.
 
-Only containers that the receiver knows by itself are rebuilt: those of Python, named tuples of
+Only containers that the receiver knows itself are rebuilt: those of Python, named tuples of
 modules that it has imported, and classes that it has registered with ``torch.utils._pytree``.
 """
 
@@ -32,9 +31,9 @@ class TensorSpec:
     """A tensor without its elements.
 
     Attributes:
-        shape: the lengths of its dims.
-        dtype: of its elements.
-        requires_grad: whether a gradient comes back.
+        shape: the shape of the tensor.
+        dtype: the dtype of its elements.
+        requires_grad: whether its gradient is sent back.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +53,7 @@ class TensorSpec:
 @final
 @dataclass(frozen=True, slots=True)
 class BoundarySpec:
-    """A value without the elements of its tensors; values of equal specs fit the same buffers.
+    """A value without the elements of its tensors; values with equal specs fit the same buffers.
 
     Attributes:
         leaves: by position, a ``TensorSpec`` or the plain value itself.
@@ -83,7 +82,7 @@ class BoundarySpec:
     def is_identical(self, other: BoundarySpec) -> bool:
         """Whether ``other`` need not be sent to a receiver that knows this spec.
 
-        Plain values are compared as they are sent: 1, 1.0 and True are equal and not identical.
+        The bytes of plain values are compared: 1, 1.0 and True are equal and not identical.
         """
         if self.leaves != other.leaves or self.treespec != other.treespec:
             return False
@@ -92,11 +91,7 @@ class BoundarySpec:
         return all(map(_are_identical, self.leaves, other.leaves))
 
     def to_bytes(self) -> bytes:
-        """The spec as bytes for the next stage.
-
-        Raises:
-            ArgumentError: the receiver could not find a class that is in it.
-        """
+        """The spec as bytes; refuses a class that the receiver could not find by its name."""
         # The containers themselves, with the numbers of the leaves in them.
         numbers = pytree.tree_unflatten(range(len(self.leaves)), self.treespec)
         leaves = [
@@ -108,12 +103,7 @@ class BoundarySpec:
 
     @staticmethod
     def from_bytes(data: bytes, rank: int) -> BoundarySpec:
-        """The spec that ``to_bytes`` wrote on the world rank ``rank``, which has the stage before.
-
-        Raises:
-            ArgumentError: it has a class that this process does not know.
-            CommError: the bytes are no spec.
-        """
+        """The spec that ``to_bytes`` wrote on the world rank ``rank``."""
         received = to_object(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
         try:
             dumped_leaves, nodes = received
@@ -155,21 +145,14 @@ class BoundaryValue:
 
 
 def flatten(value: Any, source: str) -> tuple[BoundarySpec, list[Tensor]]:
-    """The spec and the tensors of a value.
-
-    Args:
-        value: tensors and plain Python values in any nesting of tuples, lists and dicts.
-        source: what gave the value, in errors.
-
-    Raises:
-        ArgumentError: a leaf cannot be sent.
+    """The spec and the tensors of a value that errors say comes from ``source``.
 
     Example:
         >>> spec, tensors = flatten({"x": torch.ones(2), "n": 3}, "stage 0")
         >>> spec.tensors[0].shape, spec.unflatten(tensors)["n"]
         ((2,), 3)
     """
-    if isinstance(value, Tensor):  # what most stages give, without a walk through the tree
+    if isinstance(value, Tensor):  # the output of most stages needs no walk through a tree
         return BoundarySpec((_tensor_spec(value, source),), _LEAF), [value]
     leaves, treespec = pytree.tree_flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -207,21 +190,17 @@ def _plain_value(leaf: Any, source: str) -> Any:
 
 # --- trees of containers as data ---------------------------------------------------------------
 
-_NAMED_TUPLE = "namedtuple"  # stands for all classes of named tuples
+_NAMED_TUPLE = "namedtuple"  # the name in a dump of every class of named tuples
 _DEFAULT_FACTORIES: dict[str, Any] = {
     kind.__name__: kind for kind in (int, float, str, list, dict, set, tuple)
 }
 
-# None for a leaf, else the name of a container's class, what it needs to be made, and its length.
+# None for a leaf, else the name of a container's class, its pytree context, and its length.
 _Node = tuple[str, Any, int] | None
 
 
 def _dump_tree(tree: Any) -> Iterator[_Node]:
-    """Each container and each leaf of ``tree``, the children of a container behind it.
-
-    Raises:
-        ArgumentError: the receiver could not find a class that is in it.
-    """
+    """Each container and each leaf of ``tree``, a container before its children."""
     kind = pytree._get_node_type(tree)
     if kind not in pytree.SUPPORTED_NODES:
         yield None
@@ -247,11 +226,7 @@ def _dump_tree(tree: Any) -> Iterator[_Node]:
 
 
 def _load_tree(nodes: Sequence[_Node], leaves: Iterator[Any]) -> Any:
-    """The containers that ``_dump_tree`` wrote, with these leaves.
-
-    Raises:
-        ArgumentError: this process does not know a class.
-    """
+    """The containers that ``_dump_tree`` wrote, with these leaves."""
     kinds = {_class_name(kind): kind for kind in pytree.SUPPORTED_NODES if kind is not namedtuple}
     return _load_node(iter(nodes), leaves, kinds)
 
@@ -284,13 +259,13 @@ def _class_name(kind: Any) -> str:
 
 
 def _find_named_tuple(name: str) -> Any:
-    """The class of that name in a module that is imported; None where there is none."""
+    """The class of that name in a module that is imported; None if there is none."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    kind: Any = sys.modules.get(module)
     for attribute in path.split("."):
-        found = getattr(found, attribute, None)
-    is_named_tuple = isinstance(found, type) and pytree.is_namedtuple_class(found)
-    return found if is_named_tuple else None
+        kind = getattr(kind, attribute, None)
+    is_named_tuple = isinstance(kind, type) and pytree.is_namedtuple_class(kind)
+    return kind if is_named_tuple else None
 
 
 def _unknown_class(name: str) -> str:

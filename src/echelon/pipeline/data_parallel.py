@@ -1,13 +1,12 @@
 """Data parallelism of one stage: what UNSHARD, RESHARD, REDUCE and backwards do to its module.
 
-``DDP`` and ``FSDP`` fit these protocols and know nothing of pipelines; nothing here knows them.
+``DDP`` and ``FSDP`` implement these protocols; neither they nor this file import the other.
 
 [Note: who reduces]
-Every backward of a microbatch runs under ``no_sync``, whatever the order of microbatches is, and
-the REDUCE of the schedule is the only place where gradients of a stage are reduced. Replicas of a
-stage work through one list, so their collectives meet in one order, and with no other than theirs.
-With ``reduce_every="microbatch"`` there is no REDUCE: each backward reduces while it runs, or at
-the end of its second half.
+Every backward of a microbatch runs under ``no_sync``, in any order of microbatches, and only the
+REDUCE of the schedule reduces the gradients of a stage. Replicas of a stage run the same list of
+actions, so they call their collectives in the same order. With ``reduce_every="microbatch"`` there
+is no REDUCE: each backward reduces while it runs, or at the end of its second half.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, Protocol, final, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, final, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -33,7 +32,7 @@ class Replicated(Protocol):
     """A module whose gradients are reduced over the ranks that have replicas of it."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside leave gradients on this rank."""
+        """Backwards in the block leave gradients unreduced."""
 
     def sync_gradients(self, *, may_be_none: bool = False) -> None:
         """Reduce the gradients on this rank, which may have none. All replicas call it."""
@@ -51,7 +50,7 @@ class Shardable(Replicated, Protocol):
         """Bytes of the unsharded parameters."""
 
     def gather_parameters(self) -> None:
-        """Begin to unshard; the parameters stay so until they are released. All ranks call it."""
+        """Begin to unshard the parameters until they are released. All ranks call it."""
 
     def release_parameters(self) -> None:
         """Free the unsharded parameters. Does not communicate."""
@@ -61,7 +60,7 @@ class Shardable(Replicated, Protocol):
 
 
 def is_torch_wrapper(module: nn.Module) -> bool:
-    """Whether it is a wrapper of torch, which sees gradients without hooks on the parameters."""
+    """Whether a module is a wrapper of torch, which gets gradients without hooks on parameters."""
     home = type(module).__module__
     return home.startswith(("torch.nn.parallel", "torch.distributed"))
 
@@ -73,11 +72,7 @@ def unwrap(stage: nn.Module) -> nn.Module:
 
 @final
 class StageDataParallel:
-    """What whole-stage actions and backwards do to a stage's module; nothing if it is plain.
-
-    Args:
-        reduce_every: whether gradients are reduced once, by the schedule, or in each backward.
-    """
+    """What whole-stage actions and backwards do to a stage's module; nothing if it is plain."""
 
     def __init__(self, module: nn.Module, reduce_every: ReduceEvery) -> None:
         self._module = module
@@ -97,12 +92,12 @@ class StageDataParallel:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks have replicas or shards of this module, as far as it knows."""
+        """How many ranks have replicas or shards of this module, by the groups of its wrappers."""
         return prod(axis.size for axis in axes_in(self._module))
 
     @property
     def unsharded_nbytes(self) -> int | None:
-        """Bytes of the unsharded parameters; None where they are not sharded."""
+        """Bytes of the unsharded parameters; None if they are not sharded."""
         return None if self._sharded is None else self._sharded.whole_nbytes
 
     def during_backward_input(self) -> AbstractContextManager[None]:
@@ -122,7 +117,7 @@ class StageDataParallel:
             self._replicated.accumulate_gradient(weight, weight_gradient(x, grad))
 
     def end_microbatch(self) -> None:
-        """Called when a microbatch has all its gradients, and no backward has reduced them."""
+        """Reduce the gradients of a microbatch that no backward has reduced, if each is reduced."""
         if self._reduces_each_microbatch:
             self.reduce_gradients()
 
@@ -148,6 +143,14 @@ class StageDataParallel:
             self._sharded.await_readers()
 
 
+class _StageFacts(NamedTuple):
+    """What the rank of a stage tells the others."""
+
+    unsharded_nbytes: int | None
+    is_replicated: bool
+    num_ranks: int
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class StageCollectives:
@@ -156,7 +159,7 @@ class StageCollectives:
     Attributes:
         unsharded_nbytes: of the unsharded parameters of each stage; None if no stage is sharded.
         has_reductions: whether the schedule reduces gradients, and not each backward.
-        num_ranks: how many ranks have replicas or shards of a stage, as far as stages know.
+        num_ranks: the largest number of ranks that have replicas or shards of one stage.
     """
 
     unsharded_nbytes: list[int] | None
@@ -171,26 +174,22 @@ class StageCollectives:
         reduce_every: ReduceEvery,
         window_nbytes: int | None,
     ) -> StageCollectives:
-        """Ask all ranks of the pipeline about their stages. All of them call it.
-
-        Raises:
-            ArgumentError: an option is for stages that are sharded, or replicated, and none is.
-        """
+        """Exchange the facts of all stages. All ranks of the pipeline call it."""
         local = {
-            index: (stage.unsharded_nbytes, stage.is_replicated, stage.num_ranks)
+            index: _StageFacts(stage.unsharded_nbytes, stage.is_replicated, stage.num_ranks)
             for index, stage in stages.items()
         }
-        by_stage: dict[int, tuple[int | None, bool, int]] = {}
-        for stages_of_rank in group.all_gather_object(local):
-            by_stage.update(stages_of_rank)
-        sizes = [by_stage[index][0] for index in sorted(by_stage)]
+        by_stage: dict[int, _StageFacts] = {}
+        for stages_of_rank in group.all_gather_object({i: tuple(f) for i, f in local.items()}):
+            by_stage |= {index: _StageFacts(*facts) for index, facts in stages_of_rank.items()}
+        sizes = [by_stage[index].unsharded_nbytes for index in sorted(by_stage)]
         is_sharded = any(size is not None for size in sizes)
         if window_nbytes is not None and not is_sharded:
             raise ArgumentError(
                 f"window_nbytes is {window_nbytes}, but no stage is sharded: wrap stages in "
                 "ec.FSDP, or leave it out"
             )
-        is_replicated = any(replicated for _, replicated, _ in by_stage.values())
+        is_replicated = any(facts.is_replicated for facts in by_stage.values())
         if reduce_every == "microbatch" and not is_replicated:
             raise ArgumentError(
                 "reduce_every is 'microbatch', but nobody shares gradients with a stage: wrap "
@@ -199,5 +198,5 @@ class StageCollectives:
         return cls(
             unsharded_nbytes=[size or 0 for size in sizes] if is_sharded else None,
             has_reductions=reduce_every == "step",
-            num_ranks=max(num_ranks for _, _, num_ranks in by_stage.values()),
+            num_ranks=max(facts.num_ranks for facts in by_stage.values()),
         )

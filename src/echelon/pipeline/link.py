@@ -27,7 +27,7 @@ from echelon.comm.object_bytes import checked_nbytes
 from echelon.comm.torch_function import without_torch_function
 from echelon.comm.work import Work
 from echelon.pipeline.boundary import BoundarySpec, BoundaryValue, TensorSpec
-from echelon.pipeline.message import MessagePool, StageMessage
+from echelon.pipeline.packed_message import MessagePool, PackedMessage
 
 _PACKED, _SPEC, _LARGE, _PACKED_GRADIENTS, _LARGE_GRADIENT, _NUM_TAGS = range(6)
 _LENGTH_NBYTES = 8  # of a header that is the length of a spec
@@ -35,11 +35,10 @@ _LENGTH_NBYTES = 8  # of a header that is the length of a spec
 
 @final
 class PendingSend:
-    """A send under way, and the memory that it reads.
+    """A send that may not be complete, and the memory that it reads.
 
-    Args:
-        is_poll_cheap: whether asking a work if it is done costs nothing; else it may take a thread.
-        on_done: called when the memory may be used again.
+    ``on_done`` is called when the memory may be used again. Unless ``is_poll_cheap``, asking a work
+    whether it is done may take a thread.
     """
 
     def __init__(
@@ -54,15 +53,11 @@ class PendingSend:
         self._is_poll_cheap, self._on_done = is_poll_cheap, on_done
 
     def is_done(self, *, poll: bool) -> bool:
-        """Whether ``wait`` is known to return at once.
-
-        Args:
-            poll: ask also where that costs something.
-        """
+        """Whether ``wait`` is known to return at once; with ``poll`` it asks also if that is costly."""
         return (self._is_poll_cheap or poll) and all(work.done() for work in self._works)
 
     def wait(self) -> None:
-        """Wait until the memory may be used again, and let go of it. Called once."""
+        """Wait until the memory may be used again, and release it. Called once."""
         for work in self._works:
             work.wait()
         self._works, self._memory = [], []
@@ -71,13 +66,9 @@ class PendingSend:
 
 @final
 class Link:
-    """This rank's side of one stage boundary.
+    """This rank's side of one stage boundary, which has the number of the stage before it.
 
-    Args:
-        group: of both ranks.
-        peer: the rank on the other side.
-        boundary: the number of the stage before it; messages of different boundaries never meet.
-        num_microbatches: of a step.
+    Messages of different boundaries have different tags.
     """
 
     def __init__(self, group: Group, peer: int, boundary: int, num_microbatches: int) -> None:
@@ -131,10 +122,10 @@ class Link:
         expected: tuple[TensorSpec, ...],
         isend: Callable[[int, Tensor], None],
     ) -> None:
-        """Fill the buffers that the receiver posted for the last spec, and then send a new one."""
+        """Fill the buffers that the receiver posted for the ``expected`` spec, then send a new one."""
         device = self._group.device
         data = spec.to_bytes()
-        message = StageMessage(_LENGTH_NBYTES, expected, device)
+        message = PackedMessage(_LENGTH_NBYTES, expected, device)
         message.length.fill_(len(data))
         isend(_PACKED, message.buffer)
         for large in message.large_specs:
@@ -142,7 +133,7 @@ class Link:
         isend(_SPEC, torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device))
 
     def _pending(
-        self, works: list[Work], memory: list[Tensor], message: StageMessage
+        self, works: list[Work], memory: list[Tensor], message: PackedMessage
     ) -> PendingSend:
         def on_done() -> None:
             self._send_pool.release(message)
@@ -151,7 +142,7 @@ class Link:
 
     @without_torch_function
     def recv_forward(self, microbatch: int, *, training: bool) -> ForwardRecv:
-        """Post the receive of what the stage before sends."""
+        """Post the receive of the output of the previous stage."""
         return ForwardRecv(self, microbatch, training)
 
     @without_torch_function
@@ -187,14 +178,7 @@ class Link:
 def links_of(
     placement: Sequence[int], group: Group, num_microbatches: int
 ) -> tuple[dict[int, Link], dict[int, Link]]:
-    """The links of this rank's stages to stages on other ranks, by stage.
-
-    Args:
-        placement: the rank of each stage.
-
-    Returns:
-        the links to the stage before, and to the stage after.
-    """
+    """The links of this rank's stages to the previous and to the next stage, by stage."""
     to_previous: dict[int, Link] = {}
     to_next: dict[int, Link] = {}
     for stage, (left, right) in enumerate(pairwise(placement)):
@@ -210,7 +194,7 @@ def links_of(
 
 @final
 class _RecvBuffers:
-    """A message and the large tensors that travel beside it, while they are received."""
+    """A message and its large tensors while they are received."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""When the actions of a pipeline ran and what they cost, from the events of the executor."""
+"""Measures when the actions of a pipeline ran and what they cost, by the executor's events."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from echelon.pipeline.schedules.simulate import Simulation, Step, Timeline, simu
 if TYPE_CHECKING:
     from echelon.comm.group import Group
 
-_MAX_STEPS = 50  # the last ones; a block may go around a whole training
+_MAX_STEPS = 50  # only the last steps are kept, since a block may contain a whole training
 
 
 class _Run(NamedTuple):
-    """One computation: when it had all it needed, when it ended, how long it waited before."""
+    """One computation: when its inputs had arrived, when it ended, how long it waited before."""
 
     text: str
     start_s: float
@@ -48,8 +48,8 @@ class Measurement:
     nothing is collected. Times of ranks on several hosts are comparable as far as their clocks are.
 
     Args:
-        schedule: of the pipeline.
-        group: of the pipeline.
+        schedule: the schedule of the pipeline.
+        group: the ranks of the pipeline.
 
     Example:
         >>> # with pipe.measure() as measured:
@@ -78,8 +78,8 @@ class Measurement:
     ) -> None:
         self._stack.close()
         if error is None:
-            everyone = self._group.all_gather_object([tuple(run) for run in self._local])
-            self._by_rank = [[_Run(*run) for run in local] for local in everyone]
+            by_rank = self._group.all_gather_object([tuple(run) for run in self._local])
+            self._by_rank = [[_Run(*run) for run in runs] for runs in by_rank]
 
     def _hear(self, event: events.Event) -> None:
         facts = event.facts
@@ -105,7 +105,7 @@ class Measurement:
 
     @property
     def timeline(self) -> Timeline:
-        """The last step in the block, in seconds; without the time in which a rank waited."""
+        """The last step in the block, in seconds; a computation begins when its inputs are there."""
         steps = [
             Step(rank, parse_item(run.text), run.start_s, run.end_s)
             for rank, runs in enumerate(self._last_step())
@@ -115,12 +115,12 @@ class Measurement:
 
     @property
     def waited_s(self) -> list[float]:
-        """How long each rank waited for values of others in the last step."""
+        """How long each rank waited for values of other ranks in the last step."""
         return [sum(run.waited_s for run in runs) for runs in self._last_step()]
 
     @property
     def costs(self) -> dict[str, float | list[float]]:
-        """What the computations took, for ``simulate``: medians over its last 50 steps."""
+        """Costs for ``simulate``: medians of the computations of the last 50 steps."""
         self._last_step()
         steps = [
             Step(rank, parse_item(run.text), run.start_s, run.end_s)
@@ -130,7 +130,7 @@ class Measurement:
         return {**measured_costs(steps, self._schedule.num_stages), "hop": self._hop_s()}
 
     def _hop_s(self) -> float:
-        """From the end of a computation to the start of one on another rank that waited for it."""
+        """The median time from the end of a computation to the start of one that waited for it."""
         last_step = self._last_step()
         ends = {run.text: run.end_s for runs in last_step for run in runs}
         placement = self._schedule.placement
@@ -139,9 +139,9 @@ class Measurement:
             for run in runs:
                 ended_s = max(
                     (
-                        ends[str(giver)]
-                        for giver in _givers(run.text, len(placement))
-                        if str(giver) in ends and placement[giver.stage] != rank
+                        ends[str(source)]
+                        for source in _sources(run.text, len(placement))
+                        if str(source) in ends and placement[source.stage] != rank
                     ),
                     default=None,
                 )
@@ -151,12 +151,12 @@ class Measurement:
 
     @property
     def simulation(self) -> Simulation:
-        """The schedule with the measured costs: the timeline as it was to be expected."""
+        """The schedule simulated with the measured costs."""
         return simulate(self._schedule, self.costs)
 
 
-def _givers(text: str, num_stages: int) -> list[Action]:
-    """The computations of other stages whose result this one needs; one of them runs."""
+def _sources(text: str, num_stages: int) -> list[Action]:
+    """The computations of other stages whose result this one needs; only one of them runs."""
     item = parse_item(text)
     assert isinstance(item, Action)
     kind, i, stage = item
@@ -171,9 +171,9 @@ def _givers(text: str, num_stages: int) -> list[Action]:
 
 
 def measured_costs(steps: Iterable[Step], num_stages: int) -> dict[str, list[float]]:
-    """Medians of what computations took, by kind and stage.
+    """Medians of the times of computations, by kind and stage.
 
-    Where a stage did no whole backward, B is I + W; where it did no halves, they are half of B.
+    If a stage ran no whole backward, B is I + W; if it ran no halves, they are half of B.
 
     Example:
         >>> from echelon.pipeline.schedules.ir import parse_item

@@ -1,11 +1,11 @@
-"""A batch in microbatches: input on the rank of the first stage, targets on that of the last.
+"""Splits a batch into microbatches: inputs on the rank of the first stage, targets on the last.
 
-Every tensor in the arguments is cut along dim 0, the first microbatches one row longer where it
-does not come out even; what is no tensor goes to every microbatch. A mean over the whole batch is
-the sum of the means of the microbatches, each weighted by its share of the rows.
+Every tensor in the arguments is split along dim 0; the first microbatches have one row more if the
+rows are not divisible. Every microbatch gets all values that are not tensors. The mean over the
+batch is the sum of the means of the microbatches, each weighted by its share of the rows.
 
-Every rank hears what the others were given before any of them begins, so that a batch that cannot
-be used is an error everywhere.
+The ranks exchange how many rows they have before any of them begins, so that a batch that one rank
+cannot use is an error on all of them.
 """
 
 from __future__ import annotations
@@ -29,49 +29,48 @@ from echelon.ranges import shard_range
 @final
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """One batch in microbatches.
-
-    Attributes:
-        values: nested like the batch, by microbatch.
-        rows: length of dim 0, by microbatch.
-    """
+    """A batch in microbatches: by microbatch a value nested like the batch, and its length."""
 
     values: tuple[Any, ...]
-    rows: tuple[int, ...]
+    num_rows: tuple[int, ...]
 
 
 def split_batch(batch: Any, num_parts: int, what: str = "input") -> Microbatches:
-    """Cut every tensor of ``batch`` along dim 0 into ``num_parts`` views.
-
-    Args:
-        batch: tensors in any nesting, and whatever else, which every part gets.
-        num_parts: of which none may be empty.
-        what: the name of ``batch`` in errors.
-
-    Raises:
-        ArgumentError: there is no tensor, one is sparse or has no dim 0, their lengths differ, or
-            there are fewer rows than parts.
+    """Split every tensor of ``batch``, which errors call ``what``, into ``num_parts`` views.
 
     Example:
         >>> microbatches = split_batch({"x": torch.arange(10), "scale": 2.0}, 4)
-        >>> microbatches.rows, microbatches.values[3]
+        >>> microbatches.num_rows, microbatches.values[3]
         ((3, 3, 2, 2), {'x': tensor([8, 9]), 'scale': 2.0})
     """
     if num_parts < 1:
         raise ArgumentError(f"microbatches must be > 0, not {num_parts}")
     leaves, spec = pytree.tree_flatten(batch)
-    total = _rows_of(leaves, num_parts, what)
-    bounds = [shard_range(total, num_parts, i) for i in range(num_parts)]
-    rows = tuple(last - first for first, last in bounds)
+    total = _common_length(leaves, what)
+    _check_enough(total, num_parts, what)
+    num_rows = _rows_of_parts(total, num_parts)
     columns = [
-        leaf.split(rows) if isinstance(leaf, Tensor) else (leaf,) * num_parts for leaf in leaves
+        leaf.split(num_rows) if isinstance(leaf, Tensor) else (leaf,) * num_parts for leaf in leaves
     ]
-    values = [pytree.tree_unflatten(row, spec) for row in zip(*columns, strict=True)]
-    return Microbatches(tuple(values), rows)
+    values = [pytree.tree_unflatten(parts, spec) for parts in zip(*columns, strict=True)]
+    return Microbatches(tuple(values), num_rows)
 
 
-def _rows_of(leaves: Sequence[Any], num_parts: int, what: str) -> int:
-    """Length of dim 0, which all tensors share."""
+def _rows_of_parts(total: int, num_parts: int) -> tuple[int, ...]:
+    bounds = [shard_range(total, num_parts, i) for i in range(num_parts)]
+    return tuple(stop - start for start, stop in bounds)
+
+
+def _check_enough(num_rows: int, num_parts: int, what: str) -> None:
+    if num_rows < num_parts:
+        raise ArgumentError(
+            f"{what} has {num_rows} rows for {num_parts} microbatches: give a larger batch or "
+            "fewer microbatches"
+        )
+
+
+def _common_length(leaves: Sequence[Any], what: str) -> int:
+    """The length of dim 0, which all tensors must share."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
         raise ArgumentError(f"{what} has no tensor, so there is nothing to cut into microbatches")
@@ -93,19 +92,18 @@ def _rows_of(leaves: Sequence[Any], num_parts: int, what: str) -> int:
             f"tensors of {what} have dim 0 of lengths {lengths}: they must agree, since a "
             "microbatch takes the same rows of each"
         )
-    if lengths[0] < num_parts:
-        raise ArgumentError(
-            f"{what} has {lengths[0]} rows for {num_parts} microbatches: give a larger batch or "
-            "fewer microbatches"
-        )
     return lengths[0]
+
+
+def _has_tensors(tree: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(tree))
 
 
 def join_microbatches(values: Sequence[Any]) -> Any:
     """Undo ``split_batch``: tensors are joined along dim 0.
 
-    Tensors without dims are stacked, one number for each microbatch; what is no tensor is that of
-    the first microbatch.
+    Tensors without dims are stacked, one number for each microbatch. Values that are not tensors
+    are those of the first microbatch.
 
     Example:
         >>> join_microbatches([{"y": torch.tensor([1])}, {"y": torch.tensor([2, 3])}])
@@ -124,23 +122,23 @@ def _join(column: Sequence[Any]) -> Any:
 
 
 Loss = Callable[[Any, Any], Tensor]
-_UNUSABLE = -1  # in the place of the number of rows
+_UNUSABLE = -1  # a number of rows that tells other ranks that this one cannot use its batch
 
 
 @final
 @dataclass(slots=True)
 class Batch:
-    """The input of one step on this rank, and its output.
+    """The input of one step on this rank, and its output; lists and dicts are by microbatch.
 
     Attributes:
-        inputs: by microbatch, the arguments of the first stage; empty where another rank has it.
-        kwargs: by microbatch, keyword arguments of every stage of this rank.
-        targets: by microbatch, what the loss compares with.
-        weights: by microbatch, what its loss counts.
-        loss_fn: None where there is no loss.
+        inputs: the arguments of the first stage; empty if another rank has it.
+        kwargs: keyword arguments of every stage of this rank.
+        targets: the targets of the loss.
+        weights: what the loss of each microbatch counts.
+        loss_fn: None if there is no loss.
         training: whether backwards follow.
-        losses: by microbatch, weighted; filled where the last stage is.
-        outputs: by microbatch, what the last stage gave where there is no loss.
+        losses: the weighted losses, on the rank of the last stage.
+        outputs: the outputs of the last stage, if there is no loss.
     """
 
     inputs: Sequence[Any]
@@ -153,17 +151,16 @@ class Batch:
     outputs: dict[int, Any] = field(default_factory=dict)
 
     def loss(self, microbatch: int, output: Any) -> Tensor:
-        """What the loss function gives for the output of the last stage."""
+        """The loss of an output of the last stage."""
         assert self.loss_fn is not None
-        return self.loss_fn(output, self.targets[microbatch] if self.targets else None)
+        return self.loss_fn(output, self.targets[microbatch])
 
 
 @final
 class BatchSplitter:
-    """Cuts what ranks were given into the batch of one step, and checks that it fits together.
+    """Splits the arguments of a step, and checks with all ranks that they fit together.
 
-    Args:
-        loss_reduction: ``"mean"`` where a microbatch counts by its share of the rows; ``"sum"``.
+    With ``"mean"`` a microbatch counts by its share of the rows, with ``"sum"`` each counts 1.
     """
 
     def __init__(
@@ -183,114 +180,109 @@ class BatchSplitter:
         *,
         training: bool,
     ) -> Batch:
-        """Cut what this rank was given. All ranks call it.
+        """Split the arguments of this rank. All ranks call it.
 
-        Args:
-            training: then there are as many microbatches as the schedule has; else at most.
-
-        Raises:
-            ArgumentError: on every rank, what a rank was given cannot be used; or on this one, it
-                takes derivatives that cannot go from rank to rank.
+        In training there are as many microbatches as in the schedule, otherwise at most so many.
         """
-        _check_transforms((args, kwargs, target))  # inside of one, nothing can be sent either
-        problem, rows, counts = None, 0, None
+        _check_transforms((args, kwargs, target))  # before any communication, which they break too
+        problem, num_rows, counts = None, 0, None
         try:
-            rows = self._rows(args, kwargs, target, loss_fn is not None)
-            self._check_rows(rows, training)
+            num_rows = self._local_num_rows(args, kwargs, target, loss_fn, training=training)
             _check_mode(training)
             counts = None if weights is None else _checked_weights(weights, self._max_microbatches)
         except ArgumentError as error:
             problem = str(error)
-        local_rows = torch.tensor([_UNUSABLE if problem else rows], device=self._group.device)
-        gathered = local_rows.new_empty(self._group.size)
-        self._group.all_gather_single(gathered, local_rows, label="rows of the batch")
-        rows_by_rank = gathered.tolist()
-        if _UNUSABLE in rows_by_rank:
-            self._refuse(problem)
-        self._check_equal(rows_by_rank)
-        total = rows_by_rank[self._first]
-        count = self._max_microbatches if training else min(self._max_microbatches, total)
-        # What other ranks were given is not looked at: it may be None, or of another batch.
+        total = self._agree(num_rows, problem)
+        num_parts = self._max_microbatches if training else min(self._max_microbatches, total)
+        # Arguments for stages of other ranks are ignored: they may be None, or of another batch.
         is_first, is_last = self._group.rank == self._first, self._group.rank == self._last
-        targets = split_batch(target, count, "target").values if is_last and loss_fn else ()
+        targets = split_batch(target, num_parts, "target").values if is_last and loss_fn else ()
         return Batch(
-            inputs=split_batch(args, count).values if is_first else (),
-            kwargs=self._kwargs(kwargs, count),
+            inputs=split_batch(args, num_parts).values if is_first else (),
+            kwargs=self._split_kwargs(kwargs, num_parts),
             targets=targets,
-            weights=self._weights(counts, total, count),
+            weights=self._weights(counts, total, num_parts),
             loss_fn=loss_fn,
             training=training,
         )
 
-    def _rows(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, needs_target: bool
+    def _local_num_rows(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        loss_fn: Loss | None,
+        *,
+        training: bool,
     ) -> int:
-        """How many rows this rank was given; 0 if it was not given any and needs none."""
+        """The length of the arguments of this rank; 0 if it has none and needs none."""
         rank = self._group.rank
         if rank == self._first and not args:
             raise ArgumentError(
                 f"Pipeline: rank {rank} must provide input, because it has the first stage"
             )
-        if rank == self._last and target is None and needs_target:
+        if rank == self._last and target is None and loss_fn is not None:
             raise ArgumentError(
                 f"Pipeline: rank {rank} must provide a target, because it has the last stage"
             )
-        lengths = {}
-        if args and rank == self._first:
-            lengths["input"] = split_batch(args, 1).rows[0]
-        if target is not None and rank == self._last:
-            lengths["target"] = split_batch(target, 1, "target").rows[0]
-        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(dict(kwargs))):
-            lengths["kwargs"] = split_batch(dict(kwargs), 1, "kwargs").rows[0]
+        trees: dict[str, Any] = {}
+        if rank == self._first:
+            trees["input"] = args
+        if rank == self._last and target is not None:
+            trees["target"] = target
+        if _has_tensors(dict(kwargs)):
+            trees["kwargs"] = dict(kwargs)
+        lengths = {
+            what: _common_length(pytree.tree_leaves(tree), what) for what, tree in trees.items()
+        }
         if len(set(lengths.values())) > 1:
             raise ArgumentError(f"dim 0 differs on rank {rank}: {lengths}")
+        for num_rows in lengths.values():
+            _check_enough(num_rows, self._max_microbatches if training else 1, "the batch")
         return max(lengths.values(), default=0)
 
-    def _check_rows(self, rows: int, training: bool) -> None:
-        if rows == 0 and self._group.rank == self._first:
-            raise ArgumentError("input has no rows")
-        if training and 0 < rows < self._max_microbatches:
-            raise ArgumentError(
-                f"the batch has {rows} rows for {self._max_microbatches} microbatches: give "
-                "a larger batch or fewer microbatches"
-            )
+    def _agree(self, num_rows: int, problem: str | None) -> int:
+        """The number of rows of the first stage; raises on all ranks if one has a problem."""
+        local = torch.tensor([_UNUSABLE if problem else num_rows], device=self._group.device)
+        gathered = local.new_empty(self._group.size)
+        self._group.all_gather_single(gathered, local, label="rows of the batch")
+        by_rank: list[int] = gathered.tolist()
+        if _UNUSABLE in by_rank:
+            self._refuse(problem)
+        lengths = {rank: length for rank, length in enumerate(by_rank) if length}
+        if len(set(lengths.values())) > 1:
+            raise ArgumentError(f"ranks were given batches of different length, by rank: {lengths}")
+        return by_rank[self._first]
 
     def _refuse(self, problem: str | None) -> None:
-        problems = {
-            rank: text
-            for rank, text in enumerate(self._group.all_gather_object(problem))
-            if text is not None
-        }
+        problems = self._group.all_gather_object(problem)
         if problem is not None:
             raise ArgumentError(problem)
         raise ArgumentError(
             "; ".join(
-                f"rank {rank} cannot use its batch: {text}" for rank, text in problems.items()
+                f"rank {rank} cannot use its batch: {text}"
+                for rank, text in enumerate(problems)
+                if text is not None
             )
         )
 
-    def _check_equal(self, rows_by_rank: Sequence[int]) -> None:
-        given = {rank: rows for rank, rows in enumerate(rows_by_rank) if rows}
-        if len(set(given.values())) > 1:
-            raise ArgumentError(f"ranks were given batches of different length, by rank: {given}")
+    def _split_kwargs(self, kwargs: Mapping[str, Any], num_parts: int) -> tuple[Any, ...]:
+        if _has_tensors(dict(kwargs)):
+            return split_batch(dict(kwargs), num_parts, "kwargs").values
+        return (dict(kwargs),) * num_parts
 
-    def _kwargs(self, kwargs: Mapping[str, Any], count: int) -> tuple[dict[str, Any], ...]:
-        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(dict(kwargs))):
-            return split_batch(dict(kwargs), count, "kwargs").values
-        return (dict(kwargs),) * count
-
-    def _weights(self, given: Sequence[float] | None, rows: int, count: int) -> list[float]:
-        if given is not None:
-            total = sum(given)
-            return [weight / total for weight in given]
-        if self._reduction == "sum":
-            return [1.0] * count
-        bounds = [shard_range(rows, count, i) for i in range(count)]
-        return [(last - first) / rows for first, last in bounds]
+    def _weights(
+        self, counts: Sequence[float] | None, num_rows: int, num_parts: int
+    ) -> list[float]:
+        if self._reduction == "sum" and counts is None:
+            return [1.0] * num_parts
+        counts = _rows_of_parts(num_rows, num_parts) if counts is None else counts
+        total = sum(counts)
+        return [count / total for count in counts]
 
 
 def _check_transforms(value: Any) -> None:
-    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     if in_other_differentiation(leaves):
         raise ArgumentError(
             "a pipeline inside of torch.func (grad, jvp, vmap, ...) or of forward-mode "
@@ -307,14 +299,14 @@ def _check_mode(training: bool) -> None:
         )
 
 
-def _checked_weights(given: Sequence[float], count: int) -> list[float]:
+def _checked_weights(weights: Sequence[float], num_parts: int) -> list[float]:
     try:
-        numbers = [float(weight) for weight in given]
+        numbers = [float(weight) for weight in weights]
     except (TypeError, ValueError):
         numbers = []
-    if len(numbers) != count or min(numbers) < 0 or not 0 < sum(numbers) < math.inf:
+    if len(numbers) != num_parts or min(numbers) < 0 or not 0 < sum(numbers) < math.inf:
         raise ArgumentError(
-            f"weights are {given!r:.80}; give one number >= 0 for each of the {count} "
+            f"weights are {weights!r:.80}; give one number >= 0 for each of the {num_parts} "
             "microbatches, not all of them 0"
         )
     return numbers

@@ -2,11 +2,11 @@
 
 ::
 
-    rank 0 | ... 0SEND_F3 ...................... 0B2    [2] so 0SEND_F3 has arrived, too
-    rank 1 |          1F3  ... 1B2  1SEND_B2            [1] what rank 1 used before it sent this
+    rank 0 | ... 0SEND_F3 ...................... 0B2    [2] needs 1SEND_B2, so 0SEND_F3 is complete
+    rank 1 |          1F3  ... 1B2  1SEND_B2            [1] 1F3 used 0SEND_F3 before 1SEND_B2
 
-To ask whether a send is complete costs a thread on a transport that can only be waited for; here
-the wait is made when it returns at once.
+On a transport whose works can only be waited for, asking whether a send is complete takes a thread.
+With this table the executor waits when the wait returns at once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _Key = tuple[int, int]  # stage, microbatch
 
 @dataclass(slots=True)
 class SendCompletion:
-    """For each message that a rank receives: which of its earlier sends are then complete.
+    """The sends of a rank that are complete when a message arrives, by stage and microbatch of it.
 
     Attributes:
-        by_input: the sends, where the message is the input of a stage and microbatch.
-        by_gradient: the sends, where it is the gradient of their output.
+        by_input: for a message that is the input of the stage.
+        by_gradient: for a message that is the gradient of the output of the stage.
     """
 
     by_input: dict[_Key, list[Action]] = field(default_factory=lambda: defaultdict(list))
@@ -45,7 +45,7 @@ class SendCompletion:
         completion = cls()
         rank_of = dict(enumerate(schedule.placement)).get
         for peer, order in enumerate(schedule.orders):
-            used: list[Action] = []  # of our sends, since the last message of the peer to us
+            used: list[Action] = []  # our sends that the peer used since its last message to us
             for action in (part for item in order if peer != rank for part in item.parts):
                 kind, mb, stage = action
                 if mb is None:

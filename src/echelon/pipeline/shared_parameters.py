@@ -1,4 +1,4 @@
-"""Parameters that stages share, such as an embedding and the output layer.
+"""Tied weights: parameters that several stages share, such as an embedding and the output layer.
 
 [Note: a shared parameter is reduced once]
 ::
@@ -8,10 +8,11 @@
     replica 1   │  w.grad  ─sum─  w.grad  │ 1      2: over the replicas of each owner
                       └ mean ┘ 2
 
-Wrappers of stages would each reduce it, cut it in their own way, or fight for its ``.grad`` where
-two of them are on one rank. So they are told to ignore it: it is whole on every owner, backwards
-add to its ``.grad`` there as in the plain model, and it is reduced here at the end of a step.
-Wrappers that replicate it, on different ranks, may also reduce it themselves; then only 1 is left.
+If the wrappers of several stages had the parameter, each would reduce it and shard it differently,
+and two wrappers on one rank would both write its ``.grad``. So wrappers ignore it: every owner has
+it unsharded, backwards add to its ``.grad`` as in the plain model, and it is reduced here at the
+end of a step. Wrappers that replicate it, on different ranks, may also reduce it themselves; then
+only step 1 happens here.
 """
 
 from __future__ import annotations
@@ -30,18 +31,15 @@ from echelon.pipeline.data_parallel import Replicated, Shardable
 
 @final
 class SharedParameter:
-    """One parameter that several stages have, on one of their ranks.
+    """The copy of a shared parameter on this rank.
 
     Law: after ``reduce``, ``.grad`` is that of the plain model on every owner, with the same bits.
-
-    Args:
-        param: the copy of this rank.
-        owners: the ranks of this pipeline that have it; None if only this one has it.
-        replicas: the ranks of other pipelines that have the same stages; None where there are
-            none, or where a wrapper reduces over them.
+    The ``owners`` are the ranks of this pipeline that have the parameter, None if it is only this
+    one. The ``replicas`` are the ranks of other pipelines that have the same stages; None if there
+    are none, or if a wrapper reduces over them.
 
     Attributes:
-        is_counted: whether this rank is the one that counts it in a norm.
+        is_counted: whether this rank is the one that counts the parameter in a norm.
     """
 
     def __init__(self, param: nn.Parameter, owners: Group | None, replicas: Group | None) -> None:
@@ -55,20 +53,20 @@ class SharedParameter:
                 group.broadcast(param.data, 0, label="a parameter that stages share")
 
     def begin(self) -> None:
-        """Begin a step: gradients that were reduced already are not added up again."""
+        """Begin a step; gradients that are reduced already must not be summed again."""
         if self._is_open:
             return
         # A copy: the next gradient of a replicated parameter is reduced in the memory of ``.grad``.
         reduced = self.param.grad
         self._reduced = None if reduced is None else reduced.clone()
-        # All owners have the same gradient. One of them keeps it in ``.grad``, where the user may
-        # clear or scale it before the gradients are complete.
+        # All owners have the same gradient. Only one of them keeps it in ``.grad``, so that the sum
+        # has it once; the user may clear or scale it there before the gradients are complete.
         if not self.is_counted:
             self.param.grad = None
         self._is_open = True
 
     def reduce(self) -> None:
-        """Reduce what all owners have in ``.grad`` since ``begin``. All of them call it."""
+        """Reduce the gradients of all owners since ``begin``. All of them call it."""
         self._reduced, self._is_open = None, False
         grad = self.param.grad
         is_used = torch.tensor([grad is not None], dtype=torch.uint8, device=self.param.device)
@@ -91,7 +89,7 @@ class SharedParameter:
 def shared_parameters(
     stages: Sequence[nn.Module | None],
 ) -> dict[nn.Parameter, dict[int, str]]:
-    """The parameters that several stages have, and what each of these stages calls it.
+    """The parameters that several stages have, each with its name in each of these stages.
 
     Example:
         >>> shared = nn.Linear(1, 1, bias=False)
@@ -111,15 +109,10 @@ def find_shared_parameters(
     group: Group,
     replicate: Group | None,
 ) -> list[SharedParameter]:
-    """Find the parameters that stages share, and make those of this rank. All ranks call it.
+    """The shared parameters of this rank. All ranks call it, with ``replicate`` of ``Pipeline``.
 
-    Args:
-        replicate: of ``Pipeline``.
-
-    Raises:
-        ArgumentError: a rank was not given the stages of others, and cannot know what they share;
-            or nobody would reduce a shared parameter over replicas.
-        UnsupportedError: a wrapper reduces such a parameter, and cannot.
+    Refuses ranks that do not have the stages of others and so cannot know what they share, and
+    wrappers with which a shared parameter would not be reduced or not correctly.
     """
     local = {index: stages[index] for index, rank in enumerate(placement) if rank == group.rank}
     owners_of: list[tuple[nn.Parameter, list[int]]] = []
@@ -127,17 +120,20 @@ def find_shared_parameters(
     for param, names in shared_parameters(stages).items():
         owners_of.append((param, sorted({placement[index] for index in names})))
         problems += _problems(param, names, local, is_reduced=replicate is not None)
-    several = [ranks for _, ranks in owners_of if len(ranks) > 1]
-    by_rank = group.all_gather_object(
-        (several, [(error.__name__, text) for error, text in problems[:1]])
+    across_ranks = [ranks for _, ranks in owners_of if len(ranks) > 1]
+    sharing_by_rank, problems_by_rank = zip(
+        *group.all_gather_object(
+            (across_ranks, [(error.__name__, text) for error, text in problems[:1]])
+        ),
+        strict=True,
     )
-    if any(theirs != by_rank[0][0] for theirs, _ in by_rank):
+    if any(sharing != across_ranks for sharing in sharing_by_rank):
         raise ArgumentError(
             "the ranks see different parameters that stages share, on ranks "
-            f"{ {rank: theirs for rank, (theirs, _) in enumerate(by_rank)} }: give every rank the "
-            "whole list of stages, without None"
+            f"{dict(enumerate(sharing_by_rank))}: give every rank the whole list of stages, "
+            "without None"
         )
-    for rank, (_, problems_of_rank) in enumerate(by_rank):
+    for rank, problems_of_rank in enumerate(problems_by_rank):
         for name, text in problems_of_rank:
             error = UnsupportedError if name == UnsupportedError.__name__ else ArgumentError
             raise error(f"on rank {rank} of the pipeline, {text}")
@@ -157,10 +153,10 @@ def _problems(
     *,
     is_reduced: bool,
 ) -> Iterator[tuple[type[Exception], str]]:
-    """Why the wrappers of this rank's stages do not go with a parameter that is shared."""
-    who = " and ".join(f"stage {index} ({name!r})" for index, name in names.items())
+    """Why the wrappers of this rank's stages cannot be used with a shared parameter."""
+    stages = " and ".join(f"stage {index} ({name!r})" for index, name in names.items())
     wrappers = [local[index] for index in names if isinstance(local.get(index), Replicated)]
-    do = (
+    advice = (
         "leave it out of all of them with ignored=[parameter] and give ec.Pipeline replicate=, the "
         "ranks that have the same stages; ec.parallelize does both"
     )
@@ -168,19 +164,19 @@ def _problems(
         if any(isinstance(wrapper, Shardable) for wrapper in wrappers):
             yield (
                 UnsupportedError,
-                f"{who} share a parameter that is sharded, so that ranks have different parts of "
-                f"one parameter: {do}",
+                f"{stages} share a parameter that is sharded, so that ranks have different parts of "
+                f"one parameter: {advice}",
             )
         elif len(local.keys() & names.keys()) > 1:
             yield (
                 UnsupportedError,
-                f"{who} share a parameter on one rank, and the wrapper of one of them reduces it "
-                f"before the other is through: {do}",
+                f"{stages} share a parameter on one rank, and the wrapper of one of them reduces it "
+                f"before the other is through: {advice}",
             )
     elif not is_reduced and any(map(_claims_others, wrappers)):
         yield (
             ArgumentError,
-            f"{who} share a parameter that their wrappers ignore, so that nobody reduces its "
+            f"{stages} share a parameter that their wrappers ignore, so that nobody reduces its "
             "gradient over replicas: give ec.Pipeline replicate=, the ranks that have the same "
             "stages",
         )
@@ -191,7 +187,7 @@ def _claims_others(wrapper: nn.Module | None) -> bool:
 
 
 def _parameters(stage: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those of the model, also where a wrapper shows others to optimizers."""
+    """The parameters of the model, also if a wrapper shows optimizers others."""
     for path, module in stage.named_modules():
         for local, param in module._parameters.items():
             if param is not None:

@@ -1,7 +1,7 @@
 """One stage while it runs: what it saves for each microbatch between forward and backward.
 
-Outputs are not saved: only the edges of the graph at which their gradients come in. So the memory
-of an output is free as soon as the next stage has it.
+Outputs are not saved, only the edges of the graph at which their gradients enter. So the memory of
+an output is free as soon as the next stage has it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from echelon.pipeline.weight_gradients import DeferredGradients, WeightGradients
 @final
 @dataclass(slots=True)
 class _ForwardCache:
-    """What backward needs of one microbatch, besides the graph.
+    """What the backward of a microbatch needs besides the graph.
 
     Attributes:
-        inputs: the leaves whose gradients go to the stage before, in order.
-        edges: where gradients come in, one for each tensor of the output that needs one.
+        inputs: the leaves whose gradients go to the previous stage, in order.
+        edges: the edge of each tensor of the output that needs a gradient.
     """
 
     inputs: list[Tensor]
@@ -40,17 +40,10 @@ class _ForwardCache:
 
 @final
 class Stage:
-    """A part of the model on this rank.
+    """The module of a stage on this rank, and what its microbatches hold.
 
-    Args:
-        module: what runs.
-        index: the number of the stage in the model.
-        splits: whether the schedule splits backwards, so that linear layers must be able to defer.
-        recomputes: whether only inputs are saved, and backward runs the module again.
-        reduce_every: when gradients are reduced, if the module is replicated or sharded.
-
-    Attributes:
-        data_parallel: how the module is replicated or sharded.
+    With ``splits`` the schedule has split backwards, so linear layers must be able to defer their
+    weight gradients. With ``recomputes`` only inputs are saved, and backward runs the module again.
     """
 
     def __init__(
@@ -78,10 +71,9 @@ class Stage:
         return len({*self._forwards, *self._deferred})
 
     def forward(self, microbatch: int, value: Any, kwargs: Mapping[str, Any]) -> BoundaryValue:
-        """Run the module on what the stage before gave, and save what backward needs.
+        """Run the module, and save what backward needs.
 
-        Args:
-            value: a tuple is the positional arguments, anything else the only one.
+        A ``value`` that is a tuple has all positional arguments, any other value is the only one.
         """
         inputs = _leaves(value)
         output = self._call(value, kwargs)
@@ -98,7 +90,7 @@ class Stage:
         kwargs: Mapping[str, Any],
         loss_fn: Callable[[Any], Tensor],
     ) -> Tensor:
-        """Run the last module and the loss, which is returned without graph."""
+        """Run the last module and the loss, which is returned without its graph."""
         inputs = _leaves(value)
         loss = loss_fn(self._call(value, kwargs))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -114,28 +106,24 @@ class Stage:
         return self.module(*args, **kwargs)
 
     def backward(self, microbatch: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the inputs; those of parameters are added to ``.grad``.
-
-        Args:
-            grads: of the tensors of the output that need one.
-        """
+        """Backward with the gradients of the output; returns those of the inputs."""
         with self.data_parallel.during_backward(), self._weights.adding():
             input_grads, has_run = self._run_backward(microbatch, grads)
-        if not has_run:  # replicas may have gradients, which their backwards reduce
+        if not has_run:  # other replicas may have gradients to reduce
             self.data_parallel.end_microbatch()
         return input_grads
 
     def backward_input(
         self, microbatch: int, grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """The first half of ``backward``; ``backward_weight`` is the second."""
+        """The first half of ``backward``, which defers gradients of weights."""
         with self._weights.deferring() as deferred, self.data_parallel.during_backward_input():
             input_grads, _ = self._run_backward(microbatch, grads)
         self._deferred[microbatch] = deferred
         return input_grads
 
     def backward_weight(self, microbatch: int) -> None:
-        """The second half: the gradients of weights that were deferred."""
+        """The second half of ``backward``: the deferred gradients of weights."""
         self._deferred.pop(microbatch).run(self.data_parallel.add_weight_gradient)
         self.data_parallel.end_microbatch()
 
@@ -146,24 +134,25 @@ class Stage:
         cache = self._forwards.pop(microbatch, None)
         if cache is None:
             return [], False
-        given = [(edge, g) for edge, g in zip(cache.edges, grads, strict=True) if g is not None]
-        if given:
-            run_backward([edge for edge, _ in given], [g for _, g in given])
+        pairs = zip(cache.edges, grads, strict=True)
+        used = [(edge, grad) for edge, grad in pairs if grad is not None]
+        if used:
+            run_backward([edge for edge, _ in used], [grad for _, grad in used])
         input_grads = [leaf.grad for leaf in cache.inputs]
         for leaf in cache.inputs:
             leaf.grad = None
-        return input_grads, bool(given)
+        return input_grads, bool(used)
 
     def forget(self) -> None:
         """Drop what a failed step has left.
 
-        Unsharded parameters stay so until the next step unshards them anew: to release them might
-        wait for a rank that is gone.
+        Unsharded parameters stay until the next step unshards them again: releasing them might wait
+        for a rank that has failed.
         """
         self._forwards.clear()
         self._deferred.clear()
 
 
 def _leaves(value: Any) -> list[Tensor]:
-    """The tensors whose gradients go to the stage before."""
+    """The tensors whose gradients go to the previous stage."""
     return [leaf for leaf in tensors_in(value) if leaf.is_leaf and leaf.requires_grad]

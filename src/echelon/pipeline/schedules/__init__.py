@@ -5,7 +5,7 @@
 ``vshaped``       schedules with stages on a V: ZB-V, DualPipeV
 ``controllable``  V-Half and V-Min, which trade time for memory
 ``families``      schedules by name
-``readiness``     when an action can run: the one walk through a schedule
+``dependencies``  what computations need and give, and the one walk through a schedule
 ``check``         the rules that a schedule must keep
 ``costs``         what computations cost
 ``simulate``      how long a schedule takes, and timelines

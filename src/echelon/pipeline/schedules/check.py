@@ -25,7 +25,7 @@ from echelon.pipeline.schedules.ir import (
     check_type,
     placed_parts,
 )
-from echelon.pipeline.schedules.readiness import Values, transfer_of, walk
+from echelon.pipeline.schedules.dependencies import Values, transfer_of, walk
 
 # Positions in the lists of ranks, by kind and by stage * num_microbatches + microbatch; -1 if an
 # action is missing.

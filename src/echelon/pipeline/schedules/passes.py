@@ -26,7 +26,7 @@ from echelon.pipeline.schedules.ir import (
     Kind,
     Schedule,
 )
-from echelon.pipeline.schedules.readiness import Channel, walk
+from echelon.pipeline.schedules.dependencies import Channel, walk
 from echelon.pipeline.schedules.simulate import simulate
 
 AHEAD = 4  # computations between the post of a receive and its consumer, at most

@@ -23,7 +23,7 @@ from echelon.pipeline.schedules.ir import (
     Schedule,
     check_type,
 )
-from echelon.pipeline.schedules.readiness import Channel, Transfer, Values, walk
+from echelon.pipeline.schedules.dependencies import Channel, Transfer, Values, walk
 
 
 class Step(NamedTuple):

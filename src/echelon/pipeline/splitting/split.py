@@ -14,7 +14,7 @@ from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.ir import Schedule, check_type
 from echelon.pipeline.splitting import huggingface
 from echelon.pipeline.splitting.block_costs import MakeBlocks, dry_run, num_parameters, seconds
-from echelon.pipeline.splitting.blocks import ModuleListBlocks, find_module_list
+from echelon.pipeline.splitting.module_list import ModuleListBlocks, find_module_list
 from echelon.pipeline.splitting.partition import Partition, most_alive, partition, refine
 from echelon.pipeline.splitting.submodule import Blocks, SequentialBlocks
 

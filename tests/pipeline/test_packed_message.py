@@ -3,7 +3,7 @@
 import torch
 
 from echelon.pipeline.boundary import TensorSpec
-from echelon.pipeline.message import MAX_PACKED_NBYTES, StageMessage
+from echelon.pipeline.packed_message import MAX_PACKED_NBYTES, PackedMessage
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ def test_small_tensors_of_every_dtype_share_a_packet_and_large_ones_do_not() -> 
         torch.arange(MAX_PACKED_NBYTES // 8),
     ]
     forms = tuple(TensorSpec(tuple(t.shape), t.dtype, False) for t in tensors)
-    packet = StageMessage(3, forms, CPU)
+    packet = PackedMessage(3, forms, CPU)
     assert packet.large_specs == [forms[3]]
     for room, tensor in zip(packet.views, tensors, strict=True):
         if room is not None:

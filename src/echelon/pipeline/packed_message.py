@@ -1,4 +1,4 @@
-"""Several small tensors and a header in one message; large tensors travel alone and uncopied."""
+"""Packs small tensors and a header into one message; large tensors travel alone and uncopied."""
 
 from __future__ import annotations
 
@@ -9,29 +9,25 @@ import torch
 
 from echelon.pipeline.boundary import TensorSpec
 
-# A message costs as much time as a copy of so many bytes, or more: larger tensors travel alone.
+# A message of its own costs about as much time as a copy of so many bytes.
 MAX_PACKED_NBYTES = 1 << 15
 _ALIGNMENT = 16  # bytes of the longest element
 
 
 @final
-class StageMessage:
+class PackedMessage:
     """The buffer of one message with a header and small tensors, zero at first.
 
     ::
 
         header ─ small ─ small ...      each at a multiple of 16 bytes
 
-    Args:
-        header_nbytes: length of the header.
-        specs: of all tensors; those of at most 32 KiB have room here.
-
     Attributes:
         buffer: the whole message. 1D
         header: its first bytes.
         length: the header as one number, if it has 8 bytes.
-        views: where each tensor lies; None if it is large.
-        large_specs: of the tensors that travel alone, in order.
+        views: the room of each tensor; None for tensors of more than 32 KiB.
+        large_specs: the specs of these, which travel alone, in order.
     """
 
     def __init__(
@@ -60,7 +56,7 @@ _Place = tuple[int, tuple[int, ...]]  # offset in elements of the tensor's dtype
 def _message_layout(
     header_nbytes: int, specs: tuple[TensorSpec, ...]
 ) -> tuple[tuple[_Place | None, ...], int]:
-    """The place of each small tensor, None for large ones; and the length of the message in bytes.
+    """The place of each small tensor, None for large ones, and the length of the message in bytes.
 
     Example:
         >>> small = TensorSpec((3,), torch.float32, False)
@@ -92,17 +88,17 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @final
 class MessagePool:
-    """Messages that are not in use: a step needs those of the step before again."""
+    """Messages that are not in use; every step needs those of the previous step again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: dict[tuple[int, tuple[TensorSpec, ...]], list[StageMessage]] = {}
+        self._free: dict[tuple[int, tuple[TensorSpec, ...]], list[PackedMessage]] = {}
 
-    def acquire(self, header_nbytes: int, specs: tuple[TensorSpec, ...]) -> StageMessage:
-        """A message that nobody uses, with the contents that its last user left."""
+    def acquire(self, header_nbytes: int, specs: tuple[TensorSpec, ...]) -> PackedMessage:
+        """A message that is not in use, with the contents that its last user left."""
         free = self._free.get((header_nbytes, specs))
-        return free.pop() if free else StageMessage(header_nbytes, specs, self._device)
+        return free.pop() if free else PackedMessage(header_nbytes, specs, self._device)
 
-    def release(self, message: StageMessage) -> None:
-        """Take back a message whose user is done with it."""
+    def release(self, message: PackedMessage) -> None:
+        """Take back a message that is no longer used."""
         self._free.setdefault(message.key, []).append(message)
