@@ -3,24 +3,23 @@
 ``schedule`` or ``Schedule.from_csv`` → ``check`` → ``simulate`` and ``choose`` → ``lower``.
 Of the names here only ``split`` needs torch, which it imports when it is first used.
 
-``schedules``             which rank does what in which order: data, without torch
-``splitting``             how a model is cut into stages
-``api``                   ``Pipeline`` itself
-``arguments``             whether its arguments are right, and equal on all ranks
-``execute``               runs the actions of a rank: start to read here
+``schedules``             which rank does what in which order, as data without torch
+``splitting``             cuts a model into stages
+``api``                   ``Pipeline``
+``arguments``             checks its arguments, and that all ranks have the same
+``execute``               runs the actions of a rank; start reading here
 ``stage``                 one stage: forward, backward, and the two halves of a backward
 ``weight_gradients``      gradients of large weights: added in place, or deferred
 ``data_parallel``         what UNSHARD, RESHARD and REDUCE do to a stage in ``DDP`` or ``FSDP``
-``microbatch``            a batch cut into microbatches and joined again
-``boundary``              what goes between two stages: any nesting, as a spec and tensors
-``message``               small tensors packed into one message
+``microbatch``            splits a batch into microbatches
+``boundary``              values between two stages: any nesting, as a spec and tensors
+``packed_message``        small tensors packed into one message
 ``link``                  sends and receives across one boundary
 ``send_completion``       which sends are complete when a message arrives
-``shared_parameters``     parameters of several stages, and their gradients
-``stage_initialization``  names in the model, and first values of stages on meta
-``stage_shards``          what a rank holds of the model, for checkpoints
-``stage_state``           states of stages and optimizers by the names of the model
-``staged_module``         a model in stages when it does not train
+``shared_parameters``     tied weights of several stages, and their gradients
+``stage_initialization``  first values of stages on the meta device
+``stage_state``           state dicts and shards of stages by the names of the model
+``staged_module``         the part of ``Pipeline`` that does not train
 ``measure``               when actions ran, and what they cost
 """
 
@@ -32,10 +31,10 @@ from typing import TYPE_CHECKING, Any
 from echelon.pipeline.measure import Measurement, measured_costs
 from echelon.pipeline.schedules.check import check
 from echelon.pipeline.schedules.choose import Choice, choose
+from echelon.pipeline.schedules.dependencies import Channel
 from echelon.pipeline.schedules.families import schedule
 from echelon.pipeline.schedules.ir import Action, Item, Kind, Pair, Schedule
 from echelon.pipeline.schedules.passes import lower
-from echelon.pipeline.schedules.dependencies import Channel
 from echelon.pipeline.schedules.render import to_page, to_svg, to_text
 from echelon.pipeline.schedules.simulate import Idle, Simulation, Step, Timeline, simulate
 from echelon.pipeline.splitting.partition import partition

@@ -53,7 +53,7 @@ class PendingSend:
         self._is_poll_cheap, self._on_done = is_poll_cheap, on_done
 
     def is_done(self, *, poll: bool) -> bool:
-        """Whether ``wait`` is known to return at once; with ``poll`` it asks also if that is costly."""
+        """Whether ``wait`` is known to return at once; ``poll`` asks even where that is costly."""
         return (self._is_poll_cheap or poll) and all(work.done() for work in self._works)
 
     def wait(self) -> None:
@@ -122,7 +122,7 @@ class Link:
         expected: tuple[TensorSpec, ...],
         isend: Callable[[int, Tensor], None],
     ) -> None:
-        """Fill the buffers that the receiver posted for the ``expected`` spec, then send a new one."""
+        """Fill the buffers that the receiver posted for the last spec, and then send a new one."""
         device = self._group.device
         data = spec.to_bytes()
         message = PackedMessage(_LENGTH_NBYTES, expected, device)

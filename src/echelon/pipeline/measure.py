@@ -105,7 +105,7 @@ class Measurement:
 
     @property
     def timeline(self) -> Timeline:
-        """The last step in the block, in seconds; a computation begins when its inputs are there."""
+        """The last step in the block, in seconds; a computation begins when it has its inputs."""
         steps = [
             Step(rank, parse_item(run.text), run.start_s, run.end_s)
             for rank, runs in enumerate(self._last_step())

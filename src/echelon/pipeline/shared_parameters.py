@@ -164,14 +164,14 @@ def _problems(
         if any(isinstance(wrapper, Shardable) for wrapper in wrappers):
             yield (
                 UnsupportedError,
-                f"{stages} share a parameter that is sharded, so that ranks have different parts of "
-                f"one parameter: {advice}",
+                f"{stages} share a parameter that is sharded, so that ranks have different parts "
+                f"of one parameter: {advice}",
             )
         elif len(local.keys() & names.keys()) > 1:
             yield (
                 UnsupportedError,
-                f"{stages} share a parameter on one rank, and the wrapper of one of them reduces it "
-                f"before the other is through: {advice}",
+                f"{stages} share a parameter on one rank, and the wrapper of one of them reduces "
+                f"it before the other is through: {advice}",
             )
     elif not is_reduced and any(map(_claims_others, wrappers)):
         yield (

@@ -1,51 +1,15 @@
-"""Names in the model, and first values of stages on meta: each rank makes those of its stages."""
+"""Initialises stages on the meta device: each rank makes the values of its own stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
-from echelon.modules.compiled import compiled_inside, plain_name
-from echelon.pipeline.splitting.submodule import Submodule
+from echelon.pipeline.stage_state import name_in_model
 from echelon.state.initialization import Initializer, ParameterPlace, draw_seed, own_tensors
-
-
-def name_in_model(stage: nn.Module, index: int, name: str) -> str:
-    """The name in the model of what stage ``index`` calls ``name``.
-
-    Example:
-        >>> name_in_model(nn.Linear(1, 1), 3, "bias")
-        '3.bias'
-    """
-    name = plain_name(name)
-    return name if find_submodule(stage) is not None else f"{index}.{name}".rstrip(".")
-
-
-def names_of_state(stage: nn.Module, index: int, names: Iterable[str]) -> dict[str, str]:
-    """The ``names`` in the model that belong to stage ``index``, by the names of the stage.
-
-    Example:
-        >>> names_of_state(nn.Linear(1, 1), 3, ["3.bias", "4.bias"])
-        {'bias': '3.bias'}
-    """
-    submodule = find_submodule(stage)
-    if submodule is not None:
-        return {plain_name(name): name for name in names if plain_name(name) in submodule.names}
-    start = f"{index}."
-    local = [name for name in names if name.startswith(start)]
-    return {plain_name(name.removeprefix(start)): name for name in local}
-
-
-def find_submodule(stage: nn.Module) -> Submodule | None:
-    """The stage that ``split`` made, inside of ``torch.compile``, ``DDP`` and ``FSDP``."""
-    found: nn.Module | None = stage
-    while found is not None and not isinstance(found, Submodule):
-        compiled = compiled_inside(found)
-        found = found._modules.get("module") if compiled is None else compiled
-    return found
 
 
 def initialize(
@@ -53,13 +17,11 @@ def initialize(
     group: Group,
     materialize: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Give values to what is on meta in the stages of this rank. All ranks call it.
+    """Give values to the tensors on meta in the stages of this rank. All ranks call it.
 
     Law: the values depend on the random stream of rank 0 and on names in the model; not on the
-    number of ranks or stages, if ``split`` made the stages.
-
-    Raises:
-        ArgumentError: on every rank, if a module of one cannot make its values.
+    number of ranks or stages, if ``split`` made the stages. If a module of one rank cannot make its
+    values, all ranks raise.
     """
     places: dict[int, ParameterPlace] = {}
     on_meta: dict[int, Tensor] = {}
@@ -84,14 +46,11 @@ def initialize(
     # One draw on every rank, so that equal random streams stay equal.
     seed: int = group.broadcast_object(draw_seed(), 0)
     for key, tensor in on_meta.items():
-        if tensor.is_meta:  # else its owner made it with another
+        if tensor.is_meta:  # otherwise its owner made it together with another one
             owner = places[key].owner
-            mine = {
-                id(one)
-                for _, one in own_tensors(owner)
-                if id(one) in on_meta and places[id(one)].owner is owner
-            }
-            maker.make(places[key].owner_name, owner, mine, seed)
+            keys = (id(tensor) for _, tensor in own_tensors(owner))
+            owned = {key for key in keys if key in on_meta and places[key].owner is owner}
+            maker.make(places[key].owner_name, owner, owned, seed)
 
 
 def _problem(maker: Initializer, places: list[ParameterPlace]) -> str | None:

@@ -1,41 +1,93 @@
-"""The state of a model in stages, and of an optimizer over them, by the names of the model.
+"""The state of a model in stages by the names of the model: state dicts, and shards of a rank.
 
-What a stage holds is asked of the stage. Parameters that several stages share have the name of the
-first.
+A shared parameter has the name of its first stage in state dicts, and all its names in shards::
+
+                   stage 0        stage 1
+    replica 0   │  w: copy 0      w: copy 2      w is shared by both stages, and reduced over all
+    replica 1   │  w: copy 1      w: copy 3      ranks that have it, so all copies are identical
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError
+from echelon.modules.compiled import compiled_inside, plain_name
 from echelon.pipeline.data_parallel import unwrap
-from echelon.pipeline.stage_initialization import name_in_model, names_of_state
+from echelon.pipeline.splitting.submodule import Submodule
 from echelon.state.model_state import LoadReport, check_state, copy_of
 from echelon.state.optimizer_state import gather_states, named_state_dict, names_by_group
-from echelon.state.sharded_state import ParameterShards, ShardsByParam, parameter_shards_in
+from echelon.state.sharded_state import (
+    ParameterShards,
+    ShardedState,
+    ShardsByParam,
+    axes_in,
+    named_state,
+    parameter_shards_in,
+    sharded_state_of,
+)
+from echelon.state.tensor_shard import Replication, TensorShard
 
-# The model -----------------------------------------------------------------------------------
+# Names in the model --------------------------------------------------------------------------
+
+
+def name_in_model(stage: nn.Module, index: int, name: str) -> str:
+    """The name in the model of what stage ``index`` calls ``name``.
+
+    Example:
+        >>> name_in_model(nn.Linear(1, 1), 3, "bias")
+        '3.bias'
+    """
+    name = plain_name(name)
+    return name if find_submodule(stage) is not None else f"{index}.{name}".rstrip(".")
+
+
+def names_of_state(stage: nn.Module, index: int, names: Iterable[str]) -> dict[str, str]:
+    """Those ``names`` in the model that belong to stage ``index``, by their names in the stage.
+
+    Example:
+        >>> names_of_state(nn.Linear(1, 1), 3, ["3.bias", "4.bias"])
+        {'bias': '3.bias'}
+    """
+    submodule = find_submodule(stage)
+    if submodule is not None:
+        return {plain_name(name): name for name in names if plain_name(name) in submodule.names}
+    start = f"{index}."
+    local = [name for name in names if name.startswith(start)]
+    return {plain_name(name.removeprefix(start)): name for name in local}
+
+
+def find_submodule(stage: nn.Module) -> Submodule | None:
+    """The stage that ``split`` made, inside of ``torch.compile``, ``DDP`` and ``FSDP``."""
+    module: nn.Module | None = stage
+    while module is not None and not isinstance(module, Submodule):
+        compiled = compiled_inside(module)
+        module = module._modules.get("module") if compiled is None else compiled
+    return module
+
+
+# State dicts of the model --------------------------------------------------------------------
 
 
 @runtime_checkable
-class SavesParts(Protocol):
-    """A stage of whose parameters this rank keeps a part."""
+class SavesShards(Protocol):
+    """A stage whose parameters are sharded."""
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Copies of these parts, by the names of the stage."""
+        """Copies of the shards of this rank, by the names of the stage."""
 
     def load_sharded_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load them again."""
+        """Load what ``sharded_state_dict`` returned."""
 
 
-def whole_state(
+def full_state(
     stages: Mapping[int, nn.Module],
     placement: Sequence[int],
     group: Group,
@@ -45,48 +97,40 @@ def whole_state(
 ) -> dict[str, Any]:
     """Copies of the state of all stages, by the names of the model. All ranks call it.
 
-    One stage travels at a time.
-
-    Args:
-        stages: of this rank.
-        keep: whether this rank wants it; if not, it helps the others and returns nothing.
-        device: where copies go; None: that of the group.
+    One stage travels at a time. Without ``keep`` this rank only helps the others and returns
+    nothing. Copies are on ``device``, or on that of the group if it is None.
     """
     state: dict[str, Any] = {}
     for index, rank in enumerate(placement):
-        own: dict[str, Any] | None = None
+        local_state: dict[str, Any] | None = None
         if rank == group.rank:
-            own = {
+            local_state = {
                 name_in_model(stages[index], index, key): copy_of(value, torch.device("cpu"))
                 for key, value in stages[index].state_dict().items()
             }
-        found: dict[str, Any] = group.broadcast_object(own, rank)
+        stage_state: dict[str, Any] = group.broadcast_object(local_state, rank)
         if keep:
             home = group.device if device is None else device
-            state.update({name: copy_of(value, home) for name, value in found.items()})
+            state |= {name: copy_of(value, home) for name, value in stage_state.items()}
     return state
 
 
-def parts_of(stages: Mapping[int, nn.Module]) -> dict[str, Any]:
+def sharded_state(stages: Mapping[int, nn.Module]) -> dict[str, Any]:
     """Copies of what this rank keeps of its stages, by the names of the model."""
     state: dict[str, Any] = {}
     for index, stage in stages.items():
-        own = stage.sharded_state_dict() if isinstance(stage, SavesParts) else stage.state_dict()
-        state |= {name_in_model(stage, index, key): copy_of(value) for key, value in own.items()}
+        kept = stage.sharded_state_dict() if isinstance(stage, SavesShards) else stage.state_dict()
+        state |= {name_in_model(stage, index, key): copy_of(value) for key, value in kept.items()}
     return state
 
 
-def load_parts(
+def load_sharded_state(
     stages: Mapping[int, nn.Module], state: Mapping[str, Any], *, strict: bool
 ) -> LoadReport:
-    """Load what ``parts_of`` gave on this rank.
-
-    Raises:
-        ArgumentError: keys (if ``strict``), sizes or dtypes do not fit.
-    """
+    """Load what ``sharded_state`` returned on this rank."""
     check_state(state)
     names = {index: names_of_state(stage, index, state) for index, stage in stages.items()}
-    known = {name for own in names.values() for name in own.values()}
+    known = {name for names_of_stage in names.values() for name in names_of_stage.values()}
     report = LoadReport([], [name for name in state if name not in known])
     for index, stage in stages.items():
         keys = unwrap(stage).state_dict(keep_vars=True)
@@ -99,24 +143,23 @@ def load_parts(
             f"the sharded state does not fit the stages of this rank: {'; '.join(sorted(wrong))}"
         )
     for index, stage in stages.items():
-        own = {key: state[name] for key, name in names[index].items()}
-        if isinstance(stage, SavesParts):
-            stage.load_sharded_state_dict(own, strict)
+        stage_state = {key: state[name] for key, name in names[index].items()}
+        if isinstance(stage, SavesShards):
+            stage.load_sharded_state_dict(stage_state, strict)
         else:
-            stage.load_state_dict(own, strict)
+            stage.load_state_dict(stage_state, strict)
     return report
 
 
-# Optimizers ----------------------------------------------------------------------------------
+# State dicts of optimizers -------------------------------------------------------------------
 
 
 def stage_parameters(
     stages: Mapping[int, nn.Module], first_names: Mapping[str, str]
 ) -> Iterator[ParameterShards]:
-    """What this rank holds of the parameters of its stages.
+    """The shards of the parameters of this rank's stages.
 
-    Args:
-        first_names: for a shared parameter, by a name of it in the model, the one that counts.
+    ``first_names`` has the first name of shared parameters, by each of their other names.
     """
 
     def name(index: int, local: str) -> str:
@@ -128,62 +171,196 @@ def stage_parameters(
 
 
 def shards_by_param(shards: Sequence[ParameterShards]) -> ShardsByParam:
-    """The ranges of all parameters; of one that several stages here share, those of the first."""
+    """The shards of all stages by parameter; those of the first stage if several share one."""
     by_param: dict[nn.Parameter, Any] = {}
-    for one in shards:
-        by_param = {**one.by_param, **by_param}
+    for stage_shards in shards:
+        by_param = {**stage_shards.by_param, **by_param}
     return by_param
 
 
-def gather_stages(
+def gather_optimizer_state(
     optimizer: torch.optim.Optimizer, shards: Sequence[ParameterShards], group: Group
 ) -> dict[str, Any]:
-    """The whole state of ``optimizer``, by name, as copies. All ranks of ``group`` call it.
-
-    Raises:
-        StateError: the optimizers of the ranks have different groups.
-    """
-    state: dict[str, Any] = {}
+    """Copies of the full state of ``optimizer``, by name. All ranks of ``group`` call it."""
+    local_state: dict[str, Any] = {}
     names: list[list[str]] = [[] for _ in optimizer.param_groups]
-    for one in shards:
-        state |= gather_states(optimizer, one)
-        for own, theirs in zip(names, names_by_group(optimizer, one.by_param), strict=True):
-            own += theirs
-    told = group.all_gather_object((_to_cpu(state), names))
-    together = _together([theirs for _, theirs in told])
-    state = {name: value for theirs, _ in told for name, value in theirs.items()}
-    return named_state_dict(optimizer, state, together)
+    for stage_shards in shards:
+        local_state |= gather_states(optimizer, stage_shards)
+        by_group = names_by_group(optimizer, stage_shards.by_param)
+        for all_names, stage_names in zip(names, by_group, strict=True):
+            all_names += stage_names
+    states, names_by_rank = zip(
+        *group.all_gather_object((_to_cpu(local_state), names)), strict=True
+    )
+    state = {name: value for rank_state in states for name, value in rank_state.items()}
+    return named_state_dict(optimizer, state, _merge_groups(names_by_rank))
 
 
-def _together(everyone: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
-    """The names in each group, of all ranks."""
-    counts = [len(groups) for groups in everyone]
+def _merge_groups(names_by_rank: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+    """The names in each parameter group, of all ranks."""
+    counts = [len(groups) for groups in names_by_rank]
     if len(set(counts)) > 1:
         raise StateError(
             f"the optimizers of the ranks have different numbers of groups, {counts} by rank: make "
             "the same groups on all ranks"
         )
-    found: list[list[str]] = [[] for _ in range(counts[0])]
+    merged: list[list[str]] = [[] for _ in range(counts[0])]
     group_of: dict[str, int] = {}
-    for groups in everyone:
+    for groups in names_by_rank:
         for i, names in enumerate(groups):
             for name in names:
                 if name not in group_of:
                     group_of[name] = i
-                    found[i].append(name)
+                    merged[i].append(name)
                 elif group_of[name] != i:
                     raise StateError(
                         f"the shared parameter {name!r} is in different groups of the optimizers "
                         "of the ranks, so its copies would drift apart: put it into the same group "
                         "on all ranks"
                     )
-    return found
+    return merged
 
 
 def _to_cpu(value: Any) -> Any:
-    """Copies that may go to another process."""
+    """Copies in the memory of the host, which can be sent to another process."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        return {key: _to_cpu(one) for key, one in value.items()}
+        return {key: _to_cpu(item) for key, item in value.items()}
     return value
+
+
+# Shards of a rank, for checkpoints -----------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A tensor that several stages may have.
+
+    Attributes:
+        names: its names in the model, those of the first stage first.
+        owners: the ranks of the pipeline that have it, in ascending order.
+    """
+
+    names: tuple[str, ...]
+    owners: tuple[int, ...]
+
+
+@final
+class StageShards:
+    """The ``local`` stages of one rank as shards of the model. All ranks of ``group`` make one.
+
+    ``stages`` are all stages that this rank knows, ``replicate`` is that of ``Pipeline``, and
+    ``num_ranks`` is the largest number of ranks that have replicas or shards of one stage.
+    """
+
+    def __init__(
+        self,
+        local: Mapping[int, nn.Module],
+        stages: Sequence[nn.Module | None],
+        group: Group,
+        replicate: Group | None,
+        num_ranks: int,
+    ) -> None:
+        self._local, self._group = dict(local), group
+        self._replicate, self._num_ranks = replicate, num_ranks
+        names_by_rank = group.all_gather_object([*_names_of_shared(local, stages)])
+        self._shared = _merge_shared(names_by_rank)
+
+    @property
+    def axes(self) -> tuple[Group, ...]:
+        """The groups over which the model is sharded or replicated."""
+        replicate = () if self._replicate is None else (self._replicate,)
+        return (self._group, *replicate, *self._stage_axes())
+
+    def _stage_axes(self) -> list[Group]:
+        axes = (axis for stage in self._local.values() for axis in axes_in(stage))
+        return list({axis.ranks: axis for axis in axes}.values())
+
+    def holdings(self) -> ShardedState:
+        """The shards that this rank holds, by the names of the model."""
+        copy, num_copies = self._copies()
+        state = sharded_state_of(
+            [(partial(name_in_model, stage, index), stage) for index, stage in self._local.items()],
+            copy=copy,
+            num_copies=num_copies,
+        )
+        return replace(state.changed(self._with_owners), axes=self.axes)
+
+    def _copies(self) -> tuple[int, int]:
+        """This rank's number among the ranks that have the same stages, and their number."""
+        axes = self._stage_axes() if self._replicate is None else [self._replicate]
+        copy, num_copies = 0, 1
+        for axis in axes:
+            copy, num_copies = copy * axis.size + axis.rank, num_copies * axis.size
+        if num_copies < self._num_ranks:
+            raise ArgumentError(
+                f"stages {list(self._local)} of this rank are in no DDP or FSDP, and another stage "
+                f"is shared by {self._num_ranks} ranks, so it is not known which ranks have these: "
+                "give ec.Pipeline replicate=, the ranks that have the same stages; ec.parallelize "
+                "does"
+            )
+        return copy, num_copies
+
+    def _with_owners(self, shard: TensorShard) -> TensorShard:
+        """The shard with the names and the copies of all stages that have the tensor."""
+        shared = self._shared.get(shard.name)
+        if shared is None:
+            return shard
+        position, num_owners = shared.owners.index(self._group.rank), len(shared.owners)
+        replication = shard.replication
+        if not isinstance(shard.tensor, nn.Parameter):
+            if num_owners > 1:
+                replication = Replication.PER_RANK  # every stage changes its own buffer
+        elif self._replicate is not None or shard.num_copies == 1:
+            replication = Replication.IDENTICAL  # it is reduced over all ranks that have it
+        return replace(
+            shard,
+            names=shared.names,
+            copy=position * shard.num_copies + shard.copy,
+            num_copies=num_owners * shard.num_copies,
+            replication=replication,
+        )
+
+
+def _names_of_shared(
+    local: Mapping[int, nn.Module], stages: Sequence[nn.Module | None]
+) -> Iterator[tuple[str, ...]]:
+    """The names of each tensor of this rank that other stages may also have.
+
+    These are the parameters that several known stages have, and all buffers: a rank that does not
+    have the stages of others cannot know which buffers they share.
+    """
+    names: dict[int, dict[str, None]] = {}  # by tensor, in order
+    stages_of: dict[int, set[int]] = {}  # by tensor
+    for index, stage in enumerate(stages):
+        if stage is not None:
+            for local_names, tensor in named_state(stage):
+                full_names = dict.fromkeys(
+                    name_in_model(stage, index, name) for name in local_names
+                )
+                names.setdefault(id(tensor), {}).update(full_names)
+                stages_of.setdefault(id(tensor), set()).add(index)
+    for stage in local.values():
+        for _, tensor in named_state(stage):
+            if not isinstance(tensor, nn.Parameter) or len(stages_of[id(tensor)]) > 1:
+                yield tuple(names[id(tensor)])
+
+
+def _merge_shared(names_by_rank: Sequence[Sequence[tuple[str, ...]]]) -> dict[str, _Shared]:
+    """The tensors that ranks share, by each of their names."""
+    merged: dict[str, tuple[dict[str, None], set[int]]] = {}
+    for rank, tensors in enumerate(names_by_rank):
+        for names in tensors:
+            all_names: dict[str, None] = {}
+            owners = {rank}
+            for known_names, known_owners in [merged[name] for name in names if name in merged]:
+                all_names |= known_names
+                owners |= known_owners
+            all_names |= dict.fromkeys(names)
+            merged |= dict.fromkeys(all_names, (all_names, owners))
+    return {
+        name: _Shared(tuple(names), tuple(sorted(owners)))
+        for name, (names, owners) in merged.items()
+    }

@@ -1,4 +1,4 @@
-"""A model in stages when it does not train: its parameters and its state."""
+"""The part of ``Pipeline`` that does not train: its parameters and its state."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from echelon.errors import StateError
 from echelon.modules.compiled import keep_plain_names
 from echelon.modules.elementwise import refuse_other_steps
 from echelon.pipeline.shared_parameters import shared_parameters
-from echelon.pipeline.stage_initialization import name_in_model, names_of_state
-from echelon.pipeline.stage_shards import StageShards
 from echelon.pipeline.stage_state import (
-    gather_stages,
-    load_parts,
-    parts_of,
+    StageShards,
+    full_state,
+    gather_optimizer_state,
+    load_sharded_state,
+    name_in_model,
+    names_of_state,
+    sharded_state,
     shards_by_param,
     stage_parameters,
-    whole_state,
 )
 from echelon.state.optimizer_state import check_params, load_optimizer_state
 from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState
 
 
 class StagedModule(nn.Module, HasShards):
-    """Some stages of a model, under the names of the whole; ``Pipeline`` makes and trains it.
+    """Some stages of a model, with names of the whole model; ``Pipeline`` trains them.
 
     Attributes:
-        stages: those of this rank, by number.
+        stages: the stages of this rank, by number.
     """
 
     stages: nn.ModuleDict
@@ -59,20 +60,20 @@ class StagedModule(nn.Module, HasShards):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """What the stages of this rank show to an optimizer, such as flat parameters."""
+        """The parameters of this rank's stages for an optimizer, such as flat parameters."""
         seen: set[nn.Parameter] = set()
         for index, stage in self.stages.items() if recurse else ():
             name = f"{prefix}{'.' if prefix else ''}stages.{index}"
-            for name_of_one, param in stage.named_parameters(name, True, remove_duplicate):
+            for full_name, param in stage.named_parameters(name, True, remove_duplicate):
                 if not (remove_duplicate and param in seen):
                     seen.add(param)
-                    yield name_of_one, param
+                    yield full_name, param
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of this rank's stages, with the names of the whole model.
 
-        Those are the model's own if ``ec.pipeline.split`` made the stages, and otherwise those of
-        ``nn.Sequential(*stages)``.
+        These are the names of the model if ``ec.pipeline.split`` made the stages, and otherwise
+        those of ``nn.Sequential(*stages)``.
         """
         state = super().state_dict(*args, **kwargs)
         for key in list(state):
@@ -82,7 +83,7 @@ class StagedModule(nn.Module, HasShards):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load this rank's stages from a state of them, or of the whole model."""
+        """Load this rank's stages from their state, or from a state of the whole model."""
         local_state = {
             f"stages.{index}.{key}": state_dict[name]
             for index, stage in self.stages.items()
@@ -94,28 +95,29 @@ class StagedModule(nn.Module, HasShards):
         """Copies of the state of the whole model, with its names. All ranks call it.
 
         Args:
-            rank0_only: other ranks of the pipeline get an empty dict, and hold one stage at a time.
-            cpu: copies are in the memory of the host, and not on the device.
+            rank0_only: whether other ranks of the pipeline get an empty dict; they hold one stage
+                at a time.
+            cpu: whether the copies are in the memory of the host instead of on the device.
 
         Raises:
-            ArgumentError: an argument is no bool.
+            ArgumentError: an argument is not a bool.
         """
         flag("rank0_only", rank0_only)
         flag("cpu", cpu)
         self._group.barrier(label="whole_state_dict(), which all ranks call")
         keep = self._group.rank == 0 or not rank0_only
         device = torch.device("cpu") if cpu else None
-        return whole_state(
+        return full_state(
             self._local_modules, self._placement, self._group, keep=keep, device=device
         )
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Copies of what this rank keeps of its stages, with the names of the whole model.
 
-        Nothing is communicated. Parts of ``FSDP`` stages are what their ``sharded_state_dict``
-        gives; all other stages are whole.
+        Nothing is communicated. An ``FSDP`` stage is what its ``sharded_state_dict`` returns; all
+        other stages are complete.
         """
-        return parts_of(self._local_modules)
+        return sharded_state(self._local_modules)
 
     def load_sharded_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Load what ``sharded_state_dict`` returned on this rank. Nothing is communicated.
@@ -123,26 +125,21 @@ class StagedModule(nn.Module, HasShards):
         Raises:
             ArgumentError: keys (if ``strict``), sizes or dtypes do not fit.
         """
-        return load_parts(self._local_modules, state, strict=strict)
+        return load_sharded_state(self._local_modules, state, strict=strict)
 
     def holdings(self) -> ShardedState:
-        """What this rank holds of the plain model, by its names. Nothing is communicated.
+        """The shards of the plain model that this rank holds, by its names. Does not communicate.
 
-        A parameter that stages share is held once by each rank that has it, under all its names.
-
-        Raises:
-            StateError: in the middle of a step.
-            ArgumentError: a tensor cannot be saved; or some stages are replicated and those of
-                this rank are not wrapped, and ``replicate`` was not given.
+        Each rank that has a shared parameter holds it once, under all its names.
         """
         return self._shards.holdings()
 
     def parameter_shards(self) -> tuple[ParameterShards, ...]:
-        """What this rank holds of the parameters of its stages. Nothing is communicated."""
+        """The shards of the parameters of this rank's stages. Does not communicate."""
         return tuple(stage_parameters(self._local_modules, self._first_names))
 
     def shared_over(self) -> tuple[Group, ...]:
-        """The ranks of the pipeline, and the groups over which stages are shared."""
+        """The ranks of the pipeline, and the groups over which stages are replicated or sharded."""
         return self._shards.axes
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -158,7 +155,7 @@ class StagedModule(nn.Module, HasShards):
         shards = self.parameter_shards()
         check_params(optimizer, shards_by_param(shards), exact=False)
         self._group.barrier(label="optimizer_state_dict(), which all ranks call")
-        return gather_stages(optimizer, shards, self._group)
+        return gather_optimizer_state(optimizer, shards, self._group)
 
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
@@ -195,13 +192,13 @@ class StagedModule(nn.Module, HasShards):
 
 
 def _first_names(stages: Sequence[nn.Module | None]) -> dict[str, str]:
-    """By each later name of a parameter that stages share: its name in the first stage."""
-    found: dict[str, str] = {}
+    """The first name of each shared parameter, by each of its other names."""
+    first_names: dict[str, str] = {}
     for names in shared_parameters(stages).values():
-        known = [
+        first, *others = [
             name_in_model(stage, index, name)
             for index, name in names.items()
             if (stage := stages[index]) is not None
         ]
-        found |= dict.fromkeys(known[1:], known[0])
-    return found
+        first_names |= dict.fromkeys(others, first)
+    return first_names

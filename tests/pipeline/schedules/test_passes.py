@@ -4,9 +4,9 @@ import pytest
 
 from echelon.errors import ArgumentError, ScheduleError
 from echelon.pipeline import Channel, Kind, Schedule, check, lower, schedule, simulate
+from echelon.pipeline.schedules.dependencies import walk
 from echelon.pipeline.schedules.ir import COMPUTE
 from echelon.pipeline.schedules.passes import AHEAD, add_reductions, add_transfers, add_unshards
-from echelon.pipeline.schedules.dependencies import walk
 from tests.pipeline.sizes import VARIANTS, every, make
 
 

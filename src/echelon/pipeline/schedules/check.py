@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from echelon.errors import ArgumentError, ScheduleError
+from echelon.pipeline.schedules.dependencies import Values, transfer_of, walk
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
     COMPUTE,
@@ -25,7 +26,6 @@ from echelon.pipeline.schedules.ir import (
     check_type,
     placed_parts,
 )
-from echelon.pipeline.schedules.dependencies import Values, transfer_of, walk
 
 # Positions in the lists of ranks, by kind and by stage * num_microbatches + microbatch; -1 if an
 # action is missing.

@@ -14,6 +14,7 @@ from functools import lru_cache
 from echelon.errors import ArgumentError, ScheduleError
 from echelon.pipeline.schedules.check import check
 from echelon.pipeline.schedules.costs import CostsByName
+from echelon.pipeline.schedules.dependencies import Channel, walk
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
     COMPUTE,
@@ -26,7 +27,6 @@ from echelon.pipeline.schedules.ir import (
     Kind,
     Schedule,
 )
-from echelon.pipeline.schedules.dependencies import Channel, walk
 from echelon.pipeline.schedules.simulate import simulate
 
 AHEAD = 4  # computations between the post of a receive and its consumer, at most

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.check import placed_and_complete
 from echelon.pipeline.schedules.costs import Costs, CostsByName, read_costs
+from echelon.pipeline.schedules.dependencies import Channel, Transfer, Values, walk
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
     FORWARD,
@@ -23,7 +24,6 @@ from echelon.pipeline.schedules.ir import (
     Schedule,
     check_type,
 )
-from echelon.pipeline.schedules.dependencies import Channel, Transfer, Values, walk
 
 
 class Step(NamedTuple):
