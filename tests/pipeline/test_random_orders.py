@@ -29,7 +29,7 @@ def random_schedule(seed: int) -> Schedule:
         action = draw.choice(ready)
         todo.remove(action)
         orders[placement[action.stage]].append(action)
-        given = values.given(action)
+        given = values.result(action)
         there |= set() if given is None else {given}
     return Schedule.from_orders(orders, "random")
 
@@ -63,7 +63,7 @@ def test_two_actions_that_change_places_either_run_or_are_named(seed) -> None:
         moved = False
         for rank, order in enumerate(orders):
             while heads[rank] < len(order) and there.issuperset(values.needed(order[heads[rank]])):
-                there.add(values.given(order[heads[rank]]))
+                there.add(values.result(order[heads[rank]]))
                 heads[rank] += 1
                 moved = True
     if heads == [len(order) for order in orders]:

@@ -1,9 +1,9 @@
-"""``Pipeline``: a model in stages, which a schedule moves microbatches through."""
+"""``Pipeline``: a model in stages, through which a schedule moves microbatches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -37,41 +37,41 @@ from echelon.train.gradient_norm import norm_over_stages
 
 @final
 class Pipeline(StagedModule):
-    """Trains a model whose stages lie on the ranks of ``group``.
+    """Trains a model whose stages are on the ranks of ``group``.
 
     Law: losses and gradients are those of the whole model on the whole batch.
 
-    A stage takes what the one before gave: a tuple is its positional arguments, anything else the
-    only one. That may be any nesting of tensors and plain values. A parameter that stages on
-    several ranks share is one: its gradients are added up.
+    A stage takes the output of the previous one: a tuple has its positional arguments, any other
+    value is the only one. An output may be any nesting of tensors and plain values. The gradients
+    of a parameter that stages on several ranks share are summed.
 
     Args:
         stages: the parts of the model, in order, on every rank. Those of other ranks are dropped,
             and may be None if no parameter is shared.
         group: the ranks that share the stages.
-        microbatches: into how many parts ``step`` cuts a batch.
+        microbatches: into how many parts ``step`` splits a batch.
         schedule: a name for ``ec.pipeline.schedule``, or a schedule.
         loss_fn: called with the output of the last stage and the target of a microbatch.
-        loss_reduction: ``"mean"`` if ``loss_fn`` gives a mean over rows, so that each microbatch
+        loss_reduction: ``"mean"`` if ``loss_fn`` returns a mean over rows, so that each microbatch
             counts by its share of them, or ``"sum"``.
         recompute: whether stages keep their inputs only, and run again in backward.
         materialize: gives values to a module whose parameters are on the meta device; its
             ``reset_parameters()`` if None. Only the stages of this rank get memory.
-        reduce_every: of stages in ``DDP`` or ``FSDP``: ``"step"`` reduces gradients once, by the
+        reduce_every: for stages in ``DDP`` or ``FSDP``: ``"step"`` reduces gradients once, by the
             REDUCE of the schedule; ``"microbatch"`` in each backward, which takes more traffic and,
-            with ``FSDP``, less memory: only parts of gradients are kept.
-        window_nbytes: of stages in ``FSDP``: how many bytes of whole parameters a rank may hold at
-            once, besides those of the stage that computes; all of its stages if None.
-        replicate: the ranks that have the same stages and other batches, each in a group of its
-            own: over them, too, gradients of parameters are averaged that several stages share
-            and that ``DDP`` or ``FSDP`` was told to ignore.
-        schedule_options: for ``ec.pipeline.schedule``.
+            with ``FSDP``, less memory, because only shards of gradients are kept.
+        window_nbytes: for stages in ``FSDP``: how many bytes of unsharded parameters a rank may
+            hold at once, besides those of the stage that computes; all of its stages if None.
+        replicate: the ranks that have the same stages and different batches, in one group for each
+            rank of the pipeline. Gradients of shared parameters that ``DDP`` or ``FSDP`` ignore
+            are averaged over them.
+        schedule_options: options for ``ec.pipeline.schedule``.
 
     Raises:
         ArgumentError: the stages do not fit the group or the schedule.
         ScheduleError: the schedule cannot run.
-        ModelMismatch: the ranks were given other schedules or options, or, for one stage, modules
-            whose parameters have other shapes.
+        ModelMismatch: the ranks have different schedules or options, or modules for one stage whose
+            parameters have different shapes.
 
     Example:
         >>> def main(world):
@@ -126,7 +126,7 @@ class Pipeline(StagedModule):
         modules = local_stages(schedule, stages, group, microbatches)
         check_devices(modules, group.device)
         initialize(modules, group, materialize)
-        self._stages = _make_stages(modules, schedule, recompute, reduce_every)
+        self._stages = _make_stages(modules, schedule, reduce_every, recomputes=recompute)
         data_parallel = {index: stage.data_parallel for index, stage in self._stages.items()}
         self._collectives = StageCollectives.agree(
             data_parallel, group, reduce_every, window_nbytes
@@ -161,9 +161,9 @@ class Pipeline(StagedModule):
         nbytes = collectives.unsharded_nbytes
         return lower_once(
             schedule,
-            None if nbytes is None else tuple(nbytes),
-            self._window_nbytes,
-            collectives.has_reductions,
+            gather=None if nbytes is None else tuple(nbytes),
+            window_nbytes=self._window_nbytes,
+            reduce=collectives.has_reductions,
         )
 
     # Training --------------------------------------------------------------------------------
@@ -180,19 +180,19 @@ class Pipeline(StagedModule):
         """Forward and backward of one batch; gradients are added to ``.grad``. All ranks call it.
 
         Args:
-            args: of the first stage; used on its rank.
-            target: for the loss; used on the rank of the last stage.
-            weights: what each microbatch counts, such as its number of tokens; rows if None. Used
-                on the rank of the last stage.
-            finalize: whether gradients are complete after this.
+            args: the arguments of the first stage; used on its rank.
+            target: the target of the loss; used on the rank of the last stage.
+            weights: what each microbatch counts, such as its number of tokens; its rows if None.
+                Used on the rank of the last stage.
+            finalize: whether gradients are complete after this step.
             loss_everywhere: whether every rank gets the loss.
-            kwargs: for every stage of this rank; tensors are cut like the batch.
+            kwargs: for every stage of this rank; tensors are split like the batch.
 
         Returns:
             The loss of the batch on the rank of the last stage, or on all; None elsewhere.
 
         Raises:
-            ArgumentError: on every rank, if what a rank was given cannot be used.
+            ArgumentError: on every rank, if one rank cannot use its arguments.
             StageError: a stage or the loss raised.
         """
         self._check_not_failed()
@@ -210,7 +210,7 @@ class Pipeline(StagedModule):
             shared.reduce()
         if self._group.size > 1:
             mark_stage_gradients(p.grad for p in self.parameters() if p.grad is not None)
-        return self._loss_of(batch, loss_everywhere, "step")
+        return self._loss_of(batch, everywhere=loss_everywhere, call="step")
 
     def eval_step(
         self, *args: Any, target: Any = None, loss_everywhere: bool = False, **kwargs: Any
@@ -218,7 +218,7 @@ class Pipeline(StagedModule):
         """The loss of one batch, of any size, without gradients. All ranks call it."""
         loss_fn = self._needs_loss("eval_step")
         batch = self._evaluate(args, kwargs, target, loss_fn)
-        return self._loss_of(batch, loss_everywhere, "eval_step")
+        return self._loss_of(batch, everywhere=loss_everywhere, call="eval_step")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model, without gradients, on the rank of the last stage; else None.
@@ -239,18 +239,18 @@ class Pipeline(StagedModule):
     ) -> Batch:
         self._check_not_failed()
         batch = self._batches.batch(args, kwargs, target, None, loss_fn, training=False)
-        count = len(batch.weights)
-        if count not in self._eval_executors:
-            forwards = forwards_only(self._schedule, count)
-            self._eval_executors[count] = self._executor(self._lower(forwards))
-        self._run(self._eval_executors[count], batch)
+        num_microbatches = len(batch.weights)
+        if num_microbatches not in self._eval_executors:
+            forwards = forwards_only(self._schedule, num_microbatches)
+            self._eval_executors[num_microbatches] = self._executor(self._lower(forwards))
+        self._run(self._eval_executors[num_microbatches], batch)
         return batch
 
     def _run(self, executor: Executor, batch: Batch, *, finalize: bool = True) -> None:
         try:
             executor.run(batch, finalize=finalize)
         except (EchelonError, KeyboardInterrupt) as error:
-            # The others wait for values that do not come, whatever the caller does with the error.
+            # The other ranks wait for values of this one, even if the caller catches the error.
             self._failure = error
             world = entered()
             if self._group.size > 1 and world is not None and not isinstance(error, CommError):
@@ -265,7 +265,7 @@ class Pipeline(StagedModule):
                 "that error end the rank, and start a new world"
             ) from self._failure
 
-    def _loss_of(self, batch: Batch, everywhere: bool, call: str) -> Tensor | None:
+    def _loss_of(self, batch: Batch, *, everywhere: bool, call: str) -> Tensor | None:
         loss = None
         if batch.losses:
             loss = torch.stack([batch.losses[i] for i in sorted(batch.losses)]).sum()
@@ -273,10 +273,10 @@ class Pipeline(StagedModule):
             if loss is None:
                 _explain_none(call, self._schedule.placement[-1])
             return loss
-        found = self._group.broadcast_object(
+        loss_on_cpu: Tensor = self._group.broadcast_object(
             None if loss is None else loss.cpu(), self._schedule.placement[-1]
         )
-        return cast(Tensor, found).to(self._group.device)
+        return loss_on_cpu.to(self._group.device)
 
     # The model -------------------------------------------------------------------------------
 
@@ -297,7 +297,7 @@ class Pipeline(StagedModule):
 
     @property
     def most_alive(self) -> int:
-        """Microbatches of stages whose activations this rank held at once in the last step."""
+        """The most microbatches of stages whose activations this rank held in the last step."""
         return self._train_executor.peak_num_alive
 
     def extra_repr(self) -> str:
@@ -309,7 +309,7 @@ class Pipeline(StagedModule):
         )
 
     def measure(self) -> Measurement:
-        """A block that times the steps in it: what was measured, and what was to be expected.
+        """A block that times the steps in it and simulates the schedule with the measured costs.
 
         All ranks enter and leave it.
 
@@ -323,26 +323,27 @@ class Pipeline(StagedModule):
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of all stages; the same plain scalar on all ranks.
 
-        All ranks call it. ``ec.clip_grad_norm_`` does.
+        All ranks call it. ``ec.clip_grad_norm_`` calls it for a ``Pipeline``.
         """
-        is_counted = {shared.param: shared.is_counted for shared in self._shared_parameters}
-        return norm_over_stages(self.stages.values(), is_counted, self._group, norm_type)
+        counted_here = {shared.param: shared.is_counted for shared in self._shared_parameters}
+        return norm_over_stages(self.stages.values(), counted_here, self._group, norm_type)
 
 
 def _make_stages(
     modules: Mapping[int, nn.Module],
     schedule: Schedule,
-    recompute: bool,
     reduce_every: ReduceEvery,
+    *,
+    recomputes: bool,
 ) -> dict[int, Stage]:
     splits = any(item.kind is WEIGHT for order in schedule.orders for item in order)
     return {
-        index: Stage(module, index, splits=splits, recomputes=recompute, reduce_every=reduce_every)
+        index: Stage(module, index, splits=splits, recomputes=recomputes, reduce_every=reduce_every)
         for index, module in modules.items()
     }
 
 
-# --- notes on errors that come of what a pipeline returned -------------------------------------
+# --- notes on errors that a returned None or output causes ---------------------------------------
 # Python and torch raise these errors themselves, so they get a note when they end the rank.
 
 _NO_GRADIENT = "does not require grad and does not have a grad_fn"  # torch's own words
@@ -354,12 +355,7 @@ _TRAIN = (
 
 
 def _explain_none(call: str, rank: int) -> None:
-    """Have an error that comes of a None, which ``call`` returned on this rank, say why it did.
-
-    Args:
-        call: ``"step"`` or ``"eval_step"``.
-        rank: which has the last stage.
-    """
+    """Add a note to errors that the None of ``call`` causes; ``rank`` has the last stage."""
     _explain(
         f"pipe.{call}(...) gave None on this rank: the loss is on rank {rank} of the pipeline, "
         f"which has the last stage. pipe.{call}(..., loss_everywhere=True) gives it to all ranks"
@@ -367,11 +363,7 @@ def _explain_none(call: str, rank: int) -> None:
 
 
 def _explain_forward(rank: int) -> None:
-    """Have an error that comes of the output of ``pipe(x)``, or of none, say what to do.
-
-    Args:
-        rank: which has the last stage.
-    """
+    """Add a note to errors that the result of ``pipe(x)`` causes; ``rank`` has the last stage."""
     _explain(
         f"pipe(...) gives the output of the model on rank {rank} of the pipeline, which has the "
         f"last stage, and None elsewhere; it has no gradients. {_TRAIN}"

@@ -1,10 +1,10 @@
 """Gradients of large weights: added to ``.grad`` where they are computed, or deferred.
 
 [Note: two halves of a backward]
-The gradient of a linear layer's input is needed by the stage before; that of its weight by nobody
-until the optimizer. While a stage *defers*, its linear layers compute the first and keep what the
-second needs: their input and the gradient of their output. Everything else (biases, norms,
-embeddings) is finished at once. Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2;
+The previous stage needs the gradient of a linear layer's input, but only the optimizer needs that
+of its weight. While a stage *defers*, its linear layers compute the first and keep their input and
+the gradient of their output for the second. Everything else (biases, norms, embeddings) is finished
+at once. Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2;
 by layer, as in Megatron-LM, so the graph is walked once and is free after the first half.
 """
 
@@ -22,25 +22,25 @@ from torch import Tensor, nn
 from echelon.comm.streams import adds_in_order, autocasts
 from echelon.modules.autograd import add_row_gradients, add_weight_gradient, weight_gradient
 
-# Below that, what a step saves by it is less than what a call of Python costs.
+# For smaller weights a call of Python costs more than the addition in place saves.
 _MIN_NUMEL = 1 << 16
 _PLAIN = (Tensor, nn.Parameter)
 
 
 @final
 class DeferredGradients:
-    """The gradients of weights that the first half of one backward has left to the second."""
+    """The gradients of weights that the first half of a backward leaves to the second."""
 
     def __init__(self) -> None:
         self._factors: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, weight: Tensor, x: Tensor, grad: Tensor) -> None:
-        """Keep what the gradient of ``weight`` needs."""
+        """Keep the factors of the gradient of ``weight``."""
         self._factors.append((weight, x, grad))
 
     @torch.no_grad()
     def run(self, add: Callable[[Tensor, Tensor, Tensor], None]) -> None:
-        """Call ``add(weight, x, grad)`` for all of them, and free each one after its call."""
+        """Call ``add(weight, x, grad)`` for all gradients, and free each after its call."""
         factors, self._factors = self._factors, []
         factors.reverse()
         while factors:
@@ -49,11 +49,10 @@ class DeferredGradients:
 
 @final
 class WeightGradients:
-    """What the layers of one stage do with the gradients of their weights.
+    """Handles the gradients of weights of one stage.
 
-    Args:
-        is_local: whether nobody but the optimizer waits for them, so that they may be added to
-            ``.grad`` without autograd. See [Note: added where it lies].
+    If they are local, only the optimizer needs them, so they may be added to ``.grad`` without
+    autograd. See [Note: added where it lies].
     """
 
     def __init__(self, *, is_local: bool) -> None:
@@ -63,7 +62,7 @@ class WeightGradients:
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """A backward in the body adds gradients to ``.grad``."""
+        """Backwards in the block add gradients to ``.grad``."""
         self._adds = self._is_local
         try:
             yield
@@ -72,7 +71,7 @@ class WeightGradients:
 
     @contextmanager
     def deferring(self) -> Iterator[DeferredGradients]:
-        """A backward in the body leaves the gradients of linear weights to what this yields."""
+        """Backwards in the block leave gradients of linear weights to the ``DeferredGradients``."""
         self._deferred = deferred = DeferredGradients()
         try:
             with self.adding():
@@ -83,9 +82,7 @@ class WeightGradients:
     def linear(self, weight: Tensor, x: Tensor, grad: Tensor) -> Tensor | None:
         """The gradient of a linear layer's weight for autograd; None if it was added or deferred.
 
-        Args:
-            x: the layer's input. (..., in)
-            grad: of its output. (..., out)
+        ``x`` is the layer's input (..., in), and ``grad`` the gradient of its output (..., out).
         """
         if self._deferred is not None and not self._has_hooks(weight):
             self._deferred.add(weight, x, grad)
@@ -96,7 +93,7 @@ class WeightGradients:
         return weight_gradient(x, grad)
 
     def embedding(self, weight: Tensor, index: Tensor, grad: Tensor) -> bool:
-        """Add the gradient of looked-up rows of ``weight`` if that is allowed, and say whether."""
+        """Add the gradient of looked-up rows of ``weight`` and return true, if that is allowed."""
         if not (adds_in_order(weight.device) and self._may_add(weight)):
             return False
         add_row_gradients(weight, index, grad)
@@ -107,7 +104,7 @@ class WeightGradients:
 
     def _has_hooks(self, weight: Tensor) -> bool:
         """Whether the user has a hook on its gradient, which must then go through autograd."""
-        # DDP and FSDP have such hooks, too, and are told of the gradients in another way.
+        # DDP and FSDP have such hooks too, but they get the gradients in another way.
         has_user_hooks = self._is_local and weight._post_accumulate_grad_hooks
         return bool(weight._backward_hooks or has_user_hooks)
 
@@ -115,12 +112,10 @@ class WeightGradients:
 def patch_layers(module: nn.Module, weights: WeightGradients, *, all_sizes: bool) -> None:
     """Let linear and embedding layers in ``module`` give the gradients of weights to ``weights``.
 
-    A layer that has a forward of its own, by its class or by itself, is left alone, and so is one
-    of complex numbers and a call whose weight is no parameter, on a subclass of tensors, under
-    autocast, or inside of a transform or a compiled graph: autograd does the rest.
-
-    Args:
-        all_sizes: linear layers with small weights, too.
+    Autograd handles layers with a forward of their own, of their class or their instance, layers
+    of complex numbers, and calls whose weight is not a parameter, on subclasses of tensors, under
+    autocast, and inside of transforms and compiled graphs. Unless ``all_sizes``, it also handles
+    linear layers with small weights.
     """
     for layer in module.modules():
         forward = type(layer).forward
@@ -131,7 +126,7 @@ def patch_layers(module: nn.Module, weights: WeightGradients, *, all_sizes: bool
             assert isinstance(layer, nn.Linear)
             weight = layer._parameters.get("weight")
             if weight is None:
-                continue  # it is computed at each call, as by weight_norm
+                continue  # the weight is computed at each call, as by weight_norm
             is_small = not all_sizes and weight.numel() < _MIN_NUMEL
             if not is_small and weight.is_floating_point():
                 vars(layer)["forward"] = partial(_linear, layer, weights)
@@ -195,7 +190,7 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-# ``input`` is what the layers of torch call it.
+# The layers of torch call the argument ``input``.
 def _linear(layer: nn.Linear, weights: WeightGradients, input: Tensor) -> Tensor:
     weight = layer.weight
     if not _applies(weight, input):

@@ -10,10 +10,7 @@ AXES = ("pp", "dp", "shard")
 
 
 def axes_of(text: str) -> dict[str, int]:
-    """The lengths that a text names.
-
-    Raises:
-        ArgumentError: it has another form, an axis that there is not, or one of them twice.
+    """The lengths in a text, which must have each axis at most once.
 
     Example:
         >>> axes_of("pp=2,shard=4")
@@ -34,7 +31,7 @@ def axes_of(text: str) -> dict[str, int]:
 
 
 def text_of(axes: Mapping[str, int]) -> str:
-    """The text of some lengths, without those of one rank.
+    """The text of lengths, without axes of length 1.
 
     Example:
         >>> text_of({"pp": 2, "dp": 1, "shard": 2}), text_of({"pp": 1})

@@ -1,4 +1,4 @@
-"""The one place where techniques meet: a ``Plan`` says how ranks share a model, and this does it.
+"""Combines ``DDP``, ``FSDP`` and ``Pipeline`` on one model, as a ``Plan`` says.
 
 ::
 
@@ -7,9 +7,9 @@
                                   dp │ shard  │     │        │    microbatches go from 0 to 4,
                                      └ 2 ── 3 ┘     └ 6 ── 7 ┘    from 1 to 5, ... along pp
 
-Ranks that differ on ``shard`` keep parts of the same parameters and exchange the most, so they are
-neighbours; those that differ on ``pp`` exchange the least. On ``dp`` and on ``shard`` every rank
-has a batch of its own.
+Ranks that differ on ``shard`` keep shards of the same parameters and exchange the most data, so
+they are neighbours; those that differ on ``pp`` exchange the least. Ranks that differ on ``dp`` or
+``shard`` have different batches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from echelon.pipeline.shared_parameters import shared_parameters
 from echelon.pipeline.splitting.split import split
 from echelon.plan.plans import Plan
 
-_ACROSS = {  # the same strategy, where other groups have the same parts
+_HYBRID_OF = {  # the same strategy if other groups have the same shards
     Strategy.FULL_SHARD: Strategy.HYBRID_SHARD,
     Strategy.SHARD_GRAD_OP: Strategy.HYBRID_SHARD_ZERO2,
 }
@@ -62,7 +62,7 @@ def parallelize(
         units: which modules FSDP gathers at once, with ``plan.shard`` > 1.
 
     Returns:
-        a ``DDP``, an ``FSDP``, or a ``Pipeline`` of stages that are, where they are shared.
+        a ``DDP``, an ``FSDP``, or a ``Pipeline`` of stages, which are wrapped if they are shared.
 
     Raises:
         ArgumentError: the plan is for another number of ranks, or does not fit the model.
@@ -86,7 +86,7 @@ def parallelize(
     mesh = world.mesh(pp=plan.pp, dp=plan.dp, shard=plan.shard)
     if plan.pp == 1:
         assert isinstance(model, nn.Module)
-        return _share(model, plan, mesh, units, ())
+        return _wrap(model, plan, mesh, units, ())
     return _pipeline(_stages_of(model, plan), plan, world, mesh, units, loss_fn)
 
 
@@ -101,23 +101,23 @@ def _pipeline(
     shared = shared_parameters(stages)
     _check_shared(shared, plan)
     schedule, replicas = plan.make_schedule(), plan.dp * plan.shard
-    # Nobody else can say which ranks have what no wrapper has.
-    is_unwrapped = shared or any(_stays_plain(stage, shared) for stage in stages)
+    # No wrapper knows which ranks have the parameters that it ignores or the stages without one.
+    has_unwrapped = bool(shared) or any(_stays_plain(stage, shared) for stage in stages)
     for index in schedule.stages_of(mesh.coordinates["pp"]):
-        stages[index] = _share(stages[index], plan, mesh, units, list(shared))
-    over: Group | None = None
-    if is_unwrapped and replicas > 1:
-        over = world.mesh(pp=plan.pp, replicas=replicas)["replicas"]
+        stages[index] = _wrap(stages[index], plan, mesh, units, list(shared))
+    replicate: Group | None = None
+    if has_unwrapped and replicas > 1:
+        replicate = world.mesh(pp=plan.pp, replicas=replicas)["replicas"]
     assert plan.microbatches is not None, "Plan has checked it"
-    own, _ = plan.split_options()
+    pipeline_options, _ = plan.split_options()
     return Pipeline(
         stages,
         mesh["pp"],
         microbatches=plan.microbatches,
         schedule=schedule,
         loss_fn=loss_fn,
-        replicate=over,
-        **own,
+        replicate=replicate,
+        **pipeline_options,
     )
 
 
@@ -139,31 +139,27 @@ def _check(
         raise ArgumentError(f"model is {model!r:.80}; with pp=1, give a torch.nn.Module")
 
 
-def _share(
+def _wrap(
     module: nn.Module,
     plan: Plan,
     mesh: Mesh,
     units: Rule | None,
     shared: Sequence[nn.Parameter],
 ) -> nn.Module:
-    """The module, or a stage of it, as the ranks of one stage have it.
-
-    Args:
-        shared: what the pipeline reduces itself, because several stages have it.
-    """
+    """Wrap the module, or a stage of it, except for ``shared``, which the pipeline reduces."""
     if plan.pp > 1 and _stays_plain(module, shared):
         return module
     inside = set(module.parameters())
     ignored = [param for param in shared if param in inside]
     if plan.shard > 1:
         strategy = plan.strategy or Strategy.FULL_SHARD
-        across = None if plan.dp == 1 else mesh["dp"]
+        replicate = None if plan.dp == 1 else mesh["dp"]
         return FSDP(
             module,
             mesh["shard"],
             units=units,
-            strategy=strategy if across is None else _ACROSS[strategy],
-            replicate=across,
+            strategy=strategy if replicate is None else _HYBRID_OF[strategy],
+            replicate=replicate,
             ignored=ignored,
             **plan.fsdp,
         )
@@ -173,12 +169,12 @@ def _share(
 
 
 def _stays_plain(stage: nn.Module, shared: Collection[nn.Parameter]) -> bool:
-    """Whether a stage has nothing to reduce but what stages share: every rank has it as it is."""
+    """Whether a stage needs no wrapper: only its shared parameters have gradients to reduce."""
     return not any(param.requires_grad for param in set(stage.parameters()).difference(shared))
 
 
 def _stages_of(model: nn.Module | Sequence[nn.Module], plan: Plan) -> list[nn.Module]:
-    """The stages that the user has made, or those that the model is cut into."""
+    """The stages of the user, or those that the model is cut into."""
     count = plan.pp * plan.chunks
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
         return split(model, count)
@@ -192,21 +188,21 @@ def _stages_of(model: nn.Module | Sequence[nn.Module], plan: Plan) -> list[nn.Mo
 
 
 def _check_shared(shared: Mapping[nn.Parameter, Mapping[int, str]], plan: Plan) -> None:
-    """Refuse what cannot be done with parameters that stages share; every rank has all stages."""
+    """Refuse options that do not work with shared parameters; every rank has all stages."""
     options = plan.fsdp if plan.shard > 1 else plan.ddp
     reduction = options.get("reduction", "mean")
     precision = options.get("precision") or MixedPrecision()
     for param, names in shared.items():
-        who = " and ".join(f"stage {index} ({name!r})" for index, name in names.items())
+        stages = " and ".join(f"stage {index} ({name!r})" for index, name in names.items())
         if reduction != "mean" and plan.dp * plan.shard > 1:
             raise UnsupportedError(
-                f"{who} share a parameter, whose gradient is the mean over replicas, and reduction "
-                f"is {reduction!r}: leave reduction out and scale the loss, or give each stage a "
-                "parameter of its own"
+                f"{stages} share a parameter, whose gradient is the mean over replicas, and "
+                f"reduction is {reduction!r}: leave reduction out and scale the loss, or give each "
+                "stage a parameter of its own"
             )
         if precision.compute not in (None, param.dtype):
             raise UnsupportedError(
-                f"{who} share a parameter, which stays whole and {param.dtype}, and FSDP computes "
-                f"in {precision.compute}: run the loop under torch.autocast instead of "
+                f"{stages} share a parameter, which stays whole and {param.dtype}, and FSDP "
+                f"computes in {precision.compute}: run the loop under torch.autocast instead of "
                 "precision.compute, or give each stage a parameter of its own"
             )

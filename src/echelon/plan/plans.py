@@ -1,4 +1,4 @@
-"""``Plan``: how ranks share a model, refused at once where it cannot be carried out."""
+"""``Plan``: how ranks share a model; a plan that cannot be carried out is refused at once."""
 
 from __future__ import annotations
 
@@ -124,11 +124,11 @@ class Plan:
                 "pipeline has 'materialize', and stages are replicated or sharded before there is "
                 "a pipeline: with shard > 1, give it in fsdp"
             )
-        own, others = self.split_options()
-        of_schedules = {option for family in FAMILIES.values() for option in family.options}
-        unknown = {name: value for name, value in others.items() if name not in of_schedules}
-        _check_names("pipeline", Pipeline, {**own, **unknown}, {})
-        _check_values(PipelineOptions, own)
+        options, schedule_options = self.split_options()
+        known = {option for family in FAMILIES.values() for option in family.options}
+        unknown = {name: value for name, value in schedule_options.items() if name not in known}
+        _check_names("pipeline", Pipeline, {**options, **unknown}, {})
+        _check_values(PipelineOptions, options)
         schedule = self.make_schedule()
         sizes = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
         if sizes != (self.pp, self.pp * self.chunks, self.microbatches):
@@ -171,22 +171,19 @@ class Plan:
         _check_values(DDPOptions, self.ddp)
 
     def _set_elsewhere(self) -> dict[str, str]:
-        """More options that the plan may not have, as they would be without effect."""
-        by = "in a pipeline the schedule says when stages are gathered and reduced"
-        return dict.fromkeys(_SET_BY_SCHEDULE, by) if self.pp > 1 else {}
+        """Options that have no effect in a pipeline, and the reason."""
+        reason = "in a pipeline the schedule says when stages are gathered and reduced"
+        return dict.fromkeys(_SET_BY_SCHEDULE, reason) if self.pp > 1 else {}
 
     def split_options(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What of ``pipeline`` is for ``ec.Pipeline``, and what for the schedule."""
+        """The options in ``pipeline`` for ``ec.Pipeline``, and those for the schedule."""
         known = {*signature(Pipeline).parameters, *_SET_ELSEWHERE}
-        own = {name: value for name, value in self.pipeline.items() if name in known}
-        return own, {name: value for name, value in self.pipeline.items() if name not in known}
+        items = self.pipeline.items()
+        options = {name: value for name, value in items if name in known}
+        return options, {name: value for name, value in items if name not in known}
 
     def make_schedule(self) -> Schedule:
-        """The schedule that ``pp`` > 1 runs on.
-
-        Raises:
-            ArgumentError: there is none of that name, size or options.
-        """
+        """The schedule of a plan with ``pp`` > 1."""
         options = self.split_options()[1]
         assert self.microbatches is not None, "without a pipeline there is none"
         if isinstance(self.schedule, Schedule):
@@ -201,12 +198,12 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """How many it is for."""
+        """The number of ranks that the plan is for."""
         return self.pp * self.dp * self.shard
 
     @property
     def data_size(self) -> int:
-        """Over how many ranks a batch is cut; ranks that differ on ``pp`` only have the same rows.
+        """Over how many ranks a batch is split; ranks of one ``pp`` line have the same rows.
 
         Example:
             >>> Plan(pp=2, dp=2, shard=2, microbatches=2).data_size
@@ -232,7 +229,7 @@ class Plan:
         return world.rank % self.data_size
 
     def check_world(self, world: World) -> None:
-        """Refuse a world of another number of ranks than the plan's, by an ArgumentError."""
+        """Raise an ArgumentError for a world with another number of ranks."""
         instance("world", world, World)
         if self.num_ranks != world.size:
             raise ArgumentError(
@@ -245,13 +242,13 @@ class Plan:
 
 
 def _check_names(
-    what: str, wrapper: type, given: Mapping[str, Any], set_elsewhere: Mapping[str, str]
+    what: str, wrapper: type, options: Mapping[str, Any], set_elsewhere: Mapping[str, str]
 ) -> None:
-    """Refuse options that ``wrapper`` has not, or that something else sets."""
+    """Refuse options that ``wrapper`` does not have, or that are set elsewhere."""
     set_elsewhere = {**_SET_ELSEWHERE, **set_elsewhere}
     parameters = signature(wrapper).parameters.values()
     known = [param.name for param in parameters if param.kind is not Parameter.VAR_KEYWORD]
-    for name in given:
+    for name in options:
         if name in set_elsewhere:
             raise ArgumentError(f"{what} has {name!r}: {set_elsewhere[name]}")
         if name not in known:
@@ -261,7 +258,7 @@ def _check_names(
             )
 
 
-def _check_values(options: type, given: Mapping[str, Any]) -> None:
-    """Refuse values that the options of a wrapper refuse; some of its arguments are no options."""
-    names = {option.name for option in fields(options)}
-    options(**{name: value for name, value in given.items() if name in names})
+def _check_values(options_class: type, options: Mapping[str, Any]) -> None:
+    """Refuse values that the options of a wrapper refuse; its other arguments are not checked."""
+    names = {option.name for option in fields(options_class)}
+    options_class(**{name: value for name, value in options.items() if name in names})

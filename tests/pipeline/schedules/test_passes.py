@@ -6,7 +6,7 @@ from echelon.errors import ArgumentError, ScheduleError
 from echelon.pipeline import Channel, Kind, Schedule, check, lower, schedule, simulate
 from echelon.pipeline.schedules.dependencies import walk
 from echelon.pipeline.schedules.ir import COMPUTE
-from echelon.pipeline.schedules.passes import AHEAD, add_reductions, add_transfers, add_unshards
+from echelon.pipeline.schedules.passes import MAX_AHEAD, add_reductions, add_transfers, add_unshards
 from tests.pipeline.sizes import VARIANTS, every, make
 
 
@@ -51,7 +51,7 @@ def test_a_receive_is_posted_at_most_four_computations_before_its_consumer(name)
                     waits.add(computed - posted.pop((kind is Kind.F, i)))
                 computed += 1
         assert posted == {}
-    assert max(waits) == AHEAD
+    assert max(waits) == MAX_AHEAD
 
 
 def test_the_natural_order_stalls_and_ours_does_not() -> None:

@@ -158,7 +158,7 @@ def transfers(schedule: Schedule) -> None:
                             index=index,
                             action=item,
                         )
-                result = values.given(part)
+                result = values.result(part)
                 if result is not None:
                     done.add(result)
     for sends, value in ends:

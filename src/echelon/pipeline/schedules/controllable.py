@@ -1,9 +1,9 @@
 """V-Half and V-Min: schedules on a V that trade time for memory.
 
-A building block, the slots of the four computations of one microbatch on every rank, is repeated
-every six slots. Its offsets fix how long activations live, and so the memory. Gradients of weights
-take the slots that are free. What is loose at the two ends is then moved to the earliest slot that
-neither breaks a dependency nor raises the peak.
+A building block has the slots of the four computations of one microbatch on every rank, and is
+repeated every six slots. Its offsets determine how long activations live, and so the memory.
+Gradients of weights take the free slots. Then the computations of the warm-up and of the drain move
+to the earliest slots that neither break a dependency nor raise the peak.
 
 Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024, sections 3 and 4.
 """

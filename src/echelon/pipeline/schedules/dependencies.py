@@ -1,6 +1,6 @@
-"""When an action can run: only this file knows. Checking and simulating both walk here.
+"""The dependencies of actions, and the one walk through a schedule that follows them.
 
-A computation runs when those before it in the list of its rank are done and what it needs is there:
+A computation runs when its predecessors in the list of its rank are done and its inputs are there:
 
 ======================  ========================================================================
 ``F`` of stage j        the output of stage j-1 for the same microbatch
@@ -9,10 +9,10 @@ A computation runs when those before it in the list of its rank are done and wha
 a pair                  what both of its actions need
 ======================  ========================================================================
 
-Without transfers in the lists, values arrive by themselves. With them, a value from another rank is
-there when its transfer is done. Transfers between two ranks are made in the order in which each end
-asks for them. A receive is posted and the rank goes on; a send holds the rank until the other end
-takes it. No engine asks for more, so what runs here runs on each of them.
+In a schedule without transfers a value is available on all ranks at once. With transfers, a value
+of another rank is available when its transfer is done. Transfers between two ranks happen in the
+order in which both ranks list them. A receive is posted and the rank goes on; a send holds its rank
+until the other end receives. No transport needs more, so a schedule that runs here runs on all.
 """
 
 from __future__ import annotations
@@ -46,12 +46,10 @@ class Channel(Enum):
 
 
 class Values:
-    """What computations give to each other, as numbers that can index a list.
+    """Numbers the values that computations produce, so that they can index a list.
 
-    A value is the output of a stage for a microbatch or the gradient of its inputs.
-
-    Attributes:
-        count: how many there are.
+    A value is the output of a stage for a microbatch, or the gradient of its inputs. There are
+    ``count`` of them.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -71,32 +69,32 @@ class Values:
         return self._gradients + stage * self._num_microbatches + microbatch
 
     def stage(self, value: int) -> int:
-        """Whose value it is."""
+        """The stage that produces a value."""
         return value % self._gradients // self._num_microbatches
 
     def text(self, value: int) -> str:
-        """How the action that gives it is written, a backward as ``B``."""
+        """The text of the action that produces a value; a backward is written as ``B``."""
         kind = "F" if value < self._gradients else "B"
         return f"{self.stage(value)}{kind}{value % self._num_microbatches}"
 
     def needed(self, part: Action) -> tuple[int, ...]:
-        """What a computation needs, its own values last; nothing for other actions."""
+        """The inputs of a computation, those of its own stage last; none of other actions."""
         kind, i, stage = part
         if i is None:
             return ()
-        own = stage * self._num_microbatches + i
+        output = stage * self._num_microbatches + i
         if kind is FORWARD:
-            return (own - self._num_microbatches,) if stage else ()
+            return (output - self._num_microbatches,) if stage else ()
         if kind is WEIGHT:
-            return (self._gradients + own,)
+            return (self._gradients + output,)
         if kind is BACKWARD or kind is INPUT:
             if stage + 1 < self._num_stages:
-                return (self._gradients + own + self._num_microbatches, own)
-            return (own,)
+                return (self._gradients + output + self._num_microbatches, output)
+            return (output,)
         return ()
 
-    def given(self, part: Action) -> int | None:
-        """What a computation gives; a whole backward gives what its first half gives."""
+    def result(self, part: Action) -> int | None:
+        """The value that a computation produces; a whole backward has that of its first half."""
         kind, i, stage = part
         if i is None:
             return None
@@ -108,13 +106,7 @@ class Values:
 
 
 class Transfer(NamedTuple):
-    """One value on its way from one rank to another.
-
-    Attributes:
-        value: what is sent, a number of ``Values``.
-        src: the rank that sends.
-        dst: the rank that receives.
-    """
+    """The transfer of a value, by its number in ``Values``, from one rank to another."""
 
     value: int
     src: int
@@ -125,26 +117,15 @@ class Transfer(NamedTuple):
         return min(self.src, self.dst), max(self.src, self.dst)
 
 
-# One step of a walk: the rank, the position in its list, the item there, and None where it runs.
-# With a receive comes the transfer that is posted, with a send the transfer that is made.
-# A plain tuple, because a walk makes hundreds of thousands of them.
+# One step of a walk: the rank, the position in its list, the item there, and the transfer that a
+# receive posts or a send makes, or None. It is a plain tuple because a walk makes very many.
 Moment = tuple[int, int, Item, Transfer | None]
 
 
 def transfer_of(
     action: Action, schedule: Schedule, values: Values, *, index: int | None = None
 ) -> Transfer:
-    """The transfer of which a send or a receive is one end.
-
-    Args:
-        action: the send or the receive.
-        schedule: where it stands.
-        values: the values of that schedule.
-        index: its position in the list of its rank, for the error.
-
-    Raises:
-        ScheduleError: there is no stage at the other end.
-    """
+    """The transfer of a send or a receive, at position ``index`` of the list of its rank."""
     kind, i, stage = action
     forward = kind in (Kind.SEND_F, Kind.RECV_F)
     step = 1 if forward else -1
@@ -162,11 +143,7 @@ def transfer_of(
 
 
 def walk(schedule: Schedule, channel: Channel = Channel.PAIR) -> Iterator[Moment]:
-    """Every item of ``schedule``, each after all that it waits for.
-
-    Raises:
-        ScheduleError: no rank can go on; the sentence draws the circle of who waits for whom.
-    """
+    """Every item of ``schedule``, each after its inputs; a deadlock is drawn in the error."""
     return _Walk(schedule, channel).run()
 
 
@@ -174,25 +151,27 @@ _Numbers = dict[Kind, list[tuple[int, ...]]]  # by kind and stage
 
 
 class _Walk:
-    """Ranks that go on until they need a value, and are woken when it is available."""
+    """Advances each rank until it needs a value, and again when the value is available."""
 
     def __init__(self, schedule: Schedule, channel: Channel) -> None:
         self._schedule, self._channel, self._lowered = schedule, channel, schedule.is_lowered
         self._values = Values(schedule)
         self._positions = [0] * schedule.num_ranks
-        # By number: whether a value is computed; at ``count`` more, whether it has arrived where
-        # another rank needs it. Ranks wait for one of these numbers.
+        # By number: whether a value is computed; at ``count`` more, whether it has arrived on the
+        # rank that needs it. Ranks wait for one of these numbers.
         self._available = bytearray(2 * self._values.count)
         self._waiting: dict[int, list[int]] = {}
         self._needs, self._gives = self._by_stage(schedule)
         self._runnable = deque(range(schedule.num_ranks))
-        self._queues: dict[tuple[int, object], deque[Transfer]] = {}  # what each end asked for
-        self._sends: dict[Transfer, tuple[int, Action]] = {}  # where its send stands
+        self._queues: dict[
+            tuple[int, object], deque[Transfer]
+        ] = {}  # the transfers that each end has posted
+        self._sends: dict[Transfer, tuple[int, Action]] = {}  # position and action of its send
 
     def _by_stage(self, schedule: Schedule) -> tuple[_Numbers, _Numbers]:
-        """What computations of microbatch 0 need and give, by kind and stage.
+        """The inputs and results of microbatch 0, by kind and stage.
 
-        Numbers of another microbatch are as much larger: a walk looks these up and adds.
+        The numbers of microbatch i are larger by i, so a walk looks these up and adds i.
         """
         values, placement = self._values, schedule.placement
         needs, gives = _Numbers(), _Numbers()
@@ -200,20 +179,20 @@ class _Walk:
             needs[kind], gives[kind] = [], []
             for stage, rank in enumerate(placement):
                 first = Action(kind=kind, microbatch=0, stage=stage)
-                needed, given = values.needed(first), values.given(first)
+                needed, result = values.needed(first), values.result(first)
                 is_far = [
                     schedule.is_lowered and placement[values.stage(v)] != rank for v in needed
                 ]
                 needs[kind].append(
                     tuple(v + values.count * far for v, far in zip(needed, is_far, strict=True))
                 )
-                gives[kind].append(() if given is None else (given,))
+                gives[kind].append(() if result is None else (result,))
         return needs, gives
 
     def run(self) -> Iterator[Moment]:
         """All moments, until every list is at its end."""
         orders, positions, lowered = self._schedule.orders, self._positions, self._lowered
-        # Hundreds of thousands of computations pass here: one loop, and no calls in it.
+        # One loop without calls, because hundreds of thousands of computations pass here.
         available, waiting, runnable = self._available, self._waiting, self._runnable
         needs, gives = self._needs, self._gives
         while runnable:
@@ -250,7 +229,7 @@ class _Walk:
             raise ScheduleError(self._describe_deadlock())
 
     def _missing_for_send(self, action: Action) -> int | None:
-        """What a send waits for: its value, then the other end; None if it is done."""
+        """The number that a send waits for: its value, then its arrival; None if it is done."""
         if action.kind not in SENDS:
             return None
         value = transfer_of(action, self._schedule, self._values).value
@@ -283,7 +262,7 @@ class _Walk:
             self._runnable.extend(self._waiting.pop(number, ()))
 
     def _queue(self, rank: int, transfer: Transfer) -> deque[Transfer]:
-        """What ``rank`` asked for on the channel of ``transfer``."""
+        """The transfers that ``rank`` has posted on the channel of ``transfer``."""
         name: object = {
             Channel.IDEAL: transfer,
             Channel.PAIR: transfer.pair(),
@@ -292,7 +271,7 @@ class _Walk:
         return self._queues.setdefault((rank, name), deque())
 
     def _describe_deadlock(self) -> str:
-        """Draw who waits for whom, from rank to rank until one comes twice."""
+        """The cycle of ranks that wait for one another, as text."""
         orders, path = self._schedule.orders, list[int]()
         rank: int | None = next(r for r, o in enumerate(orders) if self._positions[r] < len(o))
         rows: list[str] = []
@@ -304,7 +283,7 @@ class _Walk:
         return "no rank can go on:\n" + "\n".join(f"  {row}" for row in rows[first:])
 
     def _describe_wait(self, rank: int) -> tuple[str, int | None]:
-        """What a rank waits for, and the rank that would have to give it."""
+        """The value that a rank waits for, as text, and the rank that it waits for."""
         index = self._positions[rank]
         item, values = self._schedule.orders[rank][index], self._values
         missing = next(number for number, ranks in self._waiting.items() if rank in ranks)
@@ -335,8 +314,8 @@ class _Walk:
         )
 
     def _position_of(self, rank: int, value: int) -> int | None:
-        """Where in the list of ``rank`` a value is computed."""
+        """The position in the list of ``rank`` at which a value is computed."""
         for index, item in enumerate(self._schedule.orders[rank]):
-            if any(self._values.given(part) == value for part in item.parts):
+            if any(self._values.result(part) == value for part in item.parts):
                 return index
         return None

@@ -1,4 +1,4 @@
-"""Schedules by name: which there are, for which sizes, with which options."""
+"""Schedules by name, with their sizes and options."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Family:
     """A generator of schedules.
 
     Attributes:
-        generate: makes one from ranks, microbatches, chunks and options.
-        chunks: how many stages a rank can hold; None for any number.
-        options: what may be given besides, with the values of each.
+        generate: called with ranks, microbatches, chunks and options.
+        chunks: how many stages a rank holds; None for any number.
+        options: the allowed values of each option.
     """
 
     generate: Callable[..., Schedule]

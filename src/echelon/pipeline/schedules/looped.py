@@ -28,10 +28,7 @@ _Order = Callable[[int], Iterator[Item]]  # from a rank to its actions
 
 
 def loop(ranks: int, chunks: int) -> tuple[int, ...]:
-    """Stage j on rank j modulo ranks: after the last rank the model goes on at the first.
-
-    Returns:
-        the rank of each of the ``ranks * chunks`` stages.
+    """The rank of each of the ``ranks * chunks`` stages: after the last rank comes the first.
 
     Example:
         >>> loop(3, 2)

@@ -1,6 +1,6 @@
-"""Passes from computations to all that a rank does: transfers, unshards, reductions.
+"""Passes that add transfers, unshards and reductions to the computations of a schedule.
 
-Each pass takes a schedule and returns another one; the computations keep their order.
+Each pass takes a schedule and returns a new one; the computations keep their order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from echelon.pipeline.schedules.ir import (
 )
 from echelon.pipeline.schedules.simulate import simulate
 
-AHEAD = 4  # computations between the post of a receive and its consumer, at most
+MAX_AHEAD = 4  # computations between the post of a receive and its consumer
 
 
 def lower(
@@ -75,18 +75,14 @@ def lower(
 def add_transfers(schedule: Schedule, costs: CostsByName | None = None) -> Schedule:
     """Add sends and receives, in the better of two orders.
 
-    *By sender*: computations are taken in the order in which they end in the simulation; the send
-    goes to the list of its rank and the receive to that of the other at the same moment. Every list
-    is then a projection of one order of everything, so the first thing in that order which has not
-    happened can always happen, on any engine.
+    *By sender*: computations are taken in the order in which they end in the simulation. A send is
+    appended to the list of its rank and at the same time its receive to that of the other rank. So
+    every list follows one global order, whose first action that has not run can always run.
 
-    *By arrival*: transfers of two ranks are ordered by when they arrive in the simulation, and a
+    *By arrival*: transfers of two ranks are ordered by their arrival in the simulation, and a
     receive is posted at most four computations before its consumer, so that fewer buffers wait.
-    This may stall or be slow, so it is used where it passes the rules and takes no longer with the
-    transfers of two ranks in one queue.
-
-    Raises:
-        ScheduleError: transfers are there already, or a computation is missing.
+    This order may stall or be slow, so it is used only if it passes ``check`` and takes no longer
+    when the transfers of two ranks share one queue.
     """
     if schedule.is_lowered:
         raise ScheduleError("it has transfers already; give the computations only")
@@ -96,7 +92,7 @@ def add_transfers(schedule: Schedule, costs: CostsByName | None = None) -> Sched
     by_arrival = _by_arrival(schedule, routes)
     try:
         check(by_arrival)
-    except ScheduleError:  # an order that can stall is not offered
+    except ScheduleError:  # it may stall
         return by_sender
     first, second = (
         simulate(lowered, costs, channel=Channel.PAIR).makespan
@@ -107,13 +103,13 @@ def add_transfers(schedule: Schedule, costs: CostsByName | None = None) -> Sched
 
 @dataclass(frozen=True, kw_only=True)
 class _Route:
-    """One value that goes to another rank.
+    """A value that another rank needs.
 
     Attributes:
-        send: the action on the rank that has it.
+        send: the action on the rank that computes it.
         receive: the action on the rank that needs it.
-        src: the first rank, and the position of the computation that gives it.
-        dst: the second, and the position of the computation that needs it.
+        src: the rank and the position of the computation that produces it.
+        dst: the rank and the position of the computation that needs it.
     """
 
     send: Action
@@ -123,22 +119,22 @@ class _Route:
 
 
 def _by_end(schedule: Schedule, costs: CostsByName | None) -> list[tuple[int, int]]:
-    """Rank and position of every item, by its end in the simulation, after all it waits for."""
+    """Rank and position of every item, by its end in the simulation and after its inputs."""
     ends: list[list[float]] = [[] for _ in schedule.orders]
     for step in simulate(schedule, costs).timeline.steps:
         ends[step.rank].append(step.end)
-    left = [iter(own) for own in ends]
+    remaining = [iter(ends_of_rank) for ends_of_rank in ends]
     now = [0.0] * schedule.num_ranks
-    found = []
-    # Computations may cost nothing; the walk orders what ends at the same time.
+    places = []
+    # Computations may cost nothing; the walk orders those that end at the same time.
     for n, (rank, position, item, _) in enumerate(walk(schedule)):
-        now[rank] = next(left[rank]) if item.kind not in WHOLE_STAGE else now[rank]
-        found.append((now[rank], n, rank, position))
-    return [(rank, position) for _, _, rank, position in sorted(found)]
+        now[rank] = next(remaining[rank]) if item.kind not in WHOLE_STAGE else now[rank]
+        places.append((now[rank], n, rank, position))
+    return [(rank, position) for _, _, rank, position in sorted(places)]
 
 
 def _routes(schedule: Schedule, order: list[tuple[int, int]]) -> list[_Route]:
-    """What goes from rank to rank, in the order in which it is sent."""
+    """The values that ranks send, in the order in which they are sent."""
     consumers: dict[Action, tuple[int, int]] = {}  # by the receive that stands before it
     for rank, position in order:
         for kind, i, stage in schedule.orders[rank][position].parts:
@@ -168,14 +164,14 @@ def _routes(schedule: Schedule, order: list[tuple[int, int]]) -> list[_Route]:
 
 
 def _by_sender(schedule: Schedule, order: list[tuple[int, int]], routes: list[_Route]) -> Schedule:
-    """Both ends of a transfer at the moment at which its value is there."""
-    given: dict[tuple[int, int], list[_Route]] = {}
+    """Append both ends of a transfer right after the computation of its value."""
+    routes_from: dict[tuple[int, int], list[_Route]] = {}
     for route in routes:
-        given.setdefault(route.src, []).append(route)
+        routes_from.setdefault(route.src, []).append(route)
     lists: list[list[Item]] = [[] for _ in schedule.orders]
     for rank, position in order:
         lists[rank].append(schedule.orders[rank][position])
-        for route in given.get((rank, position), ()):
+        for route in routes_from.get((rank, position), ()):
             lists[rank].append(route.send)
             lists[route.dst[0]].append(route.receive)
     return replace(schedule, orders=tuple(map(tuple, lists)))
@@ -184,18 +180,19 @@ def _by_sender(schedule: Schedule, order: list[tuple[int, int]], routes: list[_R
 def _by_arrival(schedule: Schedule, routes: list[_Route]) -> Schedule:
     """Transfers of two ranks by arrival; a send at once, a receive shortly before its consumer."""
     channels: dict[tuple[int, int], list[tuple[int, Action]]] = {}  # by rank and peer
-    slots: dict[Action, int] = {}  # before which position of its list it stands
+    slots: dict[Action, int] = {}  # the position in its list before which an action stands
     receives = set()
     for n, route in enumerate(routes):
-        (src, given), (dst, needed) = route.src, route.dst
-        slots[route.send] = given + 1
-        slots[route.receive] = max(0, needed - AHEAD)
+        (src, produced), (dst, needed) = route.src, route.dst
+        slots[route.send] = produced + 1
+        slots[route.receive] = max(0, needed - MAX_AHEAD)
         receives.add(route.receive)
         channels.setdefault((src, dst), []).append((n, route.send))
         channels.setdefault((dst, src), []).append((n, route.receive))
     lists: list[list[tuple[int, int, Action]]] = [[] for _ in schedule.orders]
     for (rank, _), ends in channels.items():
-        # A receive goes before what follows it in the channel, then all after what precedes them.
+        # A receive must not stand behind its successors in the channel, and then no action before
+        # its predecessors.
         latest = len(schedule.orders[rank])
         for _, action in reversed(ends):
             if action in receives:
@@ -238,7 +235,7 @@ def add_reductions(schedule: Schedule) -> Schedule:
         grown: list[Item] = []
         waiting: list[int] = []  # stages whose gradients are complete
         for position, item in enumerate(order):
-            # What a backward sends goes first: others wait for it, and for a reduction nobody.
+            # The gradients that a backward sends go first, because other ranks wait for them.
             if item.kind not in (Kind.SEND_F, Kind.SEND_B):
                 grown.extend(
                     Action(kind=Kind.REDUCE, microbatch=None, stage=stage) for stage in waiting
@@ -254,22 +251,17 @@ def add_reductions(schedule: Schedule) -> Schedule:
 def add_unshards(
     schedule: Schedule, stage_nbytes: Sequence[int], window_nbytes: int | None = None
 ) -> Schedule:
-    """Unshard stages before computations and reshard them behind, in a window of bytes.
+    """Unshard stages before computations and reshard them afterwards, in a window of bytes.
 
     Before each computation the stages that the rank uses next, in the order of their use, are
-    unsharded as far as they fit into the window, and the others are resharded.
-
-    Args:
-        schedule: any.
-        stage_nbytes: bytes of the full parameters of each stage.
-        window_nbytes: most bytes unsharded at once on a rank; None for no bound. The stages of the
-            computation that runs are unsharded whatever they need.
+    unsharded as long as they fit into the window, and the others are resharded. The stages of the
+    computation itself are always unsharded.
 
     Example:
-        >>> one = Schedule.from_csv("0F0,1F0,1B0,0B0")
-        >>> print(add_unshards(one, [8, 8], window_nbytes=8))
+        >>> schedule = Schedule.from_csv("0F0,1F0,1B0,0B0")
+        >>> print(add_unshards(schedule, [8, 8], window_nbytes=8))
         rank 0 | 0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1B0 1RESHARD 0UNSHARD 0B0 0RESHARD
-        >>> print(add_unshards(one, [8, 8]))
+        >>> print(add_unshards(schedule, [8, 8]))
         rank 0 | 0UNSHARD 1UNSHARD 0F0 1F0 1B0 1RESHARD 0B0 0RESHARD
     """
     if len(stage_nbytes) != schedule.num_stages or any(size < 0 for size in stage_nbytes):
@@ -285,25 +277,29 @@ def add_unshards(
 
 
 def _with_unshards(order: Sequence[Item], sizes: Sequence[int], room: int) -> Iterator[Item]:
-    full: list[int] = []
+    unsharded: list[int] = []
     for item, upcoming in zip(order, _next_uses(order), strict=True):
-        now = [part.stage for part in item.parts if part.kind in COMPUTE]
-        if now:
+        current = [part.stage for part in item.parts if part.kind in COMPUTE]
+        if current:
             wanted, used = list[int](), 0
             for stage in upcoming:
                 used += sizes[stage]
-                if used > room and stage not in now:
+                if used > room and stage not in current:
                     break
                 wanted.append(stage)
             yield from (
-                Action(kind=Kind.RESHARD, microbatch=None, stage=s) for s in full if s not in wanted
+                Action(kind=Kind.RESHARD, microbatch=None, stage=s)
+                for s in unsharded
+                if s not in wanted
             )
             yield from (
-                Action(kind=Kind.UNSHARD, microbatch=None, stage=s) for s in wanted if s not in full
+                Action(kind=Kind.UNSHARD, microbatch=None, stage=s)
+                for s in wanted
+                if s not in unsharded
             )
-            full = wanted
+            unsharded = wanted
         yield item
-    yield from (Action(kind=Kind.RESHARD, microbatch=None, stage=stage) for stage in full)
+    yield from (Action(kind=Kind.RESHARD, microbatch=None, stage=stage) for stage in unsharded)
 
 
 def _next_uses(order: Sequence[Item]) -> list[tuple[int, ...]]:
@@ -322,16 +318,16 @@ _lock = threading.Lock()
 
 
 def lower_once(
-    schedule: Schedule, gather: tuple[int, ...] | None, window_nbytes: int | None, reduce: bool
+    schedule: Schedule, *, gather: tuple[int, ...] | None, window_nbytes: int | None, reduce: bool
 ) -> Schedule:
-    """What ``lower`` gives, made once for all simulated ranks, which ask at the same time."""
+    """``lower``, done once for all simulated ranks, which call this at the same time."""
     with _lock:
-        return _lower(schedule, gather, window_nbytes, reduce)
+        return _lower(schedule, gather=gather, window_nbytes=window_nbytes, reduce=reduce)
 
 
 @lru_cache(maxsize=16)
 def _lower(
-    schedule: Schedule, gather: tuple[int, ...] | None, window_nbytes: int | None, reduce: bool
+    schedule: Schedule, *, gather: tuple[int, ...] | None, window_nbytes: int | None, reduce: bool
 ) -> Schedule:
     return lower(schedule, gather=gather, window_nbytes=window_nbytes, reduce=reduce)
 

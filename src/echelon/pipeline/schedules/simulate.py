@@ -264,7 +264,7 @@ class _Clock:
         self._now[rank] = end = start + seconds
         self.busy[rank] += seconds
         for part in item.parts:
-            result = self._values.given(part)
+            result = self._values.result(part)
             if result is not None:
                 self._computed[result] = end
         return Step(rank, item, start, end)

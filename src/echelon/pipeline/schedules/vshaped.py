@@ -1,7 +1,7 @@
-"""Schedules on a V: down the ranks and up again, so rank r holds the stages r and 2p-1-r.
+"""ZB-V and DualPipeV: stages go down the ranks and up again, so rank r has stages r and 2p-1-r.
 
-The first and the last stage lie on rank 0, which keeps an embedding and a head that share their
-weights on one rank. Units of memory and bubbles are those of ``looped``; a stage counts 1/2.
+Rank 0 has the first and the last stage, so that an embedding and a head with tied weights are on
+one rank. Units of memory and bubbles are those of ``looped``; a stage counts 1/2.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from echelon.pipeline.schedules.ir import (
 
 
 def v_shape(ranks: int) -> tuple[int, ...]:
-    """Down the ranks and up again: rank 0 holds both ends of the model.
+    """The rank of each stage, down the ranks and up again: rank 0 has both ends of the model.
 
     Example:
         >>> v_shape(3)
@@ -35,7 +35,7 @@ def v_shape(ranks: int) -> tuple[int, ...]:
 
 
 def snake(ranks: int, chunks: int) -> tuple[int, ...]:
-    """The direction turns after each chunk, so two chunks that touch share a rank.
+    """The rank of each stage if the direction turns after each chunk; v_shape is that of two.
 
     Example:
         >>> snake(2, 3)
@@ -179,7 +179,7 @@ def _dualpipe_v_order(r: int, ranks: int, microbatches: int, *, fused: bool) -> 
 
 
 class _Counter:
-    """Counts what a rank has done, so that each kind runs through the microbatches in order."""
+    """Counts the actions of a rank, so that each kind runs the microbatches in order."""
 
     def __init__(self, r: int, ranks: int) -> None:
         self._stages = (r, 2 * ranks - 1 - r)
@@ -187,7 +187,7 @@ class _Counter:
         self._counts = {FORWARD: [0, 0], BACKWARD: backwards, INPUT: backwards, WEIGHT: [0, 0]}
 
     def count(self, kind: Kind, chunk: int) -> int:
-        """How many actions of this kind there were."""
+        """The number of actions of this kind so far."""
         return self._counts[kind][chunk]
 
     def next(self, kind: Kind, chunk: int) -> Action:

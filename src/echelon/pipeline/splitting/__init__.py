@@ -1,10 +1,10 @@
-"""How a model is cut: into blocks, of which consecutive ones become a stage.
+"""Cuts a model into blocks, of which consecutive ones become a stage.
 
-``split``         the call: blocks, costs, partition, stages
-``submodule``     what blocks and stages are
-``partition``     which blocks go to which stage
-``block_costs``   what a block costs: parameters, operations, bytes, seconds
-``blocks``        models with a ``ModuleList``: every stage runs the model's own forward
-``fake_tensors``  the values that a stage does not have
+``split``         the public call: blocks, costs, partition, stages
+``submodule``     blocks and stages
+``partition``     the exact optimum of which blocks go to which stage
+``block_costs``   parameters, operations, bytes or seconds of a block
+``module_list``   models with a ``ModuleList``, whose own forward every stage runs
+``fake_tensors``  tensors whose values a stage does not have
 ``huggingface``   causal language models of ``transformers``
 """

@@ -1,4 +1,4 @@
-"""What the blocks of a model cost: operations and bytes by shapes alone, or seconds."""
+"""The costs of the blocks of a model: operations and bytes by shapes alone, or seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echelon.errors import ArgumentError
 from echelon.pipeline.splitting.submodule import Blocks, Submodule
 from echelon.pipeline.stage import Stage
 
-_RUNS = 3  # of which the median counts, after one to warm up
+_RUNS = 3  # after one to warm up; the median counts
 
 MakeBlocks = Callable[[nn.Module], Blocks]
 
@@ -29,11 +29,11 @@ MakeBlocks = Callable[[nn.Module], Blocks]
 @final
 @dataclass(frozen=True)
 class DryRun:
-    """What one block does with the example, by shapes alone.
+    """What the forward of one block costs for the example, by shapes alone.
 
     Attributes:
-        flops: of its forward.
-        activation_nbytes: what its forward saves for its backward, parameters not counted.
+        flops: its operations.
+        activation_nbytes: bytes that it saves for its backward, without parameters.
     """
 
     flops: int
@@ -41,7 +41,7 @@ class DryRun:
 
 
 def num_parameters(blocks: Blocks) -> list[int]:
-    """Elements of the parameters of each block; a shared one counts in every block that has it."""
+    """Elements of the parameters of each block; shared parameters count in each of theirs."""
     return [sum(param.numel() for param in blocks.parameters(i)) for i in range(blocks.num_blocks)]
 
 
@@ -97,7 +97,7 @@ def seconds(blocks: Blocks, example: tuple[Any, ...], device: torch.device) -> l
 
 
 def _time(submodule: nn.Module, value: Any, device: torch.device) -> tuple[float, Any]:
-    """The time of a microbatch that is not the first, and what the next block gets of it."""
+    """The time of a later microbatch, and the input of the next block."""
     stage = Stage(submodule, 0)
     times = []
     for _ in range(_RUNS + 1):
@@ -126,9 +126,9 @@ def _call_by_shapes(index: int, submodule: nn.Module, value: Any) -> Any:
 
 @final
 class _ByShapes(TorchDispatchMode):
-    """Takes the shape only of what a model makes for itself, once it meets the model's values.
+    """Moves a tensor that the model makes itself to meta when it meets a tensor on meta.
 
-    Operations on such tensors alone, such as on a table of positions, have their values.
+    Operations on such tensors alone, such as on a table of positions, have values.
     """
 
     def __torch_dispatch__(
@@ -148,7 +148,7 @@ class _ByShapes(TorchDispatchMode):
 
 
 def _as_input(value: Any) -> Any:
-    """As the next stage gets it: leaves that need a gradient if one comes back."""
+    """The value as the next stage receives it: with leaves that require the same gradients."""
     return pytree.tree_map(
         lambda leaf: (
             leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
@@ -158,7 +158,7 @@ def _as_input(value: Any) -> Any:
 
 
 def _cost_key(submodule: Submodule, value: Any) -> Any:
-    """What is equal for two blocks that take the same time."""
+    """A key that is equal for two blocks that take the same time."""
     modules = tuple(
         (
             type(module).__name__,
@@ -178,7 +178,7 @@ def _cost_key(submodule: Submodule, value: Any) -> Any:
 
 
 def _copy_on(submodule: Submodule, device: torch.device) -> nn.Module:
-    """A copy with values: zeros where the model is on meta."""
+    """A copy with values, which are zeros if the model is on meta."""
     memo: dict[int, Any] = {}
     for tensor in [*submodule.parameters(), *submodule.buffers()]:
         value = (

@@ -1,21 +1,20 @@
-"""Tensors of which this rank has the shape and not the values, and a cache of operations on them.
+"""Tensors with shapes and without values, and a cache of the operations on them.
 
 [Note: values that are not there]
-A stage in the middle of a model runs the model's own ``forward``, with real modules only where this
-rank has them. What comes before them works on ``FakeTensor``s, which lie on the meta device and
-cost nothing. Meta tensors alone would not do: ``F.linear(real, meta)`` and ``real.add_(meta)`` give
-numbers out of nothing, without an error. So here fakeness spreads: whatever is computed with a fake
-operand is fake, and to write it into a real tensor is an error. A result that is real therefore
-cannot depend on a value that was not there. (Torch's own ``FakeTensorMode`` makes *all* tensors
-fake and refuses to mix them with real ones.)
+A stage in the middle of a model runs the model's own ``forward``, but this rank has only some of
+the modules. The others work on ``FakeTensor``s, which are on the meta device and cost nothing.
+Plain meta tensors would be wrong: ``F.linear(real, meta)`` and ``real.add_(meta)`` return numbers
+without an error. Here every result with a fake operand is fake, and writing it into a real tensor
+is an error. So a real result cannot depend on a missing value. (Torch's own ``FakeTensorMode``
+makes *all* tensors fake and refuses to mix them with real ones.)
 
 [Note: a cache of fake operations]
-A stage runs the model's forward for every microbatch, and most of what comes before its blocks is
-fake: shapes in, shapes out, the same each time. So the result of an operation is cached by its
-place in the forward, its function, and its operands: a fake one is itself, for it has nothing but a
-shape; a real one is its shape, dtype, strides and device, for nothing else of it can reach a fake
-result; a plain value is its value. The place keeps apart the results of two equal calls, which
-differ where a real operand or a random number is in them.
+A stage runs the model's forward for every microbatch, and most operations before its blocks are
+fake and give the same shapes each time. So the result of an operation is cached by its place in the
+forward, its function, and its operands. The key of a fake operand is its identity; that of a real
+operand is its shape, dtype, strides and device, since nothing else of it can affect a fake result;
+that of a plain value is the value. The place tells two equal calls apart, whose results differ if
+they have a real operand or a random number.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from echelon.errors import UnsupportedError
 
-_MAX_RESULTS = 4096  # a model of ever new shapes begins again from there
+_MAX_RESULTS = 4096  # then the cache is cleared: the model has new shapes each time
 _PLAIN = (
     bool,
     int,
@@ -42,23 +41,23 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
-_CACHED = (Tensor, *_PLAIN)  # results that nobody can change
+_CACHED = (Tensor, *_PLAIN)  # results that cannot be changed
 
 
 @final
 class FakeTensorCache:
-    """The results of fake operations of one stage, which computes the same without it."""
+    """The results of the fake operations of one stage."""
 
     def __init__(self) -> None:
         self._results: dict[Hashable, Any] = {}
         # Fake tensors by identity, which no other object gets while they live.
         self._fakes: dict[int, Tensor] = {}
-        self._lasting_fakes: dict[int, Tensor] | None = None  # those of stand-ins for modules
+        self._lasting_fakes: dict[int, Tensor] | None = None  # the fakes of stand-ins for modules
         self._place = 0  # of the next operation in the forward
         self._is_enabled = True
 
     def begin_forward(self) -> None:
-        """A forward begins."""
+        """Start again at the first operation of the forward."""
         self._place = 0
         if self._lasting_fakes is None:
             self._lasting_fakes = dict(self._fakes)
@@ -66,7 +65,7 @@ class FakeTensorCache:
             self._clear()
 
     def disable(self) -> None:
-        """A fake tensor was written in place, so it is no longer what it was: cache no more."""
+        """Cache nothing from now on, since a fake tensor was changed in place."""
         self._is_enabled = False
         self._clear()
 
@@ -75,11 +74,11 @@ class FakeTensorCache:
         self._fakes = dict(self._lasting_fakes or {})
 
     def add_fake(self, tensor: Tensor) -> None:
-        """``tensor`` is fake, and will be an operand again."""
+        """Register a fake tensor, which will be an operand again."""
         self._fakes[id(tensor)] = tensor
 
     def get_or_make(self, plain: Sequence[Any], make: Callable[[], Any]) -> Any:
-        """What ``make`` gives, called once for all plain values that are equal to these."""
+        """The result of ``make``, which is called once for all plain values equal to these."""
         try:
             key = "made", self._key_of(plain)
         except _Uncacheable:
@@ -108,7 +107,7 @@ class FakeTensorCache:
         return None if key is None else self._results.get(key)
 
     def put(self, key: Hashable | None, result: Any) -> None:
-        """Cache a result, if nobody can change it."""
+        """Cache a result, unless it can be changed."""
         items = result if isinstance(result, tuple) else (result,)
         if key is None or not all(item is None or isinstance(item, _CACHED) for item in items):
             return
@@ -133,15 +132,15 @@ class FakeTensorCache:
 
 
 class _Uncacheable(Exception):
-    """An operand that cannot be told from another."""
+    """An operand without a key."""
 
 
 _META = torch.device("meta")
-_MOVES = {"cpu", "cuda", "xpu"}  # methods that move a tensor to the device that it seems to be on
+_MOVES = {"cpu", "cuda", "xpu"}  # methods whose device a fake tensor is taken to be on already
 
 
 class NeedsValues(UnsupportedError):
-    """An operation on fake tensors, of which torch does not know the shape of the result."""
+    """An operation on fake tensors whose result has a shape that torch cannot tell."""
 
 
 @final
@@ -149,9 +148,9 @@ class FakeTensor(Tensor):
     """A tensor without values. See [Note: values that are not there].
 
     Attributes:
-        fake_device: the device that it says it is on, so that what is made beside it is real.
-        missing: the names of what it was computed from and is not there.
-        cache: of the stage that lacks the values.
+        fake_device: the device that it claims to be on, so that tensors made on it are real.
+        missing: the names of the missing tensors that it was computed from.
+        cache: the cache of the stage that lacks the values.
     """
 
     fake_device: torch.device
@@ -159,7 +158,7 @@ class FakeTensor(Tensor):
     cache: FakeTensorCache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensor:
-        return self  # there is nothing in it that a copy could change
+        return self  # it has no values that a change of the copy could affect
 
     @classmethod
     def __torch_function__(
@@ -228,7 +227,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _to_meta(leaf: Any) -> Any:
-    """A device or a real tensor, on the meta device; everything else as it is."""
+    """A device or a real tensor on the meta device; any other value unchanged."""
     if isinstance(leaf, torch.device):
         return _META
     if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
@@ -275,12 +274,7 @@ def fake_tensor(
     name: str,
     cache: FakeTensorCache,
 ) -> FakeTensor:
-    """A fake tensor of this shape.
-
-    Args:
-        name: what it stands for, in errors.
-        cache: of the stage that lacks its values.
-    """
+    """A fake tensor of this shape; errors call it ``name``."""
     meta = torch.empty(tuple(shape), dtype=dtype, device=_META)
     fake = _as_fake(meta, fake_device, frozenset([name]), cache)
     cache.add_fake(fake)
@@ -288,10 +282,7 @@ def fake_tensor(
 
 
 def fake_copy(module: nn.Module, name: str, cache: FakeTensorCache) -> nn.Module:
-    """A copy of a submodule that computes shapes only and shares nothing that has values.
-
-    Its tensors are no ``nn.Parameter``, so no optimizer finds them.
-    """
+    """A copy of a submodule that has fake tensors only; optimizers do not find its parameters."""
     memo: dict[int, Any] = {
         id(tensor): fake_tensor(tensor.shape, tensor.dtype, tensor.device, f"{name}.{local}", cache)
         for local, tensor in [*module.named_parameters(), *module.named_buffers()]
@@ -300,7 +291,7 @@ def fake_copy(module: nn.Module, name: str, cache: FakeTensorCache) -> nn.Module
 
 
 def missing_names(value: Any) -> list[str]:
-    """The names of what the fake tensors in ``value`` were computed from."""
+    """The names of the missing tensors that the fake tensors in ``value`` were computed from."""
     leaves = pytree.tree_leaves(value)
     return sorted(
         {name for leaf in leaves if isinstance(leaf, FakeTensor) for name in leaf.missing}

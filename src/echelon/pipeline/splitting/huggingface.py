@@ -1,12 +1,12 @@
-"""Causal language models of ``transformers``, which can begin at a hidden state.
+"""Causal language models of ``transformers``, whose forward can begin at a hidden state.
 
-Every stage runs the model's own ``forward``, so that masks and rotary tables are made where they
-are used and only the hidden state goes from stage to stage. A stage that is not the first gives it
-as ``inputs_embeds``; one that is not the last has no norm and no head, so the "logits" are the
-hidden state. ``transformers`` is not imported here: a model that is one of its classes brings it.
+Every stage runs the model's own ``forward``, so masks and rotary tables are made where they are
+used, and only the hidden state goes from stage to stage. A stage that is not the first passes it as
+``inputs_embeds``; a stage that is not the last has no norm and no head, so its "logits" are the
+hidden state. ``transformers`` is not imported here: only a user of its models needs it.
 
-Around such a model may be what ``peft`` puts there with its adapters, whose forward is that of the
-model inside: then the model inside is cut, and the names are those of the one around it.
+A wrapper of ``peft`` with adapters may be around such a model, if its forward is that of the model
+inside. Then the model inside is cut, and the names are those of the wrapper.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from echelon.pipeline.splitting.submodule import (
 
 @final
 class _ZeroEmbedding(nn.Module):
-    """Stands for an embedding of positions, which the hidden state has already."""
+    """Replaces an embedding of positions, which the hidden state already contains."""
 
     def forward(self, positions: Tensor) -> Tensor:
         return torch.zeros((), device=positions.device)
@@ -41,14 +41,14 @@ class _ZeroEmbedding(nn.Module):
 @final
 @dataclass(frozen=True)
 class _Architecture:
-    """How the models of one class are built.
+    """The names of the modules of one class of models.
 
     Attributes:
-        list_name: the name of the list of blocks.
-        prefix: what only the first stage has.
-        suffix: what only the last stage has.
-        everywhere: what every stage needs; it has no parameters.
-        inert: what does nothing in a stage that begins at a hidden state.
+        list_name: the list of blocks.
+        prefix: modules that only the first stage has.
+        suffix: modules that only the last stage has.
+        everywhere: modules without parameters, which every stage has.
+        inert: modules without effect in a stage that begins at a hidden state, and replacements.
     """
 
     list_name: str
@@ -72,7 +72,7 @@ _GPT2 = _Architecture(
     everywhere=(),
     inert={"transformer.wpe": _ZeroEmbedding, "transformer.drop": nn.Identity},
 )
-# By class, not by shape: a model that scales its embeddings looks the same from outside.
+# By class and not by structure: a model that scales its embeddings has the same modules.
 _ARCHITECTURES = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
@@ -85,7 +85,7 @@ _KWARGS = {"attention_mask", "position_ids"}
 
 
 def find_known(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """The model of a class that this file can cut which ``model`` runs, and its name in it."""
+    """The name in ``model`` of a model that this file can cut, and that model; None without one."""
     path = _path_in_peft_model(model)
     inner = model.get_submodule(path)
     cls = type(inner)
@@ -94,7 +94,7 @@ def find_known(model: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def _path_in_peft_model(model: nn.Module) -> str:
-    """The name of the model that ``peft`` has given adapters and runs as it is; itself if none."""
+    """The name of the model inside a wrapper of ``peft`` with the same forward; empty if none."""
     cls: Any = type(model)
     if cls.__module__ == "peft.peft_model" and cls.__name__ in (
         "PeftModel",
@@ -104,7 +104,7 @@ def _path_in_peft_model(model: nn.Module) -> str:
         cls = type(tuner)
     else:
         tuner, path = model, "model"
-    # Others add to the loss (AdaLoRA), mix adapters (X-LoRA), or give the model a prompt.
+    # Other wrappers add to the loss (AdaLoRA), mix adapters (X-LoRA), or give the model a prompt.
     bases = [base for base in cls.__mro__ if base.__module__ == "peft.tuners.tuners_utils"]
     if not any(base.__name__ == "BaseTuner" and base.forward is cls.forward for base in bases):
         return ""
@@ -123,9 +123,7 @@ def _names_of_tensors(model: nn.Module) -> Iterator[str]:
 class CausalLMBlocks(Blocks):
     """The blocks of a causal language model; the first has the embedding, the last the head.
 
-    Args:
-        model: which is cut.
-        path: its name in the model that was given; empty if it is that one.
+    ``path`` is the name of ``model`` in a wrapper around it, or empty.
     """
 
     def __init__(self, model: nn.Module, path: str = "") -> None:
@@ -140,7 +138,7 @@ class CausalLMBlocks(Blocks):
 
     @property
     def num_blocks(self) -> int:
-        """One for each block."""
+        """The number of items of the model's list of blocks."""
         return len(self._blocks)
 
     def submodule(self, start: int, stop: int) -> Submodule:
@@ -189,32 +187,36 @@ class _HiddenToHidden(nn.Module):
         if self._is_first:
             call = dict(self._signature.bind_partial(*args).arguments) | kwargs
             tokens = {key: call.pop(key) for key in ("input_ids", "inputs_embeds") if key in call}
-            given = tuple(sorted(key for key, value in call.items() if value is not None))
+            first_kwargs = _names_given(call)
         else:
             (received,) = args
-            call, given = kwargs, received["given"]
+            call, first_kwargs = kwargs, received["given"]
             tokens = {"inputs_embeds": received["hidden"]}
-        self._check(call, given)
+        self._check(_names_given(call), first_kwargs)
         first: Tensor = next(iter(tokens.values()), torch.empty(0))
         if first.is_meta:
-            # A dry run. transformers looks into positions to find packed sequences, which have no
-            # values here, unless the mask is complete already.
+            # This is a dry run, in which positions have no values. transformers reads them to find
+            # packed sequences, unless the mask is complete.
             size, length = first.shape[:2]
             call["attention_mask"] = first.new_ones((size, 1, length, length), dtype=torch.bool)
         output = self.model(**tokens, **call, use_cache=False)
-        return output if self._is_last else {"hidden": output.logits, "given": given}
+        return output if self._is_last else {"hidden": output.logits, "given": first_kwargs}
 
-    def _check(self, call: Mapping[str, Any], given: tuple[str, ...]) -> None:
-        own_given = tuple(sorted(key for key, value in call.items() if value is not None))
-        if not set(own_given) <= _KWARGS:
+    def _check(self, names: tuple[str, ...], first_names: tuple[str, ...]) -> None:
+        if not set(names) <= _KWARGS:
             raise ArgumentError(
                 f"a stage of {type(self.model).__name__} was given "
-                f"{sorted({*own_given} - _KWARGS)}; it takes {sorted(_KWARGS)} "
+                f"{sorted({*names} - _KWARGS)}; it takes {sorted(_KWARGS)} "
                 "(labels are the target of step(), and the loss is Pipeline's loss_fn; a cache of "
                 "keys and values is not kept by stages)"
             )
-        if own_given != given:
+        if names != first_names:
             raise ArgumentError(
-                f"this stage was given {list(own_given)} and the first one {list(given)}: give all "
-                "ranks the same keyword arguments, since every stage makes its own mask"
+                f"this stage was given {list(names)} and the first one {list(first_names)}: give "
+                "all ranks the same keyword arguments, since every stage makes its own mask"
             )
+
+
+def _names_given(kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the keyword arguments that are not None."""
+    return tuple(sorted(key for key, value in kwargs.items() if value is not None))

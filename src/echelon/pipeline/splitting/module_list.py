@@ -1,4 +1,4 @@
-"""Models with a ``ModuleList`` of blocks: every stage runs the model's own ``forward``.
+"""Models with a ``ModuleList`` of blocks, whose own ``forward`` every stage runs.
 
 [Note: a forward in pieces]
 ::
@@ -7,14 +7,13 @@
     stage 1:  (prefix) . .  | entry b2 b3 | exit
     stage 2:  (prefix) . .          . . | entry b4 b5  suffix
 
-At the first block of the next stage the forward ends by an exception, and the arguments of that
-block, with every mask and table in them, are what the stage sends. The next stage runs the same
-forward; the prefix and the blocks that it lacks compute shapes only (see "values that are not
-there"), and its first block gets the arguments that were received. Later blocks may be given the
-same masks and tables again: a fake argument is replaced by what was received in its place, if it is
-the very tensor that the first block was given, and refused otherwise. Keyword arguments of the
-model have values in every stage whose rank is given them. Nothing is traced, and what depends on a
-value that the stage does not have is an error, never a number.
+At the first block of the next stage the forward ends by an exception. The stage sends the
+arguments of that block, with every mask and table in them. The next stage runs the same forward:
+the prefix and the blocks that it lacks compute shapes only (see "values that are not there"), and
+its first block gets the received arguments. Later blocks may get the same masks and tables: a fake
+argument that is the very tensor of the first block is replaced by its received value, and any other
+is refused. Keyword arguments of the model have values in every stage whose rank has them. Nothing
+is traced, and a result that depends on a missing value is an error, never a number.
 """
 
 from __future__ import annotations
@@ -47,11 +46,7 @@ from echelon.pipeline.splitting.submodule import (
 
 
 def find_module_list(model: nn.Module) -> str | None:
-    """The name of the longest ``ModuleList`` that is in no other; None if there is none.
-
-    Raises:
-        ArgumentError: several are equally long.
-    """
+    """The name of the longest ``ModuleList`` that is in no other; None if there is none."""
     lists = {
         name: module
         for name, module in model.named_modules()
@@ -73,13 +68,10 @@ def find_module_list(model: nn.Module) -> str | None:
 
 @final
 class ModuleListBlocks(Blocks):
-    """The blocks of a ``ModuleList``, with what comes before them and after them.
+    """The blocks of a ``ModuleList``, whose model calls them in order.
 
-    Args:
-        model: whose forward calls the blocks in order.
-        list_name: the name of the list.
-        prefix: names of what runs before the blocks; those registered before the list if None.
-        suffix: names of what runs after them; those registered after it if None.
+    ``prefix`` and ``suffix`` name the modules and parameters that run before and after the blocks;
+    None stands for those that are registered before and after the list.
     """
 
     def __init__(
@@ -104,7 +96,7 @@ class ModuleListBlocks(Blocks):
 
     @property
     def num_blocks(self) -> int:
-        """One for each item of the list; the first has the prefix, the last the suffix."""
+        """One block for each item of the list; the first has the prefix, the last the suffix."""
         return len(self._blocks)
 
     def submodule(self, start: int, stop: int) -> Submodule:
@@ -136,7 +128,7 @@ class ModuleListBlocks(Blocks):
 
 
 def _names_around(model: nn.Module, list_name: str) -> tuple[list[str], list[str]]:
-    """What is registered before the list and after it, at every level on the way to it."""
+    """The names registered before and after the list, at every level on the way to it."""
     before: list[str] = []
     after: list[str] = []
     module, path = model, ""
@@ -151,15 +143,15 @@ def _names_around(model: nn.Module, list_name: str) -> tuple[list[str], list[str
 
 
 def _checked_names(
-    model: nn.Module, option: str, given: Sequence[str] | None, default: list[str]
+    model: nn.Module, option: str, names: Sequence[str] | None, default: list[str]
 ) -> list[str]:
-    if given is None:
+    if names is None:
         return default
     known = {name for name, _ in [*model.named_modules(), *model.named_parameters()]}
-    for name in given:
+    for name in names:
         if name not in known:
             raise ArgumentError(f"{option} has {name!r}, which is no name in the model")
-    return list(given)
+    return list(names)
 
 
 def _exit(*args: Any, **kwargs: Any) -> Any:
@@ -167,7 +159,7 @@ def _exit(*args: Any, **kwargs: Any) -> Any:
     raise _Exit(args, kwargs)
 
 
-class _Exit(BaseException):  # so that no ``except Exception`` of the model stops it
+class _Exit(BaseException):  # an ``except Exception`` in the model must not catch it
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         self.block_call = args, kwargs
@@ -222,7 +214,7 @@ class _PartialForward(nn.Module):
             return self._run(fake_args, fake_kwargs, call, entry.fill)
 
     def _run(self, args: Any, kwargs: Any, call: Any, fill: Callable[[Any], Any]) -> Any:
-        """The output of the model, or what goes to the next stage."""
+        """The output of the model, or the value for the next stage."""
         try:
             output = self.model(*args, **kwargs)
         except NeedsValues as error:
@@ -245,15 +237,17 @@ class _PartialForward(nn.Module):
 
 @final
 class _BlockEntry:
-    """Puts what was received from the stage before in the place of fake arguments."""
+    """Replaces fake arguments of blocks by the values received from the previous stage."""
 
     def __init__(self, received: tuple[tuple[Any, ...], dict[str, Any]], hint: str) -> None:
         self._received, self._hint = received, hint
         self._received_for: dict[int, Any] = {}  # by the identity of a fake argument
-        self._fake_call: Any = None  # keeps these identities from being used again
+        self._fake_call: Any = (
+            None  # keeps the fake arguments alive, so that no identity is used again
+        )
 
     def replace_call(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The first block runs on what was received."""
+        """The arguments of the first block: those that were received."""
         self._fake_call = args, kwargs
         fakes, received = pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(self._received)
         if len(fakes) == len(received):
@@ -262,12 +256,12 @@ class _BlockEntry:
         return self._received
 
     def fill_call(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A later block gets what was received for arguments that the first one was given, too."""
+        """The arguments of a later block, with received values for those of the first block."""
         filled: tuple[Any, Any] = self.fill((args, kwargs))
         return filled
 
     def fill(self, value: Any) -> Any:
-        """The same with what was received in the place of fake tensors."""
+        """The value with received values in the place of fake tensors."""
 
         def fill_leaf(leaf: Any) -> Any:
             if not isinstance(leaf, FakeTensor):

@@ -1,7 +1,7 @@
-"""Where to cut a sequence of blocks into stages: the exact optimum, from numbers alone.
+"""Cuts a sequence of blocks into stages: the exact optimum, by numbers alone.
 
-``partition`` makes the slowest stage as fast as possible; ``refine`` then moves blocks while a
-schedule ends earlier for it.
+``partition`` makes the slowest stage as fast as possible; ``refine`` then moves blocks as long as
+the simulation of a schedule ends earlier.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from echelon.pipeline.schedules.ir import Schedule
 from echelon.pipeline.schedules.simulate import simulate
 
 Partition = tuple[range, ...]  # the blocks of each stage
-# First and second criterion, compared in this order. NEVER is worse than all that is allowed.
-Pair = tuple[float, float]
-NEVER = (math.inf, math.inf)
-# What stage j costs if it is made of the blocks start..stop-1.
-Cost = Callable[[int, int, int], Pair]
+Pair = tuple[float, float]  # first and second criterion, compared in this order
+FORBIDDEN = (math.inf, math.inf)
+Cost = Callable[[int, int, int], Pair]  # of stage j if it has the blocks start..stop-1
 
 
 def partition(
@@ -80,14 +78,14 @@ def partition(
 
 
 def _decide(measures: _Measures, n: int, stages: int, cap: float) -> Partition:
-    """One criterion after the other, each with those before it as limits.
+    """Optimise one criterion after the other, each with the previous ones as limits.
 
-    Deciding them together would not be exact: a prefix with a better second criterion may have been
-    thrown away for a first one that a later stage exceeds anyway.
+    All at once would not be exact: a prefix with a better second criterion might be dropped for its
+    first one, which a later stage exceeds anyway.
     """
     time, memory = measures.time, measures.memory
     fastest, _ = _best(n, stages, _within(time, [(memory, cap)]), max)
-    if fastest == NEVER:
+    if fastest == FORBIDDEN:
         (least, _), _ = _best(n, stages, memory, max)
         raise ArgumentError(
             f"no cut of {n} blocks into {stages} stages keeps every stage within {cap:g} bytes; "
@@ -100,7 +98,7 @@ def _decide(measures: _Measures, n: int, stages: int, cap: float) -> Partition:
 
 
 class _Measures:
-    """What a stage made of the blocks start..stop-1 takes, keeps and sends."""
+    """Time, memory and traffic of a stage with the blocks start..stop-1."""
 
     def __init__(
         self,
@@ -121,26 +119,26 @@ class _Measures:
         self._alive, self._cuts = alive, cuts
 
     def time(self, j: int, start: int, stop: int) -> Pair:
-        """How long it takes."""
+        """The time of the stage."""
         return self._times[stop] - self._times[start], 0.0
 
     def memory(self, j: int, start: int, stop: int) -> Pair:
-        """What it keeps as stage j."""
+        """The bytes that it keeps as stage j."""
         held = self._alive[j] * (self._held[stop] - self._held[start])
         return self._kept[stop] - self._kept[start] + held, 0.0
 
     def crossing(self, j: int, start: int, stop: int) -> Pair:
-        """What it sends to the next stage; then its time squared, whose sum is least when even."""
+        """The bytes that it sends on, then its squared time, whose sum is least for even stages."""
         sent = self._cuts[stop - 1] if stop < len(self._cuts) else 0.0
         return sent, (self._times[stop] - self._times[start]) ** 2
 
 
 def _within(cost: Cost, limits: Sequence[tuple[Cost, float]]) -> Cost:
-    """``cost`` where no limit is exceeded."""
+    """``cost``, which is forbidden where a limit is exceeded."""
 
     def limited(j: int, start: int, stop: int) -> Pair:
         allowed = all(other(j, start, stop)[0] <= limit for other, limit in limits)
-        return cost(j, start, stop) if allowed else NEVER
+        return cost(j, start, stop) if allowed else FORBIDDEN
 
     return limited
 
@@ -152,14 +150,14 @@ def _add(a: Pair, b: Pair) -> Pair:
 def _best(
     n: int, stages: int, cost: Cost, join: Callable[[Pair, Pair], Pair]
 ) -> tuple[Pair, list[int]]:
-    """The least joined cost over all cuts of n blocks, and where its stages start."""
-    best = [cost(0, 0, stop) if stop else NEVER for stop in range(n + 1)]
+    """The least joined cost of all cuts of n blocks, and the starts of its stages."""
+    best = [cost(0, 0, stop) if stop else FORBIDDEN for stop in range(n + 1)]
     origins: list[list[int]] = [[0] * (n + 1)]
     for j in range(1, stages):
-        row, origin = [NEVER] * (n + 1), [0] * (n + 1)
+        row, origin = [FORBIDDEN] * (n + 1), [0] * (n + 1)
         for stop in range(j + 1, n + 1):
             for start in range(stop - 1, j - 1, -1):
-                if best[start] == NEVER:
+                if best[start] == FORBIDDEN:
                     continue
                 joined = join(best[start], cost(j, start, stop))
                 if joined < row[stop]:
@@ -189,10 +187,9 @@ _THIRDS = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3, "F&B": 1.0}
 
 
 def makespan(schedule: Schedule, stages: Partition, costs: Sequence[float]) -> float:
-    """How long a step takes if backward takes twice as long as forward.
+    """The simulated time of a step if backward takes twice as long as forward.
 
-    Args:
-        costs: of each block, forward and backward.
+    A cost is that of the forward and the backward of a block.
     """
     totals = [sum(costs[i] for i in blocks) for blocks in stages]
     by_kind = {kind: [share * total for total in totals] for kind, share in _THIRDS.items()}
@@ -200,7 +197,7 @@ def makespan(schedule: Schedule, stages: Partition, costs: Sequence[float]) -> f
 
 
 def most_alive(schedule: Schedule) -> list[int]:
-    """The microbatches that each stage keeps at most at once.
+    """The largest number of microbatches that each stage keeps at once.
 
     Example:
         >>> from echelon.pipeline.schedules.families import schedule
@@ -219,13 +216,10 @@ def most_alive(schedule: Schedule) -> list[int]:
 def refine(
     stages: Partition, costs: Sequence[float], schedule: Schedule, fits: Callable[[Partition], bool]
 ) -> Partition:
-    """Move one block at a time across a cut while the schedule ends earlier for it.
+    """Move one block at a time across a cut as long as the schedule ends earlier.
 
-    Law: the result ends no later than ``stages``, and no single move makes it end earlier.
-
-    Args:
-        costs: of each block, forward and backward.
-        fits: whether a partition is allowed.
+    Law: the result ends no later than ``stages``, and no single move makes it end earlier. A cost
+    is that of the forward and the backward of a block; partitions that do not fit are not used.
 
     Example:
         >>> from echelon.pipeline.schedules.families import schedule
@@ -238,14 +232,14 @@ def refine(
         moves = [moved for moved in _moves(stages) if fits(moved)]
         timed = [(makespan(schedule, moved, costs), index) for index, moved in enumerate(moves)]
         fastest, index = min(timed, default=(best, -1))
-        # A gain within rounding could be taken for ever.
+        # Gains by rounding errors could be taken forever.
         if fastest >= best * (1 - 1e-9):
             return stages
         best, stages = fastest, moves[index]
 
 
 def _moves(stages: Partition) -> list[Partition]:
-    """The partitions that differ by one block on the other side of one cut."""
+    """The partitions in which one block is on the other side of one cut."""
     moves = []
     for j, (left, right) in enumerate(pairwise(stages)):
         for step in (-1, 1):

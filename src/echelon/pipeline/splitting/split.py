@@ -1,4 +1,4 @@
-"""``split``: a model cut into stages, each with the names of the whole model."""
+"""``split`` cuts a model into stages, each with the names of the whole model."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _check_num_stages(
 def _blocks_of(
     module: nn.Module, prefix: Sequence[str] | None, suffix: Sequence[str] | None
 ) -> Blocks:
-    """The blocks of a model; this is where it is decided how a model is cut."""
+    """The blocks of a model, by the first way of cutting it that applies."""
     layers = getattr(module, "pipeline_layers", None)
     blocks: Blocks
     if callable(layers):
@@ -120,8 +120,8 @@ def _blocks_of(
             "give it a method pipeline_layers() that returns its layers in order, each of "
             "which takes what the one before gave, or give ec.Pipeline a list of stages"
         )
-    for name, given in (("prefix", prefix), ("suffix", suffix)):
-        if given is not None:
+    for name, option in (("prefix", prefix), ("suffix", suffix)):
+        if option is not None:
             raise ArgumentError(
                 f"{name} is for models with an nn.ModuleList of blocks; how "
                 f"{type(module).__name__} is cut is known without it"
@@ -171,7 +171,7 @@ def _measured_on_rank_0(blocks: Blocks, example: tuple[Any, ...], group: Group) 
     if group.rank == 0:
         try:
             times = seconds(blocks, example, group.device)
-        except Exception as error:  # the others hear of it, who would wait for ever; raised below
+        except Exception as error:  # raised below, after the other ranks know of it
             failure = error
     problem = None if failure is None else f"{type(failure).__name__}: {failure}"
     times, problem = group.broadcast_object((times, problem), 0)

@@ -1,15 +1,15 @@
-"""How a model is cut: into blocks, of which consecutive ones become a ``Submodule``, a stage.
+"""Blocks of a model, and ``Submodule``: a stage of consecutive blocks with the model's names.
 
 ::
 
-    model     ──>  Blocks            what the model is made of, in order, and is not cut any further
+    model     ──>  Blocks            the units of the model in order, which are not cut further
     blocks    ──>  partition         which of them go to which stage
     a range   ──>  Submodule         runs them, and has their state under the names of the model
 
 There are three kinds of ``Blocks``: layers that run one after the other (below), the blocks of a
-``ModuleList`` (``blocks``), and those of causal language models (``huggingface``). In the last two
-each stage runs the model's own ``forward``, on a copy of the model's containers with stand-ins for
-the modules that other stages have.
+``ModuleList`` (``module_list``), and those of causal language models (``huggingface``). In the last
+two each stage runs the model's own ``forward``, on a copy of the model's containers with stand-ins
+for the modules that other stages have.
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ class Submodule(nn.Module):
 
     Law: the ``state_dict`` of a model is the union of those of its submodules.
 
-    Args:
-        body: what runs. It is no child: it may hold stand-ins for what other stages have.
-        modules: what the stage has, by name in the model.
-        containers: modules by name of which the stage has only their own tensors. Their tables are
-            shared, so that what ``submodule.to(...)`` puts there is there for both.
+    The ``body`` runs. It is not a child, because it may hold stand-ins for modules of other stages.
+    The ``modules`` are those of the stage, by name in the model. Of ``containers`` the stage has
+    only their own tensors; their tables are shared, so that ``submodule.to(...)`` changes both.
 
     Attributes:
-        names: of the state in the model.
+        names: the names of its state in the model.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class Submodule(nn.Module):
         self.names = frozenset(map(plain_name, self.state_dict(keep_vars=True)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the body on what the stage before gave."""
+        """Run the body on the output of the previous stage."""
         return self.__dict__["body"](*args, **kwargs)
 
     def train(self, mode: bool = True) -> Submodule:
@@ -73,7 +71,7 @@ class Submodule(nn.Module):
 
 
 def _descendant(module: nn.Module, path: str) -> nn.Module:
-    """The module of that name, made with those on the way to it where they are missing."""
+    """The module of that name; it and those on the way to it are made if they are missing."""
     for local in path.split(".") if path else ():
         if local not in module._modules:
             module.add_module(local, nn.Module())
@@ -84,7 +82,7 @@ def _descendant(module: nn.Module, path: str) -> nn.Module:
 
 
 class Blocks(ABC):
-    """What a model is made of, in order: blocks, which are not cut any further."""
+    """The blocks of a model in order, which are not cut further."""
 
     @property
     @abstractmethod
@@ -103,15 +101,7 @@ class Blocks(ABC):
 
 @final
 class SequentialBlocks(Blocks):
-    """Layers that each take what the one before gave: a tuple is its positional arguments.
-
-    Args:
-        model: has the layers as submodules.
-        layers: in order.
-
-    Raises:
-        ArgumentError: a layer has state that is none of the model's, or is no module.
-    """
+    """Layers that each take the output of the previous one; a tuple has positional arguments."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._layers = list(layers)
@@ -119,11 +109,11 @@ class SequentialBlocks(Blocks):
 
     @property
     def num_blocks(self) -> int:
-        """One for each layer."""
+        """The number of layers."""
         return len(self._layers)
 
     def submodule(self, start: int, stop: int) -> Submodule:
-        """Some layers, one after the other."""
+        """A stage that runs its layers one after the other."""
         layers = self._layers[start:stop]
         named = zip(self._names[start:stop], layers, strict=True)
         modules = {name: layer for name, layer in named if name is not None}
@@ -145,7 +135,7 @@ class _Sequence(nn.Module):
 
 
 def _names_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[str | None]:
-    """The names of ``layers`` in ``model``; None for one that the model lacks and has no state."""
+    """The names of ``layers`` in ``model``; None for a layer without state that is not in it."""
     names = {id(module): name for name, module in model.named_modules()}
     names_of_layers: list[str | None] = []
     for index, layer in enumerate(layers):
@@ -174,9 +164,9 @@ class PartialModel(NamedTuple):
 
     Attributes:
         model: the copy, whose forward is that of the model.
-        modules: those that it has outside of the list of blocks, by name.
-        containers: the copied containers, by name; they have all buffers of their own, and the
-            parameters that the stage has.
+        modules: its real modules outside of the list of blocks, by name.
+        containers: the copied containers, by name, with all of their buffers and with the
+            parameters of the stage.
     """
 
     model: nn.Module
@@ -192,14 +182,10 @@ def partial_model(
     make_stand_in: Callable[[nn.Module, str], nn.Module],
     cache: FakeTensorCache,
 ) -> PartialModel:
-    """Copy the containers of ``model`` on the way to its list of blocks.
+    """Copy the containers of ``model`` on the way to its list of blocks, which becomes ``blocks``.
 
-    Args:
-        list_name: the name of the ModuleList.
-        blocks: the items of the list in the copy.
-        names: of the modules and parameters outside of the list that the copy has.
-        make_stand_in: given a module that the copy does not have, and its name.
-        cache: for fake tensors in the place of parameters that the copy does not have.
+    The copy shares the modules and parameters outside of the list that ``names`` has; it has
+    stand-ins for other modules and fake tensors for other parameters.
     """
     modules: dict[str, nn.Module] = {}
     stand_ins: dict[int, nn.Module] = {}
@@ -235,7 +221,7 @@ def _copy_containers(
     child_in_copy: Callable[[str, nn.Module], nn.Module],
     containers: dict[str, nn.Module],
 ) -> nn.Module:
-    """Copy ``module`` and what is on the way from it to ``path``; other children are given."""
+    """Copy ``module`` and those on the way to ``path``; ``child_in_copy`` makes other children."""
     copied: nn.Module = module.__class__.__new__(module.__class__)
     copied.__dict__ = dict(module.__dict__)
     for table in ("_parameters", "_buffers", "_modules"):
@@ -263,5 +249,5 @@ def empty_block(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
 
 
 def return_input(*args: Any, **kwargs: Any) -> Any:
-    """The forward of a block that another stage has: it gives what it was given."""
+    """The forward of a block of another stage, which returns its input."""
     return args[0] if args else next(iter(kwargs.values()))
