@@ -50,9 +50,7 @@ class GradReadyCounter:
         self._ready = bytearray(b"\1" * len(params))
         self.pending: list[int] = []
         self._params, self._user_hooks = params, user_hooks
-        # A parameter holds its hooks where the garbage collector does not look. If hooks held the
-        # listener, which holds the parameters, a wrapper that is dropped would never be freed.
-        self._listener = weakref.ref(listener)
+        self._listener = weakref.ref(listener)  # see the note in ``deferred_hooks``
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def register_hooks(self, plans: Sequence[BucketPlan], record: bool) -> None:

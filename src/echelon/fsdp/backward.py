@@ -208,7 +208,7 @@ class Backward:
         return sum(param.requires_grad for param in self._units[u].trainable)
 
     def _gradient_hook(self, u: int) -> Callable[[nn.Parameter], None]:
-        reference = weakref.ref(self)  # see ``DeferredHooks.register``
+        reference = weakref.ref(self)  # see the note in ``deferred_hooks``
 
         def hook(param: nn.Parameter) -> None:
             backward = reference()

@@ -46,7 +46,7 @@ def build_units(
     storages = [_fill(plan, _storages_of(plan, devices, options), values) for plan in plans]
     values.finish()
     if options.offload is not Offload.NONE:
-        shards = [shard for of_unit in storages for one in of_unit for shard in one.shards]
+        shards = [shard for of_unit in storages for storage in of_unit for shard in storage.shards]
         assert all(is_cpu(shard.device) for shard in shards)
     modules = [(plan.name, plan.module) for plan in plans]
     built = _units_of(modules, storages, groups.shard, options)

@@ -1,10 +1,10 @@
-"""What autograd's engine does now, when the backward that runs is over, and adding to ``.grad``.
+"""What autograd's engine does now, a callback at the end of backward, and adding to ``.grad``.
 
-[Note: added where it lies]
-A gradient of a later microbatch is usually made, and then added: the weight's size is written once,
-read twice and written again. For a linear layer the product can be added by the multiplication
-itself, and for an embedding only the rows that were looked up need to be touched. Megatron-LM does
-the first ("gradient accumulation fusion") by a kernel of its own; here it is ``addmm_``.
+[Note: accumulation in place]
+Usually the gradient of a later microbatch is computed into memory of its own and then added, which
+writes and reads as many bytes as the weight has, three times more. For a linear layer the
+multiplication itself can add the product (``addmm_``; Megatron-LM has a kernel for it, "gradient
+accumulation fusion"). For an embedding only the rows that were looked up need to be touched.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 @final
 class Token:
-    """Lives as long as one backward.
+    """An object that lives as long as one backward.
 
     The callback that the engine calls at the end owns it, and the engine drops the callback when
-    backward raises. So a dead token says that a backward is over, without a call from the user.
+    backward raises. So a dead token shows that a backward is over, also when it was aborted.
     """
 
     __slots__ = ("__weakref__",)
@@ -33,9 +33,8 @@ class Token:
 def queue_end(end: Callable[[], None] | None) -> Callable[[], Token | None]:
     """Have the engine call ``end`` when the backward that runs now is complete.
 
-    Returns:
-        A reference to a token that dies with this backward. No frame but this one holds the
-        token, so that an exception's traceback does not keep it alive.
+    Returns a weak reference to a token that dies with this backward. No other frame holds the
+    token, so the traceback of an exception does not keep it alive.
     """
     token = Token()
 
@@ -70,9 +69,9 @@ def in_other_differentiation(tensors: Iterable[Tensor]) -> bool:
 
 
 def will_accumulate(param: Tensor) -> bool:
-    """Whether the backward that runs now adds to ``param.grad``, as far as its graph tells.
+    """Whether the backward that runs now adds to ``param.grad``.
 
-    ``torch.autograd.grad`` does not, and ``backward(inputs=...)`` only to those that it is given.
+    ``torch.autograd.grad`` does not, and ``backward(inputs=...)`` adds only to its inputs.
     """
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
@@ -81,27 +80,27 @@ def will_accumulate(param: Tensor) -> bool:
 
 
 def sequence_number() -> int:
-    """That of the next node of a graph that this thread makes; backward runs high ones first."""
+    """The number of the next node that this thread records; backward runs high numbers first."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def will_run(node: Node) -> bool:
-    """Whether the backward that runs now comes to ``node``, which is no leaf, or was there."""
+    """Whether the backward that runs now reaches, or has reached, ``node``, which is no leaf."""
     return bool(torch._C._will_engine_execute_node(node))
 
 
 def run_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     """``torch.autograd.backward`` of the edges, at half its cost in Python.
 
-    The engine itself compares the gradients with what the edges are for.
+    The engine itself checks that the gradients fit the edges.
     """
-    # As torch calls it; looked up each time, because ranks in one process put their own there.
+    # Looked up each time, because simulated ranks replace it.
     run = vars(torch.autograd)["_engine_run_backward"]
     run(
         tuple(edges),
         tuple(grads),
-        False,  # the graph is free afterwards
-        False,  # and none is made of this
+        False,  # retain_graph
+        False,  # create_graph
         (),
         allow_unreachable=True,
         accumulate_grad=True,
@@ -120,14 +119,9 @@ def add_gradient(param: Tensor, grad: Tensor) -> None:
 
 
 def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of the weight of a linear layer.
+    """The gradient (out, in) of the weight of a linear layer.
 
-    Args:
-        x: its input. (..., in)
-        grad: of its output. (..., out)
-
-    Returns:
-        (out, in)
+    ``x`` is its input (..., in), and ``grad`` the gradient of its output (..., out).
     """
     return _rows(grad).t() @ _rows(x)
 
@@ -143,9 +137,7 @@ def add_weight_gradient(weight: Tensor, x: Tensor, grad: Tensor) -> None:
 def add_row_gradients(weight: Tensor, index: Tensor, grad: Tensor) -> None:
     """Add the gradients of rows of ``weight``, which has a ``.grad`` already.
 
-    Args:
-        index: of the rows, any shape; rows may repeat.
-        grad: of them. (*index.shape, width)
+    ``index`` has any shape, and rows may repeat. ``grad`` is (*index.shape, width).
     """
     assert weight.grad is not None
     weight.grad.index_add_(0, index.reshape(-1), _rows(grad))

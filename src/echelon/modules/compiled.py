@@ -1,7 +1,7 @@
-"""Modules that ``torch.compile`` has put into one of its own keep the plain model's names.
+"""The names of the plain model, also for modules that ``torch.compile`` has wrapped.
 
-``torch.compile(module)`` is a module around ``module``, and torch shows it in every name as
-``_orig_mod``. A checkpoint of a compiled model could then not be loaded into the plain one.
+``torch.compile(module)`` is a module around ``module``, and every name gets a part ``_orig_mod``.
+Without this, a checkpoint of a compiled model could not be loaded into the plain model.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-_COMPILED = "_orig_mod"  # where torch.compile puts a module into one of its own
+_COMPILED = "_orig_mod"  # the name of the module that torch.compile has wrapped
 
 
 def plain_name(name: str) -> str:
-    """The name without what ``torch.compile`` puts into it.
+    """The name in the plain model, without the parts that ``torch.compile`` adds.
 
     Example:
         >>> plain_name("_orig_mod.blocks.0._orig_mod.weight")
@@ -31,14 +31,14 @@ def plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compiled_inside(module: nn.Module) -> nn.Module | None:
-    """What ``torch.compile`` was given if ``module`` is what it returned."""
+    """The module that ``torch.compile`` has wrapped in ``module``; None if it has not."""
     return module._modules.get(_COMPILED)
 
 
 def keep_plain_names(module: nn.Module) -> None:
-    """Let the state dicts of ``module``, and of all in it, have plain names, compiled or not.
+    """Give the state dicts of ``module``, and of all modules in it, plain names.
 
-    Both kinds of names are loaded.
+    State dicts with either kind of names can be loaded.
     """
     for submodule in module.modules():
         if (
@@ -51,7 +51,7 @@ def keep_plain_names(module: nn.Module) -> None:
 
 def _remove(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
     start = f"{prefix}{_COMPILED}."
-    for key in list(state):  # all of them, so that their order stays
+    for key in list(state):  # all keys are moved, so that their order stays
         value = state.pop(key)
         state[prefix + key.removeprefix(start) if key.startswith(start) else key] = value
 
@@ -64,12 +64,12 @@ def _insert(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -
 
 
 def keep_order_of_graphs() -> None:
-    """Let torch look for a compiled graph in the order in which the graphs were made.
+    """Let torch try compiled graphs in the order in which they were made.
 
-    Else it begins with the one that ran last. Of two that fit, one for a shape and one for any,
-    a recomputation would then run another than its forward did, and keep other tensors:
-    https://github.com/pytorch/pytorch/issues/166926. It holds for the whole process, where it
-    changes nothing but this order. A torch without the switch is left as it is.
+    Otherwise it begins with the graph that ran last. If two graphs fit, one for a shape and one for
+    any, a recomputation could run another graph than its forward did, and save other tensors:
+    https://github.com/pytorch/pytorch/issues/166926. This holds for the whole process, and changes
+    nothing but the order. A version of torch without the switch is left as it is.
     """
     switch = vars(torch._C._dynamo.eval_frame).get("_set_lru_cache")
     if switch is not None:

@@ -1,15 +1,16 @@
 """Hooks of users on gradients that autograd has accumulated, called when these are reduced.
 
 [Note: hooks that wait]
-Autograd calls what ``param.register_post_accumulate_grad_hook`` was given as soon as this rank has
-its own gradient, which is not reduced; under FSDP the parameter is whole then, and may be memory
-that all ranks read. An optimizer that steps there would train each rank on its own, or write what
-others read. So a wrapper puts an object in the place of each such hook, which does nothing when
-autograd calls it, and calls the hooks itself when ``.grad`` is what the ranks have reduced.
+Autograd calls the hooks of ``param.register_post_accumulate_grad_hook`` as soon as this rank has
+its gradient, before the reduction. Under FSDP the parameter is unsharded then, and may be memory
+that all ranks read. An optimizer that steps there would train each rank separately, or write what
+other ranks read. So a wrapper replaces each such hook by an object that does nothing when autograd
+calls it, and calls the hooks itself when ``.grad`` is the reduced gradient.
 
-The objects are put into the dict that autograd reads, under the same keys, as the handles of users
-refer to that dict. It lies where the garbage collector does not look, so they refer to their
-wrapper weakly; when that is gone, autograd's calls go through to the hooks again.
+The objects are put into the dict that autograd reads, under the same keys, because the handles of
+users refer to that dict. The garbage collector does not see this dict, so the objects, and the
+hooks of wrappers, refer to their wrapper weakly; otherwise a wrapper that is dropped would never be
+freed. When the wrapper is gone, autograd's calls reach the hooks of users again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _Hook = Callable[[nn.Parameter], Any]
 
 @final
 class _Waiting:
-    """Stands where the hook of a user was."""
+    """Replaces the hook of a user."""
 
     __slots__ = ("hook", "owner")
 
@@ -44,41 +45,39 @@ class _Waiting:
 
 @final
 class DeferredHooks:
-    """The hooks of users on the gradients of some parameters, which wait for reduced ones.
+    """The hooks of users on the gradients of ``named`` parameters, which wait for reduced ones.
 
-    Args:
-        named: the parameters, with the names that errors give them.
-        unseen: others, which autograd never comes to; their hooks are called all the same.
+    Autograd never reaches the ``unseen`` parameters, but their hooks are called with the others.
     """
 
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], unseen: Iterable[nn.Parameter] = ()
     ) -> None:
         self._named = list(named)
-        self._own: set[int] = set()  # ids of the wrapper's hooks
+        self._wrapper_ids: set[int] = set()  # ids of the wrapper's hooks
         self._dicts = [_hooks_of(param) for _, param in self._named]
         self._unseen = [_hooks_of(param) for param in unseen]
         self.defer()
 
     def register(self, param: nn.Parameter, hook: _Hook) -> RemovableHandle:
-        """Register a hook of the wrapper's own, at most one a parameter, which does not wait."""
+        """Register a hook of the wrapper, at most one for a parameter, which does not wait.
+
+        The hook may refer to its wrapper only weakly, see the note.
+        """
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)
-        self._own.add(handle.id)
+        self._wrapper_ids.add(handle.id)
         return handle
 
     @property
     def _is_any(self) -> bool:
-        """Whether there may be hooks of users: all that a backward without any pays for."""
-        return max(map(len, self._dicts), default=0) > bool(self._own) or any(self._unseen)
+        """Whether there may be hooks of users; a backward without them costs only this check."""
+        return max(map(len, self._dicts), default=0) > bool(self._wrapper_ids) or any(self._unseen)
 
     def defer(self, arrived: nn.Parameter | None = None) -> None:
-        """Let all hooks that were registered since the last call wait.
+        """Let all hooks wait that were registered since the last call.
 
-        Args:
-            arrived: a parameter whose hooks autograd is about to call.
-
-        Raises:
-            StateError: it would call one of a user, whose gradient is not reduced.
+        Autograd is about to call the hooks of the parameter ``arrived``. Raises StateError if one
+        of them is a new hook of a user, because the gradient is not reduced.
         """
         if not self._is_any:
             return
@@ -97,36 +96,36 @@ class DeferredHooks:
             )
 
     def _defer_all(self, hooks: dict[int, Any]) -> bool:
-        """Let the hooks of one parameter wait; whether one did not."""
+        """Let the hooks of one parameter wait; returns whether one is new."""
         is_new = False
         for key, hook in hooks.items():
             if isinstance(hook, _Waiting):
-                if hook.owner() is not self:  # of a wrapper that was dropped
+                if hook.owner() is not self:  # its wrapper was dropped
                     hooks[key] = _Waiting(hook.hook, self)
-            elif key not in self._own:
+            elif key not in self._wrapper_ids:
                 hooks[key] = _Waiting(hook, self)
                 is_new = True
         return is_new
 
     def find(self) -> str | None:
-        """The name of a parameter that autograd comes to and that has a hook of a user."""
+        """The name of a parameter that autograd reaches and that has a hook of a user."""
         for (name, _), hooks in zip(self._named, self._dicts, strict=True):
-            if not self._own.issuperset(hooks):
+            if not self._wrapper_ids.issuperset(hooks):
                 return name
         return None
 
-    def run(self, came: Iterable[nn.Parameter]) -> None:
+    def run(self, reduced: Iterable[nn.Parameter]) -> None:
         """Call the hooks of parameters whose ``.grad`` has a new reduced gradient."""
         if not self._is_any:
             return
         with torch.no_grad():  # as in a backward
-            for param in came:
+            for param in reduced:
                 for hook in [*param._post_accumulate_grad_hooks.values()]:
                     if isinstance(hook, _Waiting):
                         hook.hook(param)
 
     def close(self) -> None:
-        """From now on autograd calls the hooks again."""
+        """Let autograd call the hooks of users again."""
         for hooks in (*self._dicts, *self._unseen):
             for key, hook in hooks.items():
                 if isinstance(hook, _Waiting):
@@ -134,7 +133,7 @@ class DeferredHooks:
 
 
 def _hooks_of(param: nn.Parameter) -> dict[int, Any]:
-    """What autograd and handles look at, which stays the same object from now on."""
+    """The dict of hooks that autograd and handles use, which stays the same object."""
     if param._post_accumulate_grad_hooks is None:
         param._post_accumulate_grad_hooks = OrderedDict()
     hooks: dict[int, Any] = param._post_accumulate_grad_hooks

@@ -1,8 +1,8 @@
-"""Optimizers that need more for a step than what one rank has of a model.
+"""Optimizers whose step needs more than one rank has of a model, which are refused.
 
-Most steps take each element by itself, so that a part of a tensor is updated as the whole one would
-be. Those named here take norms of whole tensors, their rows and columns, or dot products over all
-parameters. With what one rank has, they would train another model, and say nothing.
+Most optimizers update each element by itself, so a shard is updated as it would be in the unsharded
+tensor. Those named here take norms of whole tensors, their rows and columns, or dot products over
+all parameters. On shards they would silently train another model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echelon.modules.optimizer_hooks import (
     remove_step_check,
 )
 
-# By their names, as most of them are not torch's: what each one looks at.
+# By class name, as most of them are not torch's: what the step looks at.
 _OVER_PARAMETERS = {"LBFGS": "all parameters of the model at once"}
 _OVER_TENSORS = {
     **_OVER_PARAMETERS,
@@ -55,13 +55,11 @@ class _ElementwiseOnly(StepCheck):
 def refuse_other_steps(
     params: Iterable[nn.Parameter], what: str, *, has_tensors: bool, owner: nn.Module | None = None
 ) -> None:
-    """Have optimizers refused, at a step over ``params``, that look beyond single elements.
+    """Refuse optimizers that look beyond single elements, when they step over ``params``.
 
-    Args:
-        params: of which some may be refused more by somebody else already, as shards are.
-        what: has them, and how, such as ``"FSDP shards parameters"``.
-        has_tensors: whether this rank has whole tensors, though not all of the model.
-        owner: as long as it is there; None: until ``allow_other_steps``.
+    ``what`` is the reason, such as ``"FSDP shards parameters"``. ``has_tensors`` tells whether this
+    rank has whole tensors, though not the whole model; a stricter check that is there already
+    stays. The check ends when ``owner`` is gone; None: with ``allow_other_steps``.
     """
     if has_tensors:
         params = [param for param in params if not has_step_check(param, _ElementwiseOnly)]
@@ -69,5 +67,5 @@ def refuse_other_steps(
 
 
 def allow_other_steps(params: Iterable[nn.Parameter]) -> None:
-    """This rank has ``params`` whole again, and all of their model."""
+    """Allow all optimizers again: this rank has the whole model."""
     remove_step_check(params, _ElementwiseOnly)

@@ -1,4 +1,4 @@
-"""Whether the ranks hold the same model: its structure always, its values when asked."""
+"""Checks that all ranks hold the same model: its structure always, its values on request."""
 
 from __future__ import annotations
 
@@ -19,13 +19,9 @@ Init = Literal["broadcast", "verify", "trust"]  # how parameters become equal at
 
 
 def check_model(module: nn.Module, device: torch.device, *, meta: bool = False) -> None:
-    """Refuse a model that cannot be replicated over ranks on ``device``.
+    """Refuse a model that cannot be replicated over ranks on ``device``, by an ArgumentError.
 
-    Args:
-        meta: whether parameters and buffers may be on the meta device.
-
-    Raises:
-        ArgumentError: scripted modules; lazy, sparse, quantized, expanded or misplaced parameters.
+    With ``meta``, parameters and buffers may be on the meta device.
     """
     for name, submodule in module.named_modules():
         if isinstance(submodule, nn.SyncBatchNorm):
@@ -87,36 +83,28 @@ def check_agreement(
     values: bool,
     more: Mapping[str, Mapping[str, str]] | None = None,
 ) -> list[frozenset[str]]:
-    """Compare the model and the options of all ranks, see ``agree``.
+    """Compare the model and the options of all ranks; a difference is a ModelMismatch on all.
 
-    Devices are not compared, but a value is never equal to none.
-
-    Args:
-        values: whether to compare parameters and buffers bit by bit (their hashes), too.
-        more: what else must agree: by kind and name, as text.
-
-    Returns:
-        By rank, the names of the parameters and buffers that it has on the meta device.
-
-    Raises:
-        ModelMismatch: the same one on every rank; names the first difference and who has what.
+    With ``values``, the hashes of parameters and buffers are compared, too. ``more`` has other
+    texts that must agree, by kind and name. Devices are not compared, but a tensor on the meta
+    device never equals one with values. Returns, by rank, the names of the tensors on meta.
     """
-    mine: dict[str, Mapping[str, str]] = {
+    facts: dict[str, Mapping[str, str]] = {
         "option": dict(options),
         "parameter": {name: _describe(param) for name, param in module.named_parameters()},
         "buffer": {name: _describe(buffer) for name, buffer in module.named_buffers()},
     }
     if values:
-        mine["the values of parameter"] = {n: _digest(p) for n, p in module.named_parameters()}
-        mine["the values of buffer"] = {n: _digest(b) for n, b in module.named_buffers()}
+        facts["the values of parameter"] = {n: _digest(p) for n, p in module.named_parameters()}
+        facts["the values of buffer"] = {n: _digest(b) for n, b in module.named_buffers()}
     tensors = [*module.named_parameters(), *module.named_buffers()]
     on_meta = [name for name, tensor in tensors if tensor.is_meta]
-    by_rank = agree(ranks, {**mine, **(more or {})}, beside=on_meta)
+    by_rank = agree(ranks, {**facts, **(more or {})}, beside=on_meta)
     return [frozenset(names) for names in by_rank]
 
 
 def _describe(tensor: Tensor) -> str:
-    """``float32[3, 4]``, with what else must agree for flat buffers to line up."""
+    """Text such as ``float32[3, 4]``, with all else that flat buffers depend on."""
     text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if not tensor.is_contiguous():
         text += f" strides {tensor.stride()}"

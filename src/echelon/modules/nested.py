@@ -34,8 +34,8 @@ _DEEPEST = 4  # objects inside of objects: a cache of keys and values holds laye
 def tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in tuples, lists, dicts, dataclasses, registered pytrees and other objects.
 
-    Of an object that torch does not know how to open, the attributes are searched, and theirs, four
-    levels deep. Modules are not opened: what they hold is not an argument.
+    Of an object that is no registered pytree, the attributes are searched, four levels deep.
+    Modules are not searched: their parameters are not arguments.
     """
     if isinstance(value, Tensor):  # what nearly all modules take and return
         yield value

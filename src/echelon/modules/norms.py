@@ -1,10 +1,10 @@
-"""The norm of gradients as of one vector, of which each rank may have parts.
+"""The norm of all gradients as one vector, of which each rank may have parts.
 
 [Note: norms of parts]
-The norm of order p of a vector is made of the norms of its parts: its p-th power is the sum of
-theirs, and the largest magnitude (p = inf) is the largest of theirs. So each rank takes one norm of
-what it has, and one all-reduce of one number for each vector does the rest. It is done in float64:
-powers of a number that float32 can hold need not be such numbers.
+The p-th power of the norm of order p of a vector is the sum of those powers of its parts, and the
+largest magnitude (p = inf) is the largest of all parts. So each rank takes one norm of its parts,
+and one all-reduce combines one number for each vector. It is done in float64, because powers of a
+float32 number may be too large or too small for float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ReducingRanks(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Of the tensors that they reduce."""
+        """The device of the tensors that they reduce."""
 
     def all_reduce(
         self, tensor: Tensor, op: str = ..., async_op: bool = ..., *, label: str | None = ...
@@ -83,9 +83,8 @@ def norms_over_ranks(
 ) -> Tensor:
     """The norms of vectors of which each rank has a part. All ranks call it.
 
-    Args:
-        norms: float64; those of this rank's parts, one for each vector, which are overwritten.
-        everywhere: norms of more parts, which all ranks have, so that they count once.
+    ``norms`` are those of this rank's parts, float64, one for each vector; they are overwritten.
+    ``everywhere`` are norms of further parts that all ranks have, so they count once.
     """
     if math.isinf(order):
         ranks.all_reduce(norms, "max", label=label)

@@ -1,8 +1,8 @@
 """Checks that run before each step of any optimizer over some parameters.
 
-A wrapper gives optimizers parameters that are not what they seem: shards, or what nobody steps any
-more. Optimizers do not ask it, so torch's global pre-hook of ``step`` looks up here which checks
-the parameters of an optimizer have, and runs each of them once.
+Optimizers do not know that a wrapper has sharded their parameters or put them into flat ones. So
+torch's global pre-hook of ``step`` looks up here which checks the parameters of an optimizer have,
+and runs each check once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class StepCheck(ABC):
-    """What happens before a step over some parameters; it may refuse the step, or wait.
+    """A check before a step over some parameters, which may refuse the step, or wait.
 
     It must not keep the owner of the parameters alive.
     """
@@ -29,14 +29,14 @@ class StepCheck(ABC):
         """Called once before each step of an optimizer that has at least one of the parameters."""
 
 
-# By parameter, its checks: at most one of each class.
+# The checks by parameter: at most one of each class.
 _checks: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# By optimizer, the ids of its parameters when it was last looked at, and their checks.
+# By optimizer, the ids of its parameters at its last step, and their checks.
 _known: WeakKeyDictionary[Optimizer, tuple[list[int], list[StepCheck]]] = WeakKeyDictionary()
 
 
 def add_step_check(params: Iterable[nn.Parameter], check: StepCheck) -> None:
-    """Run ``check`` before steps over ``params``, in the place of one of the same class."""
+    """Run ``check`` before steps over ``params``; it replaces a check of the same class."""
     _register()
     _known.clear()  # an optimizer may have stepped before
     for param in params:

@@ -1,13 +1,13 @@
-"""The parameters of a wrapped module: which are left out, who reduces them, and what may change.
+"""The parameters of a wrapped module: ignored ones, the wrapper that reduces them, changes.
 
-``ignored_parameters`` says which ones a wrapper leaves alone; ``claim`` notes who reduces the rest;
-``ParameterGuard`` sees when the module has got others; ``TrainableParameters`` sees when ranks have
-frozen different ones.
+``ignored_parameters`` are those that a wrapper leaves alone. ``claim`` records the wrapper of the
+others. ``ParameterGuard`` detects that the module has other parameters than it had, and
+``TrainableParameters`` that the ranks have frozen different ones.
 
 [Note: when freezing is compared]
-A rank cannot know by itself whether the others froze or thawed what it did, and an exchange that
-only some ranks issue is a hang. So each rank adds "mine changed" to something that all of them
-reduce anyway: DDP to the last bucket, FSDP to the list of parameters that got a gradient. All ranks
+A rank does not know whether the others have frozen and thawed the same parameters, and a collective
+that only some ranks issue would hang. So each rank adds a flag for its own changes to something
+that all ranks reduce anyway: DDP to the last bucket, FSDP to the list of used parameters. All ranks
 read the same answer, and compare names if it is not zero.
 """
 
@@ -36,13 +36,12 @@ def ignored_parameters(
 ) -> list[nn.Parameter]:
     """The parameters that stay unsharded and local.
 
-    Raises:
-        ArgumentError: something is not in the model, a parameter is shared by an ignored module
-            and one that is not, or no parameter that requires a gradient is left.
+    Raises ArgumentError if an item is not in the model, if an ignored module shares a parameter
+    with one that is not ignored, or if no parameter is left that requires a gradient.
     """
     if not isinstance(ignored, Iterable):
         raise ArgumentError(f"ignored is {ignored!r:.80}; give a list of modules and parameters")
-    ignored = list(ignored)  # it is read twice
+    ignored = list(ignored)  # an iterator could be read only once
     params = dict.fromkeys(module.parameters())
     modules = set(module.modules())
     skip: dict[nn.Parameter, None] = {}
@@ -74,15 +73,14 @@ def ignored_parameters(
 
 # Which wrapper reduces a parameter: a second one would reduce its gradient again ---------------
 
-# By parameter: the name of the wrapper, and whether it is still alive. The keys are weak.
+# By parameter, weakly: the name of its wrapper, and a function that tells whether that is alive.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def claim(params: Iterable[nn.Parameter], owner: nn.Module, *, for_good: bool) -> None:
-    """Note that ``owner`` reduces ``params``.
+    """Record that ``owner`` reduces ``params``.
 
-    Args:
-        for_good: also when ``owner`` is dropped, because they are not what they were.
+    With ``for_good`` that holds after ``owner`` is dropped, too: the parameters are shards then.
     """
     reference = weakref.ref(owner)
     is_alive: Callable[[], bool] = (lambda: True) if for_good else lambda: reference() is not None
@@ -91,7 +89,7 @@ def claim(params: Iterable[nn.Parameter], owner: nn.Module, *, for_good: bool) -
 
 
 def disclaim(params: Iterable[nn.Parameter]) -> None:
-    """Note that no wrapper reduces ``params``."""
+    """Record that no wrapper reduces ``params``."""
     for param in params:
         _owners.pop(param, None)
 
@@ -108,7 +106,7 @@ def is_claimed(param: nn.Parameter) -> bool:
 
 
 def check_unclaimed(module: nn.Module) -> None:
-    """Refuse a module of which a wrapper reduces a parameter already, by an ArgumentError."""
+    """Refuse a module if a wrapper reduces one of its parameters already, by an ArgumentError."""
     for name, param in module.named_parameters():
         owner = _owner_of(param)
         if owner is not None:
@@ -123,16 +121,11 @@ def check_unclaimed(module: nn.Module) -> None:
 
 @final
 class ParameterGuard:
-    """Sees when a wrapped module has got other parameters, whose gradients nobody would reduce.
+    """Detects that a wrapped module has other parameters, whose gradients would not be reduced.
 
-    It looks at every forward, so it compares with a flat list and walks the module only when
-    something has changed.
-
-    Args:
-        module: what is wrapped, with the parameters that the wrapper knows.
-        owner: name of the wrapper, for messages.
-        keeps_names: refuse a parameter under another name, as of a module that was pruned or
-            parametrized: what goes with it was made from a shard.
+    It checks at every forward, so it compares flat lists and walks the module only if something has
+    changed. ``owner`` is the name of the wrapper. With ``keeps_names``, a parameter under another
+    name is refused, as in a module that was pruned or parametrized after it was sharded.
     """
 
     def __init__(self, module: nn.Module, owner: str, *, keeps_names: bool = False) -> None:
@@ -153,16 +146,12 @@ class ParameterGuard:
         self._traits = [(p, p.dtype, p.requires_grad) for p in self._module.parameters()]
 
     def check(self) -> None:
-        """Refuse a module with a parameter that was added, replaced, converted or unfrozen.
-
-        Raises:
-            StateError: names the parameter and what happened to it.
-        """
+        """Refuse, by a StateError, a parameter that was added, replaced, converted or unfrozen."""
         if self._is_unchanged():
             return
         for name, param in self._module.named_parameters():
             self._check_parameter(name, param)
-        self._remember()  # what has changed needs no reduction
+        self._remember()  # the changes need no reduction
 
     def _is_unchanged(self) -> bool:
         for table, name, item in self._entries:
@@ -211,7 +200,7 @@ class ParameterGuard:
 
 @final
 class TrainableParameters:
-    """Whether each parameter of a model requires a gradient, as its ranks have last agreed."""
+    """Which parameters of a model require gradients, as its ranks have last agreed."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], ranks: ObjectGatherer) -> None:
         self._names = [name for name, _ in named]
@@ -224,25 +213,21 @@ class TrainableParameters:
         return list(map(_requires_grad, self._params))
 
     def changed(self) -> bool:
-        """Whether this rank has frozen or thawed something since the ranks agreed."""
+        """Whether this rank has frozen or thawed a parameter since the ranks agreed."""
         return self._now() != self._agreed
 
     def take_answer(self, answer: Tensor) -> None:
-        """Take what a reduction has made of the ranks' ``changed``: zero if none has changed."""
+        """Take the reduction of the ``changed`` of all ranks: zero if no rank has changed."""
         host = streams.host_memory(1, answer.dtype, answer.device)
         host.copy_(answer, non_blocking=True)
         self._answer = host, streams.new_stream(answer.device, own=False).record_event()
 
     def compare(self, *, at_once: bool, has_batch: bool = True) -> None:
-        """Compare with the other ranks, if one of them has changed. All ranks call it.
+        """Compare with the other ranks, if a rank has changed. All ranks call it.
 
-        Args:
-            at_once: else only if the answer need not be waited for or this rank has changed; the
-                next call does it then.
-            has_batch: whether this rank still trains; if not, it takes the others' opinion.
-
-        Raises:
-            ModelMismatch: on every rank; names the parameter and who has frozen it.
+        Without ``at_once``, only if the answer is there already or this rank has changed; otherwise
+        the next call compares. A rank without a batch (``has_batch``) takes over what the others
+        have. A difference is a ModelMismatch on every rank, which names the parameter.
         """
         if self._answer is None:
             return

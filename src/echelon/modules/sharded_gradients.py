@@ -1,20 +1,20 @@
-"""Gradients that know that they are shards, so that a norm of them is that of the whole.
+"""Gradients that know that they are shards, so that their norm is that of the full gradient.
 
-``torch.nn.utils.clip_grad_norm_`` and everything that is written like it takes norms of what
-``.grad`` holds. Of plain tensors every rank would get the norm of its own shards, scale by another
-number than the others, and nobody would hear of it.
+``torch.nn.utils.clip_grad_norm_``, and all code like it, takes norms of ``.grad``. With plain
+tensors every rank would get the norm of its own shards, and silently clip by another number than
+the other ranks.
 
-[Note: what a norm costs, and what it does not]
+[Note: the cost of a norm]
 A ``ShardedGradient`` is the memory of a gradient under another Python class. Operators run on it as
 on any tensor; only Python calls pass through ``__torch_function__``, some microseconds each. A norm
-is combined over the ranks of the group, which all take it. In ``torch.nn.utils`` the norm of each
-gradient is not asked for by itself, only that of all of them: there norms of shards wait, and one
+is combined over the ranks of the group, all of which take it. ``torch.nn.utils`` uses the norms of
+single gradients only for the norm of all of them. There the norms of shards stay pending, and one
 collective combines all.
 
 [Note: which results are still a gradient]
-What is as large as the gradient and made from it elementwise is a shard of the whole result, so it
-is marked again: ``.grad`` may be replaced by it. All other results are plain tensors of this rank,
-such as sums over a shard.
+A result of the size of the gradient that was computed elementwise is a shard of the full result. So
+it is marked again, and ``.grad`` may be replaced by it. All other results, such as sums over a
+shard, are plain tensors of this rank.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from torch._C import DisableTorchFunctionSubclass
 from echelon.errors import UnsupportedError
 from echelon.modules.norms import ReducingRanks, norms_over_ranks
 
-_CLIP = "torch.nn.utils.clip_grad"  # where only the norm of all gradients is asked for
+_CLIP = "torch.nn.utils.clip_grad"  # uses only the norm of all gradients
 _OPTIMIZERS = "torch.optim"
-_MOST_FRAMES = 8  # between that and us: modes of torch, and ours
+_MAX_FRAMES = 8  # between that module and this one, for modes of torch and of simulated ranks
 _LABEL = "norms of gradients, which all ranks take"
 _INSTEAD = "call ec.clip_grad_norm_(model, max_norm) on all ranks; with math.inf it only measures"
 
@@ -42,12 +42,12 @@ _INSTEAD = "call ec.clip_grad_norm_(model, max_norm) on all ranks; with math.inf
 @final
 @dataclass(frozen=True, slots=True)
 class GradientScope:
-    """Which ranks have the rest of a gradient, and of all gradients.
+    """Which ranks have the other shards of a gradient, and whether ranks have other gradients.
 
     Attributes:
-        group: those that have shards of it; None where each rank has all of it.
-        by_rows: whether shards are whole rows of dim 0, and not of the flattened gradient.
-        is_staged: whether other ranks have gradients of parameters that this one does not know.
+        group: the ranks that have shards of it; None where each rank has the full gradient.
+        by_rows: whether shards are whole rows of dim 0, and not ranges of the flattened gradient.
+        is_staged: whether other ranks have gradients of other stages of a pipeline.
     """
 
     group: ReducingRanks | None = None
@@ -56,7 +56,7 @@ class GradientScope:
 
 
 class ShardedGradient(Tensor):
-    """A gradient of which this rank has a shard, or which is one of those of its stages."""
+    """A gradient of which this rank has a shard, or which belongs to a stage of a pipeline."""
 
     _scope: GradientScope
 
@@ -83,12 +83,12 @@ class ShardedGradient(Tensor):
 
 
 class _PendingNorms(Tensor):
-    """Norms of gradients inside of ``clip_grad_norm_``; those of shards wait for the other ranks.
+    """Norms of gradients inside of ``clip_grad_norm_``, which ranks have not combined yet.
 
     Attributes:
-        _order: of the norms.
-        _scopes: of each of them, in order; None for a plain one.
-        _is_stacked: whether they are a 1D tensor.
+        _order: the order of the norms.
+        _scopes: the scope of each norm; None for that of a plain tensor.
+        _is_stacked: whether this is a 1D tensor of norms.
     """
 
     _order: float
@@ -115,7 +115,7 @@ class _PendingNorms(Tensor):
         return _call_plain(func, _finished(args), _finished(kwargs or {}))
 
     def check_all_stages(self) -> None:
-        """Refuse a norm of the gradients of some stages."""
+        """Refuse a norm of the gradients of this rank's stages only."""
         if any(scope is not None and scope.is_staged for scope in self._scopes):
             raise _norm_of_stages()
 
@@ -128,9 +128,9 @@ def mark(gradient: Tensor, scope: GradientScope) -> ShardedGradient:
 
 
 def mark_stage_gradients(gradients: Iterable[Tensor]) -> None:
-    """Let the gradients of the stages of this rank know that other ranks have others.
+    """Mark the gradients of this rank's stages; other ranks have those of other stages.
 
-    In place: whoever compares ``.grad`` with what it has set finds the same object.
+    This is done in place, so that ``.grad`` stays the same object.
     """
     for gradient in gradients:
         if type(gradient) is Tensor:
@@ -157,9 +157,9 @@ def _call_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 
 
 def _is_called_by(module: str) -> bool:
-    """Whether code of a module of torch, or of one inside it, has called this file."""
+    """Whether code of this module of torch, or of a submodule, has called this file."""
     frame = sys._getframe(1)
-    for _ in range(_MOST_FRAMES):
+    for _ in range(_MAX_FRAMES):
         if f"{frame.f_globals.get('__name__')}.".startswith(f"{module}."):
             return True
         if frame.f_back is None:
@@ -187,7 +187,7 @@ def _marked_again(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
 
 
 def _cloned(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A copy; what an optimizer makes of it is its state, such as a momentum."""
+    """A copy, marked again unless an optimizer makes it, for its state such as a momentum."""
     if _is_called_by(_OPTIMIZERS):
         return _call_plain(func, args, kwargs)
     return _marked_again(func, args, kwargs)
@@ -197,11 +197,7 @@ def _cloned(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _order_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """The order of the norm that is asked for.
-
-    Raises:
-        UnsupportedError: it is one of rows or of a matrix, or no norm of a vector.
-    """
+    """The order of a norm; an UnsupportedError if it is not that of the gradient as a vector."""
     named = {**dict(zip(_NORMS[func], args[1:], strict=False)), **kwargs}
     order = named.pop("ord", named.pop("p", None))
     of_matrix = func is torch.linalg.norm and order is not None
@@ -212,9 +208,9 @@ def _order_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         key: value for key, value in named.items() if value is not None and value is not False
     }
     if shaped or of_matrix or not isinstance(order, int | float) or order <= 0:
-        asked = ", ".join(f"{key}={value!r}" for key, value in {"ord": order, **shaped}.items())
+        options = ", ".join(f"{key}={value!r}" for key, value in {"ord": order, **shaped}.items())
         raise UnsupportedError(
-            f"a norm with {asked:.80} of a gradient of which this rank has a shard, which is no "
+            f"a norm with {options:.80} of a gradient of which this rank has a shard, which is no "
             "matrix of the model's: take the norm of all of the gradient, or put it together first "
             "(shard_info(name) says where shards lie). An optimizer that needs whole matrices "
             "cannot train a sharded model"
@@ -230,7 +226,7 @@ def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     scope = gradient._scope
     if scope.by_rows and _is_by_rows(func, args, kwargs):
         return _call_plain(func, args, kwargs)
-    if scope.group is None:  # whole, and one of those of a stage
+    if scope.group is None:  # a full gradient of a stage
         norm = _call_plain(func, args, kwargs)
         order = 2.0
     else:
@@ -274,13 +270,13 @@ def _foreach_norm(
 
 def _norm_of_shard(gradient: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
     shard = unmarked(gradient).detach()
-    # torch has no largest magnitude of nothing.
+    # torch refuses the largest magnitude of an empty tensor.
     norm: Tensor = torch.linalg.vector_norm(shard, order if shard.numel() else 2.0, dtype=dtype)
     return norm
 
 
 def _over_ranks(norms: Sequence[Tensor], order: float, scope: GradientScope) -> list[Tensor]:
-    """Norms of shards as norms of the whole gradients. All ranks of the scope call it."""
+    """The norms of full gradients from those of shards. All ranks of the scope call it."""
     assert scope.group is not None
     shards = torch.stack([norm.double().to(scope.group.device) for norm in norms])
     complete = norms_over_ranks(shards, order, scope.group, _LABEL)
@@ -307,7 +303,7 @@ def _pending(
 
 
 def _stacked(norms: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Tensor:
-    """Norms of several gradients, one after another."""
+    """Stack the norms of several gradients, which stay pending."""
     order = next(norm._order for norm in norms if isinstance(norm, _PendingNorms))
     values = torch.stack([unmarked(norm) for norm in norms], **kwargs)
     if values.dim() != 1:
@@ -317,7 +313,7 @@ def _stacked(norms: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def _finished(value: Any) -> Any:
-    """The same arguments, with norms that no longer wait for other ranks."""
+    """The same arguments, with pending norms replaced by combined ones."""
     if isinstance(value, _PendingNorms):
         plain = unmarked(value)
         values = list(torch.atleast_1d(plain).unbind())
@@ -332,7 +328,7 @@ def _finished(value: Any) -> Any:
 def _complete(
     norms: Sequence[Tensor], order: float, scopes: Sequence[GradientScope | None]
 ) -> list[Tensor]:
-    """The same norms, those of shards combined over their ranks: one collective for each scope."""
+    """The norms of full gradients; those of shards take one collective for each scope."""
     complete = list(norms)
     for scope in dict.fromkeys(scopes):
         if scope is not None and scope.group is not None:
@@ -343,7 +339,7 @@ def _complete(
     return complete
 
 
-# By function of torch: what its arguments after the tensor are called.
+# By function of torch: the names of its arguments after the tensor.
 _NORMS: dict[Callable[..., Any], tuple[str, ...]] = {
     torch.linalg.vector_norm: ("ord", "dim", "keepdim"),
     torch.linalg.norm: ("ord", "dim", "keepdim"),

@@ -52,7 +52,8 @@ class WeightGradients:
     """Handles the gradients of weights of one stage.
 
     If they are local, only the optimizer needs them, so they may be added to ``.grad`` without
-    autograd. See [Note: added where it lies].
+    autograd. See [Note: accumulation in place] in
+    ``modules.autograd``.
     """
 
     def __init__(self, *, is_local: bool) -> None:

@@ -1,4 +1,4 @@
-"""``use_orig_params=False``: optimizers see one flat parameter for each storage of a unit."""
+"""Shards of a storage, and the flat parameters that optimizers see in their place."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=name, **CLOSE)
+
+
+def puts_shards_together(world: World) -> None:
+    plain = dict(build().named_parameters())
+    for options in ({}, {"layout": "rows"}, {"strategy": ec.Strategy.NO_SHARD}):
+        for storage in shard(world, **options)._storages():
+            for i, member in enumerate(storage.members):
+                gathered = storage.gather_tensor(i, storage.shards[i], label=member.name)
+                assert torch.equal(gathered, plain[member.name])
+                assert torch.equal(storage.local_shard_of(i, gathered), storage.shards[i])
 
 
 def looks_flat(world: World) -> None:
@@ -251,6 +261,7 @@ def test_where_flat_an_optimizer_made_before_wrapping_is_refused_at_its_step() -
 
 def everything(world: World) -> None:
     """One start of ranks for all of them."""
+    puts_shards_together(world)
     for check in (looks_flat, accumulates, copies, scales, starts_from_meta, moves_between_kinds):
         check(world)
     strategies = [ec.Strategy.FULL_SHARD, ec.Strategy.NO_SHARD]
