@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import echelon as ec
+from echelon.comm.world import World
+
 WIDTH = 6
+CLOSE = {"rtol": 1e-12, "atol": 1e-13}
 
 
 class Plain(nn.Module):
@@ -146,3 +151,47 @@ def train_plain(stages: list[nn.Module], rows: int, steps: int) -> tuple[list[fl
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, [param.detach() for param in model.parameters()]
+
+
+def pipeline(world: World, stages: list[nn.Module], **options: Any) -> ec.Pipeline:
+    """A pipeline of four microbatches, unless ``options`` say something else."""
+    return ec.Pipeline(stages, world.group, **{"microbatches": 4, "loss_fn": mse, **options})
+
+
+def filled(stages: Iterable[nn.Module], world: World) -> list[nn.Module]:
+    """A stage for each rank: these, and then some that do nothing."""
+    stages = list(stages)
+    return [*stages, *(nn.Identity() for _ in range(world.size - len(stages)))]
+
+
+def each(world: World, checks: Iterable[Callable[[World], None]]) -> None:
+    """Call several rank functions in one world; an error says in which it was."""
+    for check in checks:
+        try:
+            check(world)
+        except BaseException as error:
+            error.add_note(f"in {check.__name__}")
+            raise
+
+
+class Times(nn.Module):
+    """``y = w * x``, or their inner product."""
+
+    def __init__(self, *w: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(w).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w * x if len(self.w) == 1 else (self.w * x).sum(-1, keepdim=True)
+
+
+class Records(nn.Module):
+    """Passes on what it is given, and writes it down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def forward(self, value: Any) -> Any:
+        self.seen.append(value)
+        return value

@@ -1,7 +1,7 @@
 """What a user of a pipeline can do besides the plain step, and what is refused."""
 
 import copy
-from typing import Any
+import re
 
 import pytest
 import torch
@@ -9,14 +9,8 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.comm.world import World
-from echelon.errors import ArgumentError, ModelMismatch, StageError
-from tests.pipeline.models import batch, build, mse
+from tests.pipeline.models import CLOSE, Records, Times, batch, build, each, filled, mse, pipeline
 from tests.worlds import KINDS, run_world
-
-
-def pipeline(world: World, stages: list[nn.Module], **options: Any) -> ec.Pipeline:
-    options = {"microbatches": 4, "loss_fn": mse, **options}
-    return ec.Pipeline(stages, world.group, **options)
 
 
 def whole(stages: list[nn.Module]) -> nn.Module:
@@ -178,18 +172,6 @@ def counts_forwards(world: World) -> None:
     torch.testing.assert_close(mine.linear.weight.grad, expected.linear.weight.grad)
 
 
-def saves(world: World) -> None:
-    """States have the keys of the whole model, and a whole one can be loaded."""
-    stages = build("plain", world.size)
-    model = whole(build("nested", world.size))
-    pipe = pipeline(world, stages)
-    keys = [key for key in model.state_dict() if key.startswith(f"{world.rank}.")]
-    assert list(pipe.state_dict()) == keys
-    pipe.load_state_dict(model.state_dict())
-    for key, value in pipe.state_dict().items():
-        assert torch.equal(value, model.state_dict()[key])
-
-
 def survives(world: World) -> None:
     """After a stage has raised on every rank, the next step is right."""
 
@@ -211,6 +193,68 @@ def survives(world: World) -> None:
     same_grads(pipe, model)
 
 
+def outputs_are_those_of_the_unsplit_model(world: World) -> None:
+    """On the last rank: one output for each microbatch, which together are the whole."""
+    stages = build("nested", world.size)
+    model = nn.Sequential(*copy.deepcopy(stages))
+    outputs = Records()
+    stages[-1] = nn.Sequential(stages[-1], outputs)
+    pipe = pipeline(world, stages)
+    x, _ = batch(10)
+    found = pipe(*([x] if world.rank == 0 else []))
+    if world.rank < world.size - 1:
+        assert found is None
+        return
+    assert len(outputs.seen) == 4
+    assert torch.equal(found, torch.cat(outputs.seen))
+    torch.testing.assert_close(found, model(x).detach(), **CLOSE)
+
+
+def a_gradient_of_the_output_reaches_the_first_stage_as_it_was_given(world: World) -> None:
+    x = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    for stages, given, expected in (
+        ([Times(1.0, 1.0)], [5.0], [15.0, 20.0]),
+        ([Times(1.0), Times(2.0)], [5.0, 7.0], [2 * (3.0 * 5.0 + 4.0 * 7.0)]),  # of two numbers
+    ):
+        seed = torch.tensor([given], dtype=torch.float64)
+        pipe = pipeline(
+            world,
+            filled(stages, world),
+            microbatches=1,
+            loss_fn=lambda y, target: (y * target).sum(),
+            loss_reduction="sum",
+        )
+        pipe.step(x, target=seed)
+        if world.rank == 0:
+            assert pipe.stages["0"].w.grad.tolist() == expected
+
+
+def gradients_have_the_shape_and_the_values_of_what_they_belong_to(world: World) -> None:
+    """Widths 4, 8, 2: every stage is given the gradient of its own output."""
+    torch.manual_seed(0)
+    stages = filled([nn.Linear(4, 8).double(), nn.Linear(8, 2).double()], world)
+    model = nn.Sequential(*copy.deepcopy(stages))
+    pipe = pipeline(world, stages, microbatches=3)
+    x, _ = batch(6)
+    x, y = x[:, :4], x[:, 4:]
+    came: list[Tensor] = []
+    (stage,) = pipe.stages.values()
+    stage.register_forward_hook(lambda *call: call[2].register_hook(came.append) and None)
+    pipe.step(x, target=y)
+    outputs: list[Tensor] = []
+    value = x
+    for layer in model:
+        value = layer(value)
+        value.retain_grad()
+        outputs.append(value)
+    mse(value, y).backward()
+    width = 8 if world.rank == 0 else 2
+    assert [tuple(grad.shape) for grad in came] == [(2, width)] * 3
+    torch.testing.assert_close(torch.cat(came), outputs[world.rank].grad, **CLOSE)
+    for mine, plain in zip(stage.parameters(), model[world.rank].parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, plain.grad, **CLOSE)
+
+
 CHECKS = (
     accumulates,
     weights_of_the_user,
@@ -218,94 +262,97 @@ CHECKS = (
     recomputes,
     ties,
     counts_forwards,
-    saves,
     survives,
+    outputs_are_those_of_the_unsplit_model,
+    a_gradient_of_the_output_reaches_the_first_stage_as_it_was_given,
+    gradients_have_the_shape_and_the_values_of_what_they_belong_to,
 )
-
-
-def every_check(world: World) -> None:
-    for check in CHECKS:
-        check(world)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pipeline_is_the_plain_model(kind: str, ranks: int) -> None:
-    run_world(kind, every_check, ranks)
+    run_world(kind, each, ranks, (CHECKS,))
 
 
-# --- refusals ------------------------------------------------------------------------------------
+# --- for a user who knows a plain training loop --------------------------------------------------
+
+X, Y = torch.ones(6, 2), torch.zeros(6, 2)
 
 
-def refuses(world: World) -> None:
-    stages = build("plain", world.size)
-    for options, error, words in (
-        ({"microbatches": 0}, ArgumentError, "microbatches is 0; give a whole number >= 1"),
-        ({"microbatches": 2.5}, ArgumentError, "microbatches is 2.5"),
-        ({"schedule": "2f2b"}, ArgumentError, "no schedule '2f2b'"),
-        ({"schedule": "zb-v"}, ArgumentError, "zb-v"),
-        ({"loss_reduction": "max"}, ArgumentError, "loss_reduction is 'max'"),
-        ({"loss_fn": 3}, ArgumentError, "loss_fn is 3"),
-        ({"recompute": 1}, ArgumentError, "recompute is 1"),
-    ):
-        with pytest.raises(error, match=words):
-            pipeline(world, stages, **options)
-    with pytest.raises(ArgumentError, match="stages"):
-        pipeline(world, [*stages, *build("plain", 2)[:1]])
-    missing = [None] * world.size
-    with pytest.raises(ArgumentError, match=r"stage \d is None on rank"):
-        pipeline(world, missing)
-    pipe = pipeline(world, stages)
-    x, y = batch(8)
-    one = torch.tensor(1.0)
-    for given, target, words in (
-        ((), y, "rank 0 must provide input"),
-        ((x,), None, "must provide a target"),
-        ((one,), y, "at least 1 dimension"),
-        ((x[:3],), y[:3], "3 rows for 4 microbatches"),
-        ((x,), y[:7], "batches of different length"),
-        (("text",), y, "no tensor"),
-        ((x, x[:4]), y, r"lengths \[4, 8\]"),
-    ):
-        with pytest.raises(ArgumentError, match=words):
-            pipe.step(*given, target=target)
-    with pytest.raises(ArgumentError, match="weights are"):
-        pipe.step(x, target=y, weights=[1.0])
-    with pytest.raises(ArgumentError, match="needs a loss_fn"):
-        pipeline(world, stages, loss_fn=None).step(x)
+def linears(world: World) -> ec.Pipeline:
+    torch.manual_seed(0)
+    return pipeline(world, [nn.Linear(2, 2) for _ in range(world.size)], microbatches=3)
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo"])
-def test_what_cannot_be_done_is_refused_on_every_rank(kind: str) -> None:
-    run_world(kind, refuses, 2)
-
-
-def test_ranks_with_other_schedules_are_told() -> None:
-    def main(world: World) -> None:
-        with pytest.raises(ModelMismatch, match="schedule"):
-            pipeline(world, build("plain", 2), schedule=["gpipe", "1f1b"][world.rank])
-
-    ec.run(main, 2)
+def every_rank_asks(world: World) -> list[float]:
+    pipe = linears(world)
+    losses = [pipe.step(X, target=Y, loss_everywhere=True)]
+    losses.append(pipe.eval_step(X, target=Y, loss_everywhere=True))
+    (loss,) = [pipe.step(X, target=Y)]
+    assert (loss is None) == (world.rank != world.size - 1)
+    return [loss.item() for loss in losses]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_in_a_stage_ends_every_rank_with_its_place(kind: str) -> None:
-    with pytest.raises(StageError, match=r"stage 1 raised ValueError for microbatch 2.*1F2.*warm"):
-        run_world(kind, fails_in_the_middle, 2)
+def test_every_rank_that_asks_gets_the_loss(kind):
+    everyone = run_world(kind, every_rank_asks, 3)
+    assert everyone == [everyone[0]] * 3
 
 
-class FailsLater(nn.Module):
-    calls = 0
+def asks_none_for_a_loss(world: World, call: str) -> None:
+    pipe = linears(world)
+    if call == "forward":
+        output = pipe(X)
+        nn.functional.mse_loss(output, Y).item()
+    elif call == "eval_step":
+        float(pipe.eval_step(X, target=Y))
+    else:
+        print(pipe.step(X, target=Y).item())
+    world.group.barrier()
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == 3:
-            raise ValueError("too warm")
-        return x
+
+def notes_of(error: BaseException) -> str:
+    return " ".join(error.__notes__)
 
 
-def fails_in_the_middle(world: World) -> None:
-    stages = build("plain", 2)
-    stages[1] = nn.Sequential(stages[1], FailsLater())
-    x, y = batch(8)
-    pipeline(world, stages).step(x, target=y)
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+@pytest.mark.parametrize("call", ["step", "eval_step", "forward"])
+def test_an_error_that_comes_of_no_loss_says_where_the_loss_is(kind, call):
+    with pytest.raises((AttributeError, TypeError)) as caught:
+        run_world(kind, asks_none_for_a_loss, 2, (call,))
+    says = {
+        "forward": r"pipe\(\.\.\.\) gives the output of the model on rank 1 .* and None elsewhere",
+    }
+    usual = rf"pipe\.{call}\(\.\.\.\) gave None on this rank: the loss is on rank 1"
+    assert re.search(says.get(call, usual), notes_of(caught.value))
+    assert "loss_everywhere=True" in notes_of(caught.value)
+
+
+def test_an_error_in_a_world_that_is_closed_by_a_with_block_says_it_too():
+    def main(world: World) -> str:
+        if world.rank == 0:
+            error = AttributeError("'NoneType' object has no attribute 'item'")
+            linears(world).step(X, target=Y)
+            world.explain(error)
+            world.explain(error)  # once is enough
+            return notes_of(error)
+        linears(world).step(X, target=Y)
+        return ""
+
+    first, _ = ec.run(main, 2)
+    assert first.count("loss_everywhere=True") == 1
+
+
+def calls_backward(world: World) -> None:
+    output = linears(world)(X)
+    if output is not None:
+        nn.functional.mse_loss(output, Y).backward()
+    world.group.barrier()
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_backward_of_what_a_pipeline_gave_says_what_to_do(kind):
+    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+        run_world(kind, calls_backward, 2)
+    assert "loss = pipe.step(x, target=y), which runs backward itself" in notes_of(caught.value)

@@ -1,23 +1,21 @@
-"""What ranks hear when a step fails, and what a pipeline says to a plain training loop."""
+"""Actions run in the order of the schedule, and every rank hears of a step that fails."""
 
-import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm.world import World
+from echelon.errors import StageError
 from echelon.launch.run import _enter, entered
+from tests.pipeline.models import CLOSE, Alive, Counted, batch, build, each, mse, pipeline
 from tests.worlds import KINDS, run_world
 
 TIMEOUT_S = 30.0
 X, Y = torch.ones(6, 2), torch.zeros(6, 2)
-
-
-def pipeline(world: ec.World, stages: list[nn.Module], **options: Any) -> ec.Pipeline:
-    loss_fn = nn.functional.mse_loss
-    return ec.Pipeline(stages, world.group, microbatches=3, loss_fn=loss_fn, **options)
 
 
 class FailsOnce(nn.Module):
@@ -39,7 +37,7 @@ def swallows(world: ec.World, failing: int, heard: dict[int, list[str]]) -> list
         _enter(world)
     stages: list[nn.Module] = [nn.Linear(2, 2) for _ in range(world.size)]
     stages[failing] = FailsOnce()
-    pipe = pipeline(world, stages)
+    pipe = pipeline(world, stages, microbatches=3)
     texts = heard[world.rank] = []
     for _ in range(2):
         try:
@@ -74,7 +72,8 @@ def test_every_rank_hears_the_first_failure_and_the_next_call_says_what_to_do(ki
 
 def test_a_pipeline_on_one_rank_goes_on_after_a_failure():
     def main(world: ec.World) -> None:
-        pipe = pipeline(world, [FailsOnce(), nn.Linear(2, 2)], schedule="looped-bfs")
+        stages = [FailsOnce(), nn.Linear(2, 2)]
+        pipe = pipeline(world, stages, microbatches=3, schedule="looped-bfs")
         with pytest.raises(ec.StageError, match="boom"):
             pipe.step(X, target=Y)
         assert pipe.step(X, target=Y) is not None
@@ -82,82 +81,160 @@ def test_a_pipeline_on_one_rank_goes_on_after_a_failure():
     ec.run(main, 1)
 
 
-# The first hour of somebody who knows a plain training loop ---------------------------------------
-
-
-def linears(world: ec.World) -> ec.Pipeline:
-    torch.manual_seed(0)
-    return pipeline(world, [nn.Linear(2, 2) for _ in range(world.size)])
-
-
-def every_rank_asks(world: ec.World) -> list[float]:
-    pipe = linears(world)
-    losses = [pipe.step(X, target=Y, loss_everywhere=True)]
-    losses.append(pipe.eval_step(X, target=Y, loss_everywhere=True))
-    (loss,) = [pipe.step(X, target=Y)]
-    assert (loss is None) == (world.rank != world.size - 1)
-    return [loss.item() for loss in losses]
+# --- errors of a stage ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_rank_that_asks_gets_the_loss(kind):
-    everyone = run_world(kind, every_rank_asks, 3)
-    assert everyone == [everyone[0]] * 3
+def test_an_exception_in_a_stage_ends_every_rank_with_its_place(kind: str) -> None:
+    with pytest.raises(StageError, match=r"stage 1 raised ValueError for microbatch 2.*1F2.*warm"):
+        run_world(kind, fails_in_the_middle, 2)
 
 
-def asks_none_for_a_loss(world: ec.World, call: str) -> None:
-    pipe = linears(world)
-    if call == "forward":
-        output = pipe(X)
-        nn.functional.mse_loss(output, Y).item()
-    elif call == "eval_step":
-        float(pipe.eval_step(X, target=Y))
-    else:
-        print(pipe.step(X, target=Y).item())
-    world.group.barrier()
+class FailsLater(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise ValueError("too warm")
+        return x
 
 
-def notes_of(error: BaseException) -> str:
-    return " ".join(error.__notes__)
+def fails_in_the_middle(world: World) -> None:
+    stages = build("plain", 2)
+    stages[1] = nn.Sequential(stages[1], FailsLater())
+    x, y = batch(8)
+    pipeline(world, stages).step(x, target=y)
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes"])
-@pytest.mark.parametrize("call", ["step", "eval_step", "forward"])
-def test_an_error_that_comes_of_no_loss_says_where_the_loss_is(kind, call):
-    with pytest.raises((AttributeError, TypeError)) as caught:
-        run_world(kind, asks_none_for_a_loss, 2, (call,))
-    says = {
-        "forward": r"pipe\(\.\.\.\) gives the output of the model on rank 1 .* and None elsewhere",
-    }
-    usual = rf"pipe\.{call}\(\.\.\.\) gave None on this rank: the loss is on rank 1"
-    assert re.search(says.get(call, usual), notes_of(caught.value))
-    assert "loss_everywhere=True" in notes_of(caught.value)
+class Gives(nn.Module):
+    """Something else than what came."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(x)
 
 
-def test_an_error_in_a_world_that_is_closed_by_a_with_block_says_it_too():
-    def main(world: ec.World) -> str:
-        if world.rank == 0:
-            error = AttributeError("'NoneType' object has no attribute 'item'")
-            linears(world).step(X, target=Y)
-            world.explain(error)
-            world.explain(error)  # once is enough
-            return notes_of(error)
-        linears(world).step(X, target=Y)
-        return ""
-
-    first, _ = ec.run(main, 2)
-    assert first.count("loss_everywhere=True") == 1
+def steps(world: World, first: nn.Module, last: nn.Module) -> None:
+    stages = build("plain", 2)
+    stages = [nn.Sequential(stages[0], first), nn.Sequential(stages[1], last)]
+    pipe = ec.Pipeline(stages, world.group, microbatches=2, loss_fn=mse)
+    x, y = batch(8)
+    pipe.step(x, target=y)
 
 
-def calls_backward(world: ec.World) -> None:
-    output = linears(world)(X)
-    if output is not None:
-        nn.functional.mse_loss(output, Y).backward()
-    world.group.barrier()
+@pytest.mark.parametrize(
+    ("make", "is_last", "sentence"),
+    [
+        (lambda x: object(), False, "stage 0 raised ArgumentError for microbatch 0, in action 0F0"),
+        (lambda x: object(), False, r"gave a object .*register the class with torch.utils._pytree"),
+        (lambda x: "text", False, "stage 1 raised .* for microbatch 0, in action 1F0"),
+        (lambda x: {"y": x}, True, "stage 1 raised TypeError for microbatch 0, in action 1F0"),
+        (lambda x: None, True, "stage 1 raised TypeError for microbatch 0, in action 1F0"),
+    ],
+)
+def test_an_output_that_is_no_tensor_where_one_is_needed_is_named(make, is_last, sentence) -> None:
+    same, other = nn.Identity(), Gives(make)
+    with pytest.raises(StageError, match=sentence):
+        ec.run(steps, 2, args=(same, other) if is_last else (other, same))
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes"])
-def test_backward_of_what_a_pipeline_gave_says_what_to_do(kind):
-    with pytest.raises(RuntimeError, match="does not require grad") as caught:
-        run_world(kind, calls_backward, 2)
-    assert "loss = pipe.step(x, target=y), which runs backward itself" in notes_of(caught.value)
+@pytest.mark.parametrize("loss", [3.0, "text", None, torch.ones(2, requires_grad=True)])
+def test_a_loss_that_is_not_one_number_is_named(loss: Any) -> None:
+    def main(world: World) -> None:
+        pipe = ec.Pipeline(
+            build("plain", 2), world.group, microbatches=2, loss_fn=lambda y, target: loss
+        )
+        x, y = batch(8)
+        pipe.step(x, target=y)
+
+    with pytest.raises(StageError, match=r"1F0: loss_fn gave .*must give a tensor with one number"):
+        ec.run(main, 2)
+
+
+def test_an_error_of_a_stage_lists_its_last_20_actions() -> None:
+    class Later(nn.Module):
+        num_calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.num_calls += 1
+            if self.num_calls == 12:
+                raise ValueError("too warm")
+            return x
+
+    def main(world: World) -> None:
+        stages = build("plain", 2)
+        stages[1] = nn.Sequential(stages[1], Later())
+        pipe = ec.Pipeline(stages, world.group, microbatches=12, loss_fn=mse)
+        x, y = batch(12)
+        pipe.step(x, target=y)
+
+    with pytest.raises(StageError, match="stage 1 raised ValueError for microbatch 11") as info:
+        ec.run(main, 2)
+    listed = str(info.value).partition("Its last actions: ")[2].split()
+    assert len(listed) == 20
+    assert {"1F10", "1B10"} <= {*listed}
+    assert "1F0" not in listed
+    assert (info.value.stage, info.value.microbatch) == (1, 11)
+
+
+# --- the order of actions ------------------------------------------------------------------------
+
+
+def computations(world: World, pipe: ec.Pipeline, rows: int) -> list[str]:
+    """What this rank did in a step, as its events tell."""
+    events: list[ec.events.Event] = []
+    x, y = batch(rows)
+    with ec.events.listen(events.append):
+        pipe.step(x, target=y)
+    ran = [e.facts for e in list(events) if e.name == "pipeline.action"]
+    return [str(f["action"]) for f in ran if f["rank"] == world.rank and str(f["kind"]) in "FB"]
+
+
+def gpipe_does_all_forwards_and_then_all_backwards(world: World) -> None:
+    graphs = Alive()
+    stages = [Counted(block, graphs) for block in build("plain", world.size)]
+    pipe = pipeline(world, stages, schedule="gpipe")
+    ran = computations(world, pipe, 8)
+    assert ran[:4] == [f"{world.rank}F{i}" for i in range(4)]
+    assert sorted(ran[4:]) == [f"{world.rank}B{i}" for i in range(4)]
+    assert graphs.most == pipe.most_alive == 4
+    assert graphs.now == 0
+
+
+def one_f_one_b_keeps_as_many_microbatches_as_there_are_ranks_after_it(world: World) -> None:
+    grads = []
+    for schedule, most in (("gpipe", 8), ("1f1b", min(8, world.size - world.rank))):
+        graphs = Alive()
+        stages = [Counted(block, graphs) for block in build("plain", world.size)]
+        pipe = pipeline(world, stages, schedule=schedule, microbatches=8)
+        computations(world, pipe, 17)
+        assert graphs.most == pipe.most_alive == most
+        grads.append([param.grad for param in pipe.parameters()])
+    torch.testing.assert_close(*grads, **CLOSE)
+
+
+def one_f_one_b_of_two_stages_and_four_microbatches_is_the_known_order(world: World) -> None:
+    group = world.group.subgroup([0, 1])
+    if group is None:
+        return
+    pipe = ec.Pipeline(build("plain", 2), group, microbatches=4, schedule="1f1b", loss_fn=mse)
+    order = [["F0 F1 B0 F2 B1 F3 B2 B3"], ["F0 B0 F1 B1 F2 B2 F3 B3"]][world.rank][0]
+    assert computations(world, pipe, 8) == [f"{world.rank}{one}" for one in order.split()]
+
+
+ORDERS = (
+    gpipe_does_all_forwards_and_then_all_backwards,
+    one_f_one_b_keeps_as_many_microbatches_as_there_are_ranks_after_it,
+    one_f_one_b_of_two_stages_and_four_microbatches_is_the_known_order,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("threads", 2), ("threads", 4), ("processes", 3), ("gloo", 2)]
+)
+def test_actions_run_in_the_order_of_the_schedule(kind: str, ranks: int) -> None:
+    run_world(kind, each, ranks, (ORDERS,))

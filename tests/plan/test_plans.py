@@ -63,14 +63,6 @@ def test_a_plan_that_says_nothing_is_refused(options: dict[str, Any], words: str
         ec.Plan(**options)
 
 
-def test_a_text_names_the_axes_of_a_plan() -> None:
-    for text in ("pp=2,dp=3", "shard=4", "dp=1"):
-        assert str(ec.Plan.parse(text, microbatches=2 if "pp" in text else None)) == text
-    for text in ("", "pp", "pp=two", "tp=2", "dp=2,dp=2", "dp=0", "dp=-1", "dp=²", 4):
-        with pytest.raises(ArgumentError, match="plan is"):
-            ec.Plan.parse(text)
-
-
 def uses_options(world: World) -> None:
     """What a plan says reaches the pipeline and what its stages are."""
     x, y = batch(ROWS)

@@ -1,7 +1,11 @@
 """Schedules that cannot run are named with rank, index and action."""
 
-import pytest
+from typing import Any
 
+import pytest
+from torch import nn
+
+import echelon as ec
 from echelon.errors import ArgumentError, ScheduleError
 from echelon.pipeline import Schedule, check, schedule
 from echelon.pipeline.schedules.check import memory
@@ -139,3 +143,28 @@ def test_memory_counts_a_chunk_as_its_part_of_a_rank() -> None:
     memory(found, [5.5, 4.5, 3.5, 2.5])
     with pytest.raises(ScheduleError, match=r"5\.5 microbatches are alive on its rank"):
         memory(found, 5)
+
+
+LINE = ec.pipeline.schedule("1f1b", 2, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: ec.pipeline.check("1f1b"), "schedule is '1f1b'; give a Schedule"),
+        (lambda: ec.pipeline.simulate(None), "schedule is None; give a Schedule"),
+        (lambda: ec.pipeline.lower([]), r"schedule is \[\]; give a Schedule"),
+        (
+            lambda: ec.pipeline.split(nn.Sequential(nn.Linear(1, 1)), 1, schedule="1f1b"),
+            "schedule is '1f1b'; give a Schedule",
+        ),
+        (lambda: ec.pipeline.simulate(LINE, 3), "costs is 3; give numbers by name"),
+        (lambda: ec.pipeline.choose(2, 4, chunks=0), "chunks is 0; give numbers of stages"),
+        (lambda: ec.pipeline.choose(2, 4, chunks=["x"]), r"chunks is \['x'\]; give numbers"),
+        (lambda: ec.pipeline.choose(2, 4, memory_cap=-1), "memory_cap is -1"),
+        (lambda: ec.pipeline.Schedule.from_csv(3), "text is 3; give the CSV itself"),
+    ],
+)
+def test_what_is_no_schedule_cost_or_number_is_said_so(call: Any, sentence: str) -> None:
+    with pytest.raises(ArgumentError, match=sentence):
+        call()

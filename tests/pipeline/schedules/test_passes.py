@@ -4,7 +4,6 @@ import pytest
 
 from echelon.errors import ArgumentError, ScheduleError
 from echelon.pipeline import Channel, Kind, Schedule, check, lower, schedule, simulate
-from echelon.pipeline.schedules.dependencies import walk
 from echelon.pipeline.schedules.ir import COMPUTE
 from echelon.pipeline.schedules.passes import MAX_AHEAD, add_reductions, add_transfers, add_unshards
 from tests.pipeline.sizes import VARIANTS, every, make
@@ -158,20 +157,3 @@ def test_breadth_first_gathers_each_stage_once_forward_and_once_backward_but_the
 def test_bytes_of_another_number_of_stages_are_refused() -> None:
     with pytest.raises(ArgumentError, match="one number >= 0 for each of the 2 stages"):
         add_unshards(schedule("1f1b", 2, 2, 2), [1])
-
-
-def test_transfers_in_one_queue_take_longer_than_in_their_own() -> None:
-    # Two values at the same time between two ranks: the second waits for the first.
-    lowered = Schedule.from_csv(
-        "0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1RECV_F1,1F0,1F1",
-    )
-    costs = {"F": [0, 1], "hop": 2}
-    assert simulate(lowered, costs).timeline.steps[-1].end == 4
-    assert simulate(lowered, costs, channel=Channel.PAIR).timeline.steps[-1].end == 5
-    assert simulate(lowered, costs, channel=Channel.RANK).timeline.steps[-1].end == 5
-
-
-def test_a_walk_comes_to_every_item_once() -> None:
-    lowered = lower(schedule("dualpipe-v", 6, 8, 3, fused=True))
-    seen = sorted((rank, position) for rank, position, _, _ in walk(lowered))
-    assert seen == [(r, n) for r, order in enumerate(lowered.orders) for n in range(len(order))]

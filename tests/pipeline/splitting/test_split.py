@@ -199,87 +199,16 @@ def test_what_cannot_be_cut_so_is_refused(options: dict[str, Any], sentence: str
         split(sequential(), **{"num_stages": 2, **options})
 
 
-class TwoTrunks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.ModuleList([nn.Linear(2, 2)])
-        self.b = nn.ModuleList([nn.Linear(2, 2)])
-
-
-class Foreign(nn.Module):
-    def pipeline_layers(self) -> list[nn.Module]:
-        return [nn.Linear(2, 2)]
-
-
 @pytest.mark.parametrize(
-    ("model", "options", "sentence"),
+    ("model", "sentence"),
     [
-        (nn.Linear(2, 2), {}, "Linear is no nn.Sequential .* pipeline_layers"),
-        (TwoTrunks(), {}, r"several ModuleLists of 1 blocks, \['a', 'b'\]"),
-        (Foreign(), {}, "its state would have no name"),
-        (Decoder(2), {"prefix": ["nothing"]}, "'nothing', which is no name"),
-        (Decoder(2), {"prefix": ["scale"]}, r"\['inner.embed', 'inner.table'\] are neither"),
-        ([nn.Linear(2, 2)], {}, "give a torch.nn.Module"),
+        (nn.Linear(2, 2), "Linear is no nn.Sequential .* pipeline_layers"),
+        ([nn.Linear(2, 2)], "give a torch.nn.Module"),
     ],
 )
-def test_a_model_without_known_layers_is_refused(model, options, sentence) -> None:
+def test_a_model_without_known_layers_is_refused(model, sentence) -> None:
     with pytest.raises(ArgumentError, match=sentence):
-        split(model, 1, **options)
-
-
-class Leaky(Decoder):
-    """Its end uses what only its beginning has."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(3, tied=False)
-        self.kind = kind
-
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = first = self.inner["embed"](tokens) * self.scale
-        table = torch.zeros(())
-        for i, block in enumerate(self.inner["blocks"]):
-            if self.kind == "block" and i == 2:
-                table = first.mean()
-            x = block(x, table)
-        if self.kind == "skip":
-            x = x + first
-        if self.kind == "in place":
-            x = x.clone()
-            x[:, 0] = first[:, 0]
-        if self.kind == "weight":
-            return x @ self.inner["embed"].weight.T
-        return self.head(self.inner["norm"](x))
-
-
-def leak(world: World, kind: str, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    step_like_the_whole(world, Leaky(kind).double(), {}, options, {})
-
-
-@pytest.mark.parametrize(
-    ("kind", "sentence"),
-    [
-        ("skip", r"depends on \['inner.embed.weight', 'scale', 'the input of the model'\]"),
-        (
-            "block",
-            "that the first block of its stage is not given",
-        ),
-        ("in place", "writes into a tensor of this stage"),
-        ("weight", r"depends on \['inner.embed.weight'\]"),
-    ],
-)
-def test_what_another_stage_has_is_named_and_never_guessed(kind: str, sentence: str) -> None:
-    # One block first, so that the last two are on one stage.
-    with pytest.raises((ec.EchelonError, StageError), match=sentence):
-        run_world("threads", leak, 2, (kind, {"cost": [2, 1, 1]}))
-
-
-def test_a_module_used_on_both_sides_may_be_named_on_both() -> None:
-    torch.manual_seed(0)
-    model = Leaky("weight").double()
-    del model.head, model.inner["norm"], model.inner["table"]
-    options = {"prefix": ["scale", "inner.embed"], "suffix": ["inner.embed"]}
-    run_world("threads", every_case, 2, ([(model, {}, options, {})],))
+        split(model, 1)
 
 
 def test_keyword_arguments_that_a_stage_lacks_are_named() -> None:

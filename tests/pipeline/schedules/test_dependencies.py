@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import ScheduleError
-from echelon.pipeline import Action, Channel, Kind, Schedule, check, lower, simulate
-from echelon.pipeline.schedules.dependencies import Values
+from echelon.pipeline import Action, Channel, Kind, Schedule, check, lower, schedule, simulate
+from echelon.pipeline.schedules.dependencies import Values, walk
 
 
 def random_schedule(seed: int) -> Schedule:
@@ -37,11 +37,11 @@ def random_schedule(seed: int) -> Schedule:
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10**9))
 def test_any_order_that_can_run_is_checked_lowered_and_timed(seed) -> None:
-    found = random_schedule(seed)
-    check(found)
+    drawn = random_schedule(seed)
+    check(drawn)
     costs = {"F": 1, "B": 2, "hop": 0.25}
-    lowered = lower(found, costs)
-    least = simulate(found, costs).makespan
+    lowered = lower(drawn, costs)
+    least = simulate(drawn, costs).makespan
     for channel in Channel:
         if channel is not Channel.RANK:  # a queue per rank is stricter than what lowering promises
             assert simulate(lowered, costs, channel=channel).makespan >= least - 1e-9
@@ -50,8 +50,8 @@ def test_any_order_that_can_run_is_checked_lowered_and_timed(seed) -> None:
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10**9))
 def test_two_actions_that_change_places_either_run_or_are_named(seed) -> None:
-    found, draw = random_schedule(seed), random.Random(seed + 1)
-    orders = [list(order) for order in found.orders]
+    drawn, draw = random_schedule(seed), random.Random(seed + 1)
+    orders = [list(order) for order in drawn.orders]
     order = draw.choice([order for order in orders if order])
     a, b = draw.randrange(len(order)), draw.randrange(len(order))
     order[a], order[b] = order[b], order[a]
@@ -76,19 +76,36 @@ def test_two_actions_that_change_places_either_run_or_are_named(seed) -> None:
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10**9))
 def test_an_action_that_is_left_out_is_named(seed) -> None:
-    found, draw = random_schedule(seed), random.Random(seed + 1)
-    orders = [list(order) for order in found.orders]
+    drawn, draw = random_schedule(seed), random.Random(seed + 1)
+    orders = [list(order) for order in drawn.orders]
     gone = draw.choice([action for order in orders for action in order])
     left = tuple(tuple(a for a in order if a != gone) for order in orders)
     rest = Schedule(
         name="left out",
-        num_stages=found.num_stages,
-        num_microbatches=found.num_microbatches,
-        placement=found.placement,
+        num_stages=drawn.num_stages,
+        num_microbatches=drawn.num_microbatches,
+        placement=drawn.placement,
         orders=left,
     )
     if any(a.kind in (Kind.B, Kind.I, Kind.W) for order in left for a in order):
         with pytest.raises(ScheduleError, match="it is missing") as info:
             check(rest)
         assert info.value.action == str(gone)
-        assert info.value.rank == found.placement[gone.stage]
+        assert info.value.rank == drawn.placement[gone.stage]
+
+
+def test_transfers_in_one_queue_take_longer_than_in_their_own() -> None:
+    # Two values at the same time between two ranks: the second waits for the first.
+    lowered = Schedule.from_csv(
+        "0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1RECV_F1,1F0,1F1",
+    )
+    costs = {"F": [0, 1], "hop": 2}
+    assert simulate(lowered, costs).timeline.steps[-1].end == 4
+    assert simulate(lowered, costs, channel=Channel.PAIR).timeline.steps[-1].end == 5
+    assert simulate(lowered, costs, channel=Channel.RANK).timeline.steps[-1].end == 5
+
+
+def test_a_walk_comes_to_every_item_once() -> None:
+    lowered = lower(schedule("dualpipe-v", 6, 8, 3, fused=True))
+    seen = sorted((rank, position) for rank, position, _, _ in walk(lowered))
+    assert seen == [(r, n) for r, order in enumerate(lowered.orders) for n in range(len(order))]
