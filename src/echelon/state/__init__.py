@@ -3,8 +3,8 @@
 ::
 
     tensor_shard     a range of one tensor, in the memory of one rank
-    sharded_state    all ranges of a model, and the modules that know theirs
+    sharded_state    all ranges of a model, and the base class of modules that describe theirs
     model_state      copies of the state of a model, and loading it in place
     optimizer_state  the state of an optimizer by name: gathered from ranges, and loaded into them
-    initialization   first values of tensors on the meta device
+    initialization   initial values of tensors on the meta device
 """

@@ -1,11 +1,11 @@
-"""Gives tensors on the meta device their first values, the same however the model is cut.
+"""Initialises tensors on the meta device, with the same values however the model is sharded.
 
-[Note: from nothing to a value]
+[Note: initialisation from meta]
 A tensor on the meta device has a shape and no values. Its *first owner* is the first module of the
 model that has it. When the value is needed, all of that module's tensors get memory, and the module
-initialises them, seeded by its name. Nothing else that it writes counts: meanwhile it finds
-stand-ins on meta for other parameters, and copies of other buffers. So it cannot matter whether a
-parent comes before its child, or whether a tied weight was cut already.
+initialises them, seeded by its name. It cannot write to anything else: meanwhile other parameters
+are replaced by stand-ins on meta, and other buffers by copies. So neither the order of parents and
+children matters, nor whether a tied weight is sharded already.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from echelon.errors import ArgumentError, StateError
 @final
 @dataclass(frozen=True, slots=True)
 class ParameterPlace:
-    """Where a tensor belongs: its name in the model, its first owner, its whole shape."""
+    """A tensor's name in the model, its first owner, and its full shape."""
 
     name: str
     owner_name: str
@@ -40,13 +40,13 @@ class ParameterPlace:
 class Initializer:
     """Lets modules initialise tensors that are on the meta device.
 
-    Law: what a module makes depends on the base seed and on its name; neither on the number of
-    ranks nor on how the model is cut.
+    Law: the values depend on the base seed and the name of the module; neither on the number of
+    ranks nor on how the model is sharded.
 
     Args:
-        places: of all tensors of the model, by identity.
-        device: where values are to be.
-        materialize: makes values in the place of ``reset_parameters``.
+        places: of all tensors of the model, by ``id``.
+        device: on which the values are made.
+        materialize: initialises a module, in the place of its ``reset_parameters``.
     """
 
     def __init__(
@@ -58,57 +58,53 @@ class Initializer:
         self._places, self._device, self._materialize = places, device, materialize
 
     def check(self, place: ParameterPlace) -> None:
-        """Refuse a tensor that nothing makes.
-
-        Raises:
-            ArgumentError: its module has no ``reset_parameters``, and there is no ``materialize``.
-        """
-        if self._maker_of(place.owner) is None:
+        """Raise ``ArgumentError`` for a tensor that nothing can initialise."""
+        if self._initializer_of(place.owner) is None:
             raise ArgumentError(
                 f"{place.name!r} is on meta, and its module {place.owner_name!r} "
                 f"({type(place.owner).__name__}) has no reset_parameters(): give it one, or "
                 "say with materialize=... what its values are"
             )
 
-    def _maker_of(self, module: nn.Module) -> Callable[[], Any] | None:
-        """What makes the values of a module; None: nothing does."""
+    def _initializer_of(self, module: nn.Module) -> Callable[[], Any] | None:
+        """The function that initialises a module; None if it has none."""
         if self._materialize is not None:
             return partial(self._materialize, module)
         reset = getattr(module, "reset_parameters", None)
         return reset if callable(reset) else None
 
-    def make(self, name: str, module: nn.Module, mine: AbstractSet[int], seed: int) -> None:
-        """Let ``module`` initialise those of its tensors that ``mine`` identifies. See the note.
+    def make(self, name: str, module: nn.Module, selected: AbstractSet[int], seed: int) -> None:
+        """Let ``module`` initialise those of its tensors whose ids are ``selected``. See the note.
 
         Args:
             name: of the module in the model.
             seed: the base seed.
         """
-        own = dict(own_tensors(module))
-        for tensor in own.values():
-            if id(tensor) in mine:
+        before = dict(own_tensors(module))
+        for tensor in before.values():
+            if id(tensor) in selected:
                 self.allocate(tensor)
-        make = self._maker_of(module)
-        assert make is not None, "checked at the start"
+        initialize = self._initializer_of(module)
+        assert initialize is not None, "checked at the start"
         seed = _seed_of(seed, name)
-        with self._alone(module, mine), streams.seeded(self._device, seed), torch.no_grad():
-            make()
+        with self._isolated(module, selected), streams.seeded(self._device, seed), torch.no_grad():
+            initialize()
             for local, tensor in own_tensors(module):
-                if id(own.get(local)) in mine and tensor is not own[local]:
+                if id(before.get(local)) in selected and tensor is not before[local]:
                     raise ArgumentError(
                         f"the initialisation of module {name!r} put another tensor in the place of "
                         f"{local!r}: write the values into the one that is there"
                     )
 
     @contextmanager
-    def _alone(self, module: nn.Module, mine: AbstractSet[int]) -> Iterator[None]:
-        """Put stand-ins where ``module`` could reach what is not among ``mine``."""
+    def _isolated(self, module: nn.Module, selected: AbstractSet[int]) -> Iterator[None]:
+        """Put stand-ins in the place of all tensors in ``module`` that are not ``selected``."""
         hidden: list[tuple[dict[str, Any], str, Tensor]] = []
         for submodule in module.modules():
             homes: list[dict[str, Any]] = [submodule._parameters, submodule._buffers]
             for home in homes:
                 for local, tensor in home.items():
-                    if tensor is not None and id(tensor) not in mine and not tensor.is_meta:
+                    if tensor is not None and id(tensor) not in selected and not tensor.is_meta:
                         hidden.append((home, local, tensor))
         for home, local, tensor in hidden:
             home[local] = self._stand_in(tensor)
@@ -121,7 +117,7 @@ class Initializer:
     def _stand_in(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
             return tensor.clone()
-        # Of the whole shape: the parameter itself may be cut already.
+        # The stand-in has the full shape; the parameter itself may be sharded already.
         shape = self._places[id(tensor)].shape
         return nn.Parameter(
             torch.empty(shape, dtype=tensor.dtype, device="meta"),
@@ -129,10 +125,10 @@ class Initializer:
         )
 
     def allocate(self, tensor: Tensor) -> None:
-        """Give a meta tensor memory, and leave it the object that modules and optimizers hold."""
+        """Give a meta tensor memory in place: modules and optimizers keep the same object."""
         with torch.no_grad():
             plain = torch.empty_like(tensor, device=self._device)
-        # Not as_subclass: that makes a view, whose base would keep this memory when it is cut.
+        # as_subclass would make a view, whose base keeps this memory when the tensor is sharded.
         empty = torch.Tensor._make_subclass(type(tensor), plain, tensor.requires_grad)
         vars(empty).update(vars(tensor))
         try:
@@ -146,7 +142,7 @@ class Initializer:
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers that a module has itself, with their local names."""
+    """The parameters and buffers of a module without those of its submodules, by local name."""
     for home in (module._parameters, module._buffers):
         for local, tensor in home.items():
             if tensor is not None:
@@ -154,11 +150,11 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def draw_seed() -> int:
-    """A seed, from this rank's random stream."""
+    """Draw a seed from this rank's random stream."""
     return int(torch.randint(2**62, (), device="cpu"))
 
 
 def _seed_of(base: int, name: str) -> int:
-    """The seed of one module: another for each name and each base seed."""
+    """The seed of one module, which depends on its name and the base seed."""
     digest = hashlib.blake2b(f"{base} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1  # generators take 63 bits

@@ -1,4 +1,4 @@
-"""The state of a model by the names of the plain model: copies of it, and loading it in place."""
+"""The state of a model by the names of the plain model: making copies, and loading in place."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from echelon.state.sharded_state import ParameterShards, named_extras
 
 
 class LoadReport(NamedTuple):
-    """Keys of a state dict that do not fit; as ``nn.Module.load_state_dict`` returns."""
+    """Keys of a state dict that do not fit, as ``nn.Module.load_state_dict`` returns them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 def copy_of(value: Any, device: torch.device | None = None) -> Any:
-    """A copy of a tensor, on its own device or another; any other value as it is."""
+    """A copy of a tensor, on its own device or another; any other value is returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().to(device or value.device, copy=True)
@@ -35,11 +35,7 @@ def state_of_copies(
     *,
     device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """The state dict of ``module`` with ``copies`` of its parameters, and copies of the rest.
-
-    Args:
-        copies: by the ``id`` of the parameter.
-    """
+    """The state dict of ``module`` with ``copies``, by ``id`` of parameters; the rest is copied."""
     state: dict[str, Any] = module.state_dict(*args, **{**(kwargs or {}), "keep_vars": True})
     for key, value in state.items():
         if isinstance(value, Tensor):
@@ -48,43 +44,43 @@ def state_of_copies(
     return state
 
 
-def check_state(given: object) -> None:
+def check_state(state: object) -> None:
     """Refuse what is no state dict."""
-    if not isinstance(given, Mapping):
-        raise ArgumentError(f"the state is {given!r:.80}; give a dict of tensors by name")
+    if not isinstance(state, Mapping):
+        raise ArgumentError(f"the state is {state!r:.80}; give a dict of tensors by name")
 
 
 def load_model_state(
     module: nn.Module,
     shards: ParameterShards,
-    given: Mapping[str, Any],
+    state: Mapping[str, Any],
     *,
     strict: bool,
     parts: bool = False,
 ) -> LoadReport:
-    """Take this rank's ranges of a state, in place.
+    """Load this rank's ranges of a state in place.
 
     Args:
-        parts: whether ``given`` has this rank's ranges and not whole tensors.
+        parts: whether ``state`` has this rank's ranges and not full tensors.
 
     Raises:
         ArgumentError: shapes, dtypes or, if ``strict``, keys do not fit; nothing was loaded.
     """
-    check_state(given)
-    ranges = {shard.identity: shard for own in shards.by_param.values() for shard in own}
-    own = module.state_dict(keep_vars=True)
-    given = plain_keys(given)
+    check_state(state)
+    ranges = {shard.identity: shard for members in shards.by_param.values() for shard in members}
+    current = module.state_dict(keep_vars=True)
+    state = plain_keys(state)
     report = LoadReport(
-        [key for key in own if key not in given], [key for key in given if key not in own]
+        [key for key in current if key not in state], [key for key in state if key not in current]
     )
     targets: dict[str, Tensor] = {}
     wrong = []
-    for key, tensor in own.items():
-        if key in given and isinstance(tensor, Tensor):
+    for key, tensor in current.items():
+        if key in state and isinstance(tensor, Tensor):
             shard = ranges.get(id(tensor))
             targets[key] = tensor if shard is None else shard.values
             shape = tuple(targets[key].shape) if shard is None or parts else shard.shape
-            wrong += [f"{key}: {what}" for what in _misfit(given[key], shape, targets[key].dtype)]
+            wrong += [f"{key}: {what}" for what in _misfit(state[key], shape, targets[key].dtype)]
     if strict:
         wrong += [f"{key}: missing" for key in report.missing_keys]
         wrong += [f"{key}: unexpected" for key in report.unexpected_keys]
@@ -96,16 +92,16 @@ def load_model_state(
     shards.before_write()
     with torch.no_grad():
         for key, target in targets.items():
-            shard = None if parts else ranges.get(id(own[key]))
-            target.copy_(given[key] if shard is None else shard.range_of(given[key]))
+            shard = None if parts else ranges.get(id(current[key]))
+            target.copy_(state[key] if shard is None else shard.range_of(state[key]))
     for extra in named_extras(module):
-        if extra.name in own and extra.name in given:
-            extra.module.set_extra_state(given[extra.name])
+        if extra.name in current and extra.name in state:
+            extra.module.set_extra_state(state[extra.name])
     return report
 
 
 def _misfit(value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
-    """What is wrong with a value for a tensor of this shape and dtype; nothing if it fits."""
+    """Why a value does not fit a tensor of this shape and dtype; empty if it does."""
     if not isinstance(value, Tensor):
         return [f"a {type(value).__name__} instead of a tensor"]
     if tuple(value.shape) != shape:

@@ -5,13 +5,13 @@
     {"state": {name: {key: whole tensor or number}},
      "param_groups": [{"lr": ..., "params": [names]}]}
 
-It is what an optimizer over the plain model has, so neither the number of ranks nor the layout of
-shards shows in it. A state is one of three kinds:
+It is the state of an optimizer over the plain model, and does not depend on the number of ranks or
+the layout of shards. There are three kinds of states:
 
 - *per element*: a tensor of the shape of its parameter, such as ``exp_avg``. It is sharded as the
   parameter is.
 - a number of its parameter: a tensor without dims, such as ``step``, or a Python number.
-- anything else, such as the row means of Adafactor. Its parameter must be whole on this rank.
+- anything else, such as the row means of Adafactor. This rank must have all of its parameter.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from echelon import checks
+from echelon.comm.agreement import first_difference
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.state.sharded_state import ParameterShards, ShardsByParam
@@ -41,7 +42,7 @@ class StateEntry(NamedTuple):
         shard: the range.
         key: of the state, such as ``"exp_avg"``.
         value: a tensor or a number; if ``per_element``, the elements of this range.
-        per_element: whether it has one number for each element of the range.
+        per_element: whether the value has one number for each element of the range.
     """
 
     shard: TensorShard
@@ -55,19 +56,19 @@ def entries_of(optimizer: Optimizer, shards: ShardsByParam) -> Iterator[StateEnt
     params = [param for group in optimizer.param_groups for param in group["params"]]
     states = [(param, optimizer.state[param]) for param in params if param in optimizer.state]
     numbers = number_keys(
-        (tuple(param.shape), key, value) for param, own in states for key, value in own.items()
+        (tuple(param.shape), key, value) for param, state in states for key, value in state.items()
     )
-    for param, own in states:
+    for param, state in states:
         ranges = shards.get(param, ())
-        for key, value in own.items() if ranges else ():
-            per_element = _is_like(value, param, ranges) and (
+        for key, value in state.items() if ranges else ():
+            per_element = _has_shape_of(param, ranges, value) and (
                 bool(param.dim()) or key not in numbers
             )
             yield from _split(param, ranges, key, value, per_element=per_element)
 
 
-def _is_like(value: Any, param: nn.Parameter, ranges: Sequence[TensorShard]) -> bool:
-    """Whether a state has the shape of what this rank holds of its parameter."""
+def _has_shape_of(param: nn.Parameter, ranges: Sequence[TensorShard], value: Any) -> bool:
+    """Whether a state has the shape of its parameter, or of the one range that this rank has."""
     shapes = [param.shape, *(shard.values.shape for shard in ranges if len(ranges) == 1)]
     return isinstance(value, Tensor) and value.shape in shapes
 
@@ -75,8 +76,8 @@ def _is_like(value: Any, param: nn.Parameter, ranges: Sequence[TensorShard]) -> 
 def _split(
     param: nn.Parameter, ranges: Sequence[TensorShard], key: str, value: Any, *, per_element: bool
 ) -> Iterator[StateEntry]:
-    """A state of a parameter, for each range of it."""
-    if per_element and is_flat(param, ranges):
+    """The entry of a state for each range of its parameter."""
+    if per_element and _is_flat(param, ranges):
         flat = value.view(-1).split([shard.numel for shard in ranges])
         for shard, part in zip(ranges, flat, strict=True):
             yield StateEntry(shard, key, part.view(shard.values.shape), True)
@@ -85,15 +86,16 @@ def _split(
             yield StateEntry(shard, key, value, per_element)
 
 
-def is_flat(param: nn.Parameter, ranges: Sequence[TensorShard]) -> bool:
-    """Whether an optimizer has a flat parameter in the place of those of the model."""
+def _is_flat(param: nn.Parameter, ranges: Sequence[TensorShard]) -> bool:
+    """Whether the optimizer has a flat parameter in the place of those of the model."""
     return len(ranges) != 1 or ranges[0].identity != id(param)
 
 
 def number_keys(states: Iterable[tuple[Shape, str, Any]]) -> set[str]:
     """The keys of states that are one number for a parameter, and not one for each element.
 
-    The two look alike for a parameter without dims; there the other parameters tell.
+    Both are tensors without dims if the parameter has none; then the states of other parameters
+    under the same key decide.
 
     Args:
         states: the shape of the parameter, the key and the value of each state.
@@ -107,7 +109,7 @@ def number_keys(states: Iterable[tuple[Shape, str, Any]]) -> set[str]:
 
 
 def gather_optimizer_state(optimizer: Optimizer, shards: ParameterShards) -> dict[str, Any]:
-    """The whole state of an optimizer over the parameters in ``shards``, by name, as copies.
+    """The full state of an optimizer over the parameters in ``shards``, by name, as copies.
 
     All ranks of its group call it.
 
@@ -121,7 +123,7 @@ def gather_optimizer_state(optimizer: Optimizer, shards: ParameterShards) -> dic
 
 
 def gather_states(optimizer: Optimizer, shards: ParameterShards) -> dict[str, dict[str, Any]]:
-    """The whole states of the parameters in ``shards``, by name, as copies.
+    """The full states of the parameters in ``shards``, by name, as copies.
 
     All ranks of its group call it; one tensor is gathered at a time.
 
@@ -132,43 +134,43 @@ def gather_states(optimizer: Optimizer, shards: ParameterShards) -> dict[str, di
     entries = list(entries_of(optimizer, shards.by_param))
     if shards.group is not None:
         shards.group.barrier(label="optimizer_state_dict(), which all ranks call")
-        _agree(entries, shards.group)
+        _check_alike(entries, shards.group)
     state: dict[str, dict[str, Any]] = {}
     for shard, key, value, per_element in entries:
         if per_element and shards.assemble is not None:
-            whole = shards.assemble(shard, value, f"{key} of {shard.name}")
+            full = shards.assemble(shard, value, f"{key} of {shard.name}")
         else:
-            whole = copied(value)
-        state.setdefault(shard.name, {})[key] = whole
+            full = copied(value)
+        state.setdefault(shard.name, {})[key] = full
     return state
 
 
-def _agree(entries: Sequence[StateEntry], group: Group) -> None:
-    """See to it that all ranks will gather the same tensors, or raise on all of them."""
-    problems = [text for entry in entries if (text := _problem(entry))]
-    kinds = [
-        f"{key!r} of {shard.name!r} ({value.dtype if isinstance(value, Tensor) else 'a number'})"
+def _check_alike(entries: Sequence[StateEntry], group: Group) -> None:
+    """Check that all ranks will gather the same tensors, or raise on all of them."""
+    problem = next((text for entry in entries if (text := _problem(entry))), None)
+    kinds = {
+        f"{key!r} of {shard.name!r}": str(value.dtype) if isinstance(value, Tensor) else "a number"
         for shard, key, value, _ in entries
-    ]
-    everyone: list[tuple[list[str], list[str]]] = group.all_gather_object((problems, kinds))
-    for rank, (wrong, _) in enumerate(everyone):
-        if wrong:
+    }
+    by_rank: list[tuple[str | None, dict[str, str]]] = group.all_gather_object((problem, kinds))
+    for rank, (text, _) in enumerate(by_rank):
+        if text is not None:
             raise UnsupportedError(
-                f"the optimizer's {wrong[0]} on rank {rank}: a state must be a number, or one "
-                "number for each element, to be put together from parts"
+                f"the optimizer's {text} on rank {rank}: a state must be a number, or one number "
+                "for each element, to be put together from parts"
             )
-    first = everyone[0][1]
-    for rank, (_, others) in enumerate(everyone):
-        if others != first:
-            only = sorted(set(others) ^ set(first))[:1] or ["their order"]
-            raise StateError(
-                f"the optimizers of ranks 0 and {rank} hold different states: {only[0]} is on one "
-                "of them only. Step the same optimizer on all ranks"
-            )
+    all_kinds = [kinds for _, kinds in by_rank]
+    name, values = first_difference(all_kinds) or ("their order", {})
+    if values or any(list(kinds) != list(all_kinds[0]) for kinds in all_kinds):
+        rows = "".join(f"\n  rank {rank}: {value}" for rank, value in values.items())
+        raise StateError(
+            f"the optimizers of the ranks hold different states; {name}:{rows}\nStep the same "
+            "optimizer on all ranks"
+        )
 
 
 def _problem(entry: StateEntry) -> str | None:
-    """Why a state cannot be put together from the parts of ranks; None if it can."""
+    """Why a state cannot be assembled from the shards of ranks; None if it can."""
     shard, key, value, per_element = entry
     if isinstance(value, Tensor):
         if per_element or not value.dim():
@@ -193,14 +195,14 @@ def named_state_dict(
 ) -> dict[str, Any]:
     """The state dict of an optimizer over the plain model, from states and names of each group."""
     groups = [
-        {**group_options(group), "params": list(own)}
-        for group, own in zip(optimizer.param_groups, names, strict=True)
+        {**group_options(group), "params": list(members)}
+        for group, members in zip(optimizer.param_groups, names, strict=True)
     ]
     return {"state": dict(state), "param_groups": groups}
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of the options of a group, without what names its parameters."""
+    """Copies of the options of a group, without its parameters and their names."""
     return {
         key: copy.deepcopy(value)
         for key, value in group.items()
@@ -217,22 +219,22 @@ def copied(value: Any) -> Any:
 
 
 def load_optimizer_state(
-    optimizer: Optimizer, shards: ShardsByParam, given: Mapping[str, Any], *, exact: bool
+    optimizer: Optimizer, shards: ShardsByParam, state_dict: Mapping[str, Any], *, exact: bool
 ) -> None:
-    """Take this rank's parts of a whole state by name. Nothing is communicated.
+    """Load this rank's ranges of a full state by name. Nothing is communicated.
 
     Args:
-        exact: whether ``given`` must have the same parameters in the same groups; otherwise it may
-            have more of them, such as those of other ranks.
+        exact: whether ``state_dict`` must have the same parameters in the same groups; otherwise it
+            may have more of them, such as those of other ranks.
 
     Raises:
         ArgumentError: parameters, names, groups or shapes do not fit; nothing was loaded.
     """
     check_params(optimizer, shards, exact=exact)
-    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ArgumentError("an optimizer state is a dict with 'state' and 'param_groups'")
-    state: StateByName = given["state"]
-    groups = _matching_groups(names_by_group(optimizer, shards), given, exact=exact)
+    state: StateByName = state_dict["state"]
+    groups = _matching_groups(names_by_group(optimizer, shards), state_dict, exact=exact)
     named = [
         (shard, key, value)
         for group in optimizer.param_groups
@@ -251,40 +253,40 @@ def load_optimizer_state(
     states = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            own = _joined(param, shards.get(param, ()), state, numbers)
-            if own is not None:
-                states[param] = own
+            joined = _joined(param, shards.get(param, ()), state, numbers)
+            if joined is not None:
+                states[param] = joined
     install_states(optimizer, states, [group_options(group) for group in groups])
 
 
 def _matching_groups(
-    names: Sequence[Sequence[str]], given: Mapping[str, Any], *, exact: bool
+    names: Sequence[Sequence[str]], state_dict: Mapping[str, Any], *, exact: bool
 ) -> list[Mapping[str, Any]]:
-    """For each group of an optimizer the given one that has its parameters.
+    """For each group of an optimizer the saved one that has its parameters.
 
     Raises:
         ArgumentError: names are missing, unknown though ``exact``, or otherwise grouped.
     """
-    mine = {name for own in names for name in own}
-    groups: list[Mapping[str, Any]] = list(given["param_groups"])
-    theirs = {name for group in groups for name in group["params"]}
-    wrong = [f"{name}: missing" for name in sorted(mine - theirs)]
+    known = {name for members in names for name in members}
+    groups: list[Mapping[str, Any]] = list(state_dict["param_groups"])
+    saved = {name for group in groups for name in group["params"]}
+    wrong = [f"{name}: missing" for name in sorted(known - saved)]
     if exact:
-        unknown = (theirs | given["state"].keys()) - mine
+        unknown = (saved | state_dict["state"].keys()) - known
         wrong += [f"{name}: unexpected" for name in sorted(unknown)]
     if wrong:
         raise ArgumentError(f"the optimizer state does not fit: {'; '.join(wrong)}")
     left, chosen = list(groups), []
-    for i, own in enumerate(names):
+    for i, members in enumerate(names):
         if exact:
-            group = next((one for one in left if set(one["params"]) == set(own)), None)
-            left = [one for one in left if one is not group]
+            group = next((g for g in left if set(g["params"]) == set(members)), None)
+            left = [g for g in left if g is not group]
         else:
-            group = saved_group(set(own), i, groups)
-        if group is None or (not own and not exact and len(groups) != len(names)):
+            group = saved_group(set(members), i, groups)
+        if group is None or (not members and not exact and len(groups) != len(names)):
             raise ArgumentError(
-                f"the optimizer state does not fit: no group of it has the {len(own)} parameters "
-                f"of group {i} of the optimizer, {', '.join(sorted(own)):.80}"
+                f"the optimizer state does not fit: no group of it has the {len(members)} "
+                f"parameters of group {i} of the optimizer, {', '.join(sorted(members)):.80}"
             )
         chosen.append(group)
     return chosen
@@ -293,7 +295,7 @@ def _matching_groups(
 def saved_group(
     names: set[str], i: int, groups: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Any] | None:
-    """Of saved groups, the one with these parameters; for none of them, the one at place ``i``."""
+    """The saved group that has all of ``names``, or the group at index ``i`` if there are none."""
     if names:
         return next((group for group in groups if names <= set(group["params"])), None)
     return groups[i] if i < len(groups) else None
@@ -302,7 +304,7 @@ def saved_group(
 def _joined(
     param: nn.Parameter, ranges: Sequence[TensorShard], state: StateByName, numbers: set[str]
 ) -> dict[str, Any] | None:
-    """This rank's part of the state of what an optimizer has; None if there is none.
+    """This rank's ranges of the state of a parameter; None if it has no state.
 
     Raises:
         ArgumentError: a flat parameter would need two different values of a state.
@@ -318,10 +320,10 @@ def _joined(
     for key in keys:
         values = [state[shard.name][key] for shard in ranges]
         parts = [
-            _part(shard, value) if _is_whole(value, shard, key, numbers) else None
+            shard.range_of(value).clone() if _is_per_element(value, shard, key, numbers) else None
             for shard, value in zip(ranges, values, strict=True)
         ]
-        if not is_flat(param, ranges):
+        if not _is_flat(param, ranges):
             joined[key] = copied(values[0]) if parts[0] is None else parts[0]
         elif all(part is not None for part in parts):
             joined[key] = torch.cat([part.reshape(-1) for part in parts if part is not None])
@@ -333,15 +335,10 @@ def _joined(
     return joined
 
 
-def _is_whole(value: Any, shard: TensorShard, key: str, numbers: set[str]) -> bool:
-    """Whether a value has a number for each element of the whole parameter."""
+def _is_per_element(value: Any, shard: TensorShard, key: str, numbers: set[str]) -> bool:
+    """Whether a value has one number for each element of the full parameter."""
     has_shape = isinstance(value, Tensor) and tuple(value.shape) == shard.shape
     return has_shape and (bool(shard.shape) or key not in numbers)
-
-
-def _part(shard: TensorShard, value: Tensor) -> Tensor:
-    """A copy of this rank's range of a whole tensor."""
-    return shard.range_of(value).clone()
 
 
 def _two_states(first: TensorShard, other: TensorShard, what: str) -> ArgumentError:
@@ -360,13 +357,13 @@ def install_states(
     """Give an optimizer the states of its parameters, and options for each of its groups."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = {param: i for i, param in enumerate(params)}
-    # In the form of torch, which converts the tensors and runs the optimizer's own hooks.
+    # load_state_dict converts the tensors and runs the optimizer's own hooks.
     optimizer.load_state_dict(
         {
-            "state": {numbers[param]: dict(own) for param, own in states.items()},
+            "state": {numbers[param]: dict(state) for param, state in states.items()},
             "param_groups": [
-                {**own, "params": [numbers[param] for param in group["params"]]}
-                for own, group in zip(options, optimizer.param_groups, strict=True)
+                {**of_group, "params": [numbers[param] for param in group["params"]]}
+                for of_group, group in zip(options, optimizer.param_groups, strict=True)
             ],
         }
     )
@@ -379,10 +376,10 @@ def check_params(optimizer: Optimizer, shards: ShardsByParam, *, exact: bool) ->
     """Refuse what is no optimizer, or has parameters that are not in ``shards``.
 
     Args:
-        exact: whether it may have no others; otherwise it may, if they have no state.
+        exact: whether all others are refused, and not only those with a state.
 
     Raises:
-        ArgumentError: says which group has such a parameter.
+        ArgumentError: names the group of such a parameter.
     """
     checks.instance("optimizer", optimizer, torch.optim.Optimizer)
     where = "not among model.parameters()" if exact else "in no stage of this rank"

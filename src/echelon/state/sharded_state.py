@@ -1,4 +1,4 @@
-"""All that one rank holds of a model: ranges of its tensors, under the names of the plain model."""
+"""What one rank holds of a model: ranges of its tensors, under the names of the plain model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ ShardsByParam = Mapping[nn.Parameter, tuple[TensorShard, ...]]
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class ExtraState:
-    """What a module adds to its state by ``get_extra_state``, and the module that takes it back."""
+    """A module with ``get_extra_state``, and the name of that state."""
 
     name: str
     module: nn.Module
@@ -30,15 +30,15 @@ class ExtraState:
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedState:
-    """All that one rank holds of a model.
+    """What one rank holds of a model.
 
     Attributes:
         tensors: parameters and persistent buffers.
-        params: for each parameter object that an optimizer may have, the ranges that its memory is,
-            end to end.
-        extras: further state of modules.
-        axes: the groups over which the model is shared, one for each axis of the mesh; together
-            their sizes give the number of ranks that share it.
+        params: for each parameter object that an optimizer may have, the ranges that make up its
+            memory, end to end.
+        extras: modules with extra state.
+        axes: the groups over which the model is shared, one for each axis of the mesh; the product
+            of their sizes is the number of ranks that share it.
         before_write: called before ``values`` are written.
     """
 
@@ -54,7 +54,7 @@ class ShardedState:
         return replace(self.changed(lambda shard: shard.renamed(rename)), extras=extras)
 
     def changed(self, change: Callable[[TensorShard], TensorShard]) -> ShardedState:
-        """The same with something else said of each range."""
+        """The same with ``change`` applied to each range."""
         changed = {id(shard): change(shard) for shard in self.tensors}
         return replace(
             self,
@@ -69,14 +69,14 @@ class ShardedState:
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ParameterShards:
-    """The parameters of one module as an optimizer has them, and how ranks put tensors together.
+    """The parameters of one module as an optimizer has them, and how ranks assemble full tensors.
 
     Attributes:
-        by_param: for each parameter object that an optimizer may have, the ranges that it is, end
-            to end; several ranges for a flat parameter.
-        group: the ranks whose ranges make up the parameters; None: each rank has them whole.
-        assemble: makes the whole tensor of values like those of a range, with a label for the
-            collective; all ranks of ``group`` call it.
+        by_param: for each parameter object that an optimizer may have, the ranges that make it up,
+            end to end; several ranges for a flat parameter.
+        group: the ranks whose ranges make up the parameters; None: each rank has full ones.
+        assemble: gathers the full tensor of which each rank gives values like those of a range,
+            with a label for the collective; all ranks of ``group`` call it.
         before_write: called before ``values`` of ranges are written.
     """
 
@@ -95,7 +95,7 @@ class ParameterShards:
 
 
 class HasShards(ABC):
-    """A module that knows what it holds of the plain model; nothing else need look inside."""
+    """A module that describes what it holds of the plain model, so nobody needs to look inside."""
 
     @abstractmethod
     def holdings(self) -> ShardedState:
@@ -112,12 +112,12 @@ class HasShards(ABC):
     def parameter_shards(self) -> tuple[ParameterShards, ...]:
         """What this rank holds of the parameters alone, for the state of an optimizer over them.
 
-        Nothing is communicated. Names are the plain ones.
+        Nothing is communicated. The names are those of the plain model.
         """
 
     @abstractmethod
     def shared_over(self) -> tuple[Group, ...]:
-        """The groups over which it is shared, one for each axis of the mesh."""
+        """The groups over which the module is shared, one for each axis of the mesh."""
 
 
 # Of any module -------------------------------------------------------------------------------
@@ -126,30 +126,31 @@ class HasShards(ABC):
 def sharded_state_of(
     modules: Sequence[tuple[Rename, nn.Module]], *, copy: int = 0, num_copies: int = 1
 ) -> ShardedState:
-    """What this rank holds of modules: those with shards say so, and the rest is whole here.
+    """What this rank holds of modules: those with shards describe theirs, others have full tensors.
 
-    What is in several places is held once, under all of its names.
+    A tensor in several places is listed once, under all of its names.
 
     Args:
-        modules: each with what makes names in the model of its own.
-        copy: which of the ranks that have the same plain modules this one is.
-        num_copies: how many have them; nobody keeps them alike.
+        modules: each with the function that makes names in the model of its names.
+        copy: index of this rank among those that have the same plain modules.
+        num_copies: number of these ranks, each of which may have its own values.
 
     Raises:
         StateError: in the middle of a step of a module with shards.
         ArgumentError: a tensor cannot be saved or loaded.
     """
     known: dict[int, ShardedState] = {}
-    states: list[tuple[bool, ShardedState]] = []  # whether the module is plain, and what it has
+    states: list[_Part] = []
     for rename, module in modules:
         for path, inner in _places(module):
             in_model = partial(_joined, rename, path)
             if isinstance(inner, HasShards):
                 if id(inner) not in known:
                     known[id(inner)] = inner.holdings()
-                states.append((False, known[id(inner)].renamed(in_model)))
+                states.append(_Part(known[id(inner)].renamed(in_model), is_plain=False))
             else:
-                states.append((True, _state_of_plain(inner, in_model, copy, num_copies)))
+                plain = _state_of_plain(inner, in_model, copy, num_copies)
+                states.append(_Part(plain, is_plain=True))
     return _merged(states)
 
 
@@ -163,7 +164,7 @@ def axes_in(module: nn.Module) -> tuple[Group, ...]:
 
 
 def _places(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module by its path, also where it comes again; nothing inside of one with shards."""
+    """Every module by each of its paths, without those inside of a module with shards."""
     yield path, module
     for local, child in () if isinstance(module, HasShards) else module._modules.items():
         if child is not None:
@@ -175,29 +176,39 @@ def _joined(rename: Rename, path: str, local: str) -> str:
 
 
 def _state_of_plain(module: nn.Module, rename: Rename, copy: int, num_copies: int) -> ShardedState:
-    """What a plain module has itself, without the modules below."""
+    """What a plain module has itself, without its submodules."""
     shards = [
         whole((rename(local),), tensor, copy, num_copies, Replication.PER_RANK)
         for local, tensor in _own_state(module)  # a tensor may come twice, with two names
     ]
     return ShardedState(
         tensors=tuple(shards),
-        params={one.tensor: (one,) for one in shards if isinstance(one.tensor, nn.Parameter)},
+        params={s.tensor: (s,) for s in shards if isinstance(s.tensor, nn.Parameter)},
         extras=(ExtraState(rename(_EXTRA), module),) if _has_extra(module) else (),
     )
 
 
-def _merged(states: Sequence[tuple[bool, ShardedState]]) -> ShardedState:
-    """One state of several, in order; of a tensor in a plain module and another, the other's."""
+class _Part(NamedTuple):
+    """What a rank holds of one module."""
+
+    state: ShardedState
+    is_plain: bool
+
+
+def _merged(parts: Sequence[_Part]) -> ShardedState:
+    """The parts as one state, in order.
+
+    A tensor that a plain module shares with a module with shards is as the latter describes it.
+    """
     known: dict[int, TensorShard] = {}
-    for _, state in sorted(states, key=lambda one: one[0]):
+    for state, _ in sorted(parts, key=lambda part: part.is_plain):
         for shard in state.tensors:
             known.setdefault(shard.identity, shard)
     names: dict[int, dict[str, None]] = {}
     params: dict[nn.Parameter, tuple[TensorShard, ...]] = {}
     extras: dict[nn.Module, ExtraState] = {}
     axes: dict[tuple[int, ...], Group] = {}
-    for _, state in states:
+    for state, _ in parts:
         for shard in state.tensors:
             names.setdefault(shard.identity, {}).update(dict.fromkeys(shard.names))
         params |= state.params
@@ -205,10 +216,10 @@ def _merged(states: Sequence[tuple[bool, ShardedState]]) -> ShardedState:
             extras.setdefault(extra.module, extra)
         for axis in state.axes:
             axes.setdefault(axis.ranks, axis)
-    merged = {key: replace(known[key], names=tuple(own)) for key, own in names.items()}
+    merged = {key: replace(known[key], names=tuple(ordered)) for key, ordered in names.items()}
 
     def before_write() -> None:
-        for _, state in states:
+        for state, _ in parts:
             state.before_write()
 
     return ShardedState(
@@ -226,7 +237,7 @@ def _merged(states: Sequence[tuple[bool, ShardedState]]) -> ShardedState:
 def parameter_shards_in(module: nn.Module, rename: Rename = str) -> Iterator[ParameterShards]:
     """What this rank holds of the parameters of any module, under the names that ``rename`` makes.
 
-    The modules with shards in it say so; every other parameter is whole.
+    Modules with shards in it describe theirs; of any other parameter the rank has all elements.
     """
     plain: dict[nn.Parameter, tuple[TensorShard, ...]] = {}
     known: set[nn.Module] = set()
@@ -249,25 +260,25 @@ def parameter_shards_in(module: nn.Module, rename: Rename = str) -> Iterator[Par
 def named_state(module: nn.Module) -> Iterator[tuple[tuple[str, ...], Tensor]]:
     """Parameters and persistent buffers of a plain module, each once, with all of its names.
 
-    The order is that of ``state_dict``, by the first name. What ``torch.compile`` puts into names
-    is left out.
+    The order is that of ``state_dict``, by the first name. The prefix that ``torch.compile`` adds
+    to names is left out.
 
     Example:
-        >>> one = nn.Linear(1, 1, bias=False)
-        >>> [names for names, _ in named_state(nn.Sequential(one, one))]
+        >>> layer = nn.Linear(1, 1, bias=False)
+        >>> [names for names, _ in named_state(nn.Sequential(layer, layer))]
         [('0.weight', '1.weight')]
     """
-    found: dict[int, tuple[list[str], Tensor]] = {}
+    by_id: dict[int, tuple[list[str], Tensor]] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
         for local, tensor in _own_state(owner):
             name = plain_name(f"{path}.{local}".lstrip("."))
-            found.setdefault(id(tensor), ([], tensor))[0].append(name)
-    for names, tensor in found.values():
+            by_id.setdefault(id(tensor), ([], tensor))[0].append(name)
+    for names, tensor in by_id.values():
         yield tuple(names), tensor
 
 
 def _own_state(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a module itself has in its ``state_dict``."""
+    """The tensors of a module itself in its ``state_dict``, by local name."""
     for local, param in owner._parameters.items():
         if param is not None:
             yield local, param
@@ -277,7 +288,7 @@ def _own_state(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_extras(module: nn.Module) -> Iterator[ExtraState]:
-    """The modules that have further state, each once."""
+    """The modules with extra state, each once."""
     for path, owner in module.named_modules():
         if _has_extra(owner):
             yield ExtraState(plain_name(f"{path}.{_EXTRA}".lstrip(".")), owner)

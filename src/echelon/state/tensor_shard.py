@@ -1,4 +1,4 @@
-"""A range of one tensor of the plain model, in the memory of one rank; all state is made of them.
+"""A range of one tensor of the plain model, in the memory of one rank; all state consists of them.
 
 ::
 
@@ -6,8 +6,8 @@
     rank 0 holds   | weight[0:8]  |                                one range of one tensor
     rank 1 holds                  | weight[8:12] | bias[0:3] |
 
-Every technique says what it holds in these terms, so whoever reads or writes a model needs to know
-none of them, and any layout can become any other by the arithmetic of ranges.
+Every technique describes what it holds in these terms. Code that reads or writes a model knows no
+technique, and arithmetic of ranges converts any layout into any other.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Rename = Callable[[str], str]
 
 
 class Replication(Enum):
-    """How the ranks that hold one range keep it alike."""
+    """How the copies of one range on several ranks relate."""
 
     IDENTICAL = "all copies have the same bits"
-    PRIMARY = "the first copy counts; others take it over when they next train"
-    PER_RANK = "nobody makes the copies alike, so each rank may have its own values"
+    PRIMARY = "the first copy counts; the others are overwritten with it when they next train"
+    PER_RANK = "nothing keeps the copies equal, so each rank may have its own values"
 
 
 @final
@@ -43,14 +43,14 @@ class TensorShard:
     """A range of one tensor of the plain model, in this rank's memory.
 
     Attributes:
-        names: of the tensor in the plain model; the first counts, others are tied to it.
-        shape: of the whole tensor.
+        names: of the tensor in the plain model; the first is its name, the others are ties.
+        shape: of the full tensor.
         start: first element of the range, in the flattened tensor.
-        values: the range itself, of any shape; its elements in row-major order are the range.
-        copy: which of the ranks that hold this very range this one is.
-        num_copies: how many hold it.
-        replication: how the copies are kept alike.
-        tensor: the parameter or buffer itself, by which modules that share it are seen to do so.
+        values: the memory of the range, of any shape; its row-major order is that of the range.
+        copy: index of this rank among those that hold the same range.
+        num_copies: number of ranks that hold it.
+        replication: how the copies relate.
+        tensor: the parameter or buffer itself, whose identity shows that modules share it.
     """
 
     names: tuple[str, ...]
@@ -64,7 +64,7 @@ class TensorShard:
 
     @property
     def name(self) -> str:
-        """The name that counts."""
+        """The name of the tensor, without its ties."""
         return self.names[0]
 
     @property
@@ -79,11 +79,11 @@ class TensorShard:
 
     @property
     def identity(self) -> int:
-        """What is the same for ranges of one tensor of a module, and for no others."""
+        """A number that ranges of the same tensor of a module share, and no others."""
         return id(self if self.tensor is None else self.tensor)
 
     def range_of(self, tensor: Tensor) -> Tensor:
-        """This range of a whole tensor, in the shape of ``values``; a view if it can be."""
+        """This range of a full tensor, in the shape of ``values``; a view if possible."""
         return range_like(self.values, tensor, self.start)
 
     def renamed(self, rename: Rename) -> TensorShard:
@@ -99,7 +99,7 @@ def range_like(values: Tensor, tensor: Tensor, start: int) -> Tensor:
 def whole(
     names: tuple[str, ...], tensor: Tensor, copy: int, num_copies: int, replication: Replication
 ) -> TensorShard:
-    """All of a tensor, in this rank's memory.
+    """The range that is all of a tensor.
 
     Raises:
         ArgumentError: it has no values, or none that can be read and written as plain numbers.
@@ -120,13 +120,13 @@ def whole(
 
 
 def whole_parameter(names: tuple[str, ...], param: Tensor) -> TensorShard:
-    """All of a parameter, for the state of an optimizer over it: nothing is asked of its memory."""
+    """All of a parameter, for the state of an optimizer; its memory is not checked."""
     shape = tuple(param.shape)
     return TensorShard(names=names, shape=shape, start=0, values=param.detach(), tensor=param)
 
 
 def _problem(tensor: Tensor) -> str | None:
-    """Why a tensor is not simply numbers in memory; None if it is."""
+    """Why a tensor is not plain numbers in memory; None if it is."""
     if is_lazy(tensor):
         return "has no shape yet. Run one batch through the model first"
     if tensor.is_meta:
