@@ -47,8 +47,8 @@ class FSDP(ShardedModule):
     may be made before or after wrapping. Units are those of Zhao et al., "PyTorch FSDP: Experiences
     on Scaling Fully Sharded Data Parallel", 2023, section 3.
 
-    Where ranks share memory, the unsharded parameters of a unit are one piece of memory for all of
-    them and the shards are views of it: an optimizer step is an unshard, and nothing is copied.
+    Where ranks share memory, the unsharded parameters of a unit are one shared buffer, and the
+    shards are views of it: an optimizer step writes that buffer, and nothing is copied.
 
     ``copy.deepcopy``, which all ranks call, gives an FSDP on the same group, in memory of its own.
 
@@ -60,9 +60,9 @@ class FSDP(ShardedModule):
         strategy: what is sharded.
         layout: ``"flat"`` shards a unit by element, ``"rows"`` every parameter by rows of dim 0.
         precision: dtypes of a step.
-        min_num_params: a unit with fewer parameters is kept whole on every rank, and its gradients
+        min_num_params: a unit with fewer parameters is replicated on every rank, and its gradients
             are averaged as in DDP.
-        ignored: modules or parameters that stay whole and local; nobody reduces their gradients.
+        ignored: modules or parameters that stay unsharded; their gradients are not reduced.
         init: ``"broadcast"`` rank 0's parameters and buffers, ``"verify"`` that all are equal, or
             ``"trust"`` that they are. Names, shapes and dtypes are compared always. To broadcast,
             only rank 0 needs values: the others may have the model on the meta device.
@@ -256,7 +256,7 @@ class FSDP(ShardedModule):
         self._hooks.reducer.add(param, gradient)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of the gradients of the whole model; a plain scalar tensor, equal on all ranks.
+        """The norm of all gradients of the model; a plain scalar tensor, equal on all ranks.
 
         All ranks call it. ``ec.clip_grad_norm_`` does.
         """

@@ -265,13 +265,26 @@ class Backward:
 
     def _complete_if_left(self, current: BackwardPass, u: int) -> None:
         """Reshard a unit that backward has left, and reduce its gradients if all are there."""
-        state = current.units[u]
+        state, unit = current.units[u], self._units[u]
         if state.inside:
             return
         if state.state is COMPLETE:
-            self._units[u].reshard()  # its frozen parameters were needed until now
-        elif state.remaining <= 0 and not self._awaits(current, u):
-            self._complete(current, u)
+            unit.reshard()  # its frozen parameters were needed until now
+            return
+        if state.remaining > 0 or self._awaits(current, u):
+            return
+        gradients = self._reducer.collect(current, u)
+        unit.reshard()
+        self._unsharder.prefetch_after_gradients()
+        state.state = COMPLETE
+        if not unit.gradient_shards:
+            return
+        current.completed.append(u)
+        if current.requires_gradient_sync:
+            current.waiting[u] = gradients
+            self._reducer.launch_ready(current, self._gets_no_gradient)
+        else:
+            self._reducer.keep(u, gradients, current.reduced_before.pop(u))
 
     def _awaits(self, current: BackwardPass, u: int) -> bool:
         """Whether more gradients may come to a unit that has one of each parameter.
@@ -282,22 +295,6 @@ class Backward:
         if nested and nested < sum(run.num_without_graph[u] for run in self._runs):
             return True
         return bool(nested or self._units[u].num_recast) and self.forwards[u].awaits(current)
-
-    def _complete(self, current: BackwardPass, u: int) -> None:
-        """Detach the gradients of a unit, reshard it, and launch the reductions that may go."""
-        unit = self._units[u]
-        gradients = self._reducer.collect(current, u)
-        unit.reshard()
-        self._unsharder.prefetch_after_gradients()
-        current.units[u].state = COMPLETE
-        if not unit.gradient_shards:
-            return
-        current.completed.append(u)
-        if current.requires_gradient_sync:
-            current.waiting[u] = gradients
-            self._launch_ready()
-        else:
-            self._reducer.keep(u, gradients, current.reduced_before.pop(u))
 
     def _launch_ready(self) -> None:
         """Launch the reductions that come next in the order of all ranks and may go."""

@@ -277,29 +277,30 @@ class Reduction:
 
     def start(self, gradients: list[Tensor | None]) -> None:
         """Launch the reduction; empties ``gradients`` once they are copied, so they are freed."""
-        stream = self._devices.reduce_stream
+        shard, storage, stream = self.shard, self.shard.storage, self._devices.reduce_stream
         self.used_here = [gradient is not None for gradient in gradients]
-        buffer = self.shard.acquire_slot(self, wait=self._may_wait)
+        buffer = shard.acquire_slot(self, wait=self._may_wait)
         buffer.fill(gradients)
         gradients.clear()
+        memory, op, async_op = buffer.memory, self._options.op, not stream.queued
         stream.wait_for_current()  # otherwise it sends a slot that is still being filled
         with stream.as_current():
-            self._work = self._reduce(buffer.memory, async_op=not stream.queued)
+            if storage.sharded:
+                is_direct = self._is_direct and not self._devices.offloads
+                self._output = shard.flat if is_direct else memory.new_empty(storage.shard_numel)
+                self._work = storage.group.reduce_scatter_single(
+                    self._output,
+                    memory,
+                    op,
+                    async_op,
+                    splits=storage.numels_by_rank,
+                    label=self._label,
+                )
+            else:
+                self._output = memory
+                self._work = storage.group.all_reduce(memory, op, async_op, label=self._label)
         if self._work is None:
             self._store()
-
-    def _reduce(self, memory: Tensor, *, async_op: bool) -> Work | None:
-        shard, storage, op = self.shard, self.shard.storage, self._options.op
-        group, label = storage.group, self._label
-        if not storage.sharded:
-            self._output = memory
-            return group.all_reduce(memory, op, async_op, label=label)
-        direct = self._is_direct and not self._devices.offloads
-        self._output = shard.flat if direct else memory.new_empty(storage.shard_numel)
-        splits = storage.numels_by_rank
-        return group.reduce_scatter_single(
-            self._output, memory, op, async_op, splits=splits, label=label
-        )
 
     @property
     def _may_wait(self) -> bool:

@@ -189,7 +189,7 @@ class ShardedModule(Wrapper, HasShards):
     # State -----------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The whole state, with the plain module's keys and shapes, as copies. All ranks call it.
+        """The full state, with the plain module's keys and shapes, as copies. All ranks call it.
 
         One unit is unsharded at a time.
 
@@ -228,7 +228,7 @@ class ShardedModule(Wrapper, HasShards):
     def sharded_state_dict(self) -> dict[str, Any]:
         """Copies of this rank's shards, by the plain module's keys. Nothing is communicated.
 
-        Buffers and parameters that are not sharded are whole.
+        Buffers, and parameters that are not sharded, are full.
         """
         self._take_replaced()
         return state_of_copies(self.module, copy_shards(self._storages()))
@@ -236,7 +236,7 @@ class ShardedModule(Wrapper, HasShards):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a whole state; every rank takes its shards, in place. Nothing is communicated.
+        """Load a full state; every rank takes its shards, in place. Nothing is communicated.
 
         Raises:
             ArgumentError: keys (if ``strict``), shapes, dtypes or ``assign`` do not fit; nothing
@@ -264,7 +264,7 @@ class ShardedModule(Wrapper, HasShards):
     def holdings(self) -> ShardedState:
         """This rank's ranges of the plain model. Nothing is communicated.
 
-        Ranks that hold the same range keep it equal; ignored parameters and buffers nobody does.
+        Ranks that hold the same range keep it equal, except ignored parameters and buffers.
 
         Raises:
             StateError: inside a forward, a backward or ``full_parameters()``.
@@ -284,7 +284,7 @@ class ShardedModule(Wrapper, HasShards):
         return self._groups.groups
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole state of ``optimizer`` by the names of parameters. All ranks call it.
+        """The full state of ``optimizer`` by the names of parameters. All ranks call it.
 
         It is that of an optimizer over the plain model, gathered one tensor at a time:
         ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``.
@@ -300,7 +300,7 @@ class ShardedModule(Wrapper, HasShards):
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Load a whole state by name; every rank takes its shards. Nothing is communicated.
+        """Load a full state by name; every rank takes its shards. Nothing is communicated.
 
         Raises:
             ArgumentError: names, groups or shapes do not fit; nothing was loaded.
@@ -326,10 +326,10 @@ class ShardedModule(Wrapper, HasShards):
         return clone
 
     def unwrap(self) -> nn.Module:
-        """Take the wrapper off a module, whose parameters are whole again. All ranks call it.
+        """Take the wrapper off a module, whose parameters are unsharded then. All ranks call it.
 
-        Each rank then holds the whole model, in memory of its own, in the same parameter objects.
-        An optimizer keeps states of shards, of no use to it: take ``optimizer_state_dict`` before.
+        Each rank then holds the full model, in memory of its own, in the same parameter objects. An
+        optimizer still has the states of shards: call ``optimizer_state_dict`` before.
         The wrapper cannot be used afterwards; the module can be wrapped again.
 
         Raises:

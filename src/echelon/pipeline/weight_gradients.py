@@ -52,8 +52,7 @@ class WeightGradients:
     """Handles the gradients of weights of one stage.
 
     If they are local, only the optimizer needs them, so they may be added to ``.grad`` without
-    autograd. See [Note: accumulation in place] in
-    ``modules.autograd``.
+    autograd. See [Note: accumulation in place] in ``modules.autograd``.
     """
 
     def __init__(self, *, is_local: bool) -> None:
