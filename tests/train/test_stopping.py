@@ -16,6 +16,7 @@ import torch
 import echelon as ec
 from echelon.errors import ArgumentError, StateError
 from echelon.train.stopping import ECHO_S
+from tests.processes import wait_until
 from tests.worlds import KINDS, run_world
 
 CAUGHT = (signal.SIGTERM, signal.SIGUSR1)
@@ -34,14 +35,6 @@ def handled(number: int, handler: Any) -> Iterator[None]:
         yield
     finally:
         signal.signal(number, before)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what a handler does."""
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def alone(**options: Any) -> tuple[ec.World, ec.StopSignals]:
@@ -135,10 +128,7 @@ def test_a_signal_that_comes_to_a_rank_after_it_has_stopped_does_not_end_it() ->
 
 def fails_to_save(world: ec.World) -> None:
     with ec.StopSignals(world.group) as stop:
-        if world.rank == 0:  # one signal to the process of all
-            os.kill(os.getpid(), signal.SIGUSR1)
-        while not stop.requested():
-            pass
+        stop_from_rank_0(world, stop)  # which is a signal to the process of all
         if world.rank == 1:
             raise OSError("a disk is full")
 
@@ -192,12 +182,12 @@ def test_the_seconds_left_count_from_the_signal_on_every_rank() -> None:
     _, stop = alone()
     with stop:
         os.kill(os.getpid(), signal.SIGUSR1)
-        until(stop.requested)
+        wait_until(stop.requested)
         assert stop.seconds_left is None
     _, stop = alone(grace_s=0.01)
     with stop:
         os.kill(os.getpid(), signal.SIGUSR1)
-        until(stop.requested)
+        wait_until(stop.requested)
         time.sleep(0.05)
         assert stop.seconds_left == 0.0
 
@@ -220,11 +210,11 @@ def test_a_second_signal_of_the_same_kind_does_what_the_first_would_have_done() 
             time.sleep(ECHO_S)  # what comes sooner is an echo
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGUSR1)
-            until(lambda: seen == [signal.SIGUSR1])
+            wait_until(lambda: seen == [signal.SIGUSR1])
         assert signal.getsignal(signal.SIGUSR1) is before
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
         os.kill(os.getpid(), signal.SIGUSR1)
-        until(lambda: seen == [signal.SIGUSR1] * 2)
+        wait_until(lambda: seen == [signal.SIGUSR1] * 2)
 
 
 def test_a_handler_that_was_put_in_place_meanwhile_stays() -> None:
@@ -241,7 +231,7 @@ def test_only_the_signals_that_were_asked_for_are_caught() -> None:
     with stop:
         assert handlers() == before
         os.kill(os.getpid(), signal.SIGUSR2)
-        until(stop.requested)
+        wait_until(stop.requested)
         assert stop.signal is signal.SIGUSR2
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
@@ -254,7 +244,7 @@ def test_blocks_inside_one_another_share_a_signal_and_the_next_block_knows_nothi
         assert not outer.requested()
         os.kill(os.getpid(), signal.SIGUSR1)
         with inner:
-            until(inner.requested)
+            wait_until(inner.requested)
         assert outer.requested()
         assert handlers() != before
     assert handlers() == before
@@ -292,7 +282,7 @@ def test_simulated_ranks_without_the_main_thread_hear_no_signals_and_warn() -> N
     _, stop = alone()
     with stop:  # now the main thread listens, and that is for all of the process
         os.kill(os.getpid(), signal.SIGUSR1)
-        until(stop.requested)
+        wait_until(stop.requested)
         assert in_a_thread(ec.run, waits, 2) == [True, True]
     assert handlers() == before
 
@@ -333,22 +323,18 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
         ec.StopSignals(3)  # type: ignore[arg-type]
 
 
-def test_questions_outside_of_the_block_are_refused() -> None:
-    _, stop = alone()
+def test_calls_outside_of_the_block_are_refused() -> None:
+    world, stop = alone()
     with pytest.raises(StateError, match=r"requested\(\) outside of `with ec.StopSignals"):
         stop.requested()
-    with stop, pytest.raises(StateError, match="listen already"):
-        stop.__enter__()
-    with pytest.raises(StateError, match="outside"):
-        stop.requested()
-
-
-def test_a_block_that_was_not_entered_cannot_be_left() -> None:
-    world, stop = alone()
     with pytest.raises(StateError, match="do not listen"):
         stop.__exit__(None, None, None)
     with ec.StopSignals(world.group) as other:
         assert not other.requested()
+    with stop, pytest.raises(StateError, match="listen already"):
+        stop.__enter__()
+    with pytest.raises(StateError, match="outside"):
+        stop.requested()
 
 
 def test_a_handler_that_python_cannot_restore_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
