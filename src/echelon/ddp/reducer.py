@@ -77,9 +77,8 @@ class BackwardRecord:
 class Reducer:
     """Reduces the gradients of ``named`` parameters over ``group``.
 
-    Args:
-        changed_buffers: tells whether buffers of this rank differ from those that the ranks last
-            agreed on; it is asked before each reduction. None: buffers are not watched.
+    ``changed_buffers`` tells whether buffers of this rank differ from those that the ranks last
+    agreed on, and is called before each reduction; None: buffers are not watched.
 
     Attributes:
         buckets: the buckets in the order in which they are launched; ``allocate`` makes them.

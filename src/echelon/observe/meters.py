@@ -122,9 +122,7 @@ class MemoryMeter:
 class MemoryTimeline:
     """A listener that records the bytes by category at every event of one rank.
 
-    Args:
-        rank: the rank in the job whose events count.
-        look: returns the bytes that are held now, by category.
+    ``look`` returns the bytes that are held now, by category.
 
     Example:
         >>> timeline = MemoryTimeline(0, lambda: {"gathered": 400})
