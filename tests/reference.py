@@ -1,11 +1,19 @@
 """Batches of a rank, and the training on one process that tests of ranks compare with."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["assert_states_close", "assert_states_equal", "mse", "rows", "train", "train_alone"]
+__all__ = [
+    "assert_states_close",
+    "assert_states_equal",
+    "mse",
+    "rows",
+    "train",
+    "train_alone",
+    "train_on",
+]
 
 Losses = Callable[[int], Iterable[Tensor]]
 
@@ -46,6 +54,27 @@ def train_alone(
     """Train on one process and return the weights."""
     train(optimizer, num_steps, losses)
     return model.state_dict()
+
+
+def train_on(
+    ranks: Collection[int],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    loss_of: Callable[[int, int], Tensor],
+) -> dict[str, Tensor]:
+    """Train on the batches of ``ranks`` and return the weights.
+
+    Args:
+        ranks: the rank itself where the model is distributed, and all of them on one process.
+        loss_of: the loss of a step and a rank.
+    """
+
+    def losses(step: int) -> Iterator[Tensor]:
+        for rank in ranks:
+            yield loss_of(step, rank) / len(ranks)
+
+    return train_alone(model, optimizer, num_steps, losses)
 
 
 def assert_states_equal(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.comm.world import World
 from tests.fsdp.models import Block, build, loss_of
+from tests.reference import assert_states_close
 
 BLOCKS = ec.units.by_type(Block)
 
@@ -44,6 +45,4 @@ def whole_grads(model: ec.FSDP, world: World) -> dict[str, Tensor]:
 
 
 def same_grads(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+    assert_states_close(found, expected, rtol=1e-11, atol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon import Strategy
+from tests import reference
 
 VOCABULARY, WIDTH, LENGTH = 11, 6, 5
 # Hybrid strategies need a mesh: see test_hybrid.
@@ -72,15 +74,12 @@ def train_plain(size: int, steps: int, *, clip: float | None = None) -> tuple[di
     """One process on the batches of ``size`` ranks together."""
     model = build()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    losses = []
-    for step in range(steps):
+
+    def losses(step: int) -> Iterator[Tensor]:
         parts = [batch(step, rank) for rank in range(size)]
-        tokens, targets = (torch.cat(column) for column in zip(*parts, strict=True))
-        loss = loss_of(model, tokens, targets)
-        loss.backward()
+        yield loss_of(model, *(torch.cat(column) for column in zip(*parts, strict=True)))
         if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return model.state_dict(), losses
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+
+    totals = reference.train(optimizer, steps, losses)
+    return model.state_dict(), totals

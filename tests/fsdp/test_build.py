@@ -16,7 +16,9 @@ import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, ModelMismatch, StateError
 from echelon.state import initialization
+from tests import reference
 from tests.fsdp.live import Live
+from tests.reference import assert_states_equal
 from tests.worlds import KINDS, run_world
 
 VOCABULARY, WIDTH, SEED = 11, 6, 5
@@ -96,13 +98,13 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int]) -> None:
     """Two steps on the batches of these ranks."""
-    for step in range(2):
-        tokens, targets = (
-            torch.cat(column) for column in zip(*(batch(step, r) for r in ranks), strict=True)
-        )
-        F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def losses(step: int) -> list[Tensor]:
+        columns = zip(*(batch(step, rank) for rank in ranks), strict=True)
+        tokens, targets = (torch.cat(column) for column in columns)
+        return [F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())]
+
+    reference.train(optimizer, 2, losses)
 
 
 def same(model: ec.FSDP, expected: nn.Module) -> None:
@@ -110,8 +112,7 @@ def same(model: ec.FSDP, expected: nn.Module) -> None:
     with model.full_parameters():
         found, wanted = dict(everything(model.module)), dict(everything(expected))
         assert list(found) == list(wanted)
-        for name, value in wanted.items():
-            assert torch.equal(found[name], value), name
+        assert_states_equal(found, wanted)
         assert model.module.head.weight is model.module.tokens.weight
 
 

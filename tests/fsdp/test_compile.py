@@ -1,6 +1,7 @@
 """Units whose modules are compiled: what they compute stays the same, and stays one graph."""
 
 import copy
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.comm.world import World
 from tests.fsdp.models import Block
+from tests.reference import assert_states_close, rows, train_alone
 from tests.worlds import run_world
 
 # Needs no C++ compiler, and traces forward and backward as the default backend does. A full graph
@@ -34,17 +36,14 @@ def stack() -> Stack:
     return Stack().double()
 
 
-def batch(step: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(3, 6, dtype=torch.float64, generator=generator)
-
-
-def train(model: nn.Module, batches: list[Tensor]) -> None:
+def train(model: nn.Module, ranks: Sequence[int]) -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for one in batches:
-        model(one).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def losses(step: int) -> list[Tensor]:
+        x = torch.cat([rows(rank, 3, 6, step=step) for rank in ranks])
+        return [model(x).square().mean()]
+
+    return train_alone(model, optimizer, STEPS, losses)
 
 
 def compiled(way: str) -> tuple[Stack, ec.units.Rule]:
@@ -67,10 +66,10 @@ def trains(world: World, way: str, initial: dict[str, Tensor]) -> dict[str, Tens
     prefix = "" if way == "block.compile()" else "_orig_mod."
     names = {f"blocks.{i}.": f"blocks.{i}.{prefix}" for i in range(2)}
     sharded.load_state_dict({names[key[:9]] + key[9:]: value for key, value in initial.items()})
-    train(sharded, [batch(step, world.rank) for step in range(STEPS)])
+    state = train(sharded, [world.rank])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert not torch._dynamo.utils.counters["graph_break"]
-    return {key.replace("_orig_mod.", ""): v for key, v in sharded.state_dict().items()}
+    return {key.replace("_orig_mod.", ""): v for key, v in state.items()}
 
 
 @pytest.mark.slow
@@ -88,8 +87,7 @@ def test_training_with_compiled_units_equals_one_process(kind: str, way: str) ->
     torch._dynamo.reset()
     plain = stack()
     initial = copy.deepcopy(plain.state_dict())
-    train(plain, [torch.cat([batch(step, r) for r in range(2)]) for step in range(STEPS)])
-    for found in run_world(kind, trains, 2, [way, initial]):
-        for name, value in plain.state_dict().items():
-            # Sums over ranks have another order; AdamW divides them by their own size.
-            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-10)
+    expected = train(plain, range(2))
+    for state in run_world(kind, trains, 2, [way, initial]):
+        # Sums over ranks have another order; AdamW divides them by their own size.
+        assert_states_close(state, expected, rtol=1e-9, atol=1e-10)

@@ -11,6 +11,7 @@ import torch
 import echelon as ec
 from tests.fsdp.models import Block, batch, build, loss_of, train_plain
 from tests.fsdp.test_seeds import Weights
+from tests.reference import assert_states_close
 from tests.worlds import KINDS, run_world
 
 HYBRID = [strategy for strategy in ec.Strategy if strategy.hybrid]
@@ -85,8 +86,7 @@ def test_training_equals_one_process(kind: str, ranks: int, replicas: int) -> No
     expected, _ = train_plain(ranks, STEPS, clip=0.1)
     for found in run_world(kind, train_all, ranks, (replicas, COMBINATIONS)):
         for state in found:
-            for name, value in expected.items():
-                torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=name)
+            assert_states_close(state, expected, rtol=1e-11, atol=1e-12)
 
 
 def unused_in_one_group(world: ec.World) -> None:

@@ -21,6 +21,7 @@ from echelon.errors import ArgumentError
 from tests.fsdp.checking import shard
 from tests.fsdp.models import batch, build, loss_of, train_plain
 from tests.fsdp.two_memories import separate, watched
+from tests.reference import assert_states_equal
 from tests.worlds import run_world
 
 LOW = ec.MixedPrecision(compute=torch.bfloat16, buffers=torch.bfloat16)
@@ -180,9 +181,8 @@ def handles_masters(world: World) -> None:
             assert all(bool((value == 2).all()) for value in model.state_dict().values())
             model.load_state_dict(saved)
             model.load_optimizer_state_dict(optimizer, state)
-            for name, value in twin.state_dict().items():
-                assert torch.equal(value, saved[name])
-                assert torch.equal(model.state_dict()[name], value)
+            assert_states_equal(twin.state_dict(), saved)
+            assert_states_equal(model.state_dict(), saved)
             with torch.no_grad():
                 assert torch.equal(model(x), twin(x))
             assert all(map(memories.is_host, (*model.parameters(), *twin.parameters())))

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.comm.world import World
+from tests import reference
 from tests.fsdp.models import PLAIN
 from tests.fsdp.test_transformers import MODELS, batch
+from tests.reference import assert_states_close, assert_states_equal
 from tests.worlds import KINDS, run_world
 
 STEPS = 2
@@ -138,15 +140,12 @@ def train(world: World, plain: nn.Module, case: Case, **options: Any) -> Trained
         min_num_params=0,
         **options,
     )
-    optimizer = optimizer_of(model)
-    losses = []
-    for step in range(STEPS):
-        loss = loss_of(model, batch(case.model, step, world.rank))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Trained(losses, adapters(model.state_dict()))
+
+    def losses(step: int) -> list[Tensor]:
+        return [loss_of(model, batch(case.model, step, world.rank))]
+
+    totals = reference.train(optimizer_of(model), STEPS, losses)
+    return Trained(totals, adapters(model.state_dict()))
 
 
 Models = dict[Any, nn.Module]
@@ -167,8 +166,7 @@ def check_bits(kind: str, cases: list[Case]) -> None:
             expected = in_one_process(case.prepared, 2)[rank]
             assert found.losses == expected.losses, case
             assert list(found.state) == list(expected.state)
-            for name, value in expected.state.items():
-                assert torch.equal(found.state[name], value), (case, name)
+            assert_states_equal(found.state, expected.state)
 
 
 @pytest.mark.slow
@@ -197,5 +195,4 @@ def test_lora_under_hybrid_strategies_equals_one_process() -> None:
             expected = in_one_process(case.prepared, 4)[rank]
             # Four gradients are added in pairs.
             assert found.losses == pytest.approx(expected.losses, rel=1e-12)
-            for name, value in expected.state.items():
-                torch.testing.assert_close(found.state[name], value, rtol=1e-12, atol=1e-12)
+            assert_states_close(found.state, expected.state, rtol=1e-12, atol=1e-12)

@@ -16,6 +16,7 @@ from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from tests.fsdp.checking import shard
 from tests.fsdp.models import Block, batch, build, loss_of
+from tests.reference import assert_states_close
 from tests.worlds import run_world
 
 ROWS = 6  # of a step, whatever the number of ranks
@@ -71,11 +72,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["param_groups"] == expected["param_groups"]
     assert found["state"].keys() == expected["state"].keys()
     for name, entry in expected["state"].items():
-        assert found["state"][name].keys() == entry.keys()
-        for key, value in entry.items():
-            torch.testing.assert_close(
-                found["state"][name][key], value, **CLOSE, msg=f"{key} of {name}"
-            )
+        assert_states_close(found["state"][name], entry, **CLOSE)
 
 
 def packed(*values: Any) -> bytes:
@@ -106,8 +103,7 @@ def resumes(world: World, name: str, options: dict[str, Any], saved: bytes) -> N
     same(model.optimizer_state_dict(optimizer), state)
     train(model, optimizer, world, range(BEFORE, BEFORE + AFTER))
     expected, _ = plain_run(name, BEFORE + AFTER)
-    for key, value in model.state_dict().items():
-        torch.testing.assert_close(value, expected[key], **CLOSE, msg=key)
+    assert_states_close(model.state_dict(), expected, **CLOSE)
 
 
 WAYS: list[dict[str, Any]] = [
@@ -153,8 +149,7 @@ def test_a_plain_model_loads_what_ranks_saved() -> None:
         }
     )
     train(model, optimizer, None, range(BEFORE, BEFORE + AFTER))
-    for key, value in plain_run("AdamW", BEFORE + AFTER)[0].items():
-        torch.testing.assert_close(model.state_dict()[key], value, **CLOSE, msg=key)
+    assert_states_close(model.state_dict(), plain_run("AdamW", BEFORE + AFTER)[0], **CLOSE)
 
 
 def owns_nothing(world: World) -> None:

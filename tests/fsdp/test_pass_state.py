@@ -10,7 +10,8 @@ import echelon as ec
 from echelon.comm.world import World
 from echelon.fsdp.pass_state import BackwardPass, UnitForwards
 from tests.fsdp.checking import shard
-from tests.worlds import run_world
+from tests.reference import rows
+from tests.worlds import events_of, run_world
 
 LOW = torch.bfloat16
 
@@ -36,8 +37,7 @@ def net() -> nn.Module:
 
 def loss_of(model: nn.Module, rank: int, times: int) -> Tensor:
     """As many forwards as ``times``."""
-    generator = torch.Generator().manual_seed(rank)
-    inputs = torch.randn(times, 2, 4, generator=generator).to(LOW)
+    inputs = rows(rank, times, 2, 4, dtype=torch.float32).to(LOW)
     return sum((i + 1) * model(x).float().square().sum() for i, x in enumerate(inputs))
 
 
@@ -94,19 +94,11 @@ def drops_a_forward(world: World) -> list[str]:
     model = shard(world, net(), units=ec.units.by_type(nn.Linear), precision=PRECISION)
     loss_of(model, world.rank, 1)  # its graph is gone at once
     loss = loss_of(model, world.rank, 1)
-    calls: list[str] = []
-
-    def listener(event: ec.events.Event) -> None:
-        if event.facts.get("rank") != world.rank:
-            return
-        if event.name == "collective.issue" and event.facts["op"] == "reduce_scatter_single":
-            calls.append("reduce")
-        elif event.name == "fsdp.gather":
-            calls.append("gather")
-
-    with ec.events.listen(listener):
+    with events_of(world.rank, "collective.issue", "fsdp.gather") as events:
         loss.backward()
-    return calls
+    operations = {"reduce_scatter_single": "reduce", None: "gather"}
+    calls = [operations.get(event.facts.get("op")) for event in events]
+    return [call for call in calls if call is not None]
 
 
 def test_a_forward_whose_graph_is_gone_delays_nothing() -> None:

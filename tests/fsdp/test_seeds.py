@@ -9,7 +9,8 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
-from tests.worlds import KINDS, run_world
+from tests.reference import assert_states_close, rows
+from tests.worlds import KINDS, events_of, run_world
 
 
 class Weights(nn.Module):
@@ -76,29 +77,26 @@ class Sometimes(nn.Module):
 
 
 def unequal_rows(world: World) -> None:
-    for layout, rows in (("rows", [1, 1, 0, 0]), ("rows", [2, 1, 1, 1])):
+    for layout, num_rows in (("rows", [1, 1, 0, 0]), ("rows", [2, 1, 1, 1])):
         torch.manual_seed(0)
-        plain = nn.Linear(3, sum(rows))
+        plain = nn.Linear(3, sum(num_rows))
         torch.manual_seed(0)
-        model = shard(nn.Linear(3, sum(rows)), world, layout=layout)
-        assert tuple(model.weight.shape) == (rows[world.rank], 3)
+        model = shard(nn.Linear(3, sum(num_rows)), world, layout=layout)
+        assert tuple(model.weight.shape) == (num_rows[world.rank], 3)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         reference = torch.optim.Adam(plain.parameters(), lr=0.1)
         for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            x = torch.randn(4, 2, 3, generator=generator)
+            x = rows(0, 4, 2, 3, step=step, dtype=torch.float32)
             loss = model(x[world.rank]).square().mean()
             loss.backward()
-            if not rows[world.rank]:
+            if not num_rows[world.rank]:
                 assert tuple(model.weight.grad.shape) == (0, 3)
             optimizer.step()
             optimizer.zero_grad()
             plain(x.flatten(0, 1)).square().mean().backward()
             reference.step()
             reference.zero_grad()
-        state = model.state_dict()
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(state[name], value)
+        assert_states_close(model.state_dict(), plain.state_dict())
 
 
 def few_elements(world: World) -> None:
@@ -242,19 +240,13 @@ def orders(world: World) -> list[tuple[str, ...]]:
         units=ec.units.by_type(nn.Linear),
         min_num_params=0,
     )
-    calls: list[tuple[str, ...]] = []
-
-    def listener(event: ec.events.Event) -> None:
-        if event.name == "collective.issue" and event.facts["rank"] == world.rank:
-            calls.append((event.facts["op"], event.facts["label"]))
-
-    with ec.events.listen(listener):
+    with events_of(world.rank, "collective.issue") as events:
         for step in range(2):
             model(torch.full((1, 8), float(step + world.rank))).sum().backward()
     assert [name for name, _ in model.named_parameters()] == [
         f"{i}.{name}" for i in range(4) for name in ("weight", "bias")
     ]
-    return calls
+    return [(event.facts["op"], event.facts["label"]) for event in events]
 
 
 CHECKS = {

@@ -18,6 +18,7 @@ from echelon.comm.world import World
 from echelon.errors import StateError
 from tests.fsdp.checking import plain_grads, same_grads, shard, whole_grads
 from tests.fsdp.models import batch, build, loss_of
+from tests.reference import assert_states_close, assert_states_equal
 from tests.worlds import run_world
 
 LOW = ec.MixedPrecision(reduce=torch.float32)
@@ -52,8 +53,7 @@ def copies(world: World, options: dict[str, Any]) -> None:
         for param in clone.parameters():
             param.zero_()
     clone.shift.zero_()
-    for name, value in parts(model).items():
-        assert torch.equal(value, before[name])
+    assert_states_equal(parts(model), before)
     assert model.shift.sum() > 0
     assert all(not value.any() for value in clone.state_dict().values())
     with model.full_parameters(), pytest.raises(StateError, match="copy the model outside"):
@@ -130,8 +130,7 @@ def averages(world: World, options: dict[str, Any]) -> None:
             mean.update_parameters(model)
         found, now = mean.module.state_dict(), model.state_dict()
         assert not torch.equal(found["head.weight"], now["head.weight"])
-        for name, value in plain_mean.module.state_dict().items():
-            torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+        assert_states_close(found, plain_mean.module.state_dict(), rtol=1e-11, atol=1e-12)
         tokens, _ = batch(9, world.rank)
         with torch.no_grad():
             torch.testing.assert_close(mean(tokens), plain_mean(tokens), rtol=1e-10, atol=1e-11)

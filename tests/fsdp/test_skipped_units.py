@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ import echelon as ec
 from echelon.errors import CollectiveMismatch, CommError
 from tests.comm.gloo_ranks import gloo_outcomes
 from tests.fsdp.models import Block
-from tests.reference import train_alone
+from tests.reference import assert_states_close, rows, train_on
 from tests.worlds import run_world
 
 WIDTH, BLOCKS = 6, 6
@@ -57,8 +56,7 @@ USED = [
 
 
 def inputs(step: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(2, WIDTH, dtype=torch.float64, generator=generator)
+    return rows(rank, 2, WIDTH, step=step)
 
 
 def build() -> Skipping:
@@ -66,32 +64,40 @@ def build() -> Skipping:
     return Skipping().double()
 
 
-def train(world: ec.World, **options: Any) -> dict[str, Tensor]:
+def shard(world: ec.World, model: nn.Module, **options: Any) -> ec.FSDP:
     rule = ec.units.by_type(Mixture)
-    model = ec.FSDP(build(), world.group, units=rule, min_num_params=0, **options)
+    return ec.FSDP(model, world.group, **{"units": rule, "min_num_params": 0, **options})
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.05)
+
+
+def train(world: ec.World, **options: Any) -> dict[str, Tensor]:
+    model = shard(world, build(), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for step, used in enumerate(USED):
-        both = (step + world.rank) % 2 == 0
-        x = inputs(step, world.rank)
+
+    def loss_of(step: int, rank: int) -> Tensor:
+        both = (step + rank) % 2 == 0
+        x = inputs(step, rank)
         with torch.no_grad():
-            model(x, USED[step - 1][world.rank], both)
-        model(x, used[world.rank], both).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            model(x, USED[step - 1][rank], both)
+        return model(x, USED[step][rank], both).square().mean()
+
+    state = train_on([world.rank], model, optimizer, len(USED), loss_of)
     assert not any(unit.gathered for unit in model.units)
-    return model.state_dict()
+    return state
 
 
 def plain(size: int) -> dict[str, Tensor]:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
 
-    def losses(step: int) -> Iterator[Tensor]:
-        for rank in range(size):
-            both = (step + rank) % 2 == 0
-            yield model(inputs(step, rank), USED[step][rank], both).square().mean() / size
+    def loss_of(step: int, rank: int) -> Tensor:
+        both = (step + rank) % 2 == 0
+        return model(inputs(step, rank), USED[step][rank], both).square().mean()
 
-    return train_alone(model, optimizer, len(USED), losses)
+    return train_on(range(size), model, optimizer, len(USED), loss_of)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -112,13 +118,11 @@ def test_ranks_may_skip_different_units(kind: str, ranks: int) -> None:
     expected = plain(ranks)
     for states in run_world(kind, train_all, ranks, timeout=20):
         for state in states:
-            for name, value in expected.items():
-                torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=name)
+            assert_states_close(state, expected, rtol=1e-11, atol=1e-12)
 
 
 def train_in_other_orders(world: ec.World) -> None:
-    rule = ec.units.by_type(Mixture)
-    model = ec.FSDP(build(), world.group, units=rule, min_num_params=0)
+    model = shard(world, build())
     order = [0, 1, 2] if world.rank == 0 else [2, 1, 0]
     for step in range(2):
         model(inputs(step, world.rank), order, True).sum().backward()
@@ -139,30 +143,22 @@ FIRST = [
 ]
 
 
+def train_first(ranks: range | list[int], model: nn.Module) -> dict[str, Tensor]:
+    def loss_of(step: int, rank: int) -> Tensor:
+        return model(inputs(step, rank), sorted(FIRST[step][rank]), True).square().mean()
+
+    return train_on(ranks, model, sgd(model), len(FIRST), loss_of)
+
+
 def train_from_the_first_step(world: ec.World) -> dict[str, Tensor]:
-    rule = ec.units.by_type(Mixture)
-    model = ec.FSDP(build(), world.group, units=rule, min_num_params=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step, used in enumerate(FIRST):
-        model(inputs(step, world.rank), sorted(used[world.rank]), True).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
+    return train_first([world.rank], shard(world, build()))
 
 
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_ranks_may_skip_different_units_from_the_first_step(kind: str) -> None:
-    plain_model = build()
-    optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.05)
-    for step, used in enumerate(FIRST):
-        for rank in range(3):
-            loss = plain_model(inputs(step, rank), sorted(used[rank]), True).square().mean()
-            (loss / 3).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    expected = train_first(range(3), build())
     for state in run_world(kind, train_from_the_first_step, 3, timeout=20):
-        for name, value in plain_model.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=name)
+        assert_states_close(state, expected, rtol=1e-11, atol=1e-12)
 
 
 AFTER = [1, 2, 0, 3]  # by step: what the second forward uses
@@ -203,9 +199,8 @@ def train_with_all_kinds(world: ec.World, steps: tuple[int, ...]) -> list[dict[s
     states = []
     for kind in KINDS:
         for strategy in (ec.Strategy.SHARD_GRAD_OP, ec.Strategy.FULL_SHARD):
-            rule = ec.units.by_type(Mixture)
-            model = ec.FSDP(build(), world.group, units=rule, min_num_params=0, strategy=strategy)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            model = shard(world, build(), strategy=strategy)
+            optimizer = sgd(model)
             for step in steps:
                 kind(model, step, world.rank)
                 optimizer.step()
@@ -222,7 +217,7 @@ def test_ranks_may_skip_units_that_were_released_before_their_backward(
     states = []
     for kind in KINDS:
         model = build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = sgd(model)
         for step in steps:
             for rank in range(3):
                 kind(model, step, rank)
@@ -234,12 +229,8 @@ def test_ranks_may_skip_units_that_were_released_before_their_backward(
         states += 2 * [model.state_dict()]
     train = partial(train_with_all_kinds, steps=steps)
     for those in run_world(world, train, 3, timeout=20):
-        for kind, state, expected in zip(
-            sorted(2 * KINDS, key=KINDS.index), those, states, strict=True
-        ):
-            for name, value in expected.items():
-                where = f"{kind.__name__}: {name}"
-                torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=where)
+        for state, expected in zip(those, states, strict=True):
+            assert_states_close(state, expected, rtol=1e-11, atol=1e-12)
 
 
 class Around(nn.Module):
@@ -277,20 +268,28 @@ class Nested(nn.Module):
         return self.pair[1](self.pair[0](x))
 
 
+def train_nested_on(
+    ranks: range | list[int], model: nn.Module, first_step: int
+) -> dict[str, Tensor]:
+    used = FIRST[first_step:]
+
+    def loss_of(step: int, rank: int) -> Tensor:
+        return model(inputs(first_step, rank), used[step][rank]).square().mean()
+
+    return train_on(ranks, model, sgd(model), len(used), loss_of)
+
+
+def nested(reentrant: bool) -> nn.Module:
+    torch.manual_seed(1)
+    return Nested(reentrant).double()
+
+
 def train_nested(
     world: ec.World, step: int, strategy: ec.Strategy, reentrant: bool
 ) -> dict[str, Tensor]:
-    torch.manual_seed(1)
     rule = ec.units.by_type(Mixture, Around)
-    model = ec.FSDP(
-        Nested(reentrant).double(), world.group, units=rule, min_num_params=0, strategy=strategy
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for used in FIRST[step:]:
-        model(inputs(step, world.rank), used[world.rank]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
+    model = shard(world, nested(reentrant), units=rule, strategy=strategy)
+    return train_nested_on([world.rank], model, step)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -299,21 +298,11 @@ def train_nested(
 def test_ranks_may_skip_units_inside_of_units_from_the_first_step(
     step: int, strategy: ec.Strategy, reentrant: bool
 ) -> None:
-    torch.manual_seed(1)
-    model = Nested(reentrant).double()
-    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.05)
-    for used in FIRST[step:]:
-        for rank in range(3):
-            (model(inputs(step, rank), used[rank]).square().mean() / 3).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = model.state_dict()
+    expected = train_nested_on(range(3), nested(reentrant), step)
     train = partial(train_nested, step=step, strategy=strategy, reentrant=reentrant)
     for kind in ("threads", "gloo"):
         for state in run_world(kind, train, 3, timeout=20):
-            for name, value in expected.items():
-                where = f"{kind}: {name}"
-                torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=where)
+            assert_states_close(state, expected, rtol=1e-11, atol=1e-12)
 
 
 class Prefixed(nn.Module):
@@ -335,34 +324,28 @@ class Prefixed(nn.Module):
 EARLY = [(False, False, False), (True, False, False), (False, True, True), (True, True, True)]
 
 
+def prefixed() -> nn.Module:
+    torch.manual_seed(1)
+    return Prefixed().double()
+
+
+def train_early(ranks: range | list[int], model: nn.Module) -> dict[str, Tensor]:
+    def loss_of(step: int, rank: int) -> Tensor:
+        return model(inputs(step, rank), EARLY[step][rank]).square().mean()
+
+    return train_on(ranks, model, sgd(model), len(EARLY), loss_of)
+
+
 def train_prefixed(world: ec.World) -> list[dict[str, Tensor]]:
-    states = []
-    for strategy in (ec.Strategy.FULL_SHARD, ec.Strategy.SHARD_GRAD_OP):
-        torch.manual_seed(1)
-        rule = ec.units.by_type(Mixture)
-        plain = Prefixed().double()
-        model = ec.FSDP(plain, world.group, units=rule, min_num_params=0, strategy=strategy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step, early in enumerate(EARLY):
-            model(inputs(step, world.rank), early[world.rank]).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        states.append(model.state_dict())
-    return states
+    return [
+        train_early([world.rank], shard(world, prefixed(), strategy=strategy))
+        for strategy in (ec.Strategy.FULL_SHARD, ec.Strategy.SHARD_GRAD_OP)
+    ]
 
 
 @pytest.mark.parametrize("world", ["threads", "gloo"])
 def test_backward_may_come_to_frozen_units_that_it_never_came_to(world: str) -> None:
-    torch.manual_seed(1)
-    model = Prefixed().double()
-    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.05)
-    for step, early in enumerate(EARLY):
-        for rank in range(3):
-            (model(inputs(step, rank), early[rank]).square().mean() / 3).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = model.state_dict()
+    expected = train_early(range(3), prefixed())
     for states in run_world(world, train_prefixed, 3, timeout=20):
         for state in states:
-            for name, value in expected.items():
-                torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-12, msg=name)
+            assert_states_close(state, expected, rtol=1e-11, atol=1e-12)

@@ -13,6 +13,7 @@ from echelon.errors import ArgumentError, StateError
 from tests.fsdp.checking import plain_grads, same_grads, shard, whole_grads
 from tests.fsdp.models import batch, build, loss_of
 from tests.fsdp.test_policy import computes_low, ignores
+from tests.reference import assert_states_equal
 from tests.worlds import run_world
 
 # --- state ---------------------------------------------------------------------------------------
@@ -25,8 +26,7 @@ def saves(world: World, layout: str) -> None:
     assert report == ([], [])
     state = model.state_dict()
     assert list(state) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(state[name], value)
+    assert_states_equal(state, expected)
     model.load_state_dict({**state, "shift": state["shift"] + 1})
     assert torch.equal(model.module.shift, state["shift"] + 1)
     with pytest.raises(ArgumentError, match=r"blocks\.0\.scale: missing; more: unexpected"):
@@ -55,8 +55,7 @@ def refuses_values(world: World) -> None:
     ]:
         with pytest.raises(ArgumentError, match=rf"frozen\.weight: {words}"):
             model.load_state_dict({**ones, "frozen.weight": wrong})
-    for name, value in model.sharded_state_dict().items():
-        assert torch.equal(value, before[name])
+    assert_states_equal(model.sharded_state_dict(), before)
     model.load_state_dict({name: value.half() for name, value in ones.items()})
     assert torch.equal(model.state_dict()["blocks.1.scale"], torch.ones(()).double())
     counted = shard(
@@ -90,8 +89,7 @@ def saves_parts(world: World, layout: str) -> None:
     model.load_state_dict(build(seed=2).state_dict())
     assert not torch.equal(state["shift"] + 1, model.shift)  # copies, not views
     assert model.load_sharded_state_dict(state) == ([], [])
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, plain[name])
+    assert_states_equal(model.state_dict(), plain)
     size = model.frozen.weight.shape
     larger = torch.ones(size[0] + 1, *size[1:])
     ones = {name: torch.ones_like(value) for name, value in state.items()}
@@ -100,8 +98,7 @@ def saves_parts(world: World, layout: str) -> None:
     assert f"{tuple(larger.shape)} instead of {tuple(size)}" in str(error.value)
     with pytest.raises(ArgumentError, match="more: unexpected"):
         model.load_sharded_state_dict({**ones, "more": torch.ones(1)})
-    for name, value in model.sharded_state_dict().items():
-        assert torch.equal(value, state[name])
+    assert_states_equal(model.sharded_state_dict(), state)
 
 
 @pytest.mark.parametrize("layout", ["flat", "rows"])
@@ -116,8 +113,7 @@ def loads_inside(world: World) -> None:
     assert larger.load_state_dict(plain) == ([], [])
     state = larger.state_dict()
     assert list(state) == list(plain)
-    for name, value in plain.items():
-        assert torch.equal(state[name], value)
+    assert_states_equal(state, plain)
     with pytest.raises(RuntimeError, match=r"size mismatch for a\.module\.head\.weight"):
         larger.load_state_dict({**plain, "a.head.weight": torch.ones(2)})
     with pytest.raises(ArgumentError, match="assign"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import echelon as ec
@@ -15,16 +15,11 @@ from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from tests.fsdp.checking import shard
 from tests.fsdp.models import batch, build, loss_of, train_plain
+from tests.reference import assert_states_close
 from tests.worlds import run_world
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}
 FLAT = {"use_orig_params": False}
-
-
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=name, **CLOSE)
 
 
 def puts_shards_together(world: World) -> None:
@@ -77,7 +72,7 @@ def trains(world: World, **options: Any) -> ec.FSDP:
         optimizer.zero_grad()
     assert [id(p) for p in model.parameters()] == [id(p) for p in seen]
     expected, _ = train_plain(world.size, 3, clip=0.1)
-    same(model.state_dict(), expected)
+    assert_states_close(model.state_dict(), expected, **CLOSE)
     return model
 
 
@@ -116,7 +111,7 @@ def copies(world: World) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(3)
-    same(clone.state_dict(), first)
+    assert_states_close(clone.state_dict(), first, **CLOSE)
     average.update_parameters(model)
     with model.full_parameters():
         assert torch.equal(model.module.head.weight, 3 * first["head.weight"])
@@ -193,7 +188,7 @@ def moves_between_kinds(world: World) -> dict[str, Any]:
         resumed = adam(other)
         other.load_optimizer_state_dict(resumed, state)
         steps(other, resumed, world.rank, range(2, 3))
-        same(other.state_dict(), expected)
+        assert_states_close(other.state_dict(), expected, **CLOSE)
     return {"state": state, "weights": model.state_dict()}
 
 
@@ -245,7 +240,7 @@ def orig_optimizer_from_before(world: World) -> None:
     optimizer = adam(plain)
     model = shard(world, plain)
     steps(model, optimizer, world.rank, range(3))
-    same(model.state_dict(), train_plain(world.size, 3)[0])
+    assert_states_close(model.state_dict(), train_plain(world.size, 3)[0], **CLOSE)
 
 
 def test_an_optimizer_made_before_wrapping_trains_the_parts() -> None:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.comm.world import World
+from tests import reference
+from tests.reference import assert_states_close
 from tests.transformers_models import VOCABULARY, of_gpt2, of_llama
 from tests.worlds import run_world
 
@@ -92,14 +94,7 @@ def loss_of(model: nn.Module, one: dict[str, Tensor]) -> Tensor:
 
 def train(model: nn.Module, batches: list[dict[str, Tensor]]) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for one in batches:
-        loss = loss_of(model, one)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return reference.train(optimizer, len(batches), lambda step: [loss_of(model, batches[step])])
 
 
 @cache
@@ -148,9 +143,8 @@ def test_training_equals_one_process_on_the_concatenated_batch(kind: str, case: 
         assert mean == pytest.approx(losses[step], rel=1e-12)
     for _, whole in found:
         assert list(whole) == list(state)
-        for name, value in state.items():
-            # Sums over ranks have another order; AdamW divides them by their own size.
-            torch.testing.assert_close(whole[name], value, rtol=1e-9, atol=1e-10)
+        # Sums over ranks have another order; AdamW divides them by their own size.
+        assert_states_close(whole, state, rtol=1e-9, atol=1e-10)
 
 
 def generates(world: World, plain_model: nn.Module) -> Tensor:

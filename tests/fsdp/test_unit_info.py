@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon import events
 from echelon.errors import ArgumentError, StateError
+from tests import reference
 from tests.worlds import KINDS, run_world
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-13}
@@ -21,7 +22,7 @@ def build() -> nn.Sequential:
 
 
 def rows(rank: int) -> Tensor:
-    return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    return reference.rows(rank, 3, 4)
 
 
 def shard(world: ec.World, **options: Any) -> ec.FSDP:
@@ -77,8 +78,7 @@ def unwraps(world: ec.World) -> None:
             optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
             one(rows(0)).square().mean().backward()
             optimizer.step()
-        for name, value in module.state_dict().items():
-            torch.testing.assert_close(value, plain.state_dict()[name], **CLOSE)
+        reference.assert_states_close(module.state_dict(), plain.state_dict(), **CLOSE)
         again = ec.FSDP(module, world.group, min_num_params=0)
         again(rows(world.rank)).square().mean().backward()
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from tests.reference import assert_states_close, rows, train_alone
 from tests.worlds import run_world
 
 PRE, POST, NONE = ec.BackwardPrefetch
@@ -48,9 +49,7 @@ def train(world: ec.World, options: dict[str, Any]) -> tuple[list[list[str]], di
     with ec.events.listen(listen):
         for step, order in enumerate(ORDERS):
             steps.append([])
-            generator = torch.Generator().manual_seed(10 * step + world.rank)
-            x = torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
-            loss = model(x, order).square().mean()
+            loss = model(rows(world.rank, 3, WIDTH, step=step), order).square().mean()
             steps[-1].append("|")
             loss.backward()
             optimizer.step()
@@ -62,16 +61,12 @@ def plain(size: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Row().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, order in enumerate(ORDERS):
-        x = [
-            torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
-            for rank in range(size)
-            for generator in [torch.Generator().manual_seed(10 * step + rank)]
-        ]
-        model(torch.cat(x), order).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return model.state_dict()
+
+    def losses(step: int) -> list[Tensor]:
+        x = torch.cat([rows(rank, 3, WIDTH, step=step) for rank in range(size)])
+        return [model(x, ORDERS[step]).square().mean()]
+
+    return train_alone(model, optimizer, len(ORDERS), losses)
 
 
 OPTIONS = [
@@ -102,8 +97,7 @@ def test_the_weights_are_those_of_one_process(over_gloo: list[list[Any]]) -> Non
     expected = plain(2)
     for rank in over_gloo:
         for _, state in rank:
-            for name, value in expected.items():
-                torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-13, msg=name)
+            assert_states_close(state, expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +149,7 @@ def test_where_memory_is_shared_the_options_change_nothing() -> None:
     expected = plain(2)
     for options in OPTIONS:
         for _, state in ec.run(train, 2, args=(options,)):
-            for name, value in expected.items():
-                torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-13, msg=name)
+            assert_states_close(state, expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(
