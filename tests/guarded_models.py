@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.comm.world import World
+from tests.reference import mse, rows
 
 WIDTH, ROWS = 4, 4
 NAN, INF = math.nan, math.inf
@@ -45,13 +46,8 @@ def blocks() -> list[nn.Module]:
     return [Block().double() for _ in range(2)]
 
 
-def mse(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
 def data(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    x, y = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    x, y = rows(rank, 2, ROWS, WIDTH, step=step)
     return x, y
 
 

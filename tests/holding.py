@@ -108,17 +108,6 @@ def check_optimizer(holdings: ShardedState, optimizer: torch.optim.Optimizer) ->
                 assert value.numel() == sum(lengths)
 
 
-def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], **close: float) -> None:
-    """The same tensors; bit by bit, unless it is said how close."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        if close:
-            torch.testing.assert_close(found[name], value.detach(), **close, msg=name)
-        else:
-            assert torch.equal(found[name], value), name
-
-
 @torch.no_grad()
 def write(holdings: ShardedState, whole: Mapping[str, Tensor]) -> None:
     """All that a load does: write this rank's ranges of a whole state."""

@@ -21,8 +21,9 @@ from echelon.errors import ArgumentError, StateError
 from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState
 from echelon.state.tensor_shard import Replication
 from tests.ddp.models import TiedLanguageModel
-from tests.holding import check_params, filled, joined, same, write
+from tests.holding import check_params, filled, joined, write
 from tests.pipeline.models import mse
+from tests.reference import assert_states_equal
 from tests.worlds import KINDS, run_world
 
 
@@ -74,7 +75,7 @@ def test_values_that_are_written_are_those_of_the_module() -> None:
     model = nn.Sequential(TiedLanguageModel(), nn.BatchNorm1d(3))
     weights = filled(copy.deepcopy(model), 7).state_dict()
     write(holdings_of(model, None), weights)
-    same(model.state_dict(), weights)
+    assert_states_equal(model.state_dict(), weights)
 
 
 def test_a_module_in_two_places_is_held_once_with_both_names() -> None:
@@ -132,7 +133,7 @@ def modules_with_holders_in_them(world: World) -> None:
     group = group_of([model], None)
     assert group is world.group
     holdings = holdings_of(model, group)
-    same(joined(holdings, group), expected)
+    assert_states_equal(joined(holdings, group), expected)
     kept = {one.name: one.replication for one in holdings.tensors}
     assert kept["trunk.0.weight"] is kept["head.scale"] is Replication.IDENTICAL
     assert kept["norm.running_mean"] is kept["alone.weight"] is Replication.PER_RANK
@@ -140,7 +141,7 @@ def modules_with_holders_in_them(world: World) -> None:
     assert set(holdings.params) == set(model.parameters())
     weights = {name: torch.full_like(one, 2) for name, one in expected.items()}
     write(holdings, weights)
-    same(joined(holdings_of(model, group), group), weights)
+    assert_states_equal(joined(holdings_of(model, group), group), weights)
 
 
 @pytest.mark.parametrize("kind", KINDS)

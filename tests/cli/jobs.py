@@ -6,15 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 from echelon.process.listeners import Listener
-from echelon.process.process_status import ProcessStatus
 from tests.children import environ
 from tests.listeners import listeners_of
+from tests.processes import wait_until
 
 MARK = "ECHELON_TEST_JOB"
 WAIT_S = 90.0
@@ -43,12 +42,6 @@ if rank == "1":
 (folder / f"saved-{rank}").write_text(f"{len(asked)}")
 sys.exit(75)
 """
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process has ended; where nobody waits for orphans it may still be listed."""
-    status = ProcessStatus.of(pid)
-    return status is None or status.ended
 
 
 class Job:
@@ -123,11 +116,7 @@ class Job:
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait until something is so, as long as the job runs."""
-        end = time.monotonic() + WAIT_S
-        while not ready():
-            assert self.launcher.poll() is None, self.end()
-            assert time.monotonic() < end, "it does not come"
-            time.sleep(0.05)
+        wait_until(ready, self.launcher, limit_s=WAIT_S)
 
     def end(self) -> tuple[int, str, list[str]]:
         """Wait for the end: the exit code, the output, and the lines on standard error."""

@@ -3,13 +3,13 @@
 import os
 import signal
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
 from echelon.launch.rank_output import RunFolder
 from tests.cli.jobs import Job
+from tests.processes import wait_until
 
 FAILS = """
 import os, pathlib, signal, sys, time
@@ -44,10 +44,7 @@ END_S = 8.0  # five and some for a busy machine
 
 def wait_for_the_end(job: Job) -> None:
     """Wait until no process of a job is left; not for longer than that may take."""
-    end = time.monotonic() + END_S
-    while job.processes() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert job.processes() == {}
+    wait_until(lambda: not job.processes(), limit_s=END_S)
 
 
 def test_the_screen_says_who_failed_and_which_attempt_begins(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.children import environ
+from tests.processes import wait_until
 
 RANKS = 2
 SCRIPT = """
@@ -64,11 +65,7 @@ def job(folder: Path, mode: str = "", world: str = "processes") -> Iterator[subp
         env=environ(TMPDIR=str(folder)),
     )
     try:
-        end = time.monotonic() + 90
-        while len(list(folder.glob("pid-*"))) < RANKS:
-            assert time.monotonic() < end
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.02)
+        wait_until(lambda: len(list(folder.glob("pid-*"))) == RANKS, process)
         yield process
     finally:
         with process:  # which waits for it and closes its pipes

@@ -12,7 +12,8 @@ import time
 import torch
 
 from echelon.comm.torch_dist import connect
-from tests.comm.gloo_ranks import free_port, local_job
+from tests.comm.gloo_ranks import local_job
+from tests.processes import free_port
 
 
 def rank_main(rank: int, port: int, how: str) -> None:

@@ -22,9 +22,9 @@ from echelon.comm.shm.segment import Segment
 from echelon.comm.shm.staged import Staged
 from echelon.errors import CommError, RankFailed, SharedMemoryError, StateError, WorldError
 from tests.children import environ
-from tests.cli.jobs import has_ended
 from tests.comm import path_checks
 from tests.comm.checking import refuses, same
+from tests.processes import becomes_true, has_ended
 
 NAME = "memfd:echelon"
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,16 +120,6 @@ def stay(world: ec.World, folder: str) -> None:
     world.group.barrier()
 
 
-def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether ``condition`` becomes true within ``seconds``."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def test_ranks_die_with_the_process_that_started_them(tmp_path) -> None:
     code = (
         "import sys, echelon as ec; from tests.comm.test_shm import stay;"
@@ -138,14 +128,14 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path) -> None:
     command = [sys.executable, "-c", code, str(tmp_path)]
     caller = subprocess.Popen(command, cwd=ROOT, env=environ())
     try:
-        assert until(lambda: len(list(tmp_path.glob("*.pid"))) == 3, 60.0)
+        assert becomes_true(lambda: len(list(tmp_path.glob("*.pid"))) == 3, 60.0)
         time.sleep(0.1)  # they do what they are meant to do
         pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
         assert not any(map(has_ended, pids))
     finally:
         caller.kill()
         caller.wait()
-    assert until(lambda: all(map(has_ended, pids)), 2.0)
+    assert becomes_true(lambda: all(map(has_ended, pids)), 2.0)
 
 
 def test_descriptors_do_not_grow_with_windows_and_groups() -> None:
@@ -313,7 +303,7 @@ def test_a_closed_world_has_delivered_everything_and_refuses_more() -> None:
 def issues_more_before_it_has_waited(world: ec.World) -> str:
     group = world.group.subgroup(range(world.size))
     first = group.all_reduce(torch.ones(2 + world.rank), async_op=True)
-    assert until(first.done, 10.0)
+    assert becomes_true(first.done, 10.0)
     refuses(ec.CollectiveMismatch, "#0 of group", lambda: group.barrier())  # the cause, once
     refuses(StateError, "start a new world", lambda: group.barrier())
     return "told"

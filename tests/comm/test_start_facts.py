@@ -19,7 +19,8 @@ from echelon.comm.torch_dist import connect
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StartMismatch
 from tests.children import environ
-from tests.comm.gloo_ranks import free_port, local_job, start
+from tests.comm.gloo_ranks import local_job, start
+from tests.processes import free_port
 from tests.worlds import KINDS, run_world
 
 ODD = 1

@@ -26,6 +26,7 @@ from tests.ddp.models import (
     token_loss,
     tokens,
 )
+from tests.worlds import events_of
 
 SMALL = {"bucket_bytes": 300, "first_bucket_bytes": 100}  # several buckets for the smallest models
 
@@ -338,17 +339,11 @@ def parameters_of_many_dtypes_train_together(world: ec.World) -> None:
 def the_number_of_collectives_and_their_bytes_follow_from_the_buckets(world: ec.World) -> None:
     model = nn.Sequential(nn.Linear(6, 17), nn.BatchNorm1d(17), nn.Linear(17, 2))
     ddp = ec.DDP(model, world.group, **SMALL)
-    seen: list[tuple[str, int]] = []
-
-    def listener(event: ec.events.Event) -> None:
-        if event.name == "collective.issue" and event.facts["rank"] == world.rank:
-            seen.append((event.facts["op"], event.facts["nbytes"]))
-
     x = torch.randn(4, 6)
     for _ in range(2):  # the second backward makes the buckets anew
         ddp(x).sum().backward()
     world.group.barrier()
-    with ec.events.listen(listener):
+    with events_of(world.rank, "collective.issue") as events:
         ddp.zero_grad()
         ddp(x).sum().backward()
     expected = []
@@ -358,7 +353,7 @@ def the_number_of_collectives_and_their_bytes_follow_from_the_buckets(world: ec.
             numels = [dict(model.named_parameters())[name].numel() for name in bucket.names]
             numel = sum(-(-n // 16) * 16 for n in numels[:-1]) + numels[-1]  # aligned to 16
             expected.append(("all_reduce", 4 * (numel + len(numels) + 2)))  # flags and notices
-    assert seen == expected
+    assert [(event.facts["op"], event.facts["nbytes"]) for event in events] == expected
 
 
 @check

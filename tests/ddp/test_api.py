@@ -11,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import echelon as ec
 from tests.ddp.checks import SMALL
 from tests.ddp.models import TiedLanguageModel, assert_close, gradients, mlp, rows, share
+from tests.reference import assert_states_equal
 
 
 def alone(fn):
@@ -51,8 +52,7 @@ def test_state_dicts_and_names_are_those_of_the_plain_model():
         pointers = [param.data_ptr() for param in ddp.parameters()]
         ddp.load_state_dict(other)
         assert [param.data_ptr() for param in ddp.parameters()] == pointers
-        for key, value in ddp.state_dict().items():
-            assert torch.equal(value, other[key])
+        assert_states_equal(ddp.state_dict(), other)
         with pytest.raises(RuntimeError, match=r"Missing key\(s\).*\"1.weight\""):
             ddp.load_state_dict({key: other[key] for key in other if key != "1.weight"})
         with pytest.raises(ec.ArgumentError, match="would replace the parameters"):
@@ -68,8 +68,7 @@ def test_a_larger_model_around_it_saves_and_loads_plain_names():
         assert list(outer.state_dict()) == list(plain.state_dict())
         assert dict(outer.named_parameters()).keys() == dict(plain.named_parameters()).keys()
         outer.load_state_dict(plain.state_dict())
-        for key, value in outer.state_dict().items():
-            assert torch.equal(value, plain.state_dict()[key])
+        assert_states_equal(outer.state_dict(), plain.state_dict())
         with pytest.raises(ec.ArgumentError, match="assign"):
             outer.load_state_dict(plain.state_dict(), assign=True)
 

@@ -13,8 +13,10 @@ from echelon.comm.world import World
 from echelon.ddp.replicas import TrackedBuffers
 from echelon.errors import StateError
 from echelon.state.tensor_shard import Replication
+from tests import reference
 from tests.ddp.models import TiedLanguageModel, rows, share, token_loss, tokens
-from tests.holding import check_optimizer, filled, joined, same, write
+from tests.holding import check_optimizer, filled, joined, write
+from tests.reference import assert_states_equal
 from tests.worlds import KINDS, run_world
 
 # Buffers are sent when some rank changed one, and only then ------------------------------------
@@ -145,10 +147,7 @@ def batch(world: World, step: int) -> torch.Tensor:
 
 def train(world: World, model: nn.Module, steps: int) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for step in range(steps):
-        model(batch(world, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    reference.train(optimizer, steps, lambda step: [model(batch(world, step)).square().mean()])
     return optimizer
 
 
@@ -162,7 +161,7 @@ def all_of_it_is_held_by_everyone(world: World) -> None:
         optimizer.step()
     holdings = model.holdings()
     check_optimizer(holdings, optimizer)
-    same(joined(holdings, world.group), model.state_dict())
+    assert_states_equal(joined(holdings, world.group), model.state_dict())
     assert {shard.replication for shard in holdings.tensors} == {Replication.IDENTICAL}
     assert holdings.tensors[1].names == ("embedding.weight", "head.weight")
     assert holdings.axes == model.shared_over() == (world.group,)
@@ -176,7 +175,7 @@ def what_is_written_is_loaded(world: World) -> None:
         model(batch(world, 2))  # buffers differ now, and it is known that they do
         weights = filled(normed(), 7).state_dict()
         write(model.holdings(), weights)
-        same(model.state_dict(), weights)
+        assert_states_equal(model.state_dict(), weights)
         plain = normed()
         plain.load_state_dict(weights)
         x = batch(world, 5)
@@ -187,7 +186,7 @@ def what_is_written_is_loaded(world: World) -> None:
         for ddp in (model, expected):
             ddp.train()
             train(world, ddp, 2)
-        same(model.state_dict(), expected.state_dict())
+        assert_states_equal(model.state_dict(), expected.state_dict())
 
 
 def run_all(world: World) -> None:

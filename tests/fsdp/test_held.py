@@ -16,7 +16,8 @@ from echelon.errors import ArgumentError, StateError
 from echelon.state.tensor_shard import Replication
 from tests.fsdp.models import PLAIN, Block, batch, build, loss_of
 from tests.fsdp.two_memories import separate, watched
-from tests.holding import check_optimizer, filled, joined, same, write
+from tests.holding import check_optimizer, filled, joined, write
+from tests.reference import assert_states_equal
 from tests.worlds import run_world
 
 LOW = ec.MixedPrecision(compute=torch.bfloat16, buffers=torch.bfloat16)
@@ -55,7 +56,8 @@ def is_held_and_loaded(world: World, options: dict[str, Any]) -> None:
     holdings = model.holdings()
     found = joined(holdings, world.group)
     check_optimizer(holdings, optimizer)
-    same(found, {name: one.to("cpu", copy=True) for name, one in model.state_dict().items()})
+    on_host = {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
+    assert_states_equal(found, on_host)
     assert {one.replication for one in holdings.tensors} == {
         Replication.IDENTICAL,
         Replication.PER_RANK,

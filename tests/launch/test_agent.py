@@ -17,7 +17,8 @@ import pytest
 from echelon.launch import agent
 from echelon.launch.attempt import Attempt, Outcome
 from echelon.process import time_limits
-from tests.cli.jobs import SAVES, has_ended
+from tests.cli.jobs import SAVES
+from tests.processes import has_ended, wait_until
 
 WAIT_S = 60.0
 
@@ -55,10 +56,7 @@ def send(process: BaseProcess, number: signal.Signals) -> None:
 
 def wait_for(*files: Path) -> None:
     """Wait until the ranks have made some files."""
-    end = time.monotonic() + WAIT_S
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < end, f"there is no {files}"
-        time.sleep(0.02)
+    wait_until(lambda: all(file.exists() for file in files), limit_s=WAIT_S)
 
 
 def attempts(process: BaseProcess, folder: Path) -> list[Attempt]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests import conftest
 from tests.cli.jobs import ECHELON_RUN, Job
+from tests.processes import wait_until
 
 __all__ = ["IMPORTS", "LAST_WHOLE", "MOMENTS", "WAYS", "Ended", "end_of", "run_out"]
 
@@ -121,21 +122,15 @@ def run_out(job: Job) -> tuple[int, list[str], float]:
     """
     mark, before = os.environ[conftest.MARK], conftest.shared_memory_files()
     code, _, lines = job.end()
-    waits_until = time.monotonic() + LEFT_S
-    while (left := job.processes()) and time.monotonic() < waits_until:
-        time.sleep(0.02)
+    wait_until(lambda: not job.processes(), limit_s=LEFT_S)
     ended_s = time.time()
-    assert left == {}
     # Other sessions of this machine have files there, too, which come and go.
-    while (
-        files := [
-            name
-            for name in conftest.shared_memory_files() - before
-            if not conftest.used_by_others(name, mark)
-        ]
-    ) and time.monotonic() < waits_until:
-        time.sleep(0.2)
-    assert files == []
+    wait_until(
+        lambda: all(
+            conftest.used_by_others(name, mark) for name in conftest.shared_memory_files() - before
+        ),
+        limit_s=LEFT_S,
+    )
     return code, lines, ended_s
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon as ec
 from echelon.comm.world import World
+from tests.reference import mse, train
 
 WIDTH = 6
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
@@ -133,24 +134,16 @@ def batch(rows: int, step: int = 0) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def mse(output: Tensor, target: Tensor) -> Tensor:
-    """Mean over rows and columns."""
-    return (output - target).square().mean()
-
-
 def train_plain(stages: list[nn.Module], rows: int, steps: int) -> tuple[list[float], list[Tensor]]:
     """The losses and parameters of one process; ``stages`` are left as they were."""
     model = nn.Sequential(*copy.deepcopy(stages))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    losses = []
-    for step in range(steps):
+
+    def losses(step: int) -> list[Tensor]:
         x, y = batch(rows, step)
-        loss = mse(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, [param.detach() for param in model.parameters()]
+        return [mse(model(x), y)]
+
+    return train(optimizer, steps, losses), [param.detach() for param in model.parameters()]
 
 
 def pipeline(world: World, stages: list[nn.Module], **options: Any) -> ec.Pipeline:

@@ -14,10 +14,11 @@ from echelon.checkpoint.items import group_of
 from echelon.comm.world import World
 from echelon.errors import ArgumentError
 from echelon.state.tensor_shard import Replication
-from tests.holding import check_optimizer, filled, joined, same, write
+from tests.holding import check_optimizer, filled, joined, write
 from tests.pipeline.models import build, mse
 from tests.pipeline.split_models import VOCABULARY, loss_fn
 from tests.pipeline.tied_stages import CLOSE, ROWS, decoder, plan, tied_stages, tokens_of
+from tests.reference import assert_states_close, assert_states_equal
 from tests.worlds import run_world
 
 
@@ -44,7 +45,7 @@ def is_held_and_loaded(world: World, plan: ec.Plan) -> None:
         train(step)
     holdings = pipe.holdings()
     check_optimizer(holdings, optimizer)
-    same(joined(holdings, world.group), plain.state_dict(), **CLOSE)
+    assert_states_close(joined(holdings, world.group), plain.state_dict(), **CLOSE)
     group = group_of([pipe], None)
     assert group is not None
     assert group.ranks == world.group.ranks
@@ -56,7 +57,7 @@ def is_held_and_loaded(world: World, plan: ec.Plan) -> None:
     found = pipe.eval_step(x, target=y, loss_everywhere=True)
     torch.testing.assert_close(found, loss_fn(plain(x), y).detach(), **CLOSE)
     train(6)
-    same(joined(pipe.holdings(), world.group), plain.state_dict(), **CLOSE)
+    assert_states_close(joined(pipe.holdings(), world.group), plain.state_dict(), **CLOSE)
 
 
 def all_are(world: World, plans: list[ec.Plan]) -> None:
@@ -148,7 +149,7 @@ def test_a_stage_without_a_wrapper_is_each_ranks_own_of_all_that_have_it() -> No
         expected = nn.Sequential(*copy.deepcopy(stages)).state_dict()
         pipe = ec.parallelize(stages, one, world, loss_fn=mse)
         holdings = pipe.holdings()
-        same(joined(holdings, world.group), expected)
+        assert_states_equal(joined(holdings, world.group), expected)
         is_last = world.rank >= world.size // 2
         assert {held.replication for held in holdings.tensors} == {
             Replication.PER_RANK if is_last else Replication.IDENTICAL
@@ -204,7 +205,7 @@ def test_names_are_those_of_a_model_that_was_not_compiled() -> None:
             pipe = ec.Pipeline(
                 stages, mesh["pp"], microbatches=2, loss_fn=loss_fn, replicate=mesh["dp"]
             )
-            same(joined(pipe.holdings(), world.group), decoder().state_dict())
+            assert_states_equal(joined(pipe.holdings(), world.group), decoder().state_dict())
 
     run_world("threads", main, 4)
 
@@ -220,6 +221,6 @@ def test_stages_that_were_not_split_have_the_names_of_a_sequential() -> None:
         world.group.broadcast(shared.weight.data, 0)
         expected = nn.Sequential(*copy.deepcopy(stages)).state_dict()
         pipe = ec.Pipeline(stages, world.group, microbatches=2, loss_fn=mse)
-        same(joined(pipe.holdings(), world.group), expected)
+        assert_states_equal(joined(pipe.holdings(), world.group), expected)
 
     run_world("threads", main, 3)

@@ -12,6 +12,7 @@ from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
 from tests.pipeline.split_models import Decoder, loss_fn
 from tests.pipeline.tied_stages import CLOSE, ROWS, plan, tied_stages, tokens_of
+from tests.reference import assert_states_close
 from tests.worlds import run_world
 
 
@@ -60,8 +61,7 @@ def same(found: Any, expected: Any) -> None:
     """Equal names; values up to the order of sums."""
     assert sorted(found["state"]) == sorted(expected["state"])
     for name, values in expected["state"].items():
-        for key, value in values.items():
-            torch.testing.assert_close(found["state"][name][key], value, **CLOSE, msg=name)
+        assert_states_close(found["state"][name], values, **CLOSE)
     for one, other in zip(found["param_groups"], expected["param_groups"], strict=True):
         assert sorted(one["params"]) == sorted(other["params"])
         assert (one["lr"], one["weight_decay"]) == (other["lr"], other["weight_decay"])
@@ -89,8 +89,7 @@ def there_and_back(world: World, one: ec.Plan) -> None:
     for name in numbers:
         goes_on.state[params[name]] = copy.deepcopy(its_state["state"][name])
     plain_steps(loaded, goes_on, range(2, 4))
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(loaded.state_dict()[name], value, **CLOSE, msg=name)
+    assert_states_close(loaded.state_dict(), plain.state_dict(), **CLOSE)
 
     # ... and back: what came after is undone, and comes again.
     steps(pipe, optimizer, range(7, 8))
@@ -100,8 +99,7 @@ def there_and_back(world: World, one: ec.Plan) -> None:
         load()
         pipe.load_optimizer_state_dict(optimizer, its_state)
         steps(pipe, optimizer, range(2, 4))
-        for name, value in pipe.whole_state_dict().items():
-            torch.testing.assert_close(value, plain.state_dict()[name], **CLOSE, msg=name)
+        assert_states_close(pipe.whole_state_dict(), plain.state_dict(), **CLOSE)
 
     refuses(pipe, optimizer, parts, its_state)
 

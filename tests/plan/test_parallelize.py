@@ -6,10 +6,7 @@ from torch import nn
 
 import echelon as ec
 from echelon.errors import ArgumentError
-
-
-def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square().mean()
+from tests.reference import assert_states_close, mse
 
 
 @pytest.mark.parametrize("text", ["pp=2,dp=2", "pp=2,shard=2", "dp=2,shard=2", "dp=3", "shard=2"])
@@ -27,22 +24,21 @@ def test_a_model_trained_on_the_rows_of_a_plan_is_that_of_one_process(text: str)
         rows = slice(plan.data_rank(world), None, plan.data_size)
         model: nn.Module
         if plan.pp > 1:
-            model = ec.parallelize([*build()], plan, world, loss_fn=mean_square)
+            model = ec.parallelize([*build()], plan, world, loss_fn=mse)
             model.step(x[rows], target=y[rows])
         else:
             model = ec.parallelize(build(), plan, world)
-            mean_square(model(x[rows]), y[rows]).backward()
+            mse(model(x[rows]), y[rows]).backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         return (
             model.whole_state_dict() if hasattr(model, "whole_state_dict") else model.state_dict()
         )
 
     alone = build()
-    mean_square(alone(x), y).backward()
+    mse(alone(x), y).backward()
     torch.optim.SGD(alone.parameters(), lr=0.1).step()
     for found in ec.run(main, plan.num_ranks):
-        for name, value in alone.state_dict().items():
-            torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-13)
+        assert_states_close(found, alone.state_dict(), rtol=1e-11, atol=1e-13)
 
 
 def test_a_plan_for_another_world_has_no_rows() -> None:

@@ -2,11 +2,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from echelon.process import die_with_parent
-from tests.cli.jobs import has_ended
+from tests.processes import has_ended, wait_until
 
 TETHERED = [sys.executable, "-I", "-S", die_with_parent.__file__]
 
@@ -24,10 +23,7 @@ signal.pause()
             assert not has_ended(shell)
         finally:
             process.kill()
-    end = time.monotonic() + 10
-    while not has_ended(shell):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: has_ended(shell), limit_s=10)
 
 
 def test_a_program_whose_parent_has_ended_before_does_not_start() -> None:

@@ -5,10 +5,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.processes import wait_until
 
 SCRIPT = """
 import time
@@ -23,7 +24,6 @@ def main(world):
 if __name__ == "__main__":
     ec.run(main, 2, "processes")
 """
-PATIENCE_S = 20.0
 
 
 @pytest.mark.slow_for("True", "9")
@@ -48,7 +48,4 @@ def test_a_signal_leaves_no_folder(number: signal.Signals, to_all: bool) -> None
         assert list(Path(folder).glob("pymp-*"))
         (os.killpg if to_all else os.kill)(program.pid, number)
         assert program.wait() == -number
-        end = time.monotonic() + PATIENCE_S
-        while (left := list(Path(folder).glob("pymp-*"))) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert left == []
+        wait_until(lambda: not list(Path(folder).glob("pymp-*")), limit_s=20)

@@ -14,8 +14,8 @@ from echelon.process.environment import JobEnvironment
 from echelon.process.listeners import announced, listeners
 from tests.children import environ
 from tests.cli.sockets import refuses
-from tests.comm.gloo_ranks import free_port
 from tests.listeners import listeners_of
+from tests.processes import free_port
 
 TWO_HOSTS = JobEnvironment(launcher="slurm", rank=0, size=2, local_rank=0, local_size=1)
 

@@ -5,15 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from echelon.process.process_status import ProcessStatus, activity, open_memory
-
-WAIT_S = 30.0
+from tests.processes import wait_until
 
 
 @contextmanager
@@ -24,14 +23,6 @@ def child(code: str) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
-
-
-def comes_to(look: Callable[[], object], value: object) -> bool:
-    """Whether ``look()`` is ``value`` soon."""
-    end = time.monotonic() + WAIT_S
-    while look() != value and time.monotonic() < end:
-        time.sleep(0.01)
-    return look() == value
 
 
 @pytest.mark.parametrize(
@@ -46,19 +37,19 @@ def test_a_process_that_lives_is_seen_to_compute_or_to_sleep(code: str, doing: s
         status = ProcessStatus.of(process.pid)
         assert status is not None
         assert (status.parent, status.ended, status.stopped) == (os.getpid(), False, False)
-        assert comes_to(lambda: activity(process.pid, process.pid), doing)
+        wait_until(lambda: activity(process.pid, process.pid) == doing)
 
 
 def test_a_process_that_is_stopped_and_one_that_has_ended_are_seen_as_such() -> None:
     with child("import time; time.sleep(1000)") as process:
         os.kill(process.pid, signal.SIGSTOP)
         doing = "is stopped by SIGSTOP or a debugger"
-        assert comes_to(lambda: activity(process.pid, process.pid), doing)
+        wait_until(lambda: activity(process.pid, process.pid) == doing)
         status = ProcessStatus.of(process.pid)
         assert status is not None
         assert status.stopped
         os.kill(process.pid, signal.SIGKILL)
-        assert comes_to(lambda: activity(process.pid, process.pid), "has ended")
+        wait_until(lambda: activity(process.pid, process.pid) == "has ended")
         status = ProcessStatus.of(process.pid)
         assert status is not None
         assert status.ended  # and nobody has waited for it

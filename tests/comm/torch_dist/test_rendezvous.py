@@ -20,7 +20,8 @@ from echelon.comm.torch_dist import meet, open_store
 from echelon.comm.torch_dist.rendezvous import check_start
 from echelon.errors import CommTimeout, StartMismatch, WorldError
 from echelon.process.environment import JobEnvironment
-from tests.comm.gloo_ranks import free_port, local_job
+from tests.comm.gloo_ranks import local_job
+from tests.processes import free_port
 
 ENV = JobEnvironment(launcher="torchrun", rank=0, size=2, local_rank=0, local_size=2)
 

@@ -19,7 +19,8 @@ from echelon.comm.torch_dist.start import GroupFactory, check_wanted
 from echelon.diagnosis.rank_monitor import RankMonitor
 from echelon.errors import AuthenticationError, CommTimeout, RankFailed, WorldError
 from echelon.process.environment import environment
-from tests.comm.gloo_ranks import free_port, local_job, start
+from tests.comm.gloo_ranks import local_job, start
+from tests.processes import free_port
 
 # --- rank functions ----------------------------------------------------------------------------
 
