@@ -81,10 +81,10 @@ class FakeEvent:
 
 
 @pytest.mark.parametrize(
-    ("own", "expected"),
+    ("new_stream", "expected"),
     [
         (
-            True,
+            streams.side_stream,
             [
                 "own waits for stream current",
                 "event on own",
@@ -93,7 +93,7 @@ class FakeEvent:
             ],
         ),
         (
-            False,
+            streams.current_stream,
             [
                 "event on current",
                 "current waits for event of current",
@@ -103,23 +103,23 @@ class FakeEvent:
     ],
 )
 def test_a_stream_orders_streams_by_events_and_blocks_the_host_only_to_synchronize(
-    monkeypatch, own, expected
+    monkeypatch, new_stream, expected
 ) -> None:
     log: list[str] = []
     current = FakeStream("current", log)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("own", log))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    stream = streams.new_stream(CUDA, own=own)
+    stream = new_stream(CUDA)
     stream.wait_for_current()
     event = stream.record_event()
     event.wait()
     event.synchronize()
     assert log == expected
-    assert stream.queued == own
+    assert stream.queued == (new_stream is streams.side_stream)
 
 
 def test_on_the_cpu_a_stream_is_the_current_order() -> None:
-    stream = streams.new_stream(CPU, own=True)
+    stream = streams.side_stream(CPU)
     stream.wait_for_current()
     with stream.as_current():
         stream.record_event().wait()

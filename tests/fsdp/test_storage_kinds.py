@@ -76,7 +76,8 @@ def step(world: World, log: list[str], offload: Offload) -> list[str]:
 def record(patch: pytest.MonkeyPatch, offload: Offload) -> tuple[list[str], list[str]]:
     log: list[str] = []
     names = iter("GR")
-    patch.setattr(local_shard, "new_stream", lambda device, own: Recording(next(names), log))
+    for new_stream in ("current_stream", "side_stream"):
+        patch.setattr(local_shard, new_stream, lambda device: Recording(next(names), log))
     # A rank that is alone shares memory with nobody, so its parts are gathered as over NCCL.
     patch.setattr(
         local_shard, "has_two_memories", lambda offload, device: offload is not Offload.NONE

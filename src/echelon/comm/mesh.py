@@ -1,4 +1,4 @@
-"""Named axes over the ranks of a world: pure index arithmetic, and one group per axis."""
+"""Meshes: the ranks of a world on named axes, with one group for each axis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.errors import ArgumentError, RankError
 
 
 def coordinates(rank: int, lengths: Mapping[str, int]) -> dict[str, int]:
-    """The coordinate of ``rank`` on each axis; the last axis varies fastest.
+    """The coordinate of ``rank`` on each axis, where the last axis varies fastest.
 
     Example:
         >>> coordinates(7, {"a": 2, "b": 2, "c": 3})
@@ -19,14 +19,14 @@ def coordinates(rank: int, lengths: Mapping[str, int]) -> dict[str, int]:
     """
     if not 0 <= rank < prod(lengths.values()):
         raise RankError("rank", rank, prod(lengths.values()))
-    found = {}
+    reversed_coordinates = {}
     for name, length in reversed(list(lengths.items())):
-        rank, found[name] = divmod(rank, length)
-    return dict(reversed(list(found.items())))
+        rank, reversed_coordinates[name] = divmod(rank, length)
+    return dict(reversed(list(reversed_coordinates.items())))
 
 
 def axis_ranks(axis: str, rank: int, lengths: Mapping[str, int]) -> list[int]:
-    """The ranks that differ from ``rank`` on ``axis`` only, ``rank`` among them.
+    """The ranks that differ from ``rank`` on ``axis`` only, including ``rank``.
 
     Example:
         >>> axis_ranks("dp", 5, {"dp": 2, "tp": 4})
@@ -43,11 +43,11 @@ def axis_ranks(axis: str, rank: int, lengths: Mapping[str, int]) -> list[int]:
 class Mesh:
     """The ranks of a world arranged on named axes, row-major: the last axis varies fastest.
 
-    All ranks build the same mesh, because every axis is a set of groups.
+    All ranks build the same mesh, because all take part in making the groups of every axis.
 
     Attributes:
-        axes: length of each axis, in order.
-        coordinates: where this rank is on each axis.
+        axes: the length of each axis, in order.
+        coordinates: the coordinate of this rank on each axis.
 
     Example:
         >>> # on 4 ranks: rank 1 is {"dp": 0, "tp": 1}
@@ -59,13 +59,9 @@ class Mesh:
         self.coordinates = coordinates(group.rank, self.axes)
         self._groups: dict[str, Group] = {}
         for axis in self.axes:
-            # Every rank takes part in the making of every group, in the same order.
-            seen = set()
-            for rank in range(group.size):
-                members = tuple(axis_ranks(axis, rank, self.axes))
-                if members in seen:
-                    continue
-                seen.add(members)
+            every_rank = range(group.size)
+            # All ranks call ``subgroup`` for every group, in the same order.
+            for members in dict.fromkeys(tuple(axis_ranks(axis, r, self.axes)) for r in every_rank):
                 subgroup = group.subgroup(members)
                 if subgroup is not None:
                     self._groups[axis] = subgroup
@@ -81,7 +77,7 @@ class Mesh:
 
 
 def _lengths(size: int, axes: Mapping[str, int]) -> dict[str, int]:
-    """Check the lengths, and fill in at most one -1."""
+    """Check the lengths, and replace a -1 by the length that fits."""
     if not axes:
         raise ArgumentError("a mesh needs at least one axis, such as world.mesh(dp=2, pp=2)")
     for name, length in axes.items():

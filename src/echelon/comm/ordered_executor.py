@@ -1,4 +1,4 @@
-"""One order of execution for the collectives of a group, on its callers' threads and one more."""
+"""An executor that runs the collectives of a group one by one, in the order of their issue."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Action = Callable[[], None]
 
 @final
 class CompletedWork(Work):
-    """A collective that its caller has run, so there is nothing to wait for."""
+    """A collective that has run on the thread of its caller."""
 
     def done(self) -> bool:
         """Whether ``wait`` would return (or raise) at once."""
         return True
 
     def _wait(self, timeout: float | None) -> None:
-        pass  # it was complete when it was made
+        pass  # the collective is complete
 
 
 @final
 class OrderedWork(Work):
-    """A collective that the worker of an ``OrderedExecutor`` runs in its turn."""
+    """A collective that is queued for the worker thread of an ``OrderedExecutor``."""
 
     def __init__(self, call: CollectiveCall, executor: OrderedExecutor, action: Action) -> None:
         super().__init__(call)
@@ -54,28 +54,27 @@ class OrderedWork(Work):
             raise self.error
 
     def end(self, error: BaseException | None) -> None:
-        """Let go of the tensors and wake who waits."""
+        """Release the tensors and wake the threads that wait."""
         self.action, self.error = None, error
         self._ended.set()
 
 
 @final
 class OrderedExecutor:
-    """Runs actions one after another, in the order in which they were issued.
+    """Runs actions one by one, in the order in which they were issued.
 
-    An action whose caller waits for it runs on the caller's thread when nothing else is
-    outstanding, which saves two thread switches; all others run on one worker thread, started at
-    the first. The worker is what makes a reduction proceed while backward computes.
+    A blocking action runs on the thread of its caller if no other is outstanding, which saves two
+    thread switches. All others run on one worker thread, so that a reduction proceeds while
+    backward computes.
 
-    Law: at any time at most one action runs.
+    Law: at most one action runs at any time.
 
     Args:
-        name: of the worker thread.
-        awaited: the ranks (in the job) that the running action waits for.
-        wait_s: seconds that the wait for a work takes by default; None: until the action ends,
-            which it does itself after the timeout of the group.
-        stops_at_error: whether no action runs after one that ended with a ``CommError``, because
-            the ranks are out of step then.
+        name: the name of the worker thread.
+        awaited: returns the ranks (in the job) that the running action waits for.
+        wait_s: the seconds that waiting for a work takes by default; None waits until the action
+            ends by itself.
+        stops_at_error: whether a ``CommError`` stops the executor, because ranks are out of step.
     """
 
     def __init__(
@@ -89,8 +88,8 @@ class OrderedExecutor:
         self.awaited = awaited
         self.wait_s = wait_s
         self._stops_at_error = stops_at_error
-        self._error: CommError | None = None  # at which it has stopped
-        self._error_was_raised = False  # to somebody who waited
+        self._error: CommError | None = None  # that stopped the executor
+        self._error_was_raised = False
         self._name = name
         self._queue: deque[OrderedWork] = deque()
         self._changed = threading.Condition()
@@ -100,12 +99,10 @@ class OrderedExecutor:
         self._worker: threading.Thread | None = None
 
     def issue(self, call: CollectiveCall, action: Action) -> Work:
-        """Run ``action`` now, if the caller waits for it and nothing is outstanding; else in turn.
+        """Run a blocking ``action`` now if no other is outstanding; else queue it.
 
-        Raises:
-            StateError: the executor is closed, or has stopped at an error.
-            CommError: the one at which it has stopped, if nobody has seen it yet.
-            Exception: what an action raises that runs here.
+        After an error has stopped the executor, raise the error itself if no caller has seen it
+        yet, and ``StateError`` afterwards.
         """
         if self._error is not None:
             raise self._stopped(call, self._error)
@@ -124,10 +121,9 @@ class OrderedExecutor:
         return CompletedWork(call)
 
     def close(self, *, drop: bool = False, seconds: float | None = None) -> bool:
-        """Refuse new actions, run those outstanding (or ``drop`` them) and join the worker.
+        """Refuse new actions, run the outstanding ones (or ``drop`` them), and join the worker.
 
-        Returns:
-            Whether the worker has ended within ``seconds``.
+        Return whether the worker ended within ``seconds``.
         """
         with self._changed:
             self._closed = True
@@ -143,12 +139,12 @@ class OrderedExecutor:
         return not worker.is_alive()
 
     def note_raised(self, error: BaseException) -> None:
-        """Note that somebody sees this error."""
+        """Note that a caller has seen this error."""
         if error is self._error:
             self._error_was_raised = True
 
     def _stopped(self, call: CollectiveCall, error: CommError) -> EchelonError:
-        """What to raise for a call after the executor has stopped."""
+        """The error of a call after the executor has stopped."""
         if not self._error_was_raised:
             self._error_was_raised = True
             return error
@@ -162,8 +158,8 @@ class OrderedExecutor:
             self._error = error
 
     def _enqueue(self, call: CollectiveCall, action: Action) -> OrderedWork:
-        """Leave the action to the worker."""
-        if torch.is_inference_mode_enabled():  # or the worker could not write the caller's tensors
+        """Queue the action for the worker thread."""
+        if torch.is_inference_mode_enabled():  # the worker writes inference tensors only in it
             action = torch.inference_mode()(action)
         work = OrderedWork(call, self, action)
         with self._changed:
@@ -178,14 +174,14 @@ class OrderedExecutor:
         return work
 
     def _run(self, work: OrderedWork) -> None:
-        """Carry a work out; what it raises is kept for the one that waits."""
+        """Run the action of a work, and keep its error for the thread that waits."""
         assert work.action is not None
         error: BaseException | None = self._error
         if error is None:
             try:
                 work.action()
             except CommError as problem:
-                self._stop(problem)  # before anybody hears of it
+                self._stop(problem)  # before the waiting thread wakes up
                 error = problem
             except BaseException as problem:
                 error = problem
@@ -201,6 +197,6 @@ class OrderedExecutor:
                 work = self._queue.popleft()
             with self._running:
                 self._run(work)
-            del work  # or its tensors live until the next one
+            del work  # else its tensors would live until the next one
             with self._changed:
                 self._num_open -= 1

@@ -1,8 +1,8 @@
-"""The rules of reduction: what has a meaning for which dtype, and in which order sums run.
+"""The reductions: which operations each dtype has, and in which order sums run.
 
-Every backend that reduces by itself uses ``reduce_into``, so all of them give the same bits: parts
-are combined in rank order, bfloat16 and float16 are accumulated in float32 and rounded once, and a
-mean is the sum followed by one division.
+All backends that reduce on their own use ``reduce_into``, so they give the same bits. Parts are
+combined in rank order, bfloat16 and float16 are accumulated in float32 and rounded once, and a mean
+is the sum followed by one division.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COMBINE: dict[str, _Combine] = {
 
 OPS = tuple(_COMBINE)
 
-# 64 Ki elements of float32 are 256 KiB: the parts of a block and its result stay in a core's L2.
+# 64 Ki elements of float32 are 256 KiB: the parts and the result of a block fit into an L2 cache.
 BLOCK_NUMEL = 1 << 16
 
 _FLOAT8 = tuple(
@@ -38,18 +38,15 @@ _FLOAT8 = tuple(
 )
 _NARROW = (torch.bfloat16, torch.float16, *_FLOAT8)
 
-# torch has no arithmetic for these; in two's complement, sums and products have the same bits as
+# torch has no arithmetic for these dtypes. In two's complement, sums and products have the bits of
 # signed ones.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def check_op(op: str, dtype: torch.dtype) -> None:
-    """Refuse a reduction that has no meaning for a dtype.
+    """Refuse a reduction that is unknown or has no meaning for a dtype.
 
-    For bool, sum and max are "or", product and min are "and".
-
-    Raises:
-        ArgumentError: unknown operation, or one without meaning for ``dtype``.
+    For bool, sum and max are "or", and product and min are "and".
     """
     if not isinstance(op, str) or op not in _COMBINE:
         raise ArgumentError(f"unknown reduction {op!r:.80}: use one of {', '.join(OPS)}")
@@ -74,10 +71,11 @@ def divide_for_mean(tensor: Tensor, op: str, size: int) -> None:
 
 
 def reduce_into(outputs: Sequence[Tensor], parts: Sequence[Tensor], op: str) -> None:
-    """Write the reduction of ``parts`` in their order into every one of ``outputs``.
+    """Reduce ``parts`` in their order and write the result to each of ``outputs``.
 
-    All are 1-D, of one length and dtype. An output may be one of the parts (exactly, not shifted).
-    Works block by block, so that a block is read once from memory and written from the cache.
+    All are 1D and have one length and dtype. An output may be one of the parts, but must not
+    overlap a part otherwise. The reduction works block by block, so that each block is read from
+    memory once.
 
     Example:
         >>> out = torch.empty(2)
@@ -112,7 +110,7 @@ def _reduce_block(outputs: Sequence[Tensor], parts: Sequence[Tensor], op: str) -
     elif len(parts) == 2:
         total = _COMBINE[op](parts[0], parts[1], out=first)
         divide_for_mean(total, op, 2)
-    else:  # a scratch block, because ``first`` may be a part that is not read yet
+    else:  # ``first`` may be a part that has not been read yet, so the total is a new block
         total = _COMBINE[op](parts[0], parts[1])
         for part in parts[2:]:
             _COMBINE[op](total, part, out=total)

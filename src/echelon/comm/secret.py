@@ -1,7 +1,7 @@
-"""The secret of a job: what its ranks know and nobody else, and how they prove that they know it.
+"""The secret of a job, by which its ranks authenticate each other.
 
-A secret is never sent. Who knows it can make, of any words, the code that goes with them (HMAC),
-and check whether somebody else has.
+A secret is never sent. Those who know it can make a message authentication code (HMAC) of any
+words, and verify the codes of others.
 """
 
 from __future__ import annotations
@@ -15,44 +15,36 @@ from typing import Self, final
 
 from echelon.errors import WorldError
 
-VARIABLE = "ECHELON_SECRET"  # in which the user gives one to all ranks of a job on several hosts
+VARIABLE = "ECHELON_SECRET"  # set by users for all ranks of a job on several hosts
 NONCE_NBYTES = PROOF_NBYTES = 32
 _KEY_NBYTES = 32
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
 
 
 def nonce() -> bytes:
-    """Bytes that were never used before, so that no proof about them can have been recorded."""
+    """New random bytes, so that nobody can replay a proof that contains them."""
     return secrets.token_bytes(NONCE_NBYTES)
 
 
 @final
 class Secret:
-    """256 bits that the ranks of one job share.
-
-    Args:
-        key: of 32 bytes.
-    """
+    """256 bits that the ranks of one job share."""
 
     def __init__(self, key: bytes) -> None:
         assert len(key) == _KEY_NBYTES, "a secret has 256 bits"
         self._key = key
 
     def __repr__(self) -> str:
-        return "Secret(...)"  # it must not come into a traceback or a log
+        return "Secret(...)"  # the key must not appear in a traceback or a log
 
     @classmethod
     def create(cls) -> Self:
-        """A new one."""
+        """A new random secret."""
         return cls(secrets.token_bytes(_KEY_NBYTES))
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Self | None:
-        """The one that the user has given in ``ECHELON_SECRET``; None where there is none.
-
-        Raises:
-            WorldError: it is no number of 256 bits in hex; does not show it.
-        """
+        """The secret in ``ECHELON_SECRET``; None if it is not set. Errors do not show its value."""
         text = environ.get(VARIABLE, "")
         if not text:
             return None
@@ -66,24 +58,26 @@ class Secret:
 
     @classmethod
     def from_hex(cls, text: str) -> Self:
-        """The one that ``to_hex`` gave."""
+        """The secret that ``to_hex`` wrote."""
         return cls(bytes.fromhex(text))
 
     def to_hex(self) -> str:
-        """As text, for memory that only this user can read."""
+        """The secret as text, for memory that only this user can read."""
         return self._key.hex()
 
     def proof(self, *words: bytes) -> bytes:
-        """What only those who know the secret can make of these words. 32 bytes."""
+        """The authentication code of these words. 32 bytes."""
         code = hmac.new(self._key, digestmod=hashlib.sha256)
         for word in words:
-            code.update(len(word).to_bytes(8, "little") + word)  # so no two lists read alike
+            code.update(
+                len(word).to_bytes(8, "little") + word
+            )  # so that no two lists have the same bytes
         return code.digest()
 
     def is_proof(self, proof: bytes, *words: bytes) -> bool:
-        """Whether somebody who knows the secret has made ``proof`` of these words."""
+        """Whether ``proof`` is the authentication code of these words."""
         return hmac.compare_digest(proof, self.proof(*words))
 
     def derived(self, *words: bytes) -> Secret:
-        """The secret of those who know this one and have heard the same words."""
+        """A secret that only those who know this one and the words can derive."""
         return Secret(self.proof(b"derived", *words))

@@ -1,8 +1,9 @@
-"""What all ranks of a world must have in common, and whether they do.
+"""The facts that all ranks of a world must have in common, such as versions and options.
 
-Facts are plain values with names. They travel as JSON, which does nothing when it is read, and are
-compared as text. Whoever starts a world brings them to all ranks in its own way: shared memory on
-its board, gloo and NCCL in the store where ranks meet, and a world that exists with ``agree``.
+Facts are plain values with names. They are sent as JSON, which runs no code when it is read, and
+are compared as text. Each kind of world distributes them in its own way when it starts: shared
+memory by its rank table, gloo and NCCL by the store where the ranks meet. ``agree`` compares facts
+over a group that exists.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from echelon.errors import ArgumentError, StartMismatch
 
 
 def start_facts(**options: Any) -> dict[str, Any]:
-    """What this process brings to a world, and the options that it starts it with.
+    """The facts of this process, and the options with which it starts a world.
 
-    The number of threads counts because it changes the bits of matrix products.
+    The number of threads is one of them because it changes the bits of matrix products.
     """
     return {
         "version of echelon": _version("echelon"),
@@ -43,10 +44,7 @@ def _version(package: str) -> str:
 
 
 def encode(facts: Mapping[str, Any]) -> bytes:
-    """Facts as they travel: by name, each value as JSON text; what a dict holds gets a name too.
-
-    Raises:
-        ArgumentError: JSON has no word for a value.
+    """Encode facts: by name, with each value as JSON text. Members of dicts get dotted names.
 
     Example:
         >>> encode({"steps": 3, "model": {"width": 8, "bias": None}})
@@ -71,10 +69,9 @@ def _fields(prefix: str, facts: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
 
 
 def difference(rows: Sequence[bytes]) -> tuple[str, dict[int, str]] | None:
-    """The first field that differs and what each rank has, by rank; None if ranks agree.
+    """The first field whose values differ and the value of each rank; None if ranks agree.
 
-    Args:
-        rows: what ``encode`` gave on each rank.
+    ``rows`` are the encoded facts of all ranks.
     """
     if len(set(rows)) == 1:
         return None
@@ -82,33 +79,20 @@ def difference(rows: Sequence[bytes]) -> tuple[str, dict[int, str]] | None:
 
 
 def compare(rows: Sequence[bytes], ranks: Sequence[int] | None = None) -> None:
-    """Refuse ranks that differ.
-
-    Args:
-        rows: what ``encode`` gave on each rank.
-        ranks: their numbers in the job; None: from 0.
-
-    Raises:
-        StartMismatch: names the first field that differs, and what each rank has.
-    """
-    if (found := difference(rows)) is not None:
-        field, values = found
+    """Raise ``StartMismatch`` if the encoded facts of ``ranks`` (in the job) differ."""
+    if (first := difference(rows)) is not None:
+        field, values = first
         names = range(len(rows)) if ranks is None else ranks
         raise StartMismatch(field, {names[i]: value for i, value in values.items()})
 
 
 def agree(group: Group, facts: Mapping[str, Any]) -> None:
-    """Compare facts over a group. All its ranks call it.
-
-    Raises:
-        ArgumentError: JSON has no word for a value.
-        StartMismatch: on every rank, the first field that differs.
-    """
+    """Raise the same ``StartMismatch`` on all ranks of ``group`` if their facts differ."""
     compare(group.all_gather_bytes(encode(facts), label="facts"), group.ranks)
 
 
 def gather_json(group: Group, item: Any, label: str) -> list[Any]:
-    """The ``item`` of every rank, in rank order, as JSON gives it back. All ranks call it."""
+    """The ``item`` of every rank, in rank order, as JSON restores it. All ranks call it."""
     return [
         json.loads(data) for data in group.all_gather_bytes(json.dumps(item).encode(), label=label)
     ]

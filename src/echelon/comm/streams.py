@@ -1,14 +1,14 @@
-"""CPU and CUDA behind one face, so that no other file asks for ``device.type``.
+"""One interface to the streams, memory and generators of CPU and CUDA devices.
 
-On the CPU there is one order of execution and every question about streams has an easy answer;
-on CUDA work is queued, so a clock must wait for the device and memory is the allocator's.
+No other file asks for ``device.type``. On the CPU every operation is complete when it returns, so
+streams and events do nothing there.
 
 [Note: streams]
-A *stream* is an order of execution beside the current one. ``wait_for_current`` lets it wait for
-the current one, and an event's ``wait`` is the other way round; neither blocks the host, and
-neither does a collective that is waited for on the stream. Memory that was made on a stream goes
-back to the stream's pool when it is freed, so whoever used it elsewhere calls ``wait_for_current``
-before that. On the CPU all of this does nothing.
+A side stream makes progress beside the current stream. ``Stream.wait_for_current`` orders it after
+the current stream, and ``StreamEvent.wait`` orders the current stream after an event of it. Neither
+blocks the host, and neither does a collective that is waited for on the stream. Memory that was
+allocated on a stream returns to the pool of this stream when it is freed. If another stream has
+used it, call ``wait_for_current`` first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _seeding = threading.Lock()
 
 
 def local_device(local_rank: int) -> torch.device:
-    """The device of a process: its own CUDA device where there is one, else the CPU."""
+    """The CUDA device of this process, if there are any, else the CPU."""
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -37,33 +37,33 @@ def local_device(local_rank: int) -> torch.device:
 
 
 def is_cpu(device: torch.device) -> bool:
-    """Whether tensors of ``device`` lie in memory that processes of one host can share."""
+    """Whether ``device`` is the CPU, whose memory processes of one host can share."""
     return device.type == "cpu"
 
 
 def autocasts(device: torch.device) -> bool:
-    """Whether operations on ``device`` choose their dtype themselves now."""
+    """Whether autocast is on for ``device``."""
     return torch.is_autocast_enabled(device.type)
 
 
 def adds_in_order(device: torch.device) -> bool:
-    """Whether ``index_add_`` on ``device`` adds rows that repeat in a fixed order."""
+    """Whether ``index_add_`` on ``device`` adds repeated rows in a fixed order."""
     return device.type == "cpu"
 
 
 def reading_waits(device: torch.device) -> bool:
-    """Whether the host waits for work under way when it reads a value on ``device``."""
+    """Whether reading a value on ``device`` makes the host wait for queued work."""
     return not is_cpu(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Return when all work queued on ``device`` is done; at once on the CPU."""
+    """Return when all work that is queued on ``device`` is done; at once on the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def memory_peak(device: torch.device) -> int:
-    """The most memory this process has held, in bytes: allocated on CUDA, resident on the CPU."""
+    """The peak memory of this process in bytes: allocated on CUDA, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
@@ -71,70 +71,68 @@ def memory_peak(device: torch.device) -> int:
 
 
 def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of the host that ``device`` can copy from and to while the host goes on. 1D.
+    """Memory of the host that ``device`` can copy from and to asynchronously. 1D.
 
-    On CUDA it is pinned; it comes from torch's pool, which gives memory out again only when the
-    copies that used it are over.
+    On CUDA it is pinned memory of torch's pool, which is reused only when the copies are done.
     """
     return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 class StreamEvent(ABC):
-    """A point in the order of execution of a stream."""
+    """A point in the order of a stream, like ``torch.cuda.Event``."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Let what is issued from now on come after it; the host goes on."""
+        """Order the following work of the current stream after the event."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block the host until everything before it is done."""
+        """Block the host until everything before the event is done."""
 
     @abstractmethod
     def query(self) -> bool:
-        """Whether everything before it is done."""
+        """Whether everything before the event is done."""
 
 
 class Stream(ABC):
-    """An order of execution. See [Note: streams].
+    """A stream, like ``torch.cuda.Stream``. See [Note: streams].
 
     Attributes:
-        queued: collectives issued on it may be waited for at once, and the host goes on.
+        queued: whether waiting for a collective on the stream does not block the host.
     """
 
     queued: bool
 
     @abstractmethod
     def as_current(self) -> AbstractContextManager[object]:
-        """What is issued in the body runs in the order of the stream."""
+        """Make the stream current in the body."""
 
     @abstractmethod
     def wait_for_current(self) -> None:
-        """Let what is issued on the stream from now on come after what is current."""
+        """Order the following work of the stream after the work of the current stream."""
 
     @abstractmethod
     def record_event(self) -> StreamEvent:
-        """The point after everything that was issued on the stream."""
+        """The event after all work that was issued on the stream."""
 
 
-def new_stream(device: torch.device, *, own: bool) -> Stream:
-    """An order of execution on ``device``.
+def current_stream(device: torch.device) -> Stream:
+    """The stream that is current on ``device`` whenever it is used."""
+    return _CurrentStream(device) if device.type == "cuda" else _NoStream()
 
-    Args:
-        own: beside the current one; if not, or on the CPU, it is the current one.
-    """
-    if device.type != "cuda":
-        return _NoStream()
-    return _CudaStream(torch.cuda.Stream(device)) if own else _CurrentStream(device)
+
+def side_stream(device: torch.device) -> Stream:
+    """A new stream beside the current one; on the CPU it is the current one."""
+    return _CudaStream(torch.cuda.Stream(device)) if device.type == "cuda" else _NoStream()
 
 
 @final
 class _NoEvent(StreamEvent):
     def wait(self) -> None:
-        pass  # it has happened
+        pass  # everything before the event is done
 
     def synchronize(self) -> None:
-        pass  # it has happened
+        pass  # everything before the event is done
 
     def query(self) -> bool:
         return True
@@ -142,7 +140,7 @@ class _NoEvent(StreamEvent):
 
 @final
 class _NoStream(Stream):
-    """On the CPU things have happened when a call returns."""
+    """The stream of the CPU, where a call is complete when it returns."""
 
     queued = False
 
@@ -174,7 +172,7 @@ class _CudaEvent(StreamEvent):
 
 @final
 class _CudaStream(Stream):
-    """A stream beside the current one."""
+    """A side stream."""
 
     queued = True
 
@@ -193,7 +191,7 @@ class _CudaStream(Stream):
 
 @final
 class _CurrentStream(Stream):
-    """The current stream: simulated ranks share it, and wait for each other on the host."""
+    """The current stream, which simulated ranks share; they wait for each other on the host."""
 
     queued = False
 
@@ -204,33 +202,32 @@ class _CurrentStream(Stream):
         return nullcontext()
 
     def wait_for_current(self) -> None:
-        pass  # it is current
+        pass  # the stream is the current one
 
     def record_event(self) -> StreamEvent:
         return _CudaEvent(torch.cuda.current_stream(self._device))
 
 
 def random_state(device: torch.device) -> Tensor | None:
-    """The state of the generator of ``device``; None where torch's default one serves it."""
+    """The state of the generator of ``device``; None if it has only torch's default generator."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Let the generator of ``device`` go on from ``state``; nothing where it has none."""
+    """Restore the state of ``random_state``; do nothing on the CPU."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
 
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Draw from ``seed`` on in the body; afterwards all goes on as if nothing had been drawn.
+    """Seed the default generator and that of ``device`` in the body, and restore both after it.
 
-    It holds for torch's default generator and for that of ``device``. Simulated ranks share the
-    generator of a CUDA device, so there the body runs on one of them at a time: it must not wait
-    for another rank.
+    Simulated ranks share the generator of a CUDA device, so the body runs on one of them at a time,
+    and must not wait for another rank.
     """
-    # Not torch.manual_seed: that would seed every CUDA device of the process, too.
-    # Not torch.default_generator either: a simulated rank finds its own stream here.
+    # Unlike torch.manual_seed, this seeds no other CUDA device; unlike torch.default_generator, it
+    # is the generator of a simulated rank.
     generator: torch.Generator = vars(torch.random)["default_generator"]
     if device.type != "cuda":
         with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""What a script sees of the job it runs in."""
+"""The job as a script sees it: its ranks, its step counter, and its end."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from echelon.comm.mesh import Mesh
 from echelon.diagnosis.rank_monitor import StepCounter
 from echelon.process.forks import mark
 
-# How long a rank waits for another in one call before it raises. Long enough for a slow first
-# step or a garbage collection, short enough to see an error before lunch.
+# The time that a rank waits for others in one call before it raises. It is longer than a slow first
+# step, and short enough that a user still watches.
 DEFAULT_TIMEOUT_S = 300.0
 
 
@@ -25,10 +25,10 @@ class World:
 
     Attributes:
         group: the group of all ranks.
-        local_rank: position of this rank among the ranks of its host.
+        local_rank: the position of this rank among the ranks of its host.
         backend: ``"threads"``, ``"shm"``, ``"gloo"``, ``"nccl"`` or ``"single"``.
         steps: counts the optimizer steps of this rank.
-        hints: by who gives them: what an error of the user's code comes from, if it is known.
+        hints: functions that explain an error of the user's code if they know its cause, by name.
     """
 
     def __init__(
@@ -61,18 +61,19 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors of this rank live."""
+        """The device of this rank's tensors."""
         return self.group.device
 
     @property
     def step(self) -> int:
-        """Optimizer steps that this rank has made; reports of a failure tell it.
+        """The number of optimizer steps that this rank has made; failure reports show it.
 
-        Every ``torch.optim.Optimizer`` that steps on the thread of this rank is counted; of
-        several, the one that made most steps. Set it after a resume, or in a loop without one.
+        Steps of every ``torch.optim.Optimizer`` on the thread of this rank are counted. Of several
+        optimizers, the one with the most steps counts. Set the number after a resume, or in a loop
+        without an optimizer.
 
         Raises:
-            ArgumentError: it is set to something else than a whole number.
+            ArgumentError: it is set to something other than an integer.
         """
         return self.steps.number
 
@@ -82,7 +83,7 @@ class World:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not been closed."""
+        """Whether the world has not been closed."""
         return not self._closed
 
     def mesh(self, **axes: int) -> Mesh:
@@ -94,14 +95,14 @@ class World:
         return Mesh(self.group, axes)
 
     def agree(self, /, **facts: Any) -> None:
-        """Compare what each rank was told, such as the options of a script. All ranks call it.
+        """Compare facts such as the options of a script between ranks. All ranks call it.
 
-        Two values are the same if they are the same JSON: 1 is neither 1.0 nor True, a tuple is a
-        list, and the order in a dict does not matter.
+        Two values are the same if their JSON is: 1 is neither 1.0 nor True, a tuple equals a list,
+        and the order of a dict does not matter.
 
         Raises:
-            ArgumentError: JSON has no word for a value.
-            StartMismatch: on every rank, the first field that differs and what each rank has.
+            ArgumentError: a value cannot be written as JSON.
+            StartMismatch: on every rank, with the first field that differs and all its values.
 
         Example:
             >>> def main(world):
@@ -117,29 +118,29 @@ class World:
         shared_facts.agree(self.group, facts)
 
     def explain(self, error: BaseException) -> None:
-        """Add notes to an error of the user's code, where it is known what it comes from."""
+        """Add notes with the known causes of an error of the user's code to the error."""
         for hint in self.hints.values():
             text = hint(error)
             if text is not None and text not in getattr(error, "__notes__", ()):
                 error.add_note(text)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End communication in good order. A second call does nothing.
+        """End communication. A second call does nothing.
 
         Args:
-            error: why this rank leaves early; the other ranks raise it as the cause.
+            error: the reason why this rank leaves early; the other ranks raise it as the cause.
 
         Raises:
-            Exception: what was still under way, such as an asynchronous save, failed.
+            Exception: something that was under way, such as an asynchronous save, failed.
         """
         if self._closed:
             return
         self._closed = True
-        if self._mark is not mark():  # this process is a fork, and the world is not its own
+        if self._mark is not mark():  # this process is a fork, and the world is its parent's
             return
         if error is not None:
             self.explain(error)
-        if error is None or isinstance(error, SystemExit):  # the script's own way to end
+        if error is None or isinstance(error, SystemExit):  # scripts end by ``sys.exit``, too
             try:
                 self.group.prepare_close()
             except BaseException as problem:

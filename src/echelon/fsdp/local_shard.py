@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from echelon.comm.streams import Stream, host_memory, is_cpu, new_stream
+from echelon.comm.streams import Stream, current_stream, host_memory, is_cpu, side_stream
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.policy import Offload
 
@@ -44,9 +44,9 @@ class ShardDevices:
         self.group, self.unshard_group, self.device = group, groups.unshard, group.device
         self.offload = offload if has_two_memories(offload, group.device) else Offload.NONE
         # Simulated ranks do each other's work, so on a device all of it is on the current stream.
-        is_separate = not group.shares_memory
-        self.unshard_stream: Stream = new_stream(group.device, own=is_separate)
-        self.reduce_stream: Stream = new_stream(group.device, own=is_separate)
+        new_stream = current_stream if group.shares_memory else side_stream
+        self.unshard_stream: Stream = new_stream(group.device)
+        self.reduce_stream: Stream = new_stream(group.device)
 
     @property
     def offloads(self) -> bool:

@@ -220,7 +220,7 @@ class TrainableParameters:
         """Take the reduction of the ``changed`` of all ranks: zero if no rank has changed."""
         host = streams.host_memory(1, answer.dtype, answer.device)
         host.copy_(answer, non_blocking=True)
-        self._answer = host, streams.new_stream(answer.device, own=False).record_event()
+        self._answer = host, streams.current_stream(answer.device).record_event()
 
     def compare(self, *, at_once: bool, has_batch: bool = True) -> None:
         """Compare with the other ranks, if a rank has changed. All ranks call it.

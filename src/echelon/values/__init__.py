@@ -1,18 +1,18 @@
-"""Python values as JSON and tensors, and back: exactly, and nothing else.
+"""Python values as JSON and tensors, restored exactly and without running code.
 
-Checkpoints hold values in this form, and ranks send them to each other in it: reading it makes
-values of the kinds below, and never runs what is in it. ::
+Checkpoints hold values in this form, and ranks send values to each other in it. Reading it makes
+values of the types below, and never calls anything that it names. ::
 
-    value_types     which values and tensors there are: what writing and reading agree on
-    encoding        a value into JSON and tensors
+    value_types     the types of values and tensors, on which writing and reading agree
+    encoding        a value to JSON and tensors
     untrusted_json  JSON of unknown origin, checked before anything is made from it
-    decoding        and back into a value, whoever wrote it
+    decoding        JSON and tensors of unknown origin to a value
 
-What JSON has, it is: None, bool, int of 64 bits, float that is finite, str, list, and dict with
-keys that are str and do not begin with ``$``. Anything else is an object of one member::
+Values that JSON has stay as they are: None, bool, int of 64 bits, finite float, str, list, and dict
+with keys that are str and do not begin with ``$``. Any other value is an object of one member::
 
     {"$int": "-0x1f"}                 an int of up to 4096 bits, in hex
-    {"$float": "7ff8000000000000"}    a float that is no finite number: its bits, in hex
+    {"$float": "7ff8000000000000"}    the bits of a float that is not finite, in hex
     {"$complex": [1.0, -1.0]}
     {"$bytes": "QUI="}                in base64
     {"$tuple": [...]}
@@ -30,9 +30,8 @@ keys that are str and do not begin with ``$``. Anything else is an object of one
     {"$device": "cuda:0"}
     {"$size": [2, 3]}
 
-Keys and members of sets are numbers, str, bytes, None, dtypes, devices, and tuples of these.
-A class that is not in this list, a subclass of one that is included, is refused when it is
-written: it would not come back as itself. So nothing that is loaded is ever called by its name.
-Attributes that somebody has put on a value are not part of it, nor is whether a tensor requires
-gradients; tensors come back on the CPU.
+Keys and members of sets are numbers, str, bytes, None, dtypes, devices, and tuples of these. Other
+classes, including subclasses of these, are refused when they are written, because they would not be
+restored exactly. Attributes that were added to a value, and whether a tensor requires gradients,
+are not saved; tensors are restored on the CPU.
 """

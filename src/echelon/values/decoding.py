@@ -1,4 +1,4 @@
-"""Values from JSON and tensors of unknown origin; ``values`` says which there are."""
+"""Values from JSON and tensors of unknown origin, in the format of ``echelon.values``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from echelon.values.value_types import (
     is_size,
 )
 
-_MAX_ALIKE = 16  # keys with one hash; more make a dict slow, and somebody has looked for them
+# Keys with one hash. More of them make a dict slow, and occur only in files made for that purpose.
+_MAX_COLLISIONS = 16
 _HEX_INT = re.compile(rf"-?0x[0-9a-f]{{1,{MAX_BITS // 4}}}")
 _HEX_BYTES = re.compile(r"(?:[0-9a-f]{2})*")
 _DEVICE = re.compile(r"[a-z]+(?::[0-9]{1,3})?")
@@ -35,18 +36,13 @@ Kind = TypeVar("Kind")
 
 @final
 class Decoder:
-    """One value on its way out of JSON.
-
-    Args:
-        tensors: by path.
-        where: the JSON comes from, for errors.
-    """
+    """Decodes one value; ``tensors`` are by path, and errors name ``where`` it comes from."""
 
     def __init__(self, tensors: Mapping[str, Tensor], where: str) -> None:
         self._tensors, self._where = tensors, where
 
     def decode(self, encoded: Json, depth: int = 0) -> object:
-        """The value of a JSON value that is in ``depth`` containers."""
+        """Decode a JSON value that is nested in ``depth`` containers."""
         if depth > MAX_DEPTH:
             self._refuse(f"nests more than {MAX_DEPTH} deep")
         if isinstance(encoded, list):
@@ -68,23 +64,25 @@ class Decoder:
         raise CheckpointCorrupt(what, self._where)
 
     def list_of(self, encoded: Json, depth: int) -> list[object]:
-        """The values of an array."""
+        """The list of an array."""
         return [self.decode(item, depth) for item in _as(list, encoded)]
 
     def members_of(self, encoded: Json, depth: int) -> list[Any]:
-        """The different values of an array, which can be keys."""
+        """The values of an array, which must differ and can be keys."""
         members = self.list_of(encoded, depth)
         if not all(map(is_simple, members)):
             raise ValueError
         hashes = sorted(map(hash, members))
-        if any(first == other for first, other in zip(hashes, hashes[_MAX_ALIKE:], strict=False)):
+        if any(
+            first == other for first, other in zip(hashes, hashes[_MAX_COLLISIONS:], strict=False)
+        ):
             raise ValueError
         if len(set(members)) != len(members):
             raise ValueError
         return members
 
     def dict_of(self, encoded: Json, depth: int) -> dict[Any, object]:
-        """The dict of an array of keys and values."""
+        """The dict of an array of pairs."""
         pairs = [_as(list, pair) for pair in _as(list, encoded)]
         if any(len(pair) != 2 for pair in pairs):
             raise ValueError
@@ -93,17 +91,17 @@ class Decoder:
         return dict(zip(keys, values, strict=True))
 
     def deque_of(self, encoded: Json, depth: int) -> deque[object]:
-        """The deque of an array of its values and its greatest length."""
-        values, most = _as(list, encoded)
-        if most is not None and not is_size(most):
+        """The deque of an array of its values and its ``maxlen``."""
+        values, maxlen = _as(list, encoded)
+        if maxlen is not None and not is_size(maxlen):
             raise ValueError
-        made = deque(self.list_of(values, depth), cast(int | None, most))
-        if len(made) != len(cast(list[Json], values)):
+        items = deque(self.list_of(values, depth), cast(int | None, maxlen))
+        if len(items) != len(cast(list[Json], values)):
             raise ValueError
-        return made
+        return items
 
     def tensor_of(self, encoded: Json, depth: int) -> Tensor:
-        """The tensor of a path."""
+        """The tensor that is saved under a path."""
         path = _as(str, encoded)
         try:
             return self._tensors[path]
@@ -112,7 +110,7 @@ class Decoder:
         self._refuse(f"has no tensor {brief(path)}")
 
     def array_of(self, encoded: Json, depth: int) -> np.ndarray[Any, Any]:
-        """The array in the memory of the tensor of a path."""
+        """The tensor that is saved under a path, as an array with the same memory."""
         tensor = self.tensor_of(encoded, depth)
         if tensor.dtype not in ARRAY_DTYPES:
             raise ValueError
@@ -120,14 +118,14 @@ class Decoder:
 
 
 def _as(kind: type[Kind], encoded: object) -> Kind:
-    """``encoded``, if it is exactly of this type."""
+    """``encoded`` if it is exactly of this type; else ``ValueError``."""
     if type(encoded) is not kind:
         raise ValueError
     return encoded
 
 
 def _int(encoded: Json) -> int:
-    """A whole number, in JSON or as ``$int``."""
+    """An int, as JSON or as ``$int``."""
     if type(encoded) is int:
         return encoded
     ((form, digits),) = _as(dict, encoded).items()
@@ -137,7 +135,7 @@ def _int(encoded: Json) -> int:
 
 
 def _float(encoded: Json) -> float:
-    """A float, in JSON or as ``$float``."""
+    """A float, as JSON or as ``$float``."""
     if type(encoded) is float:
         return encoded
     ((form, bits),) = _as(dict, encoded).items()
@@ -189,7 +187,7 @@ def _device(encoded: Json) -> torch.device:
         device = torch.device(_as(str, encoded))
     except RuntimeError as error:
         raise ValueError from error
-    if str(device) != encoded:  # an index that torch has no room for
+    if str(device) != encoded:  # the index does not fit into torch's type
         raise ValueError
     return device
 
@@ -201,7 +199,7 @@ def _size(encoded: Json) -> torch.Size:
     return torch.Size(cast(list[int], dims))
 
 
-# By form: the value of what it has, in so many containers. What there cannot be is a ValueError.
+# The decoders by form. They raise ``ValueError`` for content that their form does not allow.
 _FORMS: Mapping[str, Callable[[Decoder, Json, int], object]] = {
     "$int": lambda decoder, encoded, depth: _int({"$int": encoded}),
     "$float": lambda decoder, encoded, depth: _float({"$float": encoded}),
@@ -225,16 +223,11 @@ _FORMS: Mapping[str, Callable[[Decoder, Json, int], object]] = {
 
 
 def decode(encoded: Json, tensors: Mapping[str, Tensor], where: str) -> object:
-    """The value that ``encode`` gave this JSON and these tensors for.
+    """Restore the value that ``encode`` wrote as this JSON and these tensors.
 
-    Tensors are asked for by their paths as they are met, and are not copied: arrays share their
-    memory.
-
-    Args:
-        where: the file and place that they come from, for errors.
-
-    Raises:
-        CheckpointCorrupt: ``encode`` gives no such JSON, or a tensor is not there.
+    Tensors are looked up by path when they are needed, and are not copied: arrays share their
+    memory. Raise ``CheckpointCorrupt`` about the file and place ``where`` if ``encode`` cannot have
+    written this.
 
     Example:
         >>> decode({"betas": {"$tuple": [0.9, 0.95]}}, {}, "optimizer")

@@ -1,4 +1,4 @@
-"""Values into JSON and tensors; the docstring of ``echelon.values`` says into which."""
+"""Values to JSON and tensors, in the format of ``echelon.values``."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from echelon.values.value_types import (
     is_simple,
 )
 
-_MAX_PATH = 512  # characters; the names of tensors have a limit, too
-_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")  # keys that are part of a path as they are
+_MAX_PATH = 512  # characters, because the names of tensors have a limit, too
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")  # keys that become part of a path unchanged
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Purpose:
-    """What values are encoded for.
+    """The purpose for which values are encoded.
 
     Attributes:
-        is_done: what happens to them, as it reads after "cannot be".
-        only_safetensors: whether tensors must have a dtype that safetensors has.
-        max_values: how many there may be.
+        is_done: the end of a message that begins with "cannot be".
+        only_safetensors: whether tensors must have a dtype of safetensors.
+        max_values: the greatest number of values.
     """
 
     is_done: str
@@ -58,21 +58,16 @@ SENT = Purpose(is_done="sent to other ranks", only_safetensors=False, max_values
 
 @final
 class Encoder:
-    """One value on its way into JSON."""
+    """Encodes one value; ``tensors`` has its tensors by path."""
 
     def __init__(self, purpose: Purpose = SAVED) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._purpose = purpose
-        self._open: set[int] = set()  # the containers that the value at hand is in
+        self._open: set[int] = set()  # the containers of the current value
         self._num_values = 0
 
     def encode(self, value: object, place: str, path: str) -> Json:
-        """The JSON of a value.
-
-        Args:
-            place: of the value, as Python would write it.
-            path: of a tensor here.
-        """
+        """Encode the value at ``place``, which is Python code, with tensors under ``path``."""
         self._num_values += 1
         if self._num_values > self._purpose.max_values:
             raise ArgumentError(
@@ -105,14 +100,14 @@ class Encoder:
         return encoded
 
     def list_of(self, values: Iterable[object], place: str, path: str) -> list[Json]:
-        """The JSON of values in order."""
+        """The JSON of a sequence."""
         return [
             self.encode(value, f"{place}[{i}]", _join(path, str(i)))
             for i, value in enumerate(values)
         ]
 
     def set_of(self, values: Set[object], place: str, path: str) -> list[Json]:
-        """The JSON of values without order."""
+        """The JSON of a set."""
         encoded = []
         for value in values:
             encoded.append(self.encode(value, f"{place}{{{value!r:.40}}}", path))
@@ -120,13 +115,13 @@ class Encoder:
         return sorted(encoded, key=json.dumps)
 
     def dict_of(self, values: Mapping[Any, object], place: str, path: str) -> Json:
-        """The JSON of a dict: an object where its keys allow it."""
+        """The JSON of a dict, which is an object if the keys allow it."""
         if any(type(key) is not str or key.startswith("$") for key in values):
             return {"$dict": self.pairs_of(values, place, path)}
         return {str(key): value for key, value in self._entries(values, place, path)}
 
     def pairs_of(self, values: Mapping[Any, object], place: str, path: str) -> list[Json]:
-        """The JSON of a dict: keys and values in order."""
+        """The JSON of a dict as pairs of keys and values."""
         return [[key, value] for key, value in self._entries(values, place, path)]
 
     def _entries(
@@ -152,7 +147,7 @@ class Encoder:
             )
 
     def _tensor(self, value: Tensor, place: str, path: str) -> str:
-        """Keep a tensor; its path."""
+        """Add a tensor and return its path."""
         if value.layout is not torch.strided or value.is_quantized or value.is_nested:
             raise ArgumentError(
                 f"{place} is a sparse, nested or quantized tensor; give a dense one of its values"
@@ -164,14 +159,14 @@ class Encoder:
                 dtype_name(value.dtype)
             except ArgumentError as error:
                 raise ArgumentError(f"{place}: {error}") from None
-        # No path begins with "#/", because a part of one is "#" and a number.
+        # This is unique, because a path that begins with "#" has a number after it.
         path = path or "."
         path = path if len(path) <= _MAX_PATH else f"#/{len(self.tensors)}"
         self.tensors[path] = value
         return path
 
     def _array(self, value: np.ndarray[Any, Any], place: str, path: str) -> str:
-        """Keep an array as a tensor; its path."""
+        """Add an array as a tensor and return its path."""
         if value.dtype not in ARRAYS:
             raise ArgumentError(
                 f"{place} is an array of {value.dtype}, which no tensor has: give it as one of "
@@ -210,7 +205,7 @@ def _scalar(value: np.generic) -> Json:
     return {"$scalar": [name, np.array(value, SCALARS[name]).tobytes().hex()]}
 
 
-# How a value is written that holds no others.
+# The encoders of values that hold no other values.
 _SIMPLE: Mapping[type, Callable[[Any], Json]] = {
     type(None): lambda value: None,
     bool: lambda value: value,
@@ -226,7 +221,7 @@ _SIMPLE: Mapping[type, Callable[[Any], Json]] = {
     **dict.fromkeys(SCALAR_NAMES, _scalar),
 }
 
-# How a value is written that holds others: by the encoder, at a place, under a path.
+# The encoders of containers; they take the value, its place and its path.
 _CONTAINERS: Mapping[type, Callable[[Encoder, Any, str, str], Json]] = {
     list: Encoder.list_of,
     dict: Encoder.dict_of,
@@ -239,7 +234,7 @@ _CONTAINERS: Mapping[type, Callable[[Encoder, Any, str, str], Json]] = {
 }
 
 
-# The first that fits counts, so subclasses come before their bases.
+# The first match is used, so subclasses come before their bases.
 _BY_TYPE: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (Enum, "its .value"),
     (nn.Parameter, "its .detach()"),
@@ -263,7 +258,7 @@ _OTHERWISE = "numbers, str, bytes, tensors, or lists, tuples, sets and dicts of 
 
 
 def advice_for(value: object) -> str:
-    """What to give instead of ``value``, as the end of a sentence.
+    """Advice for a value that cannot be encoded, as the end of a sentence.
 
     Example:
         >>> advice_for(datetime.date(2026, 1, 1))
@@ -282,18 +277,13 @@ def advice_for(value: object) -> str:
 
 
 def encode(value: object, where: str, purpose: Purpose = SAVED) -> tuple[Json, dict[str, Tensor]]:
-    """``value`` as JSON, and its tensors by their paths in it, such as ``"state/0/mean"``.
+    """Encode ``value`` as JSON, and its tensors by paths such as ``"state/0/mean"``.
 
-    Tensors are not copied, nor are arrays that are contiguous and writable.
+    Tensors are not copied, nor are arrays that are contiguous and writable. An ``ArgumentError``
+    names the place of a value that cannot be encoded, as part of ``where``, and what to give
+    instead.
+
     Law: ``decode`` of both gives an equal value of the same types.
-
-    Args:
-        where: what the user calls it, for errors.
-        purpose: what becomes of it.
-
-    Raises:
-        ArgumentError: something in it is of a type that cannot be saved, or contains itself, or
-            there is too much of it. Names the place and what to give instead.
 
     Example:
         >>> encode({"betas": (0.9, 0.95)}, "optimizer")

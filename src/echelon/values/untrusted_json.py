@@ -1,9 +1,9 @@
 """JSON of unknown origin, checked before anything is made from it.
 
-A few megabytes of JSON can ask for gigabytes of memory (``[[],[],...``), end the interpreter
-(100,000 brackets) or keep it busy for minutes (a number of a million digits). So the text is first
-looked at as bytes, in parts: how deep it nests, how long its numbers are, and how much memory its
-values will take at most. Only what may be read by these is given to Python's reader.
+A few megabytes of JSON can take gigabytes of memory (``[[],[],...``), crash the interpreter
+(100,000 brackets) or keep it busy for minutes (a number of a million digits). So the bytes are
+first scanned in chunks for the depth of nesting, the length of numbers, and the memory that the
+values may take. Only text within these limits is passed to Python's reader.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from echelon.errors import ArgumentError, CheckpointCorrupt
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
-MAX_JSON_DEPTH = 256  # brackets inside of brackets; the parser of Python calls itself for each
+MAX_JSON_DEPTH = 256  # nested brackets, because the parser of Python is recursive
 _MAX_NUMBER = 40  # characters without a point or an exponent
-_MAX_SPACES = 2**20  # outside of strings; what is only long takes time, too
-_CHUNK_NBYTES = 2**16  # bytes looked at together, which stay in the cache
+_MAX_SPACES = 2**20  # outside of strings, because reading them takes time, too
+_CHUNK_NBYTES = 2**16  # scanned at once, so that they stay in the cache
 _QUOTE = ord('"')
 _BACKSLASHES = re.compile(rb"\\*")
 
-# The marks that are looked at, and the memory in bytes that a value takes at most where one stands:
-# a list with its first value; a dict, as pairs and as a table; a value and its place in a list;
-# what a member takes beside two strings; half of what a string takes beside its characters. A float
-# takes less, but a call that checks it.
+# The marks that are counted, and the greatest memory in bytes that a value takes for each: a list
+# with its first value; a dict, as pairs and as a table; a value and its place in a list; a member
+# without its two strings; half of a string without its characters; a float, with the call that
+# checks it.
 _COSTS = {"[": 144, "{": 320, ",": 42, ":": 90, '"': 16, ".": 64, "e": 64, "E": 64}
 _DEPTHS = {"[": 1, "{": 1, "]": -1, "}": -1}
 _SPACES = " \t\r\n"
 
 
 def _table(of: Mapping[str, int]) -> npt.NDArray[np.int64]:
-    """A number for each byte."""
+    """An array of a number for each byte."""
     table = np.zeros(256, np.int64)
     table[[ord(mark) for mark in of]] = list(of.values())
     return table
@@ -48,25 +48,16 @@ def _table(of: Mapping[str, int]) -> npt.NDArray[np.int64]:
 _COST, _DEEPER = _table(_COSTS), _table(_DEPTHS)
 _IS_MARK = _table(dict.fromkeys([*_COSTS, *_DEPTHS, *_SPACES], 1)).astype(np.bool_)
 _IS_SPACE = _table(dict.fromkeys(_SPACES, 1)).astype(np.bool_)
-_RECORD = _table({"[": 1, ",": 5, '"': 2})  # the marks of an array of five values, one a string
+_RECORD = _table({"[": 1, ",": 5, '"': 2})  # the marks of an array of five values with one string
 
 
 def read_json(data: bytes | memoryview, path: object, *, memory: int, max_records: int = 0) -> Json:
-    """The value that ``data`` is the JSON of, where reading it is harmless.
+    """Read JSON if that is harmless; else raise ``CheckpointCorrupt`` about the file ``path``.
 
-    Stricter than Python's own reader: UTF-8 only, no key twice in one object, no NaN and no
-    infinity, numbers of at most 40 characters, nesting of at most ``MAX_JSON_DEPTH``, a million
-    spaces between values at most.
-
-    Args:
-        data: the whole text.
-        path: of the file, for the error.
-        memory: what reading may take at most besides ``data``, in bytes.
-        max_records: so many arrays of five values, one of them a string, may take more: about 400
-            bytes each.
-
-    Raises:
-        CheckpointCorrupt: it is no such JSON.
+    It is stricter than Python's own reader: the text is UTF-8, no object has a key twice, numbers
+    are finite and have at most 40 characters, values nest at most ``MAX_JSON_DEPTH`` deep, and
+    there are at most a million spaces between them. Reading takes at most ``memory`` bytes besides
+    ``data``, and about 400 bytes for each of ``max_records`` arrays of five values with one string.
 
     Example:
         >>> read_json(b'{"a": [1, 2.5]}', "example", memory=2**20)
@@ -85,16 +76,12 @@ def read_json(data: bytes | memoryview, path: object, *, memory: int, max_record
         problem = f"JSON that is not read: {error}"
     else:
         return value
-    # Outside of the handler, so that the error does not keep the text alive.
+    # It is raised outside of the handler, so that it does not keep the text alive.
     raise CheckpointCorrupt(problem, path)
 
 
 def write_json(value: Mapping[str, object], what: str) -> bytes:
-    """The shortest JSON of ``value``, in ASCII.
-
-    Raises:
-        ArgumentError: ``value``, called ``what``, has no JSON.
-    """
+    """The shortest JSON of ``value``, in ASCII; errors call the value ``what``."""
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -105,7 +92,7 @@ def write_json(value: Mapping[str, object], what: str) -> bytes:
 
 
 def brief(value: object) -> str:
-    """What ``value`` is where something else was expected, in a few words, whatever its size."""
+    """A short description of a value of any size, for errors."""
     if isinstance(value, dict):
         return f"an object of {len(value)} members"
     if isinstance(value, list | tuple):
@@ -116,7 +103,7 @@ def brief(value: object) -> str:
 
 
 def _problem(data: bytes | memoryview, memory: int, max_records: int) -> str | None:
-    """Why the text must not be read, as far as that shows from outside."""
+    """The reason why the text must not be passed to Python's reader, if there is one."""
     scan = _Scan()
     for chunk in _chunks(data):
         scan.at(chunk)
@@ -132,7 +119,7 @@ def _problem(data: bytes | memoryview, memory: int, max_records: int) -> str | N
 
 
 def _chunks(data: bytes | memoryview) -> Iterator[bytes]:
-    """The text in chunks; no escape is cut in two."""
+    """The text in chunks that end outside of escapes."""
     begin = 0
     while begin < len(data):
         end = begin + _CHUNK_NBYTES
@@ -144,12 +131,12 @@ def _chunks(data: bytes | memoryview) -> Iterator[bytes]:
 
 @final
 class _Scan:
-    """What the bytes of a JSON text show, chunk by chunk.
+    """Statistics of the bytes of a JSON text, which are scanned in chunks.
 
     Attributes:
-        deepest: how many brackets are inside of one another.
-        longest: bytes between marks outside of strings: of numbers and other words.
-        strings: bytes in strings.
+        deepest: the greatest number of nested brackets.
+        longest: the greatest number of bytes of a number or another word outside of strings.
+        strings: the number of bytes in strings.
     """
 
     def __init__(self) -> None:
@@ -157,14 +144,14 @@ class _Scan:
         self._counts = np.zeros(256, np.int64)  # of each mark, outside of strings
         self._is_ascii, self._has_escapes = True, False
         self._depth = self._inside = 0
-        self._word = 0  # bytes since the last mark, if that was outside of strings
+        self._word = 0  # the bytes since the last mark, if it was outside of strings
 
     def at(self, chunk: bytes) -> None:
-        """Look at the next chunk."""
+        """Scan the next chunk."""
         self._is_ascii = self._is_ascii and chunk.isascii()
         self._has_escapes = self._has_escapes or b"\\u" in chunk
-        # A backslash is an escape, because outside of strings it is no JSON. Without escapes each
-        # quote begins or ends a string.
+        # A backslash begins an escape, because JSON has none outside of strings. When escapes are
+        # removed, each quote begins or ends a string.
         text = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
         if self._inside and b'"' not in text:
             self.strings += len(chunk)
@@ -173,7 +160,7 @@ class _Scan:
         places = np.flatnonzero(_IS_MARK[array])
         marks = array[places]
         quotes = marks == _QUOTE
-        # Whether the bytes after each mark are in a string; first, those before the first mark.
+        # Whether the bytes before the first mark, and those after each mark, are in a string.
         inside = (np.cumsum(np.append(self._inside, quotes), dtype=np.uint8) & 1).astype(np.bool_)
         gaps = np.diff(places, prepend=-1, append=len(text)) - 1
         self._measure(gaps, inside, len(chunk) - len(text))
@@ -186,7 +173,7 @@ class _Scan:
     def _measure(
         self, gaps: npt.NDArray[np.int64], inside: npt.NDArray[np.bool_], escaped: int
     ) -> None:
-        """Note what lies between marks."""
+        """Add the lengths of strings and words between marks."""
         # Marks in a string are part of it.
         self.strings += int(gaps[inside].sum()) + int(inside.sum()) + escaped
         words = np.where(inside, 0, gaps)
@@ -196,20 +183,20 @@ class _Scan:
 
     @property
     def num_spaces(self) -> int:
-        """Spaces and ends of lines outside of strings."""
+        """The number of spaces and line ends outside of strings."""
         return int(self._counts[_IS_SPACE].sum())
 
     def values(self, max_records: int) -> int:
-        """Memory that the values take at most beside the characters of strings, and records."""
+        """The greatest memory of the values, without characters of strings and records."""
         has = _RECORD > 0
         num_records = min(max_records, int((self._counts[has] // _RECORD[has]).min()))
         return int((self._counts - num_records * _RECORD) @ _COST)
 
     def text(self, nbytes: int) -> int:
-        """Memory that a text of so many bytes and its strings take at most as characters.
+        """The greatest memory of a text of so many bytes and of its strings, as characters.
 
-        Python keeps a string in 1, 2 or 4 bytes for each character, after its widest one. While it
-        is put together from escapes, its parts are there, too.
+        Python stores a string with 1, 2 or 4 bytes for each character, depending on the widest one.
+        While a string with escapes is assembled, its parts take memory, too.
         """
         if not self._is_ascii:
             return 8 * (nbytes + self.strings)
@@ -218,7 +205,7 @@ class _Scan:
 
 @final
 class _Refused(Exception):
-    """JSON that Python would read and this module does not."""
+    """JSON that Python would read, but this module refuses."""
 
 
 def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:

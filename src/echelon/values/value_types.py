@@ -1,4 +1,4 @@
-"""Which values and tensors files can hold: what writing and reading must agree on."""
+"""The types of values and tensors that files can hold, on which writing and reading agree."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of ``dtype`` in files.
-
-    Raises:
-        ArgumentError: safetensors has no such dtype.
+    """The name of ``dtype`` in files, which are those of safetensors.
 
     Example:
         >>> dtype_name(torch.bfloat16)
@@ -53,22 +50,22 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-TOO_MANY = 2**60  # of elements or bytes: the sum of two still fits into 64 bits
+TOO_MANY = 2**60  # elements or bytes: sums of several still fit into 64 bits
 _MAX_DIMS = 64  # as in PyTorch and NumPy
 
 
 def is_size(value: object, limit: int = TOO_MANY) -> bool:
-    """Whether ``value`` is a whole number from 0 to less than ``limit``; a bool is none."""
+    """Whether ``value`` is an int (and no bool) with 0 <= ``value`` < ``limit``."""
     return type(value) is int and 0 <= value < limit
 
 
 def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor."""
+    """The number of bytes of a tensor."""
     return prod(shape) * DTYPES[dtype].itemsize
 
 
 def tensor_problem(dtype: object, shape: Sequence[object]) -> str | None:
-    """Why no tensor has this dtype and shape; None if one can.
+    """The reason why no tensor can have this dtype and shape; None if one can.
 
     Example:
         >>> tensor_problem("F32", [10**18])
@@ -84,7 +81,7 @@ def tensor_problem(dtype: object, shape: Sequence[object]) -> str | None:
     return None
 
 
-MAX_DEPTH = 64  # containers inside of containers
+MAX_DEPTH = 64  # nested containers
 MAX_BITS = 4096  # of an int
 
 # The scalars of NumPy as they are written: little-endian.

@@ -1,16 +1,17 @@
 """A default dtype for each simulated rank.
 
 torch has one default dtype for the whole process, which ``torch.tensor(1.0)``, ``nn.Linear(2, 2)``
-and ``integers / 2`` read. Libraries set it for as long as they build a model. Ranks that are
-threads would build theirs in each other's dtype. Here a rank that sets it sets its own: as long as
-any rank has another one than the process, every call of torch by a rank runs alone, with the
-rank's own in place. While all have the process's, which is nearly always, a call costs two stores.
+and ``integers / 2`` read. Libraries set it while they build a model, so ranks that are threads
+would build their models in each other's dtype. Here ``torch.set_default_dtype`` sets the dtype of
+the calling rank only. As long as the dtype of any rank differs from that of the process, every call
+of torch by a rank runs alone, with the dtype of the rank in place. While none differs, which is
+nearly always, a call costs two stores.
 
 [Note: calls that have begun]
 A call that began before some rank set another dtype may not have read the dtype yet. So the rank
-that sets it says so first, and then waits until the calls that are under way have ended. The order
-of the two stores on each side makes one of the two see the other: a call first says that it is
-under way, and then looks whether the dtypes differ.
+first sets ``differ``, and then waits until the calls under way have ended. A call first sets
+``under_way``, and then reads ``differ``. By this order of stores, at least one of the two sees the
+other.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ import torch
 from echelon.comm.threads.installation import Installation
 from echelon.errors import StateError
 
-# How long another rank may take in one call of torch while this one waits for it, in seconds.
+# The time that a rank waits for another one to end a call of torch.
 PATIENCE_S = 120.0
 _LOOK_S = 0.0002
 
 _set_of_process = torch.set_default_dtype
 _get_of_process = torch.get_default_dtype
-# They call hooks, which may wait for other ranks, and what they call comes by here by itself.
+# These call hooks, which may wait for other ranks. The calls of torch in hooks are seen separately.
 _CALLS_BACK = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
@@ -42,8 +43,8 @@ class RankDtype:
     """The default dtype of one simulated rank.
 
     Attributes:
-        dtype: what the rank has set, or what it found when it started.
-        under_way: whether it is in a call of torch. See [Note: calls that have begun].
+        dtype: the dtype that the rank has set, or that of the process when the rank started.
+        under_way: whether the rank is in a call of torch. See [Note: calls that have begun].
     """
 
     __slots__ = ("dtype", "name", "under_way")
@@ -54,14 +55,14 @@ class RankDtype:
         self.name = threading.current_thread().name
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What ``function`` of torch returns with this rank's default dtype."""
-        if self.under_way or function in _CALLS_BACK:  # a call inside another has its dtype
+        """Call ``function`` of torch with the default dtype of this rank."""
+        if self.under_way or function in _CALLS_BACK:  # the outer call has set the dtype
             return function(*args, **kwargs)
         self.under_way = True
         try:
             if not _ranks.differ:
                 return function(*args, **kwargs)
-            self.under_way = False  # or who holds the lock would wait for us, and we for it
+            self.under_way = False  # else the owner of the lock would wait for this call
             with _ranks.held(self), _in_place(self.dtype):
                 self.under_way = True
                 return function(*args, **kwargs)
@@ -70,7 +71,7 @@ class RankDtype:
 
 
 class _Ranks:
-    """The simulated ranks of this process that have a default dtype of their own."""
+    """The simulated ranks of this process, and whether any of their dtypes ``differ``."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -79,7 +80,7 @@ class _Ranks:
 
     @contextmanager
     def held(self, rank: RankDtype) -> Iterator[None]:
-        """Let no other rank call torch, or set its dtype, while the body runs."""
+        """Keep all other ranks from calling torch or setting their dtypes in the body."""
         if not self.lock.acquire(timeout=PATIENCE_S):
             raise StateError(
                 f"{rank.name} waited {PATIENCE_S:g} s to call torch with the default dtype "
@@ -96,26 +97,26 @@ class _Ranks:
         """Set the default dtype of ``rank``."""
         with self.held(rank):
             with _in_place(dtype):
-                pass  # torch itself refuses what is no default dtype
+                pass  # torch refuses a dtype that cannot be the default
             rank.dtype = dtype
             self._compare(rank)
 
     def add(self, rank: RankDtype) -> None:
-        """Note a rank that starts."""
+        """Add a rank that starts."""
         with self.lock:
             self.all.add(rank)
             self._compare(rank)
 
     def remove(self, rank: RankDtype) -> None:
-        """Forget a rank that ends."""
+        """Remove a rank that ends."""
         with self.lock:
             self.all.discard(rank)
             self._compare(rank)
 
     def _compare(self, rank: RankDtype) -> None:
-        """See whether any rank has another dtype than the process; the caller holds the lock."""
+        """Set ``differ``, and wait for calls under way if it becomes true; needs the lock."""
         differed = self.differ
-        self.differ = any(one.dtype != _get_of_process() for one in self.all)
+        self.differ = any(other.dtype != _get_of_process() for other in self.all)
         if differed or not self.differ:
             return
         deadline = time.monotonic() + PATIENCE_S
@@ -146,7 +147,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextmanager
 def _in_place(dtype: torch.dtype) -> Iterator[None]:
-    """Put ``dtype`` in the place that torch reads; the caller holds the lock."""
+    """Set the default dtype of the process in the body; needs the lock."""
     before = _get_of_process()
     _set_of_process(dtype)
     try:
@@ -156,7 +157,7 @@ def _in_place(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _set_default_dtype(d: torch.dtype) -> None:
-    """Stands for ``torch.set_default_dtype``: a simulated rank sets its own."""
+    """Replaces ``torch.set_default_dtype``: a simulated rank sets its own dtype."""
     rank: RankDtype | None = getattr(_current, "rank", None)
     if rank is None:
         _set_of_process(d)
@@ -165,7 +166,7 @@ def _set_default_dtype(d: torch.dtype) -> None:
 
 
 def _get_default_dtype() -> torch.dtype:
-    """Stands for ``torch.get_default_dtype``: a simulated rank gets its own."""
+    """Replaces ``torch.get_default_dtype``: a simulated rank gets its own dtype."""
     rank: RankDtype | None = getattr(_current, "rank", None)
     return _get_of_process() if rank is None else rank.dtype
 
@@ -185,7 +186,7 @@ _in_torch = Installation(_install, _remove)
 
 @contextmanager
 def own_default_dtype(dtype: torch.dtype) -> Iterator[RankDtype]:
-    """Give this thread a default dtype of its own while the body runs; at first ``dtype``."""
+    """Give this thread a default dtype of its own in the body, which starts as ``dtype``."""
     rank = RankDtype(dtype)
     with _in_torch.of_rank():
         _ranks.add(rank)

@@ -1,9 +1,9 @@
-"""What simulated ranks leave behind in their process: threads and exit handlers that never end.
+"""The end of a process in which simulated ranks have left threads or exit handlers that never end.
 
-Simulated ranks have no processes of their own, so nobody else ends what they have started. Python
-waits at the end of the script for threads that are no daemons, and then calls exit handlers, the
-last one first. Of both, those count that came while simulated ranks ran; what belongs to the rest
-of the program may take as long as it likes.
+Python waits at the end of a script for threads that are not daemons, and then calls exit handlers
+in reverse order. Those that simulated ranks have started or registered get a time limit here,
+because simulated ranks have no processes of their own that could be killed. Those of the rest of
+the program may take any time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PAUSE_S = 0.2
 
 @final
 class _Guard:
-    """The end of this process, after simulated ranks have run in it."""
+    """Ends this process if simulated ranks have left something in it that does not end."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -40,11 +40,11 @@ class _Guard:
         self._passed = threading.Event()
 
     def start(self, limit_s: float) -> None:
-        """Guard the end, from the first call on; ``limit_s``: seconds that it may take."""
+        """Guard the end of the process, which may take ``limit_s`` seconds."""
         with self.lock:
             self.limit_s = max(self.limit_s, limit_s)
             if self._thread is None:
-                atexit.register(self._passed.set)  # is called after those that ranks register
+                atexit.register(self._passed.set)  # runs after the handlers of ranks
                 self._thread = threading.Thread(
                     target=self._watch, name="echelon exit guard", daemon=True
                 )
@@ -56,7 +56,7 @@ class _Guard:
         since_s = time.monotonic()
         while not self._passed.wait(_PAUSE_S):
             others = [thread for thread in awaited_threads() if thread not in self.threads]
-            if others:  # the program itself still works
+            if others:  # the program itself is still running
                 since_s = time.monotonic()
             elif time.monotonic() - since_s > self.limit_s:
                 self._end()
@@ -89,13 +89,13 @@ _guard = _Guard()
 
 
 def guard_exit(timeout_s: float) -> None:
-    """Guard the end of this process, before simulated ranks run in it."""
+    """Guard the end of this process; call it before simulated ranks run."""
     _guard.start(timeout_s + time_limits.LEFT_BEHIND_S)
 
 
 @contextmanager
 def guarded_exit(timeout_s: float) -> Iterator[None]:
-    """Run simulated ranks in the body; what they leave behind gets ``timeout_s`` to end."""
+    """Run simulated ranks in the body; threads that they leave get ``timeout_s`` to end."""
     guard_exit(timeout_s)
     before = set(awaited_threads())
     try:

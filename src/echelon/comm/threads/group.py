@@ -1,6 +1,6 @@
-"""Simulated ranks: one thread each, tensors passed by reference.
+"""The group of simulated ranks, which are threads that pass tensors by reference.
 
-The last rank that comes to a communication does the work for all, then wakes those who wait.
+The last rank that joins a communication does the work of all ranks, and wakes them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from echelon.comm.primitives import (
 )
 from echelon.comm.reduce_op import reduce_into
 from echelon.comm.threads.thread_world import (
+    MessageSide,
     Pending,
     PendingCollective,
     PendingMessage,
@@ -39,33 +40,33 @@ from echelon.errors import CollectiveMismatch
 
 T = TypeVar("T")
 Calls: TypeAlias = list[CollectiveCall]
-# What is done for all ranks: with what each brought, and their calls, in rank order.
+# Does the work of all ranks, with their items and calls in rank order.
 Act: TypeAlias = Callable[[list[T], Calls], None]
 
 
 @final
 class _ThreadWork(Work):
-    def __init__(self, call: CollectiveCall, fabric: ThreadWorld, pending: Pending) -> None:
+    def __init__(self, call: CollectiveCall, world: ThreadWorld, pending: Pending) -> None:
         super().__init__(call)
-        self._fabric = fabric
+        self._world = world
         self._pending = pending
 
     def done(self) -> bool:
-        return self._pending.complete or self._fabric.failure is not None
+        return self._pending.complete or self._world.failure is not None
 
     def _wait(self, timeout: float | None) -> None:
-        self._fabric.wait(self._pending, self.call, timeout)
+        self._world.wait(self._pending, self.call, timeout)
 
 
 @final
 class ThreadGroup(Group):
-    """Simulated ranks of one process. Its windows are ordinary tensors that all ranks can see."""
+    """Simulated ranks of one process, whose windows are ordinary tensors."""
 
-    overrides = frozenset({Barrier, Reduce})  # without views of parts and other ranks' tensors
+    overrides = frozenset({Barrier, Reduce})  # their primitives would make views of parts
 
     def __init__(
         self,
-        fabric: ThreadWorld,
+        world: ThreadWorld,
         rank: int,
         ranks: Sequence[int],
         *,
@@ -77,11 +78,11 @@ class ThreadGroup(Group):
             rank,
             ranks,
             device or torch.device("cpu"),
-            fabric.timeout,
+            world.timeout,
             shares_memory=True,
-            note=fabric.note,
+            note=world.note,
         )
-        self._fabric = fabric
+        self._world = world
 
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
         act = _ACTS.get(type(operation))
@@ -93,29 +94,29 @@ class ThreadGroup(Group):
         return self._mail(call, operation.tensor, operation.src, self.rank, operation.tag)
 
     def _meet(self, call: CollectiveCall, item: T, act: Act[T]) -> _ThreadWork:
-        """Bring ``item``; the last rank that comes runs ``act`` on all items in rank order."""
-        fabric = self._fabric
-        with fabric.lock:
-            fabric.admit(call)
+        """Join a collective with ``item``; the last rank runs ``act`` on the items of all."""
+        world = self._world
+        with world.lock:
+            world.admit(call)
             key = (self.name, call.position)
-            meeting = fabric.meetings.get(key)
+            meeting = world.meetings.get(key)
             if meeting is None:
-                meeting = fabric.meetings[key] = PendingCollective(self.ranks, call, item)
+                meeting = world.meetings[key] = PendingCollective(self.ranks, call, item)
             meeting.calls[self.rank] = call
             meeting.items[self.rank] = item
             meeting.absent.discard(call.rank)
             if meeting.absent:
-                return _ThreadWork(call, fabric, meeting)
-            del fabric.meetings[key]
+                return _ThreadWork(call, world, meeting)
+            del world.meetings[key]
         try:
             self._agree(meeting.calls)
-            with torch.inference_mode():  # or tensors of a rank in that mode could not be written
+            with torch.inference_mode():  # inference tensors of ranks can be written only in it
                 act(meeting.items, meeting.calls)
         except Exception as error:  # raised on every rank that waits
             meeting.error = error
-        fabric.complete(meeting)
+        world.complete(meeting)
         meeting.items.clear()
-        return _ThreadWork(call, fabric, meeting)
+        return _ThreadWork(call, world, meeting)
 
     def _agree(self, calls: Sequence[CollectiveCall]) -> None:
         first = calls[0]
@@ -125,28 +126,28 @@ class ThreadGroup(Group):
                 raise CollectiveMismatch(self.name, first.position, texts)
 
     def _mail(self, call: CollectiveCall, tensor: Tensor, src: int, dst: int, tag: int) -> Work:
-        fabric, op = self._fabric, call.signature.op
-        with fabric.lock:
-            fabric.admit(call)
-            queue = fabric.mail.setdefault((self.name, src, dst, tag), deque())
-            if not queue or op in queue[0].sides:  # the other side has not come yet
+        world, op = self._world, call.signature.op
+        with world.lock:
+            world.admit(call)
+            queue = world.mail.setdefault((self.name, src, dst, tag), deque())
+            if not queue or op in queue[0].sides:  # the other side has not joined yet
                 transfer = PendingMessage((self.ranks[src], self.ranks[dst]))
                 queue.append(transfer)
             else:
                 transfer = queue.popleft()
-            transfer.sides[op] = (self.rank, call, tensor)
+            transfer.sides[op] = MessageSide(self.rank, call, tensor)
             transfer.absent.discard(call.rank)
         if not transfer.absent:
             self._deliver(transfer)
-            fabric.complete(transfer)
-        return _ThreadWork(call, fabric, transfer)
+            world.complete(transfer)
+        return _ThreadWork(call, world, transfer)
 
     def _deliver(self, transfer: PendingMessage) -> None:
-        (_, _, source), (_, _, target) = transfer.sides["send"], transfer.sides["recv"]
+        source, target = transfer.sides["send"].tensor, transfer.sides["recv"].tensor
         if source.dtype != target.dtype or source.numel() != target.numel():
             texts = {
-                rank: f"{call.signature} at {call.place}"
-                for rank, call, _ in transfer.sides.values()
+                side.rank: f"{side.call.signature} at {side.call.place}"
+                for side in transfer.sides.values()
             }
             transfer.error = CollectiveMismatch.of_message(self.name, texts)
         else:
@@ -160,7 +161,7 @@ class ThreadGroup(Group):
         if self.rank not in members:
             return None
         return ThreadGroup(
-            self._fabric,
+            self._world,
             members.index(self.rank),
             [self.ranks[member] for member in members],
             name=name,
@@ -172,14 +173,14 @@ class ThreadGroup(Group):
         local = zeros(numel, dtype, self.device, what=f"a window of {numel} elements on a rank")
 
         def act(items: list[tuple[list[Tensor], Tensor]], calls: Calls) -> None:
-            for seen, _ in items:
-                seen.extend(region for _, region in items)
+            for regions_of_rank, _ in items:
+                regions_of_rank.extend(region for _, region in items)
 
         self._meet(call, (regions, local), act).wait()
         return Window(local, tuple(regions), shared=True)
 
     def _shared(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
-        seen: list[Tensor] = []
+        tensors: list[Tensor] = []
         what = f"a shared tensor of {numel} elements"
         require_memory(numel * dtype.itemsize, self.device, what=what)
 
@@ -188,8 +189,8 @@ class ThreadGroup(Group):
             for item in items:
                 item.append(shared)
 
-        self._meet(call, seen, act).wait()
-        return seen[0].view(numel)  # a tensor of this rank's own on the same memory
+        self._meet(call, tensors, act).wait()
+        return tensors[0].view(numel)  # each rank has a tensor of its own on the same memory
 
 
 def _all_reduce(operations: list[AllReduce], calls: Calls) -> None:
@@ -249,7 +250,7 @@ def _check_lengths(operations: list[Exchange], calls: Calls) -> None:
 
 
 def _nothing(operations: list[Any], calls: Calls) -> None:
-    """All have come."""
+    """All ranks have joined, which is all that a barrier does."""
 
 
 _ACTS: dict[type[Primitive | Derived], Act[Any]] = {

@@ -1,4 +1,4 @@
-"""What simulated ranks replace in their process: there while any of them runs, and then gone."""
+"""Replacements in the process that last as long as any simulated rank runs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import final
 
 @final
 class Installation:
-    """Something that each rank installs when it begins, and the last one to end removes.
+    """A replacement that each rank installs when it starts, and that the last one removes.
 
-    Args:
-        install: called for each rank, so it finds its work done where others run already.
-        remove: called when no rank is left.
-        lock: held by both calls; its own if None.
+    ``install`` is called for each rank, also if others run already. ``remove`` is called when the
+    last rank ends. Both calls hold ``lock``.
     """
 
     def __init__(
@@ -29,12 +27,12 @@ class Installation:
         self._num_ranks = 0
 
     def __bool__(self) -> bool:
-        """Whether a rank runs."""
+        """Whether any rank runs."""
         return self._num_ranks > 0
 
     @contextmanager
     def of_rank(self) -> Iterator[None]:
-        """Have it in the process while the body runs, at least."""
+        """Count the body as a rank that runs."""
         with self._lock:
             self._num_ranks += 1
             self._install()

@@ -1,12 +1,11 @@
 """Functions of ``torch.nn`` that each simulated rank may replace for itself.
 
-Libraries replace functions of ``torch.nn.init`` for as long as they build or load a model, and put
-back what they found. Ranks that are threads would find what others have put there, and leave it
-there for ever. Here a rank that assigns to such a function has replaced its own: it finds what it
-has assigned itself, and the other ranks go on with theirs.
+Libraries replace functions of ``torch.nn.init`` while they build or load a model, and restore them
+afterwards. Ranks that are threads would save the replacements of each other, and restore those.
+Here an assignment to such a function is visible only to the rank that makes it.
 
-Law: what a simulated rank calls depends only on its own assignments, and on those that were made
-before the ranks started.
+Law: the function that a simulated rank calls depends only on its own assignments, and on those that
+were made before the ranks started.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 from echelon.comm.threads.installation import Installation
 
-# Those that import functions of torch.nn.init by name, or have some of their own, are in it, too.
+# Modules that import functions of torch.nn.init by name, or define some, are among them.
 _LAYERS = "activation adaptive batchnorm conv linear loss normalization rnn sparse transformer"
 _MODULES = ("torch.nn.init", *(f"torch.nn.modules.{name}" for name in _LAYERS.split(" ")))
 
@@ -29,37 +28,37 @@ _current = threading.local()
 
 
 class _SharedModule(ModuleType):
-    """A module in which a simulated rank sees the functions that it has assigned itself."""
+    """A module in which each simulated rank sees the functions that it has assigned itself."""
 
     def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if type(found) is FunctionType and (original := _originals.get(found)) is not None:
+        member = super().__getattribute__(name)
+        if type(member) is FunctionType and (original := _originals.get(member)) is not None:
             assigned: dict[Any, Any] = getattr(_current, "assigned", None) or {}
-            return assigned.get(found, original)
-        return found
+            return assigned.get(member, original)
+        return member
 
     def __setattr__(self, name: str, value: Any) -> None:
         assigned: dict[Any, Any] | None = getattr(_current, "assigned", None)
-        found = vars(self).get(name)
-        if assigned is None or type(found) is not FunctionType:
+        member = vars(self).get(name)
+        if assigned is None or type(member) is not FunctionType:
             super().__setattr__(name, value)
             return
         with _lock:
-            found = vars(self)[name]
-            if found not in _originals:
-                found = vars(self)[name] = _dispatching(found)
-        if value is _originals[found] or value is found:
-            assigned.pop(found, None)
+            member = vars(self)[name]
+            if member not in _originals:
+                member = vars(self)[name] = _dispatching(member)
+        if value is _originals[member] or value is member:
+            assigned.pop(member, None)
         else:
-            assigned[found] = value
+            assigned[member] = value
 
 
-_originals: dict[FunctionType, FunctionType] = {}  # by what dispatches in their place
+_originals: dict[FunctionType, FunctionType] = {}  # by the dispatching function in its place
 _lock = threading.Lock()
 
 
 def _dispatching(original: FunctionType) -> FunctionType:
-    """Calls what the calling rank has in the place of ``original``."""
+    """A function that calls the calling rank's replacement of ``original``."""
 
     @wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
@@ -77,12 +76,12 @@ def _install() -> None:
 
 
 def _restore() -> None:
-    """Have the modules as they were, once the last ranks have ended."""
+    """Restore the modules after the last rank has ended."""
     for module in _modules():
         module.__class__ = ModuleType
-        for name, found in list(vars(module).items()):
-            if type(found) is FunctionType and found in _originals:
-                vars(module)[name] = _originals[found]
+        for name, member in list(vars(module).items()):
+            if type(member) is FunctionType and member in _originals:
+                vars(module)[name] = _originals[member]
     _originals.clear()
 
 
@@ -95,7 +94,7 @@ _in_torch = Installation(_install, _restore, _lock)
 
 @contextmanager
 def own_functions() -> Iterator[None]:
-    """Let what this thread assigns to functions of ``torch.nn`` be its own while the body runs.
+    """Keep assignments to functions of ``torch.nn`` in the body to this thread.
 
     Example:
         >>> import torch

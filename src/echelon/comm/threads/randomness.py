@@ -1,14 +1,14 @@
 """A random stream for each simulated rank.
 
 torch has one default CPU generator for the whole process. Ranks that are threads would draw from it
-in whatever order they happen to run, so that ``torch.manual_seed(0)`` on every rank would give
-neither the weights that one process gets nor the same weights twice. Here the one generator has one
-owner at a time: before a rank draws, the owner's state is put aside and the rank's own is put in
-place. A draw by the same rank as before costs a lock.
+in an order that changes from run to run, so ``torch.manual_seed(0)`` on every rank would give
+neither the weights of one process nor the same weights twice. Here the generator has one owner at a
+time. Before another rank draws, the state of the owner is saved and that of the rank is set. If the
+rank is the owner already, a draw only costs a lock.
 
 Law: what a simulated rank draws depends only on its own seeds and draws.
 
-Python's ``random`` and NumPy's global generator stay shared; draws on CUDA devices too.
+Python's ``random``, NumPy's global generator, and the generators of CUDA devices stay shared.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _DRAWING: frozenset[Any] = frozenset(
 )
 
 
-# Functions that stand for these have their names: a library that guards ``torch.nn.init`` puts its
-# own there, and torch hands those on.
+# Replacements of these functions have their names: libraries that guard ``torch.nn.init`` replace
+# its functions, and torch passes the replacements to modes.
 _NAMES = frozenset(function.__name__ for function in _DRAWING if isinstance(function, FunctionType))
 
 
@@ -72,27 +72,27 @@ def _draws(function: Callable[..., Any]) -> bool:
 
 
 class _Turns:
-    """Who owns torch's default generator, and the states of those who do not."""
+    """The owner of torch's default generator, and the states of all others."""
 
     def __init__(self) -> None:
         self.generator = torch.default_generator
         self._lock = threading.RLock()
         self._states: dict[object, Tensor] = {}
-        self._owner: object = None  # None: code outside all simulated ranks
+        self._owner: object = None  # None stands for code outside of simulated ranks
 
     @contextmanager
     def turn(self, who: object) -> Iterator[torch.Generator]:
-        """Hold the generator with the state of ``who`` in it."""
+        """Hold the generator with the state of ``who``."""
         with self._lock:
             if self._owner is not who:
                 self._states[self._owner] = self.generator.get_state()
-                # A new stream starts where its world was started from.
+                # A new stream starts as a copy of that outside of simulated ranks.
                 self.generator.set_state(self._states.get(who, self._states[None]))
                 self._owner = who
             yield self.generator
 
     def forget(self, who: object) -> None:
-        """Drop the stream of a rank that is done."""
+        """Drop the stream of a rank that has ended."""
         with self._lock:
             if self._owner is who:
                 self.generator.set_state(self._states[None])
@@ -110,7 +110,7 @@ _current = threading.local()
 
 
 class _RankGenerator:
-    """Stands for ``torch.random.default_generator``: seeding acts on the rank's own stream."""
+    """Replaces ``torch.random.default_generator``: it acts on the stream of the calling rank."""
 
     def __getattr__(self, name: str) -> Any:
         who = getattr(_current, "who", None)
@@ -123,7 +123,7 @@ class _RankGenerator:
 
 
 class _OwnDraws(TorchFunctionMode):
-    """Gives a rank its turn around every function of torch that draws, and its default dtype."""
+    """Calls functions of torch with the random stream and the default dtype of a rank."""
 
     def __init__(self, who: object, dtype: RankDtype) -> None:
         super().__init__()
@@ -150,14 +150,14 @@ _run_backward: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
 
 
 def _run_backward_with_own_draws(*args: Any, **kwargs: Any) -> Any:
-    """Run backward under the rank's mode, for what is recomputed in it.
+    """Run backward under the mode of the rank, for draws in recomputed forwards.
 
-    ``Tensor.backward`` and ``torch.autograd.grad`` ask the mode what to do, and torch takes a mode
-    away while it is asked, so that all of backward would run without it.
+    torch disables a mode while it handles a function. ``Tensor.backward`` and
+    ``torch.autograd.grad`` are such functions, so all of backward would run without the mode.
     """
     who = getattr(_current, "who", None)
-    # Where nothing was asked, the mode is there. A second one would be seen by torch.compile, which
-    # then makes another graph for what is recomputed than it made for the forward.
+    # If the mode is active, a second one must not be: torch.compile would see it, and trace another
+    # graph for the recomputation than for the forward.
     if who is None or _has_mode():
         return _run_backward(*args, **kwargs)
     with _OwnDraws(who, _current.dtype):
@@ -165,7 +165,7 @@ def _run_backward_with_own_draws(*args: Any, **kwargs: Any) -> Any:
 
 
 def _has_mode() -> bool:
-    """Whether the rank's mode is asked now."""
+    """Whether the mode of the rank is active."""
     depth = torch._C._len_torch_function_stack()
     return any(isinstance(torch._C._get_function_stack_at(i), _OwnDraws) for i in range(depth))
 
@@ -188,10 +188,9 @@ _in_torch = Installation(_install, _remove)
 
 @contextmanager
 def random_stream(dtype: RankDtype | None = None) -> Iterator[None]:
-    """Give this thread its own stream while the body runs; it starts as a copy of the outer one.
+    """Give this thread its own stream in the body, which starts as a copy of the outer one.
 
-    Args:
-        dtype: of this thread, which then looks at each call of torch, too.
+    Calls of torch in the body use ``dtype`` of this thread as the default dtype.
 
     Example:
         >>> torch.manual_seed(0)  # doctest: +ELLIPSIS

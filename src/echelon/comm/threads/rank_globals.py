@@ -1,7 +1,7 @@
-"""What is one for a whole process and what each simulated rank needs for its own.
+"""Global state of a process that each simulated rank has for itself.
 
-A process that is one rank has its own random stream, default dtype and functions. So has a rank
-that is a thread: what it seeds, sets or replaces is its own, and the others do not see it.
+A rank that is a process has its own random stream, default dtype and functions. Here a rank that is
+a thread has them, too: other ranks do not see what it seeds, sets or replaces.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echelon.comm.threads.transformers_contexts import own_contexts
 
 @contextmanager
 def own_globals(dtype: torch.dtype) -> Iterator[None]:
-    """Let this thread be a simulated rank while the body runs, with ``dtype`` as its default."""
+    """Give this thread global state of its own in the body, with ``dtype`` as default dtype."""
     with (
         own_default_dtype(dtype) as rank_dtype,
         own_functions(),

@@ -1,9 +1,10 @@
-"""What the simulated ranks of one process share: who waits for whom, who returned, who failed.
+"""The state that the simulated ranks of one process share: waits, returns and failures.
 
-Every communication is a ``Pending`` thing that some ranks still have to come to. Because the
-fabric knows who waits for whom, a cycle of waiting ranks, or a wait for a rank that has returned,
-is found at once and not by a timeout. A rank that communicates from several threads is never taken
-for stuck, because another of its threads may go on; nor is one that waits with its own timeout.
+Every communication is ``Pending`` until all its ranks have joined it. The world knows which rank
+waits for which others, so it detects a cycle of waiting ranks, or a wait for a rank that has
+returned, at once and not by a timeout. A rank that communicates from several threads never counts
+as stuck, because another of its threads may proceed; neither does one that waits with a timeout of
+its own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
@@ -30,19 +31,19 @@ from echelon.process.process_status import activity
 
 
 class Pending:
-    """Something that is complete when all its ranks have come."""
+    """A communication that is complete when all its ranks have joined it."""
 
     def __init__(self, expected: Sequence[int]) -> None:
         self.expected = tuple(expected)  # ranks in the job
-        self.absent = set(expected)  # those that have not come
+        self.absent = set(expected)  # those that have not joined
         self.complete = False
         self.error: Exception | None = None
 
 
 class PendingCollective(Pending):
-    """One collective: the call of each rank and what it brought, in rank order.
+    """A collective: the call and the item of each rank, in rank order.
 
-    While some ranks are absent, their places hold those of the first rank that came.
+    Places of absent ranks hold the call and the item of the first rank that joined.
     """
 
     def __init__(self, ranks: Sequence[int], call: CollectiveCall, item: Any) -> None:
@@ -52,13 +53,19 @@ class PendingCollective(Pending):
 
 
 class PendingMessage(Pending):
-    """One message: a send and a receive that found, or wait for, each other."""
+    """A message: a send and a receive that match; ``sides`` is by the op of the call."""
 
     def __init__(self, expected: Sequence[int]) -> None:
         super().__init__(expected)
-        self.sides: dict[
-            str, tuple[int, CollectiveCall, Tensor]
-        ] = {}  # by op: rank in group, call, tensor
+        self.sides: dict[str, MessageSide] = {}
+
+
+class MessageSide(NamedTuple):
+    """The send or the receive of a message; ``rank`` is in the group."""
+
+    rank: int
+    call: CollectiveCall
+    tensor: Tensor
 
 
 @dataclass(slots=True)
@@ -73,13 +80,13 @@ class _Wait:
 @final
 @dataclass(slots=True)
 class _Sighting:
-    """Where a rank was seen last.
+    """The last known state of a rank.
 
     Attributes:
-        thread: Python's number of its thread; 0 before it runs.
-        native_id: the kernel's number of that thread.
-        step: optimizer steps that it has made.
-        call: its last call.
+        thread: the identifier of its thread; 0 before it runs.
+        native_id: the identifier of this thread in the kernel.
+        step: the number of optimizer steps that the rank has made.
+        call: the last call of the rank.
     """
 
     thread: int = 0
@@ -88,15 +95,15 @@ class _Sighting:
     call: CollectiveCall | None = None
 
     def note_step(self, number: int) -> None:
-        """Note how many optimizer steps it has made."""
+        """Record how many optimizer steps the rank has made."""
         self.step = number
 
     def stack(self) -> list[str]:
-        """The innermost line last."""
+        """The lines of the stack of the rank, with the innermost one last."""
         return stacks.of_this_process(self.thread)
 
     def finding(self, rank: int) -> StuckRank:
-        """What is known of it now, where it does not wait."""
+        """Describe a rank that does not wait."""
         return StuckRank(
             rank=rank,
             where=f"at step {self.step}",
@@ -109,11 +116,9 @@ class _Sighting:
 
 @final
 class ThreadWorld:
-    """What the simulated ranks of one job share: who waits, who returned, who failed.
+    """The shared state of the simulated ranks of one job.
 
-    Args:
-        size: number of ranks in the job.
-        timeout: seconds that a rank waits for others by default.
+    ``timeout`` is the time in seconds that a rank waits for others by default.
     """
 
     def __init__(self, size: int, timeout: float) -> None:
@@ -126,30 +131,30 @@ class ThreadWorld:
         self.failure: tuple[int, BaseException] | None = None
         self._wakeups = [threading.Condition(self.lock) for _ in range(size)]
         self._waits: list[dict[int, _Wait]] = [{} for _ in range(size)]  # by rank, by thread
-        self._gave_up: dict[int, Pending] = {}  # what a rank waited for in vain, in its last call
+        self._gave_up: dict[int, Pending] = {}  # by rank whose last call timed out
         self._threads: list[set[int]] = [set() for _ in range(size)]  # that have ever waited
         self._finished: set[int] = set()
 
     def enter(self, rank: int) -> None:
-        """Note on which thread a rank runs: the one that calls this."""
+        """Record that a rank runs on the calling thread."""
         sighting = self.sightings[rank]
         sighting.thread, sighting.native_id = threading.get_ident(), threading.get_native_id()
 
     def note(self, call: CollectiveCall) -> None:
-        """Note the last call of a rank."""
+        """Record the last call of a rank."""
         self.sightings[call.rank].call = call
         if self._gave_up:
             self._gave_up.pop(call.rank, None)
 
     def finish(self, rank: int) -> None:
-        """Note that a rank has returned, or closed its world; it never answers again."""
+        """Record that a rank has returned, or has closed its world."""
         with self.lock:
             self._finished.add(rank)
             if any(rank in wait.pending.absent for wait in self._all_waits()):
                 self._declare_deadlock(rank)
 
     def sign(self, rank: int, runs: bool) -> ExitSign:
-        """What is seen of a rank now; ``runs``: its thread has not ended."""
+        """The state of a rank now; ``runs`` says that its thread has not ended."""
         with self.lock:
             seen, waits = self.sightings[rank], bool(self._waits[rank])
             stage = ExitStage.CLOSED if rank in self._finished else ExitStage.RUNNING
@@ -161,11 +166,11 @@ class ThreadWorld:
             )
 
     def straggler_error(self, late: Sequence[int]) -> CommTimeout:
-        """The error for ranks that do not follow those that have left."""
+        """The error about ranks that still run long after others have left."""
         return error_of([self.sightings[rank].finding(rank) for rank in late], self.timeout)
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """Note the first failure and wake all ranks, so that they end too."""
+        """Record the first failure, and wake all ranks so that they end, too."""
         with self.lock:
             self._fail(rank, error)
 
@@ -181,14 +186,7 @@ class ThreadWorld:
                         self._wakeups[rank].notify_all()
 
     def wait(self, pending: Pending, call: CollectiveCall, timeout: float | None) -> None:
-        """Block the calling rank until ``pending`` is complete.
-
-        Raises:
-            CollectiveMismatch: the ranks that came do not agree.
-            RankFailed: another rank failed.
-            DeadlockError: no rank that is waited for can come.
-            CommTimeout: time is up.
-        """
+        """Block the calling thread until ``pending`` is complete, or raise why it cannot be."""
         seconds = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
         rank, thread = call.rank, threading.get_ident()
@@ -206,24 +204,19 @@ class ThreadWorld:
                         self._gave_up[rank] = pending
                         late = sorted(pending.absent)
                         error = CommTimeout(str(call), late, seconds, self._others(rank))
-                        # Who has a timeout of his own may wait again.
+                        # A caller with a timeout of its own may wait again.
                         raise self._explained(error, rank) if timeout is None else error
         if pending.error is not None:
             raise copy.copy(pending.error)  # each rank gets its own traceback
 
     def admit(self, call: CollectiveCall) -> None:
-        """Refuse a call of a rank whose world has ended; the caller holds the lock.
-
-        Raises:
-            StateError: its world was closed.
-            RankFailed, DeadlockError: a rank failed.
-        """
+        """Refuse a call of a rank whose world has ended; needs the lock."""
         if call.rank in self._finished and self.failure is None:
             raise StateError(f"{call} was issued after its world was closed")
         self.raise_failure(call)
 
     def raise_failure(self, call: CollectiveCall) -> None:
-        """Raise if a rank failed; the caller holds the lock."""
+        """Raise if a rank has failed; needs the lock."""
         if self.failure is None:
             return
         self._waits[call.rank].pop(threading.get_ident(), None)
@@ -234,9 +227,9 @@ class ThreadWorld:
         raise RankFailed(rank, cause, str(call)) from error
 
     def _fail(self, rank: int, error: BaseException) -> None:
-        heard = self.failure is not None and is_heard(self.failure[1], self.failure[0])
-        if self.failure is None or (heard and not isinstance(error, CommError)):
-            self.failure = (rank, error)  # not the rank that only heard of it
+        is_report = self.failure is not None and is_heard(self.failure[1], self.failure[0])
+        if self.failure is None or (is_report and not isinstance(error, CommError)):
+            self.failure = (rank, error)  # rather than a rank that reports the failure of another
         for wakeup in self._wakeups:
             wakeup.notify_all()
 
@@ -246,7 +239,7 @@ class ThreadWorld:
     def _is_stuck(self, start: int, wait: _Wait) -> bool:
         """Whether ``start`` waits for itself through others, or for a rank that has returned.
 
-        A rank needs everyone it waits for, so one cycle is enough for a deadlock.
+        A rank needs all ranks that it waits for, so any cycle is a deadlock.
         """
         if not self._finished.isdisjoint(wait.pending.absent):
             return True
@@ -255,11 +248,11 @@ class ThreadWorld:
         while stack:
             rank = stack.pop()
             if len(self._threads[rank]) > 1:
-                continue  # another of its threads may go on
-            for found in self._waits[rank].values():
-                if found.pending.complete or found.has_own_timeout:
+                continue  # another of its threads may proceed
+            for other in self._waits[rank].values():
+                if other.pending.complete or other.has_own_timeout:
                     continue
-                absent = found.pending.absent
+                absent = other.pending.absent
                 if start in absent or not self._finished.isdisjoint(absent):
                     return True
                 stack.extend(absent - seen)
@@ -274,7 +267,7 @@ class ThreadWorld:
         self._fail(rank, DeadlockError(waits, self._finished))
 
     def _explained(self, error: CommTimeout, reporter: int) -> CommTimeout:
-        """``error`` with what the ranks do that hold up the others; the caller holds the lock."""
+        """Add what the ranks at the root of the waits do to ``error``; needs the lock."""
         waits = {rank: self._waited_for(rank) for rank in range(self.size)}
         roots = {held_up_by(rank, waits, reporter=reporter) for rank in error.missing}
         known_stacks = {rank: sighting.stack() for rank, sighting in enumerate(self.sightings)}
@@ -285,12 +278,12 @@ class ThreadWorld:
         )
 
     def _waited_for(self, rank: int) -> int | None:
-        """The rank that ``rank`` waits for, or has waited for in vain; None if it does not wait."""
+        """The rank that ``rank`` waits for, or waited for until it timed out; None if none."""
         pending = next((wait.pending for wait in self._waits[rank].values()), None)
         pending = pending or self._gave_up.get(rank)
         return None if pending is None else min(pending.absent, default=None)
 
     def _others(self, reporter: int) -> str:
-        """What the other ranks wait for, for the message of a timeout of ``reporter``."""
+        """The waits of other ranks, for the message of a timeout of ``reporter``."""
         waits = (wait for wait in self._all_waits() if wait.call.rank != reporter)
         return "\n".join(f"  rank {wait.call.rank} waits in {wait.call}" for wait in waits)

@@ -1,12 +1,12 @@
-"""The contexts of the ``transformers`` library that change a class or torch itself for everybody.
+"""Context managers of ``transformers`` that change classes or torch, for one simulated rank only.
 
 ``from_pretrained`` builds a model under ``no_tie_weights``, which replaces a method of the class
 ``PreTrainedModel``, and under ``meta_device_safe_creation_ops``, which replaces ``torch.linspace``;
-``no_init_weights`` replaces another method. A rank that builds a model meanwhile would have untied
-or uninitialised weights, without a word. While simulated ranks run, these three contexts of
-``transformers.initialization`` do the same for the calling rank only.
+``no_init_weights`` replaces another method. Another simulated rank that builds a model meanwhile
+would silently get untied or uninitialised weights. So while simulated ranks run, these three
+context managers of ``transformers.initialization`` act on the calling rank only.
 
-Version 5.23 was read. A version that has none of these names is left as it is.
+The names are those of version 5.23. A version without them is left as it is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _lock = threading.RLock()
 
 
 class _LinspaceOnHost(TorchFunctionMode):
-    """``torch.linspace`` makes real numbers where the default device has none."""
+    """Lets ``torch.linspace`` make numbers on the CPU while the default device is meta."""
 
     def __torch_function__(
         self,
@@ -49,7 +49,7 @@ class _LinspaceOnHost(TorchFunctionMode):
 
 
 def _off(name: str) -> bool:
-    """Whether the calling rank has switched off this method of ``PreTrainedModel``."""
+    """Whether this method of ``PreTrainedModel`` is switched off for the calling rank."""
     return getattr(_current, name, 0) > 0
 
 
@@ -79,13 +79,13 @@ def _switchable(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 @contextmanager
 def _without_init(names: Mapping[str, Any]) -> Iterator[None]:
-    """As ``no_init_weights``: modules of torch do not draw weights either."""
+    """Do as ``no_init_weights``, which also keeps modules of torch from drawing weights."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         pass
 
     modules = [sys.modules[name] for name in names["TORCH_MODULES_TO_PATCH"] if name in sys.modules]
-    found = [
+    functions = [
         (module, name, getattr(module, name))
         for module in modules
         for name in names["TORCH_INIT_FUNCTIONS"]
@@ -93,16 +93,16 @@ def _without_init(names: Mapping[str, Any]) -> Iterator[None]:
     ]
     with _without("init_weights"):
         try:
-            for module, name, _ in found:
-                setattr(module, name, nothing)  # of this rank: see own_functions
+            for module, name, _ in functions:
+                setattr(module, name, nothing)  # for this rank, see own_functions
             yield
         finally:
-            for module, name, function in found:
+            for module, name, function in functions:
                 setattr(module, name, function)
 
 
 def _contexts(names: Mapping[str, Any]) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-    """What stands for the contexts of the library on a simulated rank, by their names."""
+    """The replacements of the context managers of the library, by their names."""
     return {
         "no_tie_weights": lambda: _without("tie_weights"),
         "no_init_weights": lambda: _without_init(names),
@@ -111,32 +111,32 @@ def _contexts(names: Mapping[str, Any]) -> dict[str, Callable[[], AbstractContex
 
 
 def _adapt(module: ModuleType) -> None:
-    """Have the contexts of the library act on the calling rank only, if it is one."""
+    """Use the replacements on simulated ranks."""
     names = vars(module)
-    for name, own in _contexts(names).items():
+    for name, replacement in _contexts(names).items():
         if name in names and name not in _library:
             _library[name] = names[name]
-            names[name] = _on_ranks(names[name], own)
+            names[name] = _on_ranks(names[name], replacement)
 
 
 def _on_ranks(
     library: Callable[[], AbstractContextManager[None]],
-    own: Callable[[], AbstractContextManager[None]],
+    replacement: Callable[[], AbstractContextManager[None]],
 ) -> Callable[[], AbstractContextManager[None]]:
     @wraps(library)
     def context() -> AbstractContextManager[None]:
-        return own() if getattr(_current, "is_rank", False) else library()
+        return replacement() if getattr(_current, "is_rank", False) else library()
 
     return context
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Adapts the library when a rank is the first to import it."""
+    """Adapts the library if it is first imported while simulated ranks run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The usual spec of the one module, which is adapted when it has run."""
+        """The usual spec of the module, which is adapted after its import."""
         if name != _MODULE:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
@@ -155,13 +155,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 _finder = _Finder()
-_library: dict[str, Any] = {}  # what was replaced in its module, by name
-_methods: dict[tuple[type, str], Any] = {}  # what was replaced in its classes
+_library: dict[str, Any] = {}  # the replaced names of its module
+_methods: dict[tuple[type, str], Any] = {}  # the replaced methods of its classes
 
 
 @contextmanager
 def own_contexts() -> Iterator[None]:
-    """Let those contexts act on this thread only, where it enters them while the body runs."""
+    """Let the context managers act on this thread only, if it enters them in the body."""
     with _in_library.of_rank():
         _current.is_rank = True
         try:
@@ -182,7 +182,7 @@ def _is_importing(module: ModuleType) -> bool:
 
 
 def _restore() -> None:
-    """Have the library as it was, once the last ranks have ended."""
+    """Restore the library after the last rank has ended."""
     sys.meta_path.remove(_finder)
     if (module := sys.modules.get(_MODULE)) is not None:
         vars(module).update(_library)
