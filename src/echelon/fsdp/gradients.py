@@ -244,12 +244,9 @@ class GradientShard:
 class Reduction:
     """The reduction of the gradients of one storage in one backward.
 
-    Args:
-        shard: where the result is accumulated.
-        reduced_before: what ``shard.set_aside()`` returned; the result is added to those gradients.
-        options: how the gradients of the ranks are combined.
-        replicas: the ranks with the same shard, each in another shard group.
-        unshards_follow: whether other ranks may wait for an unshard of this rank in this backward.
+    The result is added to the gradients that ``shard.set_aside()`` returned, ``reduced_before``.
+    ``replicas`` are the ranks with the same shard, each in another shard group. With
+    ``unshards_follow``, other ranks may wait for an unshard of this rank in this backward.
 
     Attributes:
         used_here: by parameter, whether it has a gradient on this rank.
