@@ -216,7 +216,7 @@ def _report(
 @app.command("schedule")
 def _schedule(
     name: Annotated[
-        str | None, typer.Argument(help="Draw this one; without it, the table of all.")
+        str | None, typer.Argument(help="The schedule to draw; without it, a table of all.")
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="How many ranks.")] = ...,  # type: ignore[assignment]
     microbatches: Annotated[int, typer.Option(help="How many parts of the batch.")] = ...,  # type: ignore[assignment]
@@ -228,10 +228,10 @@ def _schedule(
     ] = "F=1,B=2",
     hop: Annotated[float, typer.Option(help="Time of a message, in the unit of the costs.")] = 0.0,
     memory_cap: Annotated[
-        float | None, typer.Option(help="Most microbatches alive on a rank; 1F1B keeps --ranks.")
+        float | None, typer.Option(help="The most microbatches alive on a rank; 1F1B has --ranks.")
     ] = None,
     option: Annotated[
-        list[str] | None, typer.Option(help="Of the schedule: factor=1, k=2, fused=1.")
+        list[str] | None, typer.Option(help="Options of the schedule: factor=1, k=2, fused=1.")
     ] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the actions of each rank here.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the simulated timeline here.")] = None,

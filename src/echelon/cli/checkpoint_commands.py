@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from echelon.checkpoint.convert.convert import ConvertOptions
 
-_MAX_ROWS = 40  # of differences
+_MAX_ROWS = 40  # differences or names that are printed
 
 app = typer.Typer(
     help="List, verify, convert and compare what ec.save() wrote.",
@@ -72,15 +72,18 @@ def _convert(
             exists=True, help="A run, a step, .safetensors, a folder of them, a DCP, or a .pt file."
         ),
     ],
-    target: Annotated[Path, typer.Argument(help="What to write; its ending may say the form.")],
-    to: Annotated[FormName | None, typer.Option(help="The form, if the ending does not.")] = None,
+    target: Annotated[
+        Path, typer.Argument(help="The path to write; its suffix may give the form.")
+    ],
+    to: Annotated[FormName | None, typer.Option(help="The form, if the suffix gives none.")] = None,
     step: Annotated[
-        int | None, typer.Option(min=0, help="Of the source, or of the target; newest, and 0.")
+        int | None,
+        typer.Option(min=0, help="The step: of the source (default: the newest) or target (0)."),
     ] = None,
-    section: Annotated[str | None, typer.Option(help="Which model, if there are several.")] = None,
-    weights_only: Annotated[bool, typer.Option(help="No optimizer and no values.")] = False,
+    section: Annotated[str | None, typer.Option(help="The model, if there are several.")] = None,
+    weights_only: Annotated[bool, typer.Option(help="Leave out optimizer and values.")] = False,
     shard_mib: Annotated[
-        int | None, typer.Option(min=1, help="Safetensors in shards of so many MiB, and an index.")
+        int | None, typer.Option(min=1, help="Write safetensors in shards of so many MiB.")
     ] = None,
     trust_pickle: Annotated[
         bool, typer.Option(help="Read a DCP: its metadata are a pickle, which can run any code.")
