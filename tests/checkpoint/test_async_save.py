@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -301,3 +302,26 @@ def test_a_script_whose_save_fails_after_its_last_line_fails(tmp_path: Path) -> 
 def test_a_script_ends_when_its_save_is_committed(tmp_path: Path) -> None:
     end = "is in a world that failed"
     assert run_script(tmp_path, world="alone", end=end, full=False) == (0, "")
+
+
+def leaves(world: World, folder: Path) -> None:
+    model = ec.DDP(nn.Linear(500, 500), world.group)
+    with world:
+        ec.async_save(folder, step=1, model=model)
+        sys.exit(75)
+
+
+def leaves_without_a_block(world: World, folder: Path) -> None:
+    ec.async_save(folder, step=1, model=ec.DDP(nn.Linear(500, 500), world.group))
+    sys.exit(75)
+
+
+@pytest.mark.parametrize("main", [leaves, leaves_without_a_block])
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_save_under_way_is_committed_when_ranks_leave_with_a_code(
+    kind: str, main: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        ec.run(main, 2, kind, args=(tmp_path,))
+    assert caught.value.code == 75
+    assert ec.steps(tmp_path) == [1]

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import echelon as ec
 from echelon.checkpoint.random_states import GENERATORS, RandomStates, random_states
 from echelon.comm.world import World
+from echelon.errors import ArgumentError
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")
@@ -108,3 +110,12 @@ def test_derived_states_depend_on_the_saved_ones_and_the_rank_alone() -> None:
     # Held here, because a later version has to draw the same.
     assert [round(own[0], 6) for own in found[1, 1]] == [0.94152, 0.599511, 0.195148]
     RandomStates.of(before, CPU, "x").restore(CPU, shared=True)
+
+
+def test_another_generator_of_numpy_is_refused_with_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(np.random, "get_state", lambda legacy: {"bit_generator": "PCG64"})
+    with pytest.raises(ArgumentError, match=r"is a PCG64 .* give rng=False"):
+        ec.save(tmp_path, step=1, value=1)
+    ec.save(tmp_path, step=1, value=1, rng=False)

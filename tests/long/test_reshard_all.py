@@ -7,7 +7,7 @@ import pytest
 
 import echelon as ec
 from tests.checkpoint.layouts import LAYOUTS
-from tests.checkpoint.test_save_load import load, save
+from tests.checkpoint.test_reshard import load, save
 from tests.checkpoint.whole import check_equal
 
 
