@@ -75,7 +75,7 @@ def python(*arguments: str, folder: Path, given: str | None = None) -> str:
     return ended.stdout
 
 
-@pytest.mark.slow_for("standard input", "prompt after a script")
+@pytest.mark.slow_for("standard input", "prompt", "prompt after a script")
 @pytest.mark.parametrize("way", ["command", "standard input", "prompt", "prompt after a script"])
 def test_a_function_that_is_in_no_file(way: str, tmp_path: Path) -> None:
     (tmp_path / "before.py").write_text("main = 1\n")
@@ -95,6 +95,7 @@ def test_a_script_with_a_lambda_and_its_own_exception(tmp_path: Path) -> None:
     assert "all is well" in python("script.py", folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_cell_of_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from jupyter_client.manager import start_new_kernel  # ranks of other tests need it not
 

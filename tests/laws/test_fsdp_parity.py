@@ -71,7 +71,12 @@ FEWER = [
 
 @pytest.mark.parametrize(
     ("kind", "ranks"),
-    [*(("threads", n) for n in (1, 2, 3, 4)), ("processes", 2), ("processes", 3), ("gloo", 2)],
+    [
+        *(("threads", n) for n in (1, 2, 3, 4)),
+        ("processes", 2),
+        pytest.param("processes", 3, marks=pytest.mark.slow),
+        ("gloo", 2),
+    ],
 )
 def test_training_equals_one_process(kind: str, ranks: int) -> None:
     expected = {clip: train_plain(ranks, STEPS, clip=clip) for clip in (None, 0.1)}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.errors import UnsupportedError
+from tests import reference
 from tests.worlds import run_world
 
 WIDTH = 6
@@ -24,7 +25,7 @@ def layers() -> list[nn.Module]:
 
 
 def rows(rank: int = 0) -> Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+    return reference.rows(rank, 4, WIDTH, dtype=torch.float32)
 
 
 OPTIMIZERS = {

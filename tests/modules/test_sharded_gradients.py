@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.errors import UnsupportedError
 from echelon.modules.sharded_gradients import ShardedGradient
+from tests import reference
 from tests.worlds import KINDS, run_world
 
 RANKS = 3
@@ -35,7 +36,7 @@ def build() -> nn.Sequential:
 
 
 def rows(rank: int) -> Tensor:
-    return torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    return reference.rows(rank, 4, 6)
 
 
 def plain(ranks: int = RANKS) -> nn.Sequential:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
+from tests import reference
 from tests.worlds import KINDS, run_world
 
 WIDTH = 6
@@ -35,8 +36,7 @@ def wrapped(world: World, how: str, **precision: Any) -> nn.Module:
 
 
 def batch(step: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(3, WIDTH, generator=generator)
+    return reference.rows(rank, 3, WIDTH, step=step, dtype=torch.float32)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
