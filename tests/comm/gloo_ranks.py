@@ -20,7 +20,7 @@ from echelon.comm.torch_dist.job import Job
 from echelon.comm.torch_dist.native import NativeGroup
 from echelon.comm.torch_dist.peers import Peers
 from echelon.comm.world import World
-from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder
+from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder, Phase
 from echelon.diagnosis.rank_monitor import RankMonitor
 from echelon.errors import RankFailed
 from echelon.process.environment import JobEnvironment
@@ -173,7 +173,7 @@ def _in_world(
             job, "gloo", device=device, timeout=START_S, check=check, monitor=monitor
         ) as world:
             _limit(world, timeout)
-            monitor.set_running()
+            monitor.set_phase(Phase.RUNNING)
             return fn(world, *args)
     try:
         group = _native_group(job, open_store(job, START_S), timeout, check, monitor)

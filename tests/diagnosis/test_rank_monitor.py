@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder
+from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder, Phase
 from echelon.diagnosis.rank_monitor import RankMonitor, stuck_rank
 from echelon.errors import ArgumentError, CommTimeout, RankFailed
 from echelon.process.environment import JobEnvironment
@@ -44,7 +44,7 @@ def ranks(size: int) -> Iterator[tuple[RankMonitor, list[RankMonitor]]]:
     recorder = FlightRecorder.create(size)
     monitors = [RankMonitor(recorder, rank, rank) for rank in range(size)]
     for monitor in monitors:
-        monitor.set_running()
+        monitor.set_phase(Phase.RUNNING)
     yield monitors[0], monitors
 
 
@@ -79,7 +79,7 @@ def test_a_rank_that_waited_and_goes_on_waits_no_more() -> None:
 
 def test_a_rank_that_has_closed_its_world_and_one_that_has_ended_are_told_as_such() -> None:
     with ranks(2) as (mine, all_ranks):
-        all_ranks[1].close()
+        all_ranks[1].set_phase(Phase.CLOSED)
         assert mine.explained(LATE).stuck == {1: "at step 0 has closed its world"}
     recorder = FlightRecorder.create(2)
     code = (
@@ -124,7 +124,7 @@ def test_ranks_without_a_launcher_share_the_flight_recorder_of_the_first_one_of_
     monitors = [RankMonitor.of_job(job(rank), {}) for rank in range(3)]
     for rank, monitor in enumerate(monitors):
         monitor.share(job(rank), store)
-        monitor.set_running()
+        monitor.set_phase(Phase.RUNNING)
         monitor.record_step(rank)
     for monitor in monitors:
         entries = [monitor.status(rank) for rank in range(3)]

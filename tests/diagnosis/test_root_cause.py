@@ -1,5 +1,7 @@
 """Which rank is to blame: from records of failures, and from who waits for whom."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,9 +11,9 @@ from echelon.diagnosis.root_cause import held_up_by, peer_failure, root_cause
 from echelon.errors import CollectiveMismatch, CommTimeout, RankFailed
 
 
-def ticket(rank: int, call: CallSignature, position: int = 4) -> CollectiveCall:
+def call(rank: int, signature: CallSignature, position: int = 4) -> CollectiveCall:
     return CollectiveCall(
-        call, CallSite("train.py", 10 + rank, "main"), position, "world", rank, True
+        signature, CallSite("train.py", 10 + rank, "main"), position, "world", rank, True
     )
 
 
@@ -20,55 +22,80 @@ GATHER = CallSignature("all_gather_single", torch.float32, (10,))
 
 
 def test_a_timeout_without_notices_names_those_that_were_waited_for() -> None:
-    mine = FailureRecord.of_call(ticket(0, REDUCE), late=True, missing=[1, 2], seconds=3.0)
-    error, final = peer_failure(mine, {}, (0, 1, 2))
+    report = FailureRecord.of_call(call(0, REDUCE), late=True, missing=[1, 2], seconds=3.0)
+    error, final = peer_failure(report, {}, (0, 1, 2))
     assert isinstance(error, CommTimeout)
     assert (error.missing, final) == ((1, 2), False)
 
 
 def test_a_rank_that_waits_for_another_one_is_not_blamed() -> None:
-    mine = FailureRecord.of_call(ticket(0, REDUCE), late=False, missing=[1], seconds=3.0)
-    theirs = FailureRecord.of_call(ticket(1, REDUCE), late=True, missing=[2], seconds=3.0)
-    error, _ = peer_failure(mine, {1: theirs}, (0, 1, 2))
+    report = FailureRecord.of_call(call(0, REDUCE), late=False, missing=[1], seconds=3.0)
+    other = FailureRecord.of_call(call(1, REDUCE), late=True, missing=[2], seconds=3.0)
+    error, _ = peer_failure(report, {1: other}, (0, 1, 2))
     assert isinstance(error, RankFailed)
     assert error.failed_rank == 2
     assert "did not come: rank 1 waited 3.0 s for it" in error.cause
 
 
 def test_a_rank_that_came_too_late_learns_who_gave_up() -> None:
-    mine = FailureRecord.of_call(ticket(0, REDUCE), late=False, missing=[1], seconds=0.1)
-    theirs = FailureRecord.of_call(ticket(1, REDUCE), late=True, missing=[0], seconds=3.0)
-    error, _ = peer_failure(mine, {1: theirs}, (0, 1))
+    report = FailureRecord.of_call(call(0, REDUCE), late=False, missing=[1], seconds=0.1)
+    other = FailureRecord.of_call(call(1, REDUCE), late=True, missing=[0], seconds=3.0)
+    error, _ = peer_failure(report, {1: other}, (0, 1))
     assert "rank 1 gave up after it had waited 3.0 s for this rank" in str(error)
 
 
 def test_calls_of_one_position_are_compared() -> None:
-    mine = FailureRecord.of_call(ticket(0, REDUCE), late=True, missing=[1], seconds=3.0)
-    other = FailureRecord.of_call(ticket(1, GATHER), late=False, missing=[0], seconds=0.1)
-    error, final = peer_failure(mine, {1: other}, (0, 1))
+    report = FailureRecord.of_call(call(0, REDUCE), late=True, missing=[1], seconds=3.0)
+    other = FailureRecord.of_call(call(1, GATHER), late=False, missing=[0], seconds=0.1)
+    error, final = peer_failure(report, {1: other}, (0, 1))
     assert isinstance(error, CollectiveMismatch)
     assert final
 
 
 def test_calls_of_other_positions_are_not_compared() -> None:
-    mine = FailureRecord.of_call(ticket(0, REDUCE), late=True, missing=[1], seconds=3.0)
-    other = FailureRecord.of_call(
-        ticket(1, GATHER, position=9), late=True, missing=[2], seconds=3.0
-    )
-    error, _ = peer_failure(mine, {1: other}, (0, 1, 2))
+    report = FailureRecord.of_call(call(0, REDUCE), late=True, missing=[1], seconds=3.0)
+    other = FailureRecord.of_call(call(1, GATHER, position=9), late=True, missing=[2], seconds=3.0)
+    error, _ = peer_failure(report, {1: other}, (0, 1, 2))
     assert isinstance(error, CommTimeout)
     assert "rank 1 waits in all_gather_single float32[10]" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("sent", "received", "differ"),
+    [
+        ((torch.float32, (6,), "tag 0"), (torch.float32, (6,), "tag 0"), False),
+        ((torch.float32, (6,), "tag 0"), (torch.float32, (4,), "tag 0"), True),
+        ((torch.float32, (6,), "tag 0"), (torch.int32, (6,), "tag 0"), True),
+        ((torch.float32, (6,), "tag 0"), (torch.float32, (6,), "tag 1"), True),
+        ((torch.float32, (6,), "a root=1 b"), (torch.float32, (6,), "a root=2 b"), True),
+    ],
+)
+def test_both_ends_of_a_message_are_compared_but_for_the_peer(
+    sent: tuple[Any, ...], received: tuple[Any, ...], differ: bool
+) -> None:
+    records = [
+        FailureRecord.of_call(
+            call(rank, CallSignature(op, dtype, shape, root=1 - rank, label=label)),
+            late=True,
+            missing=[1 - rank],
+            seconds=3.0,
+        )
+        for rank, (op, (dtype, shape, label)) in enumerate([("send", sent), ("recv", received)])
+    ]
+    for rank in (0, 1):
+        error, _ = peer_failure(records[rank], {1 - rank: records[1 - rank]}, (0, 1))
+        assert isinstance(error, CollectiveMismatch) == differ
+
+
 def test_without_a_store_nobody_is_said_to_have_died() -> None:
-    mine = FailureRecord.of_call(ticket(0, REDUCE), late=False, missing=[1], seconds=0.1)
-    error, _ = peer_failure(mine, {}, (0, 1), store_is_gone=True)
+    report = FailureRecord.of_call(call(0, REDUCE), late=False, missing=[1], seconds=0.1)
+    error, _ = peer_failure(report, {}, (0, 1), store_is_gone=True)
     assert "why is not known, because the store is gone" in str(error)
 
 
 def test_of_a_rank_whose_process_lives_nobody_says_that_it_died() -> None:
-    mine = FailureRecord.of_call(ticket(0, REDUCE), late=False, missing=[1], seconds=0.1)
-    error, _ = peer_failure(mine, {}, (0, 1), alive=[1], seconds=10.0)
+    report = FailureRecord.of_call(call(0, REDUCE), late=False, missing=[1], seconds=0.1)
+    error, _ = peer_failure(report, {}, (0, 1), alive=[1], seconds=10.0)
     assert "its process lives, but has not said why in 10.0 s" in str(error)
 
 
@@ -115,12 +142,12 @@ def test_who_ended_by_itself_comes_before_those_that_report_it_and_who_knows_mos
 
 
 def test_a_rank_that_raised_is_blamed_before_one_that_only_left() -> None:
-    mine = FailureRecord.of_call(ticket(0, REDUCE), late=True, missing=[1, 2], seconds=3.0)
+    report = FailureRecord.of_call(call(0, REDUCE), late=True, missing=[1, 2], seconds=3.0)
     others = {
         1: FailureRecord(rank=1, reason=Reason.LEFT),
         2: FailureRecord.of(ValueError("boom"), 2),
     }
-    error, final = peer_failure(mine, others, (0, 1, 2))
+    error, final = peer_failure(report, others, (0, 1, 2))
     assert str(error).startswith("rank 2 raised ValueError: boom, while this rank was in ")
     assert final
 

@@ -1,4 +1,4 @@
-"""Why one rank stopped, as plain data: what a rank tells its launcher and the other ranks.
+"""Why one rank stopped, as plain data that it leaves for its launcher and the other ranks.
 
 A rank that fails leaves one record: in a file for its launcher, in the store for ranks on other
 hosts. A launcher makes the record of a process that could not do so itself. ``root_cause`` says
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 STACKS_FILE = "{}-stacks.txt"  # beside the file of a record, with its name
 
+_LATER_FIELDS = ("op", "content")  # which records of earlier versions do not have
 _MAX_MESSAGE = 4000  # characters; a message may hold a tensor
 _MAX_NBYTES = 1 << 26  # that reading a record may take
 
@@ -77,7 +78,9 @@ class FailureRecord:
         stacks: of all ranks of the host, where this one waited in vain.
         group: of the call in which it stopped; empty if in none.
         position: of that call in the group.
-        call: what the ranks must agree on.
+        call: text of what the ranks must agree on.
+        op: name of the method of that call, ``"all_reduce"``; empty if in none.
+        content: text of what the two ends of a send and a receive must agree on: dtype, shape, tag.
         is_p2p: whether it was a send or a receive, which have positions of their own.
         sends: elements for each rank of the group, where ranks may differ in them.
         expects: elements from each rank of the group, likewise.
@@ -103,6 +106,8 @@ class FailureRecord:
     group: str = ""
     position: int = -1
     call: str = ""
+    op: str = ""
+    content: str = ""
     is_p2p: bool = False
     sends: tuple[int, ...] = ()
     expects: tuple[int, ...] = ()
@@ -147,6 +152,7 @@ class FailureRecord:
         expects: Sequence[int] = (),
     ) -> FailureRecord:
         """The record of a rank that waited in vain (``late``) or lost a peer in this call."""
+        is_p2p = call.signature.op in ("send", "recv")
         return cls(
             rank=call.rank,
             reason=Reason.TIMEOUT if late else Reason.LOST,
@@ -155,8 +161,10 @@ class FailureRecord:
             group=call.group,
             position=call.position,
             call=str(call.signature),
+            op=call.signature.op,
+            content=str(call.signature._replace(op="message", root=None)) if is_p2p else "",
             place=str(call.place),
-            is_p2p=call.signature.op in ("send", "recv"),
+            is_p2p=is_p2p,
             sends=tuple(sends),
             expects=tuple(expects),
             missing=tuple(missing),
@@ -167,7 +175,7 @@ class FailureRecord:
     def of_process(
         cls, rank: int, exit_code: int, *, was_signaled: bool, where: str = "", log: str = ""
     ) -> FailureRecord:
-        """The record of a process that ended with another code than 0 and left none itself.
+        """The record of a process that ended with a code other than 0 and left no record itself.
 
         Args:
             was_signaled: whether its launcher had asked it to end; a process that ended with a code
@@ -180,14 +188,14 @@ class FailureRecord:
 
     @property
     def follows(self) -> bool:
-        """Whether it only reports what another rank has met, or has done to this one."""
+        """Whether it only reports the failure of another rank."""
         return self.reason in (Reason.TIMEOUT, Reason.LOST)
 
     @property
     def headline(self) -> str:
-        """One line: the rank, where it was, and what happened to it.
+        """One line that names the rank, where it was, and what happened to it.
 
-        Of a rank that waited in vain, the rank that held it up comes first.
+        If this rank waited in vain, the line begins with the rank that held it up.
         """
         subject = f"rank {self.rank} {self.where}".rstrip()
         if self.reason is Reason.TIMEOUT and self.failed_rank is not None:
@@ -207,7 +215,7 @@ class FailureRecord:
         return f"{subject} {exit_text(self.exit_code)}"
 
     def call_text(self) -> str:
-        """The call with all that ranks may disagree on, and its place."""
+        """The call with everything that ranks may disagree on, and its place."""
         lengths = f", sends {list(self.sends)}, expects {list(self.expects)} elements"
         return f"{self.call}{lengths if self.sends else ''} at {self.place}"
 
@@ -219,17 +227,20 @@ class FailureRecord:
 
     @classmethod
     def load(cls, text: bytes, rank: int | None = None) -> FailureRecord | None:
-        """The record from the text of ``dump``; None where it is none, or not of ``rank``.
+        """The record from the text of ``dump``; None if it is no record, or not of ``rank``.
 
-        In a store that asks nobody who they are, anybody may have written it: it tells something
-        only if each fact is of its kind, and nothing in it is for a terminal to obey.
+        Anybody may have written the text into a store without authentication. So each field must
+        have its type, and control characters for a terminal are made harmless.
         """
         return cls._of_facts(_read_json(text), rank)
 
     @classmethod
     def _of_facts(cls, facts: object, rank: int | None = None) -> FailureRecord | None:
         kinds = {field.name: str(field.type) for field in fields(cls)}
-        if not isinstance(facts, dict) or facts.keys() != kinds.keys():
+        if not isinstance(facts, dict):
+            return None
+        facts = dict.fromkeys(_LATER_FIELDS, "") | facts
+        if facts.keys() != kinds.keys():
             return None
         try:
             record = cls(**{name: _CHECKS[kind](facts[name]) for name, kind in kinds.items()})
@@ -238,7 +249,7 @@ class FailureRecord:
         return record if rank in (None, record.rank) else None
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the record, of which a reader sees all or nothing, and beside it the stacks."""
+        """Write the record atomically, and the stacks into a file beside it."""
         torchrun = {
             "message": f"{self.type}: {self.message}",
             "extraInfo": {"py_callstack": self.traceback, "timestamp": str(int(self.time_s))},
@@ -253,7 +264,7 @@ class FailureRecord:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> FailureRecord | None:
-        """The record in a file; None where there is none of ours."""
+        """The record in a file; None if the file is missing or holds no record."""
         try:
             content = _read_json(Path(path).read_bytes())
         except OSError:
@@ -279,8 +290,10 @@ def exit_text(exit_code: int) -> str:
 def _reason_of(error: BaseException, rank: int) -> Reason:
     if isinstance(error, CommTimeout):
         return Reason.TIMEOUT
-    own = not isinstance(error, CommError) or isinstance(error, CollectiveMismatch | DeadlockError)
-    return Reason.RAISED if own and not is_heard(error, rank) else Reason.LOST
+    reports_peer = isinstance(error, CommError) and not isinstance(
+        error, CollectiveMismatch | DeadlockError
+    )
+    return Reason.LOST if reports_peer or is_heard(error, rank) else Reason.RAISED
 
 
 def _cut(message: str) -> str:
@@ -300,7 +313,7 @@ def _place(error: BaseException) -> str:
 
 
 def _read_json(text: bytes) -> object:
-    """The value of a text that somebody else may have written; None where it is not harmless."""
+    """The value of a text that somebody else may have written; None if it is no harmless JSON."""
     from echelon.values.untrusted_json import read_json  # needs NumPy, which takes 0.1 s to import
 
     try:

@@ -1,14 +1,15 @@
-"""Where each rank of a host is, in memory that outlives it: its process, its step, its last call.
+"""One record per rank of a host, in memory that outlives the rank: its step and its last call.
 
-A flight recorder has a record for each rank of a host. A rank writes its own; whoever reports a
-death or a hang reads them all, the launcher or a rank that waited in vain. Like a shared segment it
-is a memfd without a name: no crash leaves it behind, and no disk can fill up or be slow under it::
+Unlike torch's flight recorder, this one keeps no history of the last collectives. Each rank writes
+its own record. Whoever reports a death or a hang, the launcher or a rank that waited in vain, reads
+all of them. The memory is a memfd without a name, so no crash leaves it behind and no disk is
+involved::
 
     record | pid | start ticks | rank | … | last call: slot, position | … | text of slot 1 | …
 
-A call must cost next to nothing, so nothing is formatted for one that was made before: its text has
-a slot already, and one store of slot and position makes it the last call. This module imports
-neither torch nor anything that does, so that a launcher can read a flight recorder at once.
+Recording a call must cost next to nothing, so a call that was made before is not formatted again:
+its text has a slot already, and writing slot and position makes it the last call. This module
+imports neither torch nor anything that does, so that a launcher starts without that delay.
 """
 
 from __future__ import annotations
@@ -32,28 +33,35 @@ VARIABLE = "ECHELON_FLIGHT_RECORDER"  # in which a launcher names the recorder t
 
 _NAME = "echelon flight recorder"
 _HEADER_NBYTES = 4096
-_SLOT_NBYTES, _NUM_SLOTS = 512, 1024  # a model with more calls in a step pays for texts again
+# A model with more different calls in a step than slots formats their texts in every step.
+_SLOT_NBYTES, _NUM_SLOTS = 512, 1024
 _NBYTES = _HEADER_NBYTES + _SLOT_NBYTES * _NUM_SLOTS
-(
-    _PID,
-    _START_TICKS,
-    _RANK,
-    _ATTEMPT,
-    _PHASE,
-    _STEP,
-    _CALL,
-    _WAITS_FOR,
-    _THREAD_ID,
-    _NATIVE_ID,
-    _STACKS_FD,
-    _ABSENT_RANK,
-    _TIMEOUT_MS,
-    _SCRIPT_ENDED,
-    _GAVE_UP,
-    _GAVE_UP_CALL,
-    _NUM_FIELDS,
-) = range(17)
 _CALL_LENGTH, _GROUP_LENGTH, _PLACE_LENGTH = 270, 40, 190  # of the parts of a text, in bytes
+
+
+class _Field(IntEnum):
+    """The place of a number in the header of a record."""
+
+    PID = 0
+    START_TICKS = 1
+    RANK = 2
+    ATTEMPT = 3
+    PHASE = 4
+    STEP = 5
+    CALL = 6
+    WAITS_FOR = 7
+    THREAD_ID = 8
+    NATIVE_ID = 9
+    STACKS_FD = 10
+    ABSENT_RANK = 11
+    TIMEOUT_MS = 12
+    SCRIPT_ENDED = 13
+    GAVE_UP = 14
+    GAVE_UP_CALL = 15
+
+
+# Each call writes these, and to look up a member of an enum takes longer than to write it.
+_CALL, _WAITS_FOR = int(_Field.CALL), int(_Field.WAITS_FOR)
 
 
 class Phase(IntEnum):
@@ -105,7 +113,7 @@ class RankStatus:
 
     @property
     def where(self) -> str:
-        """As it reads after the name of the rank."""
+        """How far the rank has come, as text that follows its name."""
         return "in echelon.init()" if self.phase is Phase.STARTING else f"at step {self.step}"
 
     @property
@@ -127,7 +135,7 @@ class RankRecord:
 
     def __init__(self, memory: memoryview) -> None:
         self._bytes = memory
-        self._longs = memory[: _NUM_FIELDS * 8].cast("Q")
+        self._longs = memory[: len(_Field) * 8].cast("Q")
         self._slots: dict[tuple[CallSignature, CallSite, str], int] = {}
         self._keys: list[tuple[CallSignature, CallSite, str]] = []  # by slot, from slot 1
         self._num_texts = 0
@@ -136,85 +144,86 @@ class RankRecord:
     def begin(self, rank: int, attempt: int) -> None:
         """Begin the record, for the process and the thread that call this."""
         status = ProcessStatus.of(os.getpid())
-        for field in range(_NUM_FIELDS):
+        for field in _Field:
             self._longs[field] = 0
-        self._longs[_PID] = os.getpid()
-        self._longs[_START_TICKS] = 0 if status is None else status.start_ticks
-        self._longs[_RANK], self._longs[_ATTEMPT] = rank, attempt
-        self._longs[_THREAD_ID], self._longs[_NATIVE_ID] = (
+        self._longs[_Field.PID] = os.getpid()
+        self._longs[_Field.START_TICKS] = 0 if status is None else status.start_ticks
+        self._longs[_Field.RANK], self._longs[_Field.ATTEMPT] = rank, attempt
+        self._longs[_Field.THREAD_ID], self._longs[_Field.NATIVE_ID] = (
             threading.get_ident(),
             threading.get_native_id(),
         )
-        self._longs[_PHASE] = Phase.STARTING
+        self._longs[_Field.PHASE] = Phase.STARTING
 
     def set_phase(self, phase: Phase) -> None:
-        """Note how far the rank has come."""
-        self._longs[_PHASE] = phase
+        """Record how far the rank has come."""
+        self._longs[_Field.PHASE] = phase
 
     def record_step(self, number: int) -> None:
-        """Note how many optimizer steps the rank has made."""
-        self._longs[_STEP] = number
+        """Record how many optimizer steps the rank has made."""
+        self._longs[_Field.STEP] = number
 
     def record_call(self, call: CollectiveCall) -> None:
-        """Note the last call."""
+        """Record the last call."""
         key = call.signature, call.place, call.group
         slot = self._slots.get(key) or self._write_text(key)
         self._longs[_CALL] = slot << 32 | call.position & 0xFFFFFFFF
 
     def wait_for(self, rank: int | None) -> None:
-        """Note for which rank in the job this one waits; None: for none any more."""
+        """Record the rank in the job that this rank waits for; None: it does not wait."""
         self._longs[_WAITS_FOR] = 0 if rank is None else rank + 1
 
     def give_up(self, rank: int) -> None:
-        """Note for which rank in the job this one has waited in vain; holds until its next call."""
-        self._longs[_GAVE_UP_CALL] = self._longs[_CALL]
-        self._longs[_GAVE_UP] = rank + 1
+        """Record the rank in the job that this rank has waited for in vain, until its next call."""
+        self._longs[_Field.GAVE_UP_CALL] = self._longs[_CALL]
+        self._longs[_Field.GAVE_UP] = rank + 1
 
     def offer_stacks(self, descriptor: int | None) -> None:
-        """Note where the stacks of the process can be read when it is asked for them."""
-        self._longs[_STACKS_FD] = 0 if descriptor is None else descriptor + 1
+        """Record the descriptor to which the process writes its stacks on request."""
+        self._longs[_Field.STACKS_FD] = 0 if descriptor is None else descriptor + 1
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Note how long the rank waits for others in one call, in seconds."""
-        self._longs[_TIMEOUT_MS] = round(timeout_s * 1e3)
+        """Record how long the rank waits for others in one call, in seconds."""
+        self._longs[_Field.TIMEOUT_MS] = round(timeout_s * 1e3)
 
     def end_script(self) -> None:
-        """Note that the script has come to its end; exit handlers and threads may still run."""
-        self._longs[_SCRIPT_ENDED] = 1
+        """Record that the script has ended; exit handlers and threads may still run."""
+        self._longs[_Field.SCRIPT_ENDED] = 1
 
     def set_absent_rank(self, rank: int) -> None:
-        """Tell the rank of this record that another one will never come; the launcher knows."""
-        self._longs[_ABSENT_RANK] = rank + 1
+        """Tell the rank of this record, from the launcher, that another rank will never come."""
+        self._longs[_Field.ABSENT_RANK] = rank + 1
 
     @property
     def absent_rank(self) -> int | None:
-        """The rank that will never come, as the launcher says."""
-        return _optional(self._longs[_ABSENT_RANK])
+        """The rank that will never come, according to the launcher."""
+        return _optional(self._longs[_Field.ABSENT_RANK])
 
     def read(self) -> RankStatus | None:
         """What the record says; None where no rank has begun it."""
         longs = self._longs.tolist()
-        if longs[_PHASE] == Phase.ABSENT:
+        if longs[_Field.PHASE] == Phase.ABSENT:
             return None
+        gave_up_now = longs[_Field.GAVE_UP_CALL] == longs[_CALL]  # not in an earlier call
         return RankStatus(
-            rank=longs[_RANK],
-            pid=longs[_PID],
-            start_ticks=longs[_START_TICKS],
-            attempt=longs[_ATTEMPT],
-            phase=Phase(longs[_PHASE]),
-            step=longs[_STEP],
+            rank=longs[_Field.RANK],
+            pid=longs[_Field.PID],
+            start_ticks=longs[_Field.START_TICKS],
+            attempt=longs[_Field.ATTEMPT],
+            phase=Phase(longs[_Field.PHASE]),
+            step=longs[_Field.STEP],
             call=self._text(longs[_CALL] >> 32, longs[_CALL] & 0xFFFFFFFF),
             waits_for=_optional(longs[_WAITS_FOR]),
-            thread_id=longs[_THREAD_ID],
-            native_id=longs[_NATIVE_ID],
-            stacks_fd=_optional(longs[_STACKS_FD]),
-            timeout_s=longs[_TIMEOUT_MS] / 1e3,
-            script_ended=bool(longs[_SCRIPT_ENDED]),
-            gave_up_on=_optional(longs[_GAVE_UP] * (longs[_GAVE_UP_CALL] == longs[_CALL])),
+            thread_id=longs[_Field.THREAD_ID],
+            native_id=longs[_Field.NATIVE_ID],
+            stacks_fd=_optional(longs[_Field.STACKS_FD]),
+            timeout_s=longs[_Field.TIMEOUT_MS] / 1e3,
+            script_ended=bool(longs[_Field.SCRIPT_ENDED]),
+            gave_up_on=_optional(longs[_Field.GAVE_UP]) if gave_up_now else None,
         )
 
     def _write_text(self, key: tuple[CallSignature, CallSite, str]) -> int:
-        """Write the text of a new call into the next slot, the oldest one; its number, from 1."""
+        """Write the text of a new call into the oldest slot; returns its number, from 1."""
         call, place, group = key
         parts = (
             _cut(str(call), _CALL_LENGTH),
@@ -237,7 +246,7 @@ class RankRecord:
         return index + 1
 
     def _text(self, slot: int, position: int) -> str:
-        """As a ``CollectiveCall`` reads."""
+        """The text of a call, as ``str(CollectiveCall)`` gives it."""
         if not 0 < slot <= _NUM_SLOTS:
             return ""
         start = _HEADER_NBYTES + (slot - 1) * _SLOT_NBYTES
@@ -268,16 +277,16 @@ class FlightRecorder:
 
     @classmethod
     def create(cls, num_ranks: int) -> Self:
-        """A new one, for this process and those that open it."""
+        """A new recorder, for this process and those that open it."""
         descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, num_ranks * RankRecord.nbytes)  # what is not used takes no memory
+        os.ftruncate(descriptor, num_ranks * RankRecord.nbytes)  # unused pages take no memory
         recorder = cls(descriptor, num_ranks)
         recorder._release = weakref.finalize(recorder, os.close, descriptor)
         return recorder
 
     @classmethod
     def open(cls, path: str) -> Self:
-        """The one that another process has created.
+        """The recorder that another process has created.
 
         Raises:
             OSError: it cannot be reached from here, is no flight recorder, or another user's.
@@ -290,21 +299,21 @@ class FlightRecorder:
 
     @classmethod
     def private(cls) -> Self:
-        """One with a single record, which nobody else can open."""
+        """A recorder with a single record, which nobody else can open."""
         return cls(-1, 1)
 
     def close(self) -> None:
-        """Let nobody open it any more; its records stay readable here."""
+        """Close the recorder to other processes; its records stay readable here."""
         self._release()
 
     def statuses(self, attempt: int = 0) -> dict[int, RankStatus]:
-        """What ranks have written in an attempt, by rank in the job."""
+        """The statuses that ranks have recorded in an attempt, by rank in the job."""
         known = [status for record in self.rank_records if (status := record.read()) is not None]
         return {status.rank: status for status in known if status.attempt == attempt}
 
 
 def where_of(rank: int, statuses: Mapping[int, RankStatus]) -> str:
-    """How far a rank had come; empty where none of them has called ``echelon.init()``."""
+    """How far a rank had come; empty if no rank has called ``echelon.init()``."""
     if rank in statuses:
         return statuses[rank].where
     return "before echelon.init()" if statuses else ""
@@ -315,7 +324,7 @@ def _optional(field: int) -> int | None:
 
 
 def _cut(text: str, length: int) -> bytes:
-    """``text`` in at most ``length`` bytes, without its middle: facts stand at both ends."""
+    """Shorten ``text`` to ``length`` bytes in the middle, because its ends say the most."""
     encoded = text_bytes(text.replace("\0", " "))
     if len(encoded) <= length:
         return encoded

@@ -1,4 +1,4 @@
-"""What a rank writes about itself into the flight recorder, and learns about the other ranks."""
+"""A rank's access to the flight recorder: it writes its own record and reads those of others."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from echelon.process.environment import JobEnvironment
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_LEADER_S = 5.0  # what the first rank of a host gets to make the flight recorder, when all have met
+_LEADER_S = 5.0  # for the first rank of a host to make the flight recorder, after all have met
 
 
 class Store(Protocol):
-    """Where ranks leave notes for each other; every store of ``torch.distributed`` is one."""
+    """The methods that this module uses of a store of ``torch.distributed``."""
 
     def set(self, key: str, value: str) -> None:
-        """Leave a note."""
+        """Write a value."""
 
     def get(self, key: str) -> bytes:
-        """Read a note; waits until it is there."""
+        """Read a value, after waiting until it is there."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether notes are there."""
+        """Whether values are there."""
 
 
 def _opened(path: str, job: JobEnvironment) -> FlightRecorder | None:
-    """The recorder of ``path``; None where it is out of reach, and a rank can do without."""
+    """The recorder of ``path``; None if it is out of reach, because a rank can do without."""
     try:
         recorder = FlightRecorder.open(path)
     except OSError:  # of a process in another container
@@ -77,7 +77,7 @@ class RankMonitor:
 
     @classmethod
     def alone(cls, rank: int, attempt: int = 0) -> Self:
-        """A monitor that knows of no other rank."""
+        """A monitor that sees no other rank."""
         monitor = cls(FlightRecorder.private(), 0, rank, attempt)
         monitor.is_shared = False
         return monitor
@@ -92,10 +92,10 @@ class RankMonitor:
         return cls(recorder, job.local_rank, job.rank, job.attempt)
 
     def share(self, job: JobEnvironment, store: Store) -> None:
-        """Have one flight recorder for all ranks of this host. All ranks call it."""
+        """Move to one flight recorder for all ranks of this host. All ranks call it."""
         if self.is_shared or job.local_size == 1:
             return
-        key = f"flight_recorder/{_BOOT.read_text().strip()}"  # another one on every host
+        key = f"flight_recorder/{_BOOT.read_text().strip()}"  # different on every host
         recorder: FlightRecorder | None
         if job.local_rank == 0:
             recorder = FlightRecorder.create(job.local_size)
@@ -128,42 +128,34 @@ class RankMonitor:
 
     # What this rank writes -------------------------------------------------------------------
 
-    def set_running(self) -> None:
-        """Note that this rank has its world."""
-        self._record.set_phase(Phase.RUNNING)
+    def set_phase(self, phase: Phase) -> None:
+        """Record how far this rank has come."""
+        self._record.set_phase(phase)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Note how long this rank waits for others in one call, and gets to follow them."""
+        """Record how long this rank waits for others in one call, and has to follow them."""
         self._timeout_s = timeout_s
         self._record.set_timeout(timeout_s)
 
-    def begin_close(self) -> None:
-        """Note that this rank issues no more calls, and waits a little for the others."""
-        self._record.set_phase(Phase.CLOSING)
-
-    def close(self) -> None:
-        """Note that this rank has closed its world."""
-        self._record.set_phase(Phase.CLOSED)
-
     def end_script(self) -> None:
-        """Note that the script of this rank has come to its end."""
+        """Record that the script of this rank has ended."""
         self._record.end_script()
 
     def record_call(self, call: CollectiveCall) -> None:
-        """Note the last call."""
+        """Record the last call."""
         self._record.record_call(call)
 
     def record_step(self, number: int) -> None:
-        """Note how many optimizer steps this rank has made."""
+        """Record how many optimizer steps this rank has made."""
         self._record.record_step(number)
-        # A script takes the signal at its start, so to look ever more rarely is enough.
+        # A script replaces the signal handler at its start, so rare checks are enough.
         if not number & (number - 1) and not stacks.is_ours():
             self._record.offer_stacks(None)
 
     def wait_for(self, rank: int | None) -> None:
-        """Note for which rank in the job this thread waits; None: for none any more.
+        """Record the rank in the job that this thread waits for; None: it does not wait.
 
-        The record has room for one wait: that of the script's thread, or else the one begun first.
+        The record holds one wait: that of the script's thread, or else the one that began first.
         """
         with self._lock:
             if rank is None:
@@ -174,18 +166,14 @@ class RankMonitor:
             self._record.wait_for(self._waits_for.get(self._thread, first))
 
     def give_up(self, ranks: Sequence[int]) -> None:
-        """Note that this rank has waited in vain for these in the job, until its next call."""
+        """Record the first of the ranks that this rank waited for in vain, until its next call."""
         if ranks:
             self._record.give_up(ranks[0])
 
     # What it reads ---------------------------------------------------------------------------
 
     def check(self, doing: str) -> None:
-        """Look whether the launcher knows that some rank will never come.
-
-        Raises:
-            RankFailed: names it.
-        """
+        """Raise ``RankFailed`` if the launcher knows that some rank will never come."""
         absent = self._record.absent_rank
         if absent is not None:
             raise RankFailed(absent, "ended before it called echelon.init()", doing)
@@ -199,7 +187,7 @@ class RankMonitor:
         return self._recorder.statuses(self._attempt)
 
     def explained(self, error: CommTimeout) -> CommTimeout:
-        """``error`` with what the ranks of this host do that hold up the others."""
+        """``error`` with what those ranks of this host do that hold up the others."""
         if not self.is_shared:
             return error
         statuses = self.statuses()
@@ -216,7 +204,7 @@ def _waited_for(status: RankStatus) -> int | None:
 
 
 def stuck_rank(status: RankStatus, stack: Sequence[str]) -> StuckRank:
-    """What the flight recorder, the kernel and a stack say of a rank that others wait for."""
+    """A rank that others wait for, as the flight recorder, the kernel and a stack show it."""
     if status.ended:
         doing = "has ended"
     elif status.phase >= Phase.CLOSING:
@@ -237,8 +225,8 @@ _current = threading.local()  # a simulated rank is a thread, and only it knows 
 class StepCounter:
     """The optimizer steps of one rank.
 
-    A rank may have several optimizers, which all take one step in each step of the training; so
-    the one that has taken most of them tells the number.
+    A rank may have several optimizers, which all take one step in each step of the training. So
+    the number is that of the optimizer that has taken the most steps.
 
     Args:
         note: called with each new number.
@@ -252,7 +240,7 @@ class StepCounter:
 
     @property
     def number(self) -> int:
-        """How many there were."""
+        """The number of steps so far."""
         return self._number
 
     @number.setter

@@ -1,7 +1,7 @@
-"""Which rank is to blame, from what all of them say. Pure.
+"""The rank that failed first, found in the records of all ranks. Pure.
 
-A rank learns of trouble as a closed connection or as time that is up: it knows its neighbour at
-most. So every rank that stops leaves one record, and whoever has several follows them to the first
+A rank notices a failure as a closed connection or a timeout, so it knows at most its neighbour.
+Therefore every rank that stops leaves one record, and whoever has several follows them to the first
 cause: rank 2 lost rank 1, rank 1 lost rank 0, rank 0 raised an error.
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from echelon.diagnosis.failure_record import FailureRecord, Reason
 from echelon.errors import CollectiveMismatch, CommError, CommTimeout, RankFailed
 
-# A rank that died by itself and could not say why comes first: the others only noticed. Then what
-# ranks raised themselves, then what they report of others; who waited in vain knows more than who
-# only lost a connection.
+# A rank that died and could not say why comes first, because the others only noticed it. Then come
+# exceptions that ranks raised themselves, then reports about others. A rank that waited in vain
+# knows more than one that only lost a connection.
 _ORDER = (
     Reason.DIED,
     Reason.RAISED,
@@ -27,7 +28,7 @@ _ORDER = (
 
 
 def root_cause(records: Iterable[FailureRecord]) -> FailureRecord | None:
-    """The record that tells of the first cause; None where no rank has failed.
+    """The record of the first cause; None if no rank has failed.
 
     Law: a record that only reports another rank (``follows``) is chosen only if no rank ended by
     itself. Among those, one that has looked at the rank it waited for comes first, then one whose
@@ -39,7 +40,7 @@ def root_cause(records: Iterable[FailureRecord]) -> FailureRecord | None:
     def order(record: FailureRecord) -> tuple[object, ...]:
         return (
             _ORDER.index(record.reason),
-            record.exit_code == os.EX_TEMPFAIL,  # it has asked to be started again
+            record.exit_code == os.EX_TEMPFAIL,  # such a rank asks to be started again
             not record.stuck,
             record.failed_rank is None or record.failed_rank in known,
             record.time_s,
@@ -49,14 +50,14 @@ def root_cause(records: Iterable[FailureRecord]) -> FailureRecord | None:
 
 
 def held_up_by(rank: int, waits: Mapping[int, int | None], *, reporter: int) -> int:
-    """The rank that ``rank`` waits for, through others that wait, too.
+    """The rank at the end of the chain of waits that begins with ``rank``.
 
     Args:
-        waits: for which rank each one waits, or has waited in vain; None: for none.
+        waits: the rank that each rank waits for, or has waited for in vain; None: it does not wait.
         reporter: the rank that asks, and waits for ``rank``.
 
     Returns:
-        ``rank`` itself where ranks wait in a circle, in which nobody is first.
+        ``rank`` itself if the ranks wait in a circle, in which nobody is first.
 
     Example:
         >>> held_up_by(1, {1: 2, 2: 3, 3: None}, reporter=0)
@@ -75,39 +76,51 @@ def held_up_by(rank: int, waits: Mapping[int, int | None], *, reporter: int) -> 
     return rank
 
 
+class Diagnosis(NamedTuple):
+    """What a rank raises after a failure.
+
+    Attributes:
+        is_final: whether records of other ranks that are yet to come cannot change the error.
+    """
+
+    error: CommError
+    is_final: bool
+
+
 def peer_failure(
-    mine: FailureRecord,
+    report: FailureRecord,
     others: Mapping[int, FailureRecord],
     ranks: tuple[int, ...],
     *,
     store_is_gone: bool = False,
     alive: Sequence[int] = (),
     seconds: float = 0.0,
-) -> tuple[CommError, bool]:
-    """What this rank raises, given the records of others, and whether that is final.
+) -> Diagnosis:
+    """What this rank raises, given its own report and the records of others.
 
     Args:
-        mine: what happened here: ``TIMEOUT`` or ``LOST``.
+        report: of this rank: ``TIMEOUT`` or ``LOST``.
         others: records of other ranks, by rank in the job.
         ranks: the group's ranks in the job, in order.
-        store_is_gone: so a rank without a record may have written one.
+        store_is_gone: then a rank without a record may have written one.
         alive: ranks in the job whose processes are known to live.
-        seconds: for how long records have been looked for.
+        seconds: how long this rank has looked for records.
     """
-    mismatch = _mismatch(mine, others, ranks)
+    mismatch = _mismatch(report, others, ranks)
     if mismatch is not None:
-        return mismatch, True
-    # An engine that does not say whom it lost: whoever wrote no record has not stopped by himself.
-    missing = mine.missing or tuple(rank for rank in ranks if rank != mine.rank)
+        return Diagnosis(mismatch, is_final=True)
+    # Some engines do not say which peer they lost. Then any rank without a record may have failed.
+    missing = report.missing or tuple(rank for rank in ranks if rank != report.rank)
     known = [others[rank] for rank in missing if rank in others]
     silent = tuple(rank for rank in missing if rank not in others)
     root = root_cause(record for record in known if _has_ended(record))
-    if root is None and known and mine.missing and mine.reason is Reason.LOST:
+    if root is None and known and report.missing and report.reason is Reason.LOST:
         root = known[0]  # the peer that was lost first
     if root is not None:
-        failed, cause = _blame(root, mine.rank)
-        return RankFailed(failed, cause, mine.doing), root.reason is not Reason.TIMEOUT
-    if mine.reason is Reason.LOST:
+        failed, cause = _blame(root, report.rank)
+        error = RankFailed(failed, cause, report.doing)
+        return Diagnosis(error, is_final=root.reason is not Reason.TIMEOUT)
+    if report.reason is Reason.LOST:
         failed = (silent or missing)[0]
         cause = "died: its connection closed without a word (killed, crashed or exited)"
         if store_is_gone:
@@ -115,21 +128,22 @@ def peer_failure(
         elif failed in alive:
             waited = f"but has not said why in {seconds:.1f} s"
             cause = f"closed its connection; its process lives, {waited}"
-        return RankFailed(failed, cause, mine.doing), False
+        return Diagnosis(RankFailed(failed, cause, report.doing), is_final=False)
     rows = "\n".join(
         f"  rank {record.rank} waits in {record.call} of group {record.group!r} at {record.place}"
         for record in known
     )
-    return CommTimeout(mine.doing, silent or missing, mine.seconds, rows), False
+    timeout = CommTimeout(report.doing, silent or missing, report.seconds, rows)
+    return Diagnosis(timeout, is_final=False)
 
 
 def _has_ended(record: FailureRecord) -> bool:
-    """Whether an exception of its own ended the rank, or it closed its world."""
+    """Whether an exception ended the rank, or it closed its world."""
     return bool(record.type) or record.reason is Reason.LEFT
 
 
 def _blame(record: FailureRecord, reader: int) -> tuple[int, str]:
-    """The rank that a record leads ``reader`` to, and what is wrong with it."""
+    """The rank that ``reader`` blames after it has read a record, and the cause."""
     if record.type:
         return record.rank, f"raised {record.type}" + (
             f": {record.message}" if record.message else ""
@@ -148,28 +162,28 @@ def _blame(record: FailureRecord, reader: int) -> tuple[int, str]:
 
 
 def _mismatch(
-    mine: FailureRecord, others: Mapping[int, FailureRecord], ranks: tuple[int, ...]
+    report: FailureRecord, others: Mapping[int, FailureRecord], ranks: tuple[int, ...]
 ) -> CollectiveMismatch | None:
-    """Ranks of the group that stopped at the same position in different calls."""
-    position = (mine.group, mine.position, mine.is_p2p)
-    here = {mine.rank: mine} | {
+    """The error of ranks in the group that stopped at one position in different calls."""
+    position = (report.group, report.position, report.is_p2p)
+    stopped = {report.rank: report} | {
         rank: record
         for rank, record in others.items()
         if (record.group, record.position, record.is_p2p) == position
     }
-    if mine.is_p2p:
-        here = {rank: record for rank, record in here.items() if _meet(mine, record)}
-        different = any(_content(record) != _content(mine) for record in here.values())
+    if report.is_p2p:
+        stopped = {rank: record for rank, record in stopped.items() if _meet(report, record)}
+        different = any(record.content != report.content for record in stopped.values())
     else:
-        different = len({record.call for record in here.values()}) > 1 or _lengths_differ(
-            {ranks.index(rank): record for rank, record in here.items() if record.sends}
+        different = len({record.call for record in stopped.values()}) > 1 or _lengths_differ(
+            {ranks.index(rank): record for rank, record in stopped.items() if record.sends}
         )
     if not different:
         return None
-    calls = {ranks.index(rank): record.call_text() for rank, record in here.items()}
-    if mine.is_p2p:
-        return CollectiveMismatch.of_message(mine.group, calls)
-    return CollectiveMismatch(mine.group, mine.position, calls)
+    calls = {ranks.index(rank): record.call_text() for rank, record in stopped.items()}
+    if report.is_p2p:
+        return CollectiveMismatch.of_message(report.group, calls)
+    return CollectiveMismatch(report.group, report.position, calls)
 
 
 def _lengths_differ(records: Mapping[int, FailureRecord]) -> bool:
@@ -181,16 +195,12 @@ def _lengths_differ(records: Mapping[int, FailureRecord]) -> bool:
     )
 
 
-def _meet(mine: FailureRecord, other: FailureRecord) -> bool:
-    """Whether two sends or receives are the two ends of one message (or the same end)."""
-    if other.rank == mine.rank:
+def _meet(report: FailureRecord, other: FailureRecord) -> bool:
+    """Whether ``other`` is the same record, or of the other end of the same message."""
+    if other.rank == report.rank:
         return True
-    ends = mine.call.split(" ", 1)[0] != other.call.split(" ", 1)[0]
-    return ends and mine.missing == (other.rank,) and other.missing in ((mine.rank,), ())
-
-
-def _content(record: FailureRecord) -> str:
-    """Dtype, shape and tag of a message: what both ends must agree on."""
-    words = record.call.split(" ", 1)[1]
-    before, _, after = words.partition(" root=")
-    return before + after.partition(" ")[2]
+    return (
+        other.op != report.op
+        and report.missing == (other.rank,)
+        and other.missing in ((report.rank,), ())
+    )

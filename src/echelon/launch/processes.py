@@ -321,7 +321,7 @@ def _child(
         # Or processes that the rank starts, as a DataLoader does, would be started our way.
         multiprocessing.set_start_method(method, force=True)
         group = join(rank, size, tokens, timeout=timeout, monitor=monitor)
-        monitor.set_running()
+        monitor.set_phase(Phase.RUNNING)
     except BaseException as error:
         _send_error(pipe, error)
         return

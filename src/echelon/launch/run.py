@@ -28,6 +28,7 @@ from echelon.diagnosis.exit_guard import (
     outlive_termination,
     start_exit_guard,
 )
+from echelon.diagnosis.flight_recorder import Phase
 from echelon.diagnosis.rank_monitor import RankMonitor, StepCounter
 from echelon.diagnosis.stragglers import StragglerRule
 from echelon.errors import ArgumentError, WorldError
@@ -261,7 +262,7 @@ def _alone(timeout: float, job: JobEnvironment | None) -> World:
     if job is None:
         return World(group, backend="single")
     monitor = RankMonitor.of_job(job, os.environ)
-    monitor.set_running()
+    monitor.set_phase(Phase.RUNNING)
     return World(group, backend="single", steps=StepCounter(monitor.record_step))
 
 
@@ -277,7 +278,7 @@ def _join_job(
         remove = install_failure_record(path, job.rank, lambda: "in echelon.init()")
         world = _meet_job(job, backend, timeout, check, monitor)
         remove()  # when the world could not be started, it tells so
-    monitor.set_running()
+    monitor.set_phase(Phase.RUNNING)
     start_exit_guard(monitor, timeout, world.close)
     return world
 

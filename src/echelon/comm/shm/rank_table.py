@@ -29,6 +29,7 @@ from typing import final
 
 from echelon.comm.shm.futex import Bell, fence
 from echelon.comm.shm.segment import Segment
+from echelon.diagnosis.flight_recorder import Phase
 from echelon.diagnosis.rank_monitor import RankMonitor
 from echelon.errors import CommTimeout, RankFailed
 from echelon.errors.message_text import text_bytes
@@ -131,7 +132,7 @@ class RankTable:
         for descriptor in self._pidfds.values():
             os.close(descriptor)
         self._pidfds.clear()
-        self.monitor.close()
+        self.monitor.set_phase(Phase.CLOSED)
 
     # Sleeping and waking ---------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What the groups of a job share on one rank: the store, failure records, the end."""
+"""What the groups of a job share on one rank: its store, its failure records, its end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch._C import _distributed_c10d as c10d
 
 from echelon.comm.torch_dist.peers import PeerLost
 from echelon.diagnosis.failure_record import FailureRecord, Reason
+from echelon.diagnosis.flight_recorder import Phase
 from echelon.diagnosis.rank_monitor import RankMonitor
 from echelon.diagnosis.root_cause import peer_failure
 from echelon.errors import CommError, CommTimeout, RankFailed
@@ -27,7 +28,7 @@ _MAX_MESSAGE = 2000  # characters, of a record in the store
 
 @final
 class Job:
-    """One rank's part in a job.
+    """What the groups of one rank share.
 
     Args:
         store: shared by all ranks; this object writes under ``failure/`` and ``closed/`` only.
@@ -54,11 +55,11 @@ class Job:
         keep_alive(self.store)
 
     def join(self, sever: Callable[[], None], drop: Callable[[bool], None]) -> None:
-        """Take in a group.
+        """Add a group.
 
         Args:
-            sever: break its connections, so that no rank waits for this one.
-            drop: end its work and let go of its engine; the argument says whether the job failed.
+            sever: breaks its connections, so that no rank waits for this one.
+            drop: ends its work and drops its engine; the argument says whether the job failed.
         """
         with self._lock:
             self._sever.append(sever)
@@ -70,55 +71,53 @@ class Job:
             raise self.failure
 
     def look(self, ranks: Sequence[int]) -> None:
-        """Raise if one of these ranks (in the job) has left, and so will never come.
-
-        Raises:
-            PeerLost: names it by its place among ``ranks``.
-        """
-        gone = [
+        """Raise ``PeerLost`` if ranks in the job have ended; it names their places in ``ranks``."""
+        ended = [
             i
             for i, rank in enumerate(ranks)
             if self._has_ended(rank) or self.store.check([f"failure/{rank}"])
         ]
-        if gone:
-            raise PeerLost(tuple(gone), late=False)
+        if ended:
+            raise PeerLost(tuple(ended), late=False)
 
-    def diagnose(self, mine: FailureRecord, ranks: Sequence[int]) -> CommError:
+    def diagnose(self, report: FailureRecord, ranks: Sequence[int]) -> CommError:
         """Find out who failed, tell the other ranks, and break all connections of this rank.
 
         Args:
-            mine: what happened on this rank.
+            report: what happened on this rank.
             ranks: of the group, in the job.
 
         Returns:
-            what to raise; the first failure of this rank if there was one before.
+            what to raise: the first failure of this rank, if it has failed before.
         """
         try:
-            return self._diagnose(mine, ranks)
+            return self._diagnose(report, ranks)
         finally:
-            self.monitor.wait_for(None)  # not before: until now it would look as if it computed
+            self.monitor.wait_for(
+                None
+            )  # only now, or it would look as if this rank computed
 
-    def _diagnose(self, mine: FailureRecord, ranks: Sequence[int]) -> CommError:
+    def _diagnose(self, report: FailureRecord, ranks: Sequence[int]) -> CommError:
         with self._lock:
             if self.failure is not None:
                 return self.failure
-            # A rank that knows whom it lost can say more once it has read that one's record.
-            knows_more_later = mine.reason is Reason.LOST and bool(mine.missing)
+            # A rank that knows which peer it lost can say more after it has read the peer's record.
+            knows_more_later = report.reason is Reason.LOST and bool(report.missing)
             if not knows_more_later:
-                self._post(mine)
-            if mine.reason is Reason.TIMEOUT:
-                self.monitor.give_up(mine.missing)
+                self._post(report)
+            if report.reason is Reason.TIMEOUT:
+                self.monitor.give_up(report.missing)
             others = [rank for rank in ranks if rank != self.rank]
             start_s = time.monotonic()
             last = False
             while True:
-                seen = self._ask(lambda: self._read(others)) or {}
-                ended = {rank: self._has_ended(rank) for rank in mine.missing}
+                records = self._ask(lambda: self._read(others)) or {}
+                ended = {rank: self._has_ended(rank) for rank in report.missing}
                 alive = [rank for rank, has_ended in ended.items() if has_ended is False]
                 waited_s = time.monotonic() - start_s
                 error, is_final = peer_failure(
-                    mine,
-                    seen,
+                    report,
+                    records,
                     tuple(ranks),
                     store_is_gone=self._store_gone,
                     alive=alive,
@@ -131,18 +130,18 @@ class Job:
                     grace_s = time_limits.READ_RECORD_OF_LIVING_S
                 if is_final or self._store_gone or last or waited_s > grace_s:
                     break
-                # Whoever has ended writes no more, but may have written since we read.
+                # A rank that has ended writes no more, but may have written since the last read.
                 last = bool(ended) and all(ended.values())
                 time.sleep(0.0 if last else 0.05)
             if isinstance(error, CommTimeout):
                 error = self.monitor.explained(error)
             self.failure = error
             if isinstance(error, RankFailed):
-                self._stay_for -= error.failed_rank not in seen  # it will not close its job
-                mine = replace(mine, failed_rank=error.failed_rank, cause=error.cause)
+                self._stay_for -= error.failed_rank not in records  # it will not close its job
+                report = replace(report, failed_rank=error.failed_rank, cause=error.cause)
             elif isinstance(error, CommTimeout):
                 self._stay_for -= len(error.missing)
-            self._post(mine)
+            self._post(report)
             sever = list(self._sever)
         for step in sever:
             step()
@@ -168,7 +167,7 @@ class Job:
             drop(failed)
         self._sever.clear()
         self._drop.clear()
-        self.monitor.begin_close()
+        self.monitor.set_phase(Phase.CLOSING)
         self._ask(lambda: self.store.set(f"closed/{self.rank}", ""))
         end = time.monotonic() + (
             time_limits.CLOSE_FAILED_WORLD_S if failed else time_limits.CLOSE_WORLD_S
@@ -180,7 +179,7 @@ class Job:
                 break
             waiting -= closed
             time.sleep(0.02 if waiting else 0.0)
-        self.monitor.close()
+        self.monitor.set_phase(Phase.CLOSED)
 
     def _closed(self, ranks: Collection[int]) -> set[int]:
         return {rank for rank in ranks if self.store.check([f"closed/{rank}"])}
@@ -206,7 +205,7 @@ class Job:
         }
 
     def _ask(self, question: Callable[[], _T]) -> _T | None:
-        """The store's answer, or None when it is gone or does not answer; then it is left alone."""
+        """The store's answer; None if the store is gone or silent, from then on."""
         if self._store_gone:
             return None
         answers: list[_T] = []
