@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import final
@@ -38,32 +38,45 @@ from echelon.diagnosis.stragglers import (
     straggler_error,
 )
 from echelon.errors import WorldError
-from echelon.launch.attempt import Attempt
+from echelon.launch.attempt import STOP_SIGNALS, Attempt
 from echelon.launch.loopback_rendezvous import LoopbackRendezvous
 from echelon.process import die_with_parent, time_limits
 from echelon.process.process_status import ProcessStatus
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+@dataclass(frozen=True, slots=True)
+class _StopRequest:
+    """What asked the agent to stop the job.
+
+    Attributes:
+        number: the signal that the ranks are to get.
+        time_s: when, on the monotonic clock.
+        is_urgent: whether ranks get less time to save than they were promised.
+    """
+
+    number: signal.Signals
+    time_s: float
+    is_urgent: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Ending:
+class _StopPlan:
     """The signal that ranks which still run get, if any, and the seconds until they are killed."""
 
     number: signal.Signals | None
     seconds: float
 
 
-def _ending(
-    codes: Mapping[int, int | None], stop: signal.Signals | None, grace: float
-) -> _Ending | None:
-    """What to do about ranks that have ended with ``codes`` or, where that is None, still run."""
-    if stop is not None:
-        return _Ending(stop, grace)
+def _plan_stop(
+    codes: Mapping[int, int | None], request: _StopRequest | None, grace: float
+) -> _StopPlan | None:
+    """Whether and how to stop ranks, whose exit codes are None while they run."""
+    if request is not None:
+        return _StopPlan(request.number, grace)
     if any(code not in (None, 0, os.EX_TEMPFAIL) for code in codes.values()):
-        return _Ending(signal.SIGTERM, time_limits.END_S)
+        return _StopPlan(signal.SIGTERM, time_limits.END_S)
     if os.EX_TEMPFAIL in codes.values():
-        return _Ending(None, grace)  # the others are about to leave, too
+        return _StopPlan(None, grace)  # the others are about to leave, too
     return None
 
 
@@ -99,46 +112,49 @@ class LocalAgent(LocalElasticAgent):
         self._recorder = recorder
         self.attempts: list[Attempt] = []
         self._folder, self._grace = folder, grace
-        self._most = spec.max_restarts + 1
-        self._stop: signal.Signals | None = None
-        self._stop_s = 0.0  # when
-        self._hurried = False
+        self._max_attempts = spec.max_restarts + 1
+        self._request: _StopRequest | None = None
         self._open_attempt()
 
     def _open_attempt(self) -> None:
-        self._ending: _Ending | None = None
+        self._plan: _StopPlan | None = None
         self._rule: StragglerRule | None = None
         self._deadline_s = 0.0
-        self._hurrying = False
+        self._deadline_is_urgent = False
         self._signaled: tuple[int, ...] = ()
         self._killed: tuple[int, ...] = ()
 
     @property
     def stop(self) -> signal.Signals | None:
-        """The signal that asked for an end, if one did."""
-        return self._stop
+        """The signal that asked the job to stop; None: nothing has."""
+        return None if self._request is None else self._request.number
 
     def request_stop(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal: stop with time to save; after SIGQUIT, or Ctrl-C twice, very soon."""
-        now, quits = time.monotonic(), number == signal.SIGQUIT
-        presses = number == signal.SIGINT and self._stop is signal.SIGINT
-        if quits or (presses and now - self._stop_s > time_limits.SAME_PRESS_S):
-            self._hurried = True
-        if self._stop is None:
-            self._stop = signal.SIGTERM if quits else signal.Signals(number)
-            self._stop_s = now
+        now, is_quit, request = time.monotonic(), number == signal.SIGQUIT, self._request
+        if request is None:
+            stop = signal.SIGTERM if is_quit else signal.Signals(number)
+            self._request = _StopRequest(stop, now, is_urgent=is_quit)
+            return
+        is_same_key = number == signal.SIGINT and request.number is signal.SIGINT
+        if is_quit or (is_same_key and now - request.time_s > time_limits.SAME_PRESS_S):
+            self._request = replace(request, is_urgent=True)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """How the ranks are; torch's agent asks ten times a second."""
+        """Look after the ranks and report their state; torch's agent calls it every 0.1 s."""
         ranks = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
         codes = {rank: _exit_code(pid) for rank, pid in ranks.items()}
         running = {rank: pid for rank, pid in ranks.items() if codes[rank] is None}
-        self._tell_who_never_comes(codes)
-        if running and not self._must_kill(codes, running) and not self._names_stragglers(codes):
-            return RunResult(state=WorkerState.HEALTHY)
+        self._report_absent_rank(codes)
+        self._stop_ranks(codes, running)
+        if running and not self._is_time_up(running):
+            stragglers = self._stragglers(codes)
+            if not stragglers:
+                return RunResult(state=WorkerState.HEALTHY)
+            self._write_record_of(stragglers)
         if any(codes[rank] != 0 for rank in ranks):
             for pid in ranks.values():
-                # Nobody has waited for it yet, so the number still means this group.
+                # Nobody has waited for the process yet, so its number cannot be another group's.
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
         codes |= {rank: _await_exit(rank, pid) for rank, pid in running.items()}
@@ -149,44 +165,46 @@ class LocalAgent(LocalElasticAgent):
         )
         return result
 
-    def _must_kill(self, codes: Mapping[int, int | None], running: Mapping[int, int]) -> bool:
-        """Tell ranks to end when there is a reason; whether their time for that is over."""
+    def _stop_ranks(self, codes: Mapping[int, int | None], running: Mapping[int, int]) -> None:
+        """Decide whether ranks have to stop and when at the latest, and signal them once."""
         now = time.monotonic()
-        if self._ending is None or self._ending.number is None:  # or it has been decided already
-            ending = _ending(codes, self._stop, self._grace)
-            if ending is not None and ending != self._ending:
-                self._ending, self._deadline_s = ending, now + ending.seconds
-                if ending.number is not None:
+        if self._plan is None or self._plan.number is None:  # no signal has been sent yet
+            plan = _plan_stop(codes, self._request, self._grace)
+            if running and plan is not None and plan != self._plan:
+                self._plan, self._deadline_s = plan, now + plan.seconds
+                if plan.number is not None:
                     for pid in running.values():
-                        os.kill(pid, ending.number)
+                        os.kill(pid, plan.number)
                     self._signaled = tuple(running)
-        if self._ending is None:
-            return False
-        if self._hurried and not self._hurrying:
-            self._hurrying, self._deadline_s = (
-                True,
-                min(self._deadline_s, now + time_limits.HURRY_S),
-            )
-        # A stopped process is deaf, and where another one has failed there is nothing to save.
-        deaf = self._stop is None and all(map(_is_stopped, running.values()))
-        return now >= self._deadline_s or (deaf and self._signaled != ())
+        is_urgent = self._request is not None and self._request.is_urgent
+        if self._plan is not None and is_urgent and not self._deadline_is_urgent:
+            self._deadline_is_urgent = True
+            self._deadline_s = min(self._deadline_s, now + time_limits.HURRY_S)
 
-    def _tell_who_never_comes(self, codes: Mapping[int, int | None]) -> None:
-        """Free ranks that start their world from waiting for one that has ended without it."""
+    def _is_time_up(self, running: Mapping[int, int]) -> bool:
+        """Whether the ranks that have to stop must be killed."""
+        if self._plan is None:
+            return False
+        # A stopped process handles no signal, and where a rank has failed there is nothing to save.
+        is_futile = self._request is None and all(map(_is_stopped, running.values()))
+        return time.monotonic() >= self._deadline_s or (is_futile and self._signaled != ())
+
+    def _report_absent_rank(self, codes: Mapping[int, int | None]) -> None:
+        """Tell ranks that start their world of a rank that has ended without starting it."""
         statuses = self._recorder.statuses(len(self.attempts))
         absent = [rank for rank, code in codes.items() if code == 0 and rank not in statuses]
         for rank, record in enumerate(self._recorder.rank_records if absent else ()):
             if rank in statuses and statuses[rank].phase is Phase.STARTING:
                 record.set_absent_rank(absent[0])
 
-    def _names_stragglers(self, codes: Mapping[int, int | None]) -> bool:
-        """Whether ranks that still run do not follow the others; then leave records for them.
+    def _stragglers(self, codes: Mapping[int, int | None]) -> list[int]:
+        """Running ranks that do not follow the others out of the job.
 
-        A rank says so itself if it can; here are those that are stopped, or held by a call in C.
+        A straggler reports itself if it can. Here are those that are stopped or stuck in C.
         """
         statuses = self._recorder.statuses(len(self.attempts))
-        if not statuses or self._ending is not None:
-            return False
+        if not statuses or self._plan is not None:
+            return []
         if self._rule is None:
             limit = max(status.timeout_s for status in statuses.values())
             self._rule = StragglerRule(limit + time_limits.SAY_SO_S)
@@ -197,15 +215,17 @@ class LocalAgent(LocalElasticAgent):
             for rank, code in codes.items()
         }
         signs |= {rank: sign_of(statuses[rank]) for rank in statuses if codes[rank] is None}
-        late = self._rule.late(signs)
-        if late:
-            error = straggler_error(statuses, late)
-            for folder in self._folder.glob(f"*/attempt_{len(self.attempts)}/{late[0]}"):
-                FailureRecord.of(error, late[0]).write(folder / "error.json")
-        return bool(late)
+        return list(self._rule.late(signs))
+
+    def _write_record_of(self, stragglers: Sequence[int]) -> None:
+        """Leave the record that the first of the stragglers cannot write."""
+        attempt, rank = len(self.attempts), stragglers[0]
+        error = straggler_error(self._recorder.statuses(attempt), stragglers)
+        for folder in self._folder.glob(f"*/attempt_{attempt}/{rank}"):
+            FailureRecord.of(error, rank).write(folder / "error.json")
 
     def _close_attempt(self, codes: Mapping[int, int], result: RunResult) -> None:
-        """Say how an attempt ended, and see that no other follows one that must be the last."""
+        """Record and print how an attempt ended, and prevent another if it must be the last."""
         records = {
             rank: record
             for rank, failure in result.failures.items()
@@ -213,17 +233,18 @@ class LocalAgent(LocalElasticAgent):
         }
         attempt = Attempt(
             number=len(self.attempts) + 1,
-            most=self._most,
+            most=self._max_attempts,
             codes=codes,
             signaled=self._signaled,
             killed=self._killed,
             raised=tuple(rank for rank, record in records.items() if not record.follows),
             noticed=tuple(rank for rank, record in records.items() if record.follows),
-            stop=None if self._stop is None else self._stop.name,
-            hurried=self._hurried,
+            stop=None if self.stop is None else self.stop.name,
+            hurried=self._request is not None and self._request.is_urgent,
             statuses=self._recorder.statuses(len(self.attempts)),
         )
         if not attempt.restarts:
+            # A private counter of torch's agent: at 0 it starts the ranks no more.
             self._remaining_restarts = 0
         self.attempts.append(attempt)
         attempt.append(self._folder)
@@ -238,11 +259,11 @@ class LocalAgent(LocalElasticAgent):
 
 
 def _exit_code(pid: int) -> int | None:
-    """How a child ended, negative for a signal; None while it runs. It is not waited for yet."""
-    seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if seen is None:
+    """How a child ended, negative for a signal; None while it runs. The child is not reaped."""
+    info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if info is None:
         return None
-    return seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
 
 def _is_stopped(pid: int) -> bool:
@@ -251,7 +272,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _await_exit(rank: int, pid: int) -> int:
-    """How a killed rank ended."""
+    """The exit code of a killed rank, after waiting for its end."""
     end = time.monotonic() + time_limits.KILL_S
     while (code := _exit_code(pid)) is None:
         if time.monotonic() > end:
@@ -285,15 +306,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the ranks of a job to their end; its exit code."""
-    options = _options(arguments)
-    files = dict.fromkeys(range(options.ranks), Std.ALL)
-    if options.live:
-        files[0] = Std.ERR
+def _spec(options: argparse.Namespace) -> WorkerSpec:
+    """What torch's agent runs on each rank."""
     # A rank starts as a program that has the kernel end it with this process, then becomes python.
     start = ("-I", "-S", die_with_parent.__file__, str(os.getpid()), sys.executable)
-    spec = WorkerSpec(
+    return WorkerSpec(
         role="rank",
         local_world_size=options.ranks,
         rdzv_handler=LoopbackRendezvous(options.log_dir.name),
@@ -303,24 +320,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         monitor_interval=0.1,
         local_addr=LOOPBACK,
     )
-    options.log_dir.mkdir(parents=True, exist_ok=True)
-    logs = DefaultLogsSpecs(log_dir=str(options.log_dir), redirects=files)
-    recorder = FlightRecorder.create(options.ranks)
-    os.environ[VARIABLE] = recorder.path
-    path, _store = create_memory_store()  # which lives as long as this process
-    os.environ[MEMORY_STORE_VARIABLE] = f"{path} {options.log_dir.name}"
-    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that crashes shows its stack
-    agent = LocalAgent(spec, logs, options.log_dir, options.grace, recorder)
-    # torch's agent takes signals that are named here; this one must name some, and uses none.
+
+
+def _handle_signals(agent: LocalAgent, parent: int | None) -> None:
+    """Have signals, and the death of the parent process if it has a number, stop the job."""
+    # torch's agent handles the signals that this variable names. It must name one; none is sent.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it for SIGHUP
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does with SIGHUP
             signal.signal(number, agent.request_stop)
-    # With this one the kernel says that the launcher was killed. It must be heard in the background
-    # of a script, too, where a shell starts commands that ignore it.
+    # The kernel sends this signal when the launcher is killed. It must be handled in the background
+    # of a shell script, too, where commands start with it ignored.
     signal.signal(signal.SIGQUIT, agent.request_stop)
-    if options.end_with is not None:
-        die_with_parent.signal_on_death_of_parent(options.end_with, signal.SIGQUIT)
+    if parent is not None:
+        die_with_parent.signal_on_death_of_parent(parent, signal.SIGQUIT)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the ranks of a job to their end; returns the exit code of the job."""
+    options = _options(arguments)
+    options.log_dir.mkdir(parents=True, exist_ok=True)
+    redirects = dict.fromkeys(range(options.ranks), Std.ALL)
+    if options.live:
+        redirects[0] = Std.ERR
+    logs = DefaultLogsSpecs(log_dir=str(options.log_dir), redirects=redirects)
+    recorder = FlightRecorder.create(options.ranks)
+    path, _store = create_memory_store()  # which lives as long as this process
+    os.environ[VARIABLE] = recorder.path
+    os.environ[MEMORY_STORE_VARIABLE] = f"{path} {options.log_dir.name}"
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that crashes shows its stack
+    agent = LocalAgent(_spec(options), logs, options.log_dir, options.grace, recorder)
+    _handle_signals(agent, options.end_with)
     if agent.stop is not None:
         return 128 + agent.stop  # before any rank has started
     agent.run()
@@ -330,4 +360,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # to take torch down in good order would take longer than all the rest
+    os._exit(code)  # because an orderly end of torch takes longer than everything else

@@ -1,7 +1,7 @@
 """How the ranks of one attempt ended, and the lines that say so.
 
-The agent that watched the ranks tells its launcher by a line of JSON. This module imports neither
-torch nor anything that does, so that a launcher can read it at once.
+The agent that watched the ranks writes a line of JSON for its launcher. This module imports neither
+torch nor anything that does, so that a launcher starts without that delay.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from echelon.diagnosis.failure_record import FailureRecord
 from echelon.diagnosis.failure_report import failure_report
 from echelon.diagnosis.flight_recorder import RankStatus, where_of
 
+# These ask a job to stop with time to save, so that it can be resumed.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _FILE = "attempts.jsonl"
 
 

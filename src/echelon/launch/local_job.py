@@ -20,13 +20,19 @@ from types import FrameType
 from echelon.diagnosis.failure_record import FailureRecord
 from echelon.diagnosis.failure_report import failure_report
 from echelon.errors.message_text import printable, ranks_text
-from echelon.launch.attempt import Attempt, Outcome, failure_lines, leaving_line, restart_lines
+from echelon.launch.attempt import (
+    STOP_SIGNALS,
+    Attempt,
+    Outcome,
+    failure_lines,
+    leaving_line,
+    restart_lines,
+)
 from echelon.launch.program import Launch
 from echelon.launch.rank_output import RunFolder, Screen
 from echelon.process import die_with_parent
 
 POLL_S = 0.05
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _LOG = "agent.log"
 
 
@@ -116,7 +122,7 @@ def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[signal.Signal
         process.send_signal(number)
 
     # A signal that is ignored stays so, as nohup wants it.
-    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, forward) for number in heard}
     try:
         yield caught

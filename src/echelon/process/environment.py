@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from echelon.errors import WorldError
 
@@ -104,73 +104,68 @@ def _compare(torch_job: JobEnvironment, slurm_job: JobEnvironment, env: Mapping[
         raise WorldError(
             f"torchrun's variables say rank {torch_job.rank} of {torch_job.size} and Slurm's say "
             f"rank {slurm_job.rank} of {slurm_job.size} "
-            f"({_found(env, 'RANK', 'WORLD_SIZE', 'SLURM_PROCID', 'SLURM_NTASKS')}). "
+            f"({_shown(env, 'RANK', 'WORLD_SIZE', 'SLURM_PROCID', 'SLURM_NTASKS')}). "
             "Unset RANK and WORLD_SIZE, or start the script with torchrun."
         )
 
 
 def _torchrun(env: Mapping[str, str]) -> JobEnvironment:
-    rank, size = _number(env, "RANK", _TORCH), _number(env, "WORLD_SIZE", _TORCH)
-    local_rank = _number(env, "LOCAL_RANK", _TORCH)
-    local_size = _number(env, "LOCAL_WORLD_SIZE", _TORCH)
-    _check_ranks(env, ("RANK", "WORLD_SIZE"), rank, size)
-    _check_ranks(env, ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), local_rank, local_size)
-    _check_hosts(env, size, local_size, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    addr, port = env.get("MASTER_ADDR", ""), 0
-    if size > 1:
-        if not addr:
-            raise WorldError(f"MASTER_ADDR is not set, but {_found(env, *_TORCH)}. {_HOW}")
-        port = _port(env, _number(env, "MASTER_PORT", _TORCH))
-    return JobEnvironment(
+    rank, local_rank, size, local_size = (_number(env, name, _TORCH) for name in _TORCH[:4])
+    job = JobEnvironment(
         launcher="torchrun",
         rank=rank,
         size=size,
         local_rank=local_rank,
         local_size=local_size,
-        master_addr=addr,
-        master_port=port,
+        master_addr=env.get("MASTER_ADDR", ""),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_count(env, "TORCHELASTIC_RESTART_COUNT"),
         private_store=_private_store(env),
     )
+    _check_ranks(env, job, ("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), _TORCH[:4])
+    if size == 1:
+        return job
+    if not job.master_addr:
+        raise WorldError(f"MASTER_ADDR is not set, but {_shown(env, *_TORCH)}. {_HOW}")
+    return replace(job, master_port=_port(env, _number(env, "MASTER_PORT", _TORCH)))
 
 
 def _private_store(env: Mapping[str, str]) -> str:
-    """The path of the store of ``echelon run``, where this job is its own and not one inside it."""
+    """The path of the store of ``echelon run``; empty in another job that a rank has started."""
     path, _, run_id = env.get("ECHELON_STORE", "").partition(" ")
     return path if run_id == env.get("TORCHELASTIC_RUN_ID") else ""
 
 
 def _slurm(env: Mapping[str, str]) -> JobEnvironment:
     tasks = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    shown = ("SLURM_PROCID", "SLURM_LOCALID", tasks, "SLURM_NTASKS_PER_NODE")
-    rank, size = _number(env, "SLURM_PROCID", shown), _number(env, tasks, shown)
-    local_rank = _number(env, "SLURM_LOCALID", shown)
-    _check_ranks(env, ("SLURM_PROCID", tasks), rank, size)
-    local_size = _slurm_local_size(env, size, shown)
-    _check_ranks(env, ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), local_rank, local_size)
-    _check_hosts(env, size, local_size, shown)
-    addr, port = env.get("MASTER_ADDR", ""), 0
-    if size > 1:
-        hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-        hosts = hosts or env.get("SLURM_NODELIST", "")
-        addr = addr or (first_host(hosts) if hosts else "127.0.0.1" if local_size == size else "")
-        if not addr:
-            raise WorldError(
-                "the host of rank 0 is unknown: neither SLURM_STEP_NODELIST nor MASTER_ADDR is set "
-                f"({_found(env, *shown)}). Start the script with srun, or set MASTER_ADDR."
-            )
-        port = _slurm_port(env, shown)
-    return JobEnvironment(
+    names = ("SLURM_PROCID", "SLURM_LOCALID", tasks, "SLURM_NTASKS_PER_NODE")
+    rank, local_rank, size = (_number(env, name, names) for name in names[:3])
+    job = JobEnvironment(
         launcher="slurm",
         rank=rank,
         size=size,
         local_rank=local_rank,
-        local_size=local_size,
-        master_addr=addr,
-        master_port=port,
+        local_size=_slurm_local_size(env, size, names),
+        master_addr=env.get("MASTER_ADDR", ""),
         attempt=_count(env, "SLURM_RESTART_COUNT"),
     )
+    _check_ranks(env, job, ("SLURM_PROCID", tasks), names[1::2], names)
+    if size == 1:
+        return job
+    master_addr = job.master_addr or _slurm_master(env, job)
+    if not master_addr:
+        raise WorldError(
+            "the host of rank 0 is unknown: neither SLURM_STEP_NODELIST nor MASTER_ADDR is set "
+            f"({_shown(env, *names)}). Start the script with srun, or set MASTER_ADDR."
+        )
+    return replace(job, master_addr=master_addr, master_port=_slurm_port(env, names))
+
+
+def _slurm_master(env: Mapping[str, str], job: JobEnvironment) -> str:
+    """The first host of the step, or of the job; empty if that is not known."""
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    hosts = hosts or env.get("SLURM_NODELIST", "")
+    return first_host(hosts) if hosts else "127.0.0.1" if job.one_host else ""
 
 
 def _slurm_port(env: Mapping[str, str], shown: tuple[str, ...]) -> int:
@@ -224,7 +219,7 @@ def first_host(hosts: str) -> str:
 def _number(env: Mapping[str, str], name: str, shown: tuple[str, ...]) -> int:
     text = env.get(name, "")
     if not text.strip():
-        raise WorldError(f"{name} is not set, but {_found(env, *shown)}. {_HOW}")
+        raise WorldError(f"{name} is not set, but {_shown(env, *shown)}. {_HOW}")
     if not re.fullmatch(r"\s*-?\d+\s*", text):
         raise WorldError(f"{name} is {text!r}, which is not a whole number. {_HOW}")
     return int(text)
@@ -244,25 +239,31 @@ def _port(env: Mapping[str, str], port: int) -> int:
     return port
 
 
-def _check_ranks(env: Mapping[str, str], names: tuple[str, str], rank: int, size: int) -> None:
-    if size < 1:
-        raise WorldError(f"{names[1]} is {size}: a job needs at least one rank. {_HOW}")
-    if not 0 <= rank < size:
-        raise WorldError(
-            f"{names[0]} is {rank} and {names[1]} is {env.get(names[1], size)} "
-            f"(need 0 <= {names[0]} < {names[1]}). {_HOW}"
-        )
-
-
-def _check_hosts(
-    env: Mapping[str, str], size: int, local_size: int, shown: tuple[str, ...]
+def _check_ranks(
+    env: Mapping[str, str],
+    job: JobEnvironment,
+    names: tuple[str, ...],
+    local_names: tuple[str, ...],
+    shown: tuple[str, ...],
 ) -> None:
-    if local_size > size:
+    """Refuse ranks and sizes that contradict each other; ``names`` are the variables of both."""
+    for (rank_name, size_name), rank, size in (
+        (names, job.rank, job.size),
+        (local_names, job.local_rank, job.local_size),
+    ):
+        if size < 1:
+            raise WorldError(f"{size_name} is {size}: a job needs at least one rank. {_HOW}")
+        if not 0 <= rank < size:
+            raise WorldError(
+                f"{rank_name} is {rank} and {size_name} is {env.get(size_name, size)} "
+                f"(need 0 <= {rank_name} < {size_name}). {_HOW}"
+            )
+    if job.local_size > job.size:
         raise WorldError(
-            f"this host has {local_size} ranks and the whole job {size} "
-            f"({_found(env, *shown)}). {_HOW}"
+            f"this host has {job.local_size} ranks and the whole job {job.size} "
+            f"({_shown(env, *shown)}). {_HOW}"
         )
 
 
-def _found(env: Mapping[str, str], *names: str) -> str:
+def _shown(env: Mapping[str, str], *names: str) -> str:
     return ", ".join(f"{name}={env[name]}" for name in names if name in env)

@@ -93,9 +93,7 @@ class Job:
         try:
             return self._diagnose(report, ranks)
         finally:
-            self.monitor.wait_for(
-                None
-            )  # only now, or it would look as if this rank computed
+            self.monitor.wait_for(None)  # only now, or it would look as if this rank computed
 
     def _diagnose(self, report: FailureRecord, ranks: Sequence[int]) -> CommError:
         with self._lock:
