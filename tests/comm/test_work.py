@@ -1,4 +1,4 @@
-"""Windows: memory of every rank that its peers read and write in place."""
+"""Windows, which peers read and write in place, and the former names of a work's call."""
 
 import gc
 from collections.abc import Sequence
@@ -180,3 +180,15 @@ def test_a_window_that_is_not_shared_has_no_peers() -> None:
     window = Window(local, (local,), shared=False)
     with pytest.raises(UnsupportedError, match="use collectives"):
         window.peer(0)
+
+
+def test_former_names_of_a_call_and_its_signature_warn() -> None:
+    def main(world: ec.World) -> None:
+        work = world.group.barrier(async_op=True)
+        with pytest.warns(DeprecationWarning, match=r"now Work\.call"):
+            call = work.ticket
+        with pytest.warns(DeprecationWarning, match=r"now CollectiveCall\.signature"):
+            assert call.call is work.call.signature
+        work.wait()
+
+    ec.run(main, 1)

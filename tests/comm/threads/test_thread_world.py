@@ -1,0 +1,199 @@
+"""Deadlocks of simulated ranks are seen when they form, and nothing else is taken for one."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import echelon as ec
+from echelon.errors import CommTimeout, DeadlockError
+
+FAST_S = 1.0  # detection takes milliseconds; the timeout of the world is 300 s
+
+
+Main = Callable[[ec.World], None]
+
+
+def one() -> torch.Tensor:
+    return torch.ones(1)
+
+
+def both_send(world: ec.World) -> None:
+    world.group.send(one(), 1 - world.rank)
+    world.group.recv(one(), 1 - world.rank)
+
+
+def both_receive(world: ec.World) -> None:
+    world.group.recv(one(), 1 - world.rank, tag=4)
+
+
+def collective_against_message(world: ec.World) -> None:
+    if world.rank == 0:
+        world.group.all_reduce(one(), label="loss")
+    else:
+        world.group.recv(one(), 0)
+
+
+def wrong_tags(world: ec.World) -> None:
+    if world.rank == 0:
+        world.group.send(one(), 1, tag=1)
+    else:
+        world.group.recv(one(), 0, tag=2)
+
+
+def one_returns(world: ec.World) -> None:
+    if world.rank == 0:
+        world.group.barrier()
+
+
+def three_in_a_circle(world: ec.World) -> None:
+    if world.rank < 3:
+        world.group.recv(one(), (world.rank + 1) % 3)
+
+
+def across_subgroups(world: ec.World) -> None:
+    low, high = world.group.subgroup([0, 1]), world.group.subgroup([1, 2])
+    if world.rank == 0:
+        low.barrier()
+    if world.rank == 1:
+        high.barrier()
+        low.barrier()
+    if world.rank == 2:
+        world.group.recv(one(), 0)
+
+
+def work_that_nobody_joins(world: ec.World) -> None:
+    if world.rank == 0:
+        world.group.all_reduce(one(), async_op=True).wait()
+    else:
+        world.group.recv(one(), 0)
+
+
+@pytest.mark.parametrize(
+    ("main", "ranks", "rows"),
+    [
+        (
+            both_send,
+            2,
+            ["rank 0 waits in send", "for rank 1", "rank 1 waits in send", "for rank 0"],
+        ),
+        (both_receive, 2, ["rank 0 waits in recv float32[1] root=1 of 'tag 4'", "for rank 0"]),
+        (
+            collective_against_message,
+            2,
+            ["rank 0 waits in all_reduce(sum) float32[1] of 'loss'", "rank 1 waits in recv"],
+        ),
+        (wrong_tags, 2, ["send float32[1] root=1 of 'tag 1'", "recv float32[1] root=0 of 'tag 2'"]),
+        (one_returns, 2, ["rank 0 waits in barrier", "for rank 1", "rank 1 returned already"]),
+        (
+            three_in_a_circle,
+            4,
+            ["rank 0 waits in recv", "rank 1 waits", "rank 2 waits in recv", "for rank 0"],
+        ),
+        (
+            across_subgroups,
+            3,
+            ["group 'world.1'", "group 'world.2'", "rank 2 waits in recv", "for rank 0"],
+        ),
+        (work_that_nobody_joins, 2, ["rank 0 waits in all_reduce", "rank 1 waits in recv"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_deadlock_is_seen_when_it_forms_and_shows_who_waits_for_whom(
+    main: Main, ranks: int, rows: list[str]
+) -> None:
+    start_s = time.perf_counter()
+    with pytest.raises(DeadlockError) as info:
+        ec.run(main, ranks)
+    assert time.perf_counter() - start_s < FAST_S
+    text = str(info.value)
+    assert all(row in text for row in rows), text
+    assert f"{__file__}:" in text
+    assert f"in {main.__name__}" in text
+
+
+def test_every_rank_of_a_deadlock_gets_the_error() -> None:
+    seen: list[str] = []
+
+    def main(world: ec.World) -> None:
+        try:
+            three_in_a_circle(world)
+            world.group.barrier()
+        except DeadlockError as error:
+            seen.append(str(error))
+            raise
+
+    with pytest.raises(DeadlockError):
+        ec.run(main, 4)
+    assert len(seen) == 4
+    assert len(set(seen)) == 1
+
+
+def test_a_rank_that_only_computes_for_long_is_no_deadlock() -> None:
+    def main(world: ec.World) -> float:
+        if world.rank == 1:
+            time.sleep(0.3)
+        total = one()
+        world.group.all_reduce(total)
+        return total.item()
+
+    assert ec.run(main, 3) == [3.0] * 3
+
+
+def test_a_wait_with_its_own_timeout_is_no_deadlock() -> None:
+    def main(world: ec.World) -> float:
+        output = torch.zeros(1)
+        if world.rank == 0:
+            work = world.group.irecv(output, 1)
+            with pytest.raises(CommTimeout):
+                work.wait(0.05)  # rank 1 waits for us meanwhile
+            world.group.send(one(), 1, tag=1)
+            work.wait()
+        else:
+            world.group.recv(output, 0, tag=1)
+            world.group.send(one(), 0)
+        return output.item()
+
+    assert ec.run(main, 2) == [1.0, 1.0]
+
+
+def test_a_rank_may_communicate_from_several_threads() -> None:
+    def main(world: ec.World) -> list[float]:
+        groups = [world.group.subgroup(range(world.size)) for _ in range(4)]
+        results = [0.0] * 4
+
+        def background(number: int) -> None:
+            for step in range(20):
+                value = torch.tensor([float(number + step)])
+                groups[number].all_reduce(value)
+                results[number] += value.item()
+
+        threads = [threading.Thread(target=background, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    expected = [3.0 * sum(number + step for step in range(20)) for number in range(4)]
+    assert ec.run(main, 3) == [expected] * 3
+
+
+def test_an_answer_from_another_thread_of_a_waiting_rank_is_no_deadlock() -> None:
+    def main(world: ec.World) -> None:
+        side = world.group.subgroup([0, 1])
+        if world.rank == 0:
+            server = threading.Thread(target=side.barrier)
+            world.group.recv(one(), 1, tag=1)
+            server.start()
+            world.group.recv(one(), 1)  # waits for rank 1, which waits for the server
+            server.join()
+        else:
+            world.group.send(one(), 0, tag=1)
+            time.sleep(0.1)  # the server waits by now
+            side.barrier()
+            world.group.send(one(), 0)
+
+    ec.run(main, 2)
