@@ -266,10 +266,7 @@ class BackwardPass:
     """
 
     def __init__(
-        self,
-        token: Callable[[], Token | None],
-        requires_gradient_sync: bool,
-        num_units: int,
+        self, token: Callable[[], Token | None], requires_gradient_sync: bool, num_units: int
     ) -> None:
         self.token, self.requires_gradient_sync = token, requires_gradient_sync
         self.units = [UnitBackward() for _ in range(num_units)]

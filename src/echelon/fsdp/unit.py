@@ -235,13 +235,8 @@ class Unit:
     def versions(self) -> ParameterVersions:
         """The versions of the parameters as they are shown now."""
         with _no_modes():
-            return list(
-                zip(
-                    map(_version, self._params),
-                    map(Tensor.data_ptr, self._params),
-                    strict=True,
-                )
-            )
+            addresses = map(Tensor.data_ptr, self._params)
+            return [*zip(map(_version, self._params), addresses, strict=True)]
 
     def written_since(self, before: ParameterVersions) -> str | None:
         """The name of a parameter that was written since ``versions()`` returned ``before``."""
