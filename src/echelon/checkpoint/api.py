@@ -165,8 +165,8 @@ def load(
         CheckpointCorrupt: bytes are missing or differ; names file and tensor.
         CheckpointTooNew: a newer version of echelon has saved the step; with ``fallback``, too.
         CheckpointMismatch: with ``strict``: lists what is missing, unexpected and different.
-        CheckpointError: it cannot be read; or an object or a module does not take its state, and
-            others of them that came before it have theirs.
+        CheckpointError: it cannot be read; or an object or a module does not take its state, after
+            others have taken theirs.
         ArgumentError: something given cannot take a state, or ranks ask for different loads.
     """
     items = _sorted_items({"model": model, "optimizer": optimizer}, state, group)

@@ -236,7 +236,7 @@ class _SectionChecker:
         state = self._dict(section.get("state"))
         everyone = list(self._dict(state.get("values")).values())
         for by_rank in self._dict(state.get("by_rank")).values():
-            everyone += [one for one in self._by_rank(by_rank) if one is not None]
+            everyone += [entries for entries in self._by_rank(by_rank) if entries is not None]
         for entries in everyone:
             for entry in self._dict(entries).values():
                 self._entry(entry)

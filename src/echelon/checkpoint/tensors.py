@@ -94,8 +94,10 @@ _MAPS = Path("/proc/self/maps")
 def check_writable(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Refuse named tensors in memory that cannot be written; see the note.
 
+    Without ``/proc``, all memory counts as writable.
+
     Raises:
-        ArgumentError: names the first one. Without ``/proc``, all memory counts as writable.
+        ArgumentError: names the first tensor.
     """
     pages: _Pages | None = None
     for name, tensor in tensors:
