@@ -59,7 +59,15 @@ def check_arguments(
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineOptions:
-    """The options of ``Pipeline``, described there, that can be checked without its stages."""
+    """The options of ``Pipeline`` that can be checked without its stages.
+
+    Attributes:
+        loss_reduction: how losses of microbatches become that of the batch.
+        recompute: whether stages keep their inputs only, and run again in backward.
+        reduce_every: when gradients of stages in ``DDP`` or ``FSDP`` are reduced.
+        window_nbytes: bytes of unsharded parameters that a rank may hold; None: all stages'.
+        materialize: gives values to a module on meta; None: its ``reset_parameters()``.
+    """
 
     loss_reduction: Literal["mean", "sum"] = "mean"
     recompute: bool = False
