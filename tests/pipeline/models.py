@@ -163,8 +163,46 @@ def each(world: World, checks: Iterable[Callable[[World], None]]) -> None:
         try:
             check(world)
         except BaseException as error:
-            error.add_note(f"in {check.__name__}")
+            error.add_note(f"in {check}")
             raise
+
+
+def rows_of(world: World, plan: ec.Plan, num_rows: int) -> slice:
+    """A rank's part of the rows of all ranks; ranks that differ on ``pp`` have the same."""
+    length, line = num_rows // plan.data_size, plan.data_rank(world)
+    return slice(length * line, length * (line + 1))
+
+
+def train_beside(
+    world: World,
+    plan: ec.Plan,
+    pipe: ec.Pipeline,
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Train a pipeline, and the plain model on the batches of all ranks, and compare them.
+
+    Gradients of two batches are accumulated and clipped before each step of AdamW.
+    """
+    close = {"rtol": 1e-11, "atol": 1e-12}
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.05) for module in (pipe, model)]
+    for n, (x, y) in enumerate(batches):
+        rows, is_second = rows_of(world, plan, len(x)), n % 2 == 1
+        expected = loss_fn(model(x), y)
+        expected.backward()
+        loss = pipe.step(x[rows], target=y[rows], finalize=is_second, loss_everywhere=True)
+        world.group.all_reduce(loss, "mean")
+        torch.testing.assert_close(loss, expected.detach(), **close)
+        if is_second:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            torch.testing.assert_close(ec.clip_grad_norm_(pipe, 0.1), norm, **close)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    whole = model.state_dict()
+    for name, value in pipe.state_dict().items():
+        torch.testing.assert_close(value, whole[name], **close, msg=name)
 
 
 class Times(nn.Module):

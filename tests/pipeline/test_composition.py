@@ -1,6 +1,7 @@
 """Stages that are replicated or sharded train as one process does on all batches together."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,12 +11,12 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, UnsupportedError
-from tests.pipeline.models import batch, build, mse
+from tests.pipeline.models import batch, build, each, mse, rows_of, train_beside
 from tests.pipeline.test_api import Embedding, Head
+from tests.pipeline.tied_stages import CLOSE
 from tests.worlds import run_world
 
 ROWS = 6
-CLOSE = {"rtol": 1e-11, "atol": 1e-12}
 KEPT = ec.Strategy.SHARD_GRAD_OP
 
 
@@ -27,56 +28,22 @@ def plan(schedule: str, **options: Any) -> ec.Plan:
     return ec.Plan(pp=2, **options)
 
 
-def rows_of(world: World, plan: ec.Plan) -> slice:
-    """Of the batch of all ranks; ranks that differ on ``pp`` have the same."""
-    line = world.rank % (plan.dp * plan.shard)
-    return slice(ROWS * line, ROWS * (line + 1))
-
-
-def trains(world: World, plan: ec.Plan, steps: int) -> None:
-    """Two batches a step, accumulated; clipped; AdamW; evaluated; saved."""
+def trains(world: World, plan: ec.Plan, steps: int = 2) -> None:
+    """Trained beside the plain model; then evaluated and saved."""
     stages = build("plain", plan.pp * plan.chunks)
     model = nn.Sequential(*copy.deepcopy(stages))
     units = ec.units.by_type(nn.Linear) if plan.shard > 1 else None
     pipe = ec.parallelize(stages, plan, world, loss_fn=mse, units=units)
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
-    reference = torch.optim.AdamW(model.parameters(), lr=0.05)
-    rows, mine = ROWS * plan.dp * plan.shard, rows_of(world, plan)
-    for step in range(steps):
-        for part in range(2):
-            x, y = batch(rows, 2 * step + part)
-            loss = mse(model(x), y)
-            loss.backward()
-            found = pipe.step(x[mine], target=y[mine], finalize=part == 1, loss_everywhere=True)
-            world.group.all_reduce(found, "mean")
-            torch.testing.assert_close(found, loss.detach(), **CLOSE)
-        expected = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        torch.testing.assert_close(ec.clip_grad_norm_(pipe, 0.1), expected, **CLOSE)
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
-    found = pipe.eval_step(x, target=y, loss_everywhere=True)
-    torch.testing.assert_close(found, mse(model(x), y).detach(), **CLOSE)
-    state, whole = pipe.state_dict(), model.state_dict()
-    assert list(state) == [key for key in whole if key.partition(".")[0] in pipe.stages]
-    for key, value in state.items():
-        torch.testing.assert_close(value, whole[key], **CLOSE, msg=key)
+    batches = [batch(ROWS * plan.data_size, step) for step in range(2 * steps)]
+    train_beside(world, plan, pipe, model, batches, mse)
+    x, y = batches[-1]
+    loss = pipe.eval_step(x, target=y, loss_everywhere=True)
+    torch.testing.assert_close(loss, mse(model(x), y).detach(), **CLOSE)
+    whole = model.state_dict()
+    assert list(pipe.state_dict()) == [k for k in whole if k.partition(".")[0] in pipe.stages]
     pipe.load_state_dict({key: value + 1 for key, value in whole.items()})
     for key, value in pipe.state_dict().items():
         torch.testing.assert_close(value, whole[key] + 1, **CLOSE, msg=key)
-
-
-def trains_all(world: World, plans: list[ec.Plan], steps: int = 2) -> None:
-    for one in plans:
-        try:
-            trains(world, one, steps)
-        except BaseException as error:
-            error.add_note(repr(one))
-            raise
-    if not world.group.shares_memory:
-        reduces_where_the_schedule_says(world)
-        keeps_the_window(world)
 
 
 PLANS: dict[str, list[ec.Plan]] = {
@@ -98,11 +65,14 @@ PLANS: dict[str, list[ec.Plan]] = {
 
 @pytest.mark.parametrize("world", PLANS)
 def test_shared_stages_train_as_one_process_does(world: str) -> None:
-    run_world(world, trains_all, 4, (PLANS[world],))
+    checks: list[Any] = [partial(trains, plan=one) for one in PLANS[world]]
+    if world == "gloo":  # where a gather moves bytes
+        checks += [reduces_where_the_schedule_says, keeps_the_window]
+    run_world(world, each, 4, (checks,))
 
 
 def test_a_mesh_of_three_axes_trains_as_one_process_does() -> None:
-    run_world("threads", trains_all, 8, ([plan("1f1b", dp=2, shard=2)], 1))
+    run_world("threads", trains, 8, (plan("1f1b", dp=2, shard=2), 1))
 
 
 # --- what else a stage may be --------------------------------------------------------------------
@@ -136,7 +106,7 @@ def recomputes(world: World) -> None:
         pipe = ec.Pipeline(
             stages, mesh["pp"], microbatches=3, schedule="zb-h1", loss_fn=mse, recompute=True
         )
-        mine = rows_of(world, ec.Plan(pp=2, dp=2, microbatches=3))
+        mine = rows_of(world, ec.Plan(pp=2, dp=2, microbatches=3), 2 * ROWS)
         for step in range(2):  # the second on top of what the first has reduced
             x, y = batch(2 * ROWS, step)
             mse(model(x), y).backward()
@@ -155,7 +125,7 @@ def ties_by_hand(world: World) -> None:
     stages[mesh.coordinates["pp"]] = ec.DDP(stages[mesh.coordinates["pp"]], mesh["dp"])
     cross = nn.CrossEntropyLoss()
     pipe = ec.Pipeline(stages, mesh["pp"], microbatches=3, loss_fn=cross)
-    mine = rows_of(world, ec.Plan(pp=2, dp=2, microbatches=3))
+    mine = rows_of(world, ec.Plan(pp=2, dp=2, microbatches=3), 2 * ROWS)
     for step in range(3):  # then on top of its gradients
         generator = torch.Generator().manual_seed(step)
         tokens, target = torch.randint(7, (2, 2 * ROWS), generator=generator)
@@ -175,7 +145,7 @@ def frozen_and_empty(world: World) -> None:
         model = nn.Sequential(*copy.deepcopy(stages))
         one = plan("interleaved", **options)
         pipe = ec.parallelize(stages, one, world, loss_fn=mse)
-        mine = rows_of(world, one)
+        mine = rows_of(world, one, 2 * ROWS)
         for step in range(2):
             x, y = batch(2 * ROWS, step)
             mse(model(x), y).backward()
@@ -228,13 +198,8 @@ def keeps_the_window(world: World) -> None:
     assert peaks == [2 * nbytes, nbytes]
 
 
-def all_checks(world: World) -> None:
-    for check in (recomputes, ties_by_hand, frozen_and_empty):
-        check(world)
-
-
 def test_shared_stages_are_the_plain_model() -> None:
-    run_world("threads", all_checks, 4)
+    run_world("threads", each, 4, ((recomputes, ties_by_hand, frozen_and_empty),))
 
 
 # --- parallelize ---------------------------------------------------------------------------------
@@ -251,7 +216,7 @@ def without_stages(world: World) -> None:
         model = ec.parallelize(copy.deepcopy(plain), one, world)
         assert isinstance(model, kind)
         x, y = batch(4 * ROWS)
-        mine = rows_of(world, one)
+        mine = rows_of(world, one, 4 * ROWS)
         mse(model(x[mine]), y[mine]).backward()
         mse(plain(x), y).backward()
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
@@ -320,14 +285,8 @@ def refuses(world: World) -> None:
             ec.Pipeline(wrapped, mesh["pp"], microbatches=2)
 
 
-def every_plan(world: World) -> None:
-    without_stages(world)
-    cuts_a_model(world)
-    refuses(world)
-
-
 def test_a_plan_is_carried_out_or_refused() -> None:
-    run_world("threads", every_plan, 4)
+    run_world("threads", each, 4, ((without_stages, cuts_a_model, refuses),))
 
 
 class Warm(nn.Linear):

@@ -1,11 +1,13 @@
 """A parameter that several stages have is one, also where stages are replicated or sharded."""
 
+from functools import partial
+
 import pytest
 import torch
-from torch import nn
 
 import echelon as ec
 from echelon.comm.world import World
+from tests.pipeline.models import each, train_beside
 from tests.pipeline.split_models import loss_fn
 from tests.pipeline.tied_stages import CLOSE, ROWS, plan, tied_stages, tokens_of
 from tests.worlds import run_world
@@ -14,37 +16,9 @@ OFTEN = {"reduce_every": "microbatch"}
 
 
 def trains(world: World, plan: ec.Plan) -> None:
-    """Accumulates over two batches, clips, and steps; twice."""
     plain, pipe = tied_stages(plan, world)
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.05)
-    lines = plan.dp * plan.shard
-    mine = slice(ROWS * (world.rank % lines), ROWS * (world.rank % lines + 1))
-    for step in range(4):
-        x, y = tokens_of(step, ROWS * lines)
-        loss = loss_fn(plain(x), y)
-        loss.backward()
-        found = pipe.step(x[mine], target=y[mine], finalize=step % 2 == 1, loss_everywhere=True)
-        world.group.all_reduce(found, "mean")
-        torch.testing.assert_close(found, loss.detach(), **CLOSE)
-        if step % 2 == 1:
-            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-            torch.testing.assert_close(ec.clip_grad_norm_(pipe, 0.1), expected, **CLOSE)
-            for one in (optimizer, reference):
-                one.step()
-                one.zero_grad()
-    whole = plain.state_dict()
-    for name, value in pipe.state_dict().items():
-        torch.testing.assert_close(value, whole[name], **CLOSE, msg=name)
-
-
-def trains_all(world: World, plans: list[ec.Plan]) -> None:
-    for one in plans:
-        try:
-            trains(world, one)
-        except BaseException as error:
-            error.add_note(repr(one))
-            raise
+    batches = [tokens_of(step, ROWS * plan.data_size) for step in range(4)]
+    train_beside(world, plan, pipe, plain, batches, loss_fn)
 
 
 PLANS: dict[str, list[ec.Plan]] = {
@@ -61,11 +35,11 @@ PLANS: dict[str, list[ec.Plan]] = {
 
 @pytest.mark.parametrize("world", PLANS)
 def test_stages_that_share_a_parameter_train_as_one_process_does(world: str) -> None:
-    run_world(world, trains_all, 4, (PLANS[world],))
+    run_world(world, each, 4, ([partial(trains, plan=one) for one in PLANS[world]],))
 
 
 def test_a_shared_parameter_on_a_mesh_of_three_axes_trains_as_in_one_process() -> None:
-    run_world("threads", trains_all, 8, ([plan("zb-v", dp=2, shard=2)],))
+    run_world("threads", trains, 8, (plan("zb-v", dp=2, shard=2),))
 
 
 def test_gradients_that_are_given_up_before_they_are_complete_are_gone() -> None:

@@ -1,18 +1,24 @@
-"""States of a model in stages go to the plain model and back, whole or as parts."""
+"""States of a model in stages go to the plain model and back, and its shards can be written."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch._dynamo
+from torch import Tensor, nn
 
 import echelon as ec
+from echelon.checkpoint.items import group_of
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
-from tests.pipeline.split_models import Decoder, loss_fn
-from tests.pipeline.tied_stages import CLOSE, ROWS, plan, tied_stages, tokens_of
-from tests.reference import assert_states_close
+from echelon.state.tensor_shard import Replication
+from tests.holding import check_optimizer, filled, joined, write
+from tests.pipeline.models import build, each, mse
+from tests.pipeline.split_models import VOCABULARY, Decoder, loss_fn
+from tests.pipeline.tied_stages import CLOSE, ROWS, decoder, plan, tied_stages, tokens_of
+from tests.reference import assert_states_close, assert_states_equal
 from tests.worlds import run_world
 
 
@@ -57,7 +63,7 @@ def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     }
 
 
-def same(found: Any, expected: Any) -> None:
+def same_optimizer_states(found: Any, expected: Any) -> None:
     """Equal names; values up to the order of sums."""
     assert sorted(found["state"]) == sorted(expected["state"])
     for name, values in expected["state"].items():
@@ -75,7 +81,7 @@ def there_and_back(world: World, one: ec.Plan) -> None:
 
     state, its_state = pipe.whole_state_dict(), pipe.optimizer_state_dict(optimizer)
     assert set(state) == set(plain.state_dict())
-    same(its_state, by_name(plain, reference))
+    same_optimizer_states(its_state, by_name(plain, reference))
     assert bool(pipe.whole_state_dict(rank0_only=True)) == (world.rank < one.num_ranks // one.pp)
     parts = pipe.sharded_state_dict()
 
@@ -123,21 +129,16 @@ def refuses(pipe: ec.Pipeline, optimizer: Any, parts: Any, its_state: Any) -> No
         pipe.whole_state_dict(rank0_only=3)
 
 
-def every_plan(world: World, plans: list[ec.Plan]) -> None:
-    for one in plans:
-        there_and_back(world, one)
-
-
-FLAT = {"min_num_params": 0}
+SMALL = {"min_num_params": 0}
 PLANS = {
-    "threads": [plan("1f1b", shard=2, fsdp=FLAT)],
-    "gloo": [plan("zb-v", shard=2, fsdp=FLAT), plan("1f1b", dp=2)],
+    "threads": [plan("1f1b", shard=2, fsdp=SMALL)],
+    "gloo": [plan("zb-v", shard=2, fsdp=SMALL), plan("1f1b", dp=2)],
 }
 
 
 @pytest.mark.parametrize("world", PLANS)
 def test_a_state_goes_to_the_plain_model_and_back(world: str) -> None:
-    run_world(world, every_plan, 4, (PLANS[world],))
+    run_world(world, each, 4, ([partial(there_and_back, one=one) for one in PLANS[world]],))
 
 
 def groups_apart(world: World) -> None:
@@ -151,3 +152,203 @@ def groups_apart(world: World) -> None:
 
 def test_a_shared_parameter_in_two_groups_is_refused() -> None:
     run_world("threads", groups_apart, 2)
+
+
+# --- shards ------------------------------------------------------------------------------------
+
+
+def is_held_and_loaded(world: World, plan: ec.Plan) -> None:
+    """After steps on other batches each; then with the values that were written."""
+    plain, pipe = tied_stages(plan, world, by_block=True)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    lines = plan.dp * plan.shard
+    mine = slice(ROWS * (world.rank % lines), ROWS * (world.rank % lines + 1))
+
+    def accumulate(step: int, *, finalize: bool) -> None:
+        x, y = tokens_of(step, ROWS * lines)
+        loss_fn(plain(x), y).backward()
+        pipe.step(x[mine], target=y[mine], finalize=finalize)
+
+    def train(step: int) -> None:
+        accumulate(step, finalize=True)
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+
+    for step in range(2):
+        train(step)
+    holdings = pipe.holdings()
+    check_optimizer(holdings, optimizer)
+    assert_states_close(joined(holdings, world.group), plain.state_dict(), **CLOSE)
+    group = group_of([pipe], None)
+    assert group is not None
+    assert group.ranks == world.group.ranks
+
+    accumulate(5, finalize=False)  # gradients are kept, and perhaps whole parameters
+    weights = filled(plain, 7).state_dict()
+    write(holdings, weights)
+    x, y = tokens_of(9, ROWS)
+    found = pipe.eval_step(x, target=y, loss_everywhere=True)
+    torch.testing.assert_close(found, loss_fn(plain(x), y).detach(), **CLOSE)
+    train(6)
+    assert_states_close(joined(pipe.holdings(), world.group), plain.state_dict(), **CLOSE)
+
+
+FLAT = {"use_orig_params": False}
+KEPT = ec.Strategy.SHARD_GRAD_OP
+PLANS_OF_SHARDS: dict[str, list[ec.Plan]] = {
+    "threads": [
+        plan("zb-v", dp=2),  # embedding and head on one rank
+        plan("1f1b", shard=2, fsdp={"layout": "rows", **SMALL}),
+        plan("interleaved", shard=2, fsdp={"min_num_params": 30}),
+        plan("zb-h1", shard=2, fsdp={**FLAT, **SMALL}),
+        plan("1f1b", shard=2, strategy=KEPT, pipeline={"reduce_every": "microbatch"}),
+    ],
+    "processes": [plan("1f1b", dp=2), plan("zb-v", shard=2, fsdp=SMALL)],
+    "gloo": [
+        plan("1f1b", shard=2, fsdp=SMALL),
+        plan("interleaved", shard=2, pipeline={"window_nbytes": 0}, fsdp=SMALL),
+        plan("zb-v", shard=2, strategy=KEPT, fsdp=SMALL),
+        plan("1f1b", shard=2, fsdp=FLAT),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", PLANS_OF_SHARDS)
+def test_stages_of_all_ranks_are_the_model_and_can_be_written(kind: str) -> None:
+    run_world(
+        kind, each, 4, ([partial(is_held_and_loaded, plan=one) for one in PLANS_OF_SHARDS[kind]],)
+    )
+
+
+def test_stages_on_a_mesh_of_three_axes_are_the_model_and_can_be_written() -> None:
+    run_world("threads", is_held_and_loaded, 8, (plan("zb-v", dp=2, shard=2, fsdp=SMALL),))
+
+
+def test_stages_that_nobody_replicates_are_the_model_and_can_be_written() -> None:
+    checks = [partial(is_held_and_loaded, plan=one) for one in (plan("1f1b"), plan("zb-v"))]
+    run_world("threads", each, 2, (checks,))
+
+
+# --- what is said of them ------------------------------------------------------------------------
+
+
+def test_a_parameter_that_stages_share_has_all_names_and_numbered_copies() -> None:
+    def main(world: World, one: ec.Plan, copies: int) -> None:
+        stages = ec.pipeline.split(decoder(), one.pp * one.chunks)
+        pipe = ec.parallelize(stages, one, world, loss_fn=loss_fn)
+        held = {name: held for held in pipe.holdings().tensors for name in held.names}
+        for shared in (held[name] for name in held if name == "head.weight"):
+            assert shared.names == ("inner.embed.weight", "head.weight")
+            assert shared.is_whole
+            assert shared.replication is Replication.IDENTICAL
+            assert shared.num_copies == copies
+        seen = world.group.all_gather_object({one.name: one.copy for one in held.values()})
+        found = [own["inner.embed.weight"] for own in seen if "inner.embed.weight" in own]
+        assert sorted(found) == list(range(copies))
+
+    for one, copies in (
+        (plan("1f1b"), 2),
+        (plan("zb-v"), 1),
+        (plan("1f1b", dp=2), 4),
+        (plan("1f1b", shard=2), 4),
+        (plan("zb-v", shard=2), 2),
+        (plan("1f1b", dp=2, shard=2), 8),
+    ):
+        run_world("threads", main, one.num_ranks, (one, copies))
+
+
+class Frozen(nn.Module):
+    """A stage with nothing to train: a buffer, and a parameter that stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.full((6,), 0.5, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.shift
+
+
+def test_a_stage_without_a_wrapper_is_each_ranks_own_of_all_that_have_it() -> None:
+    def main(world: World, one: ec.Plan) -> None:
+        stages = [*build("plain", 1), Frozen()]
+        expected = nn.Sequential(*copy.deepcopy(stages)).state_dict()
+        pipe = ec.parallelize(stages, one, world, loss_fn=mse)
+        holdings = pipe.holdings()
+        assert_states_equal(joined(holdings, world.group), expected)
+        is_last = world.rank >= world.size // 2
+        assert {held.replication for held in holdings.tensors} == {
+            Replication.PER_RANK if is_last else Replication.IDENTICAL
+        }
+        assert group_of([pipe], None) is world.group
+
+    for one in (plan("1f1b", dp=2), plan("1f1b", shard=2), plan("1f1b", dp=2, shard=2)):
+        run_world("threads", main, one.num_ranks, (one,))
+
+
+def test_a_stage_without_a_wrapper_needs_to_know_its_replicas() -> None:
+    def main(world: World) -> None:
+        mesh = world.mesh(pp=2, dp=2)
+        for replicate in (None, mesh["dp"]):
+            stages = [*build("plain", 1), Frozen()]
+            stage = mesh.coordinates["pp"]
+            if stage == 0:
+                stages[0] = ec.DDP(stages[0], mesh["dp"])
+            pipe = ec.Pipeline(stages, mesh["pp"], microbatches=2, loss_fn=mse, replicate=replicate)
+            if stage == 0 or replicate is not None:
+                assert {held.num_copies for held in pipe.holdings().tensors} == {2}
+            else:
+                with pytest.raises(ArgumentError, match=r"stages \[1\].*replicate="):
+                    pipe.holdings()
+
+    run_world("threads", main, 4)
+
+
+def test_a_stage_without_a_wrapper_has_the_replicas_of_another_on_its_rank() -> None:
+    def main(world: World) -> None:
+        mesh = world.mesh(pp=2, dp=2)
+        stages = [*build("plain", 3), Frozen()]
+        for index in (0, 1, 2):
+            stages[index] = ec.DDP(stages[index], mesh["dp"])
+        pipe = ec.Pipeline(stages, mesh["pp"], microbatches=2, schedule="interleaved", loss_fn=mse)
+        joined(pipe.holdings(), world.group)
+        assert {held.num_copies for held in pipe.holdings().tensors} == {2}
+
+    run_world("threads", main, 4)
+
+
+def test_names_are_those_of_a_model_that_was_not_compiled() -> None:
+    def main(world: World) -> None:
+        mesh = world.mesh(pp=2, dp=2)
+        for wrap in (False, True):
+            stages = [
+                torch.compile(one, backend="eager") for one in ec.pipeline.split(decoder(), 2)
+            ]
+            if wrap:
+                stage = mesh.coordinates["pp"]
+                inside = [p for p in stages[stage].parameters() if p.shape == (VOCABULARY, 4)]
+                stages[stage] = ec.DDP(stages[stage], mesh["dp"], ignored=inside)
+            pipe = ec.Pipeline(
+                stages, mesh["pp"], microbatches=2, loss_fn=loss_fn, replicate=mesh["dp"]
+            )
+            assert_states_equal(joined(pipe.holdings(), world.group), decoder().state_dict())
+
+    run_world("threads", main, 4)
+
+
+def test_stages_that_were_not_split_have_the_names_of_a_sequential() -> None:
+    def main(world: World) -> None:
+        shared = nn.Linear(6, 6, bias=False).double()
+        stages: list[nn.Module] = [
+            nn.Sequential(shared, nn.Tanh()),
+            nn.BatchNorm1d(6).double(),
+            nn.Sequential(shared),
+        ]
+        world.group.broadcast(shared.weight.data, 0)
+        expected = nn.Sequential(*copy.deepcopy(stages)).state_dict()
+        pipe = ec.Pipeline(stages, world.group, microbatches=2, loss_fn=mse)
+        assert_states_equal(joined(pipe.holdings(), world.group), expected)
+
+    run_world("threads", main, 3)

@@ -1,6 +1,8 @@
 """Stages that ``split`` made compute what the model does, under its names."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +14,7 @@ import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StageError
 from echelon.pipeline.splitting.split import split
+from tests.pipeline.models import each
 from tests.pipeline.split_models import LENGTH, VOCABULARY, Decoder, Layered, step_like_the_whole
 from tests.transformers_models import of_gpt2, of_llama
 from tests.worlds import run_world
@@ -32,30 +35,28 @@ def sequential() -> nn.Module:
     )
 
 
-def cases() -> list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    mask = {"mask": MASK.double()}
-    return [
-        (seeded(sequential), {}, {}, {}),
-        (seeded(Layered), {}, {}, {}),
-        (seeded(Decoder), mask, {}, {}),
-        (seeded(Decoder), mask, {}, {"recompute": True}),
-        (seeded(Decoder), {}, {"cost": [5, 1, 1, 1, 1]}, {"schedule": "zb-h1"}),
-    ]
-
-
-def every_case(world: World, given: list[Any]) -> None:
-    for case in given:
-        step_like_the_whole(world, *case)
+def steps_like(model: nn.Module, **options: dict[str, Any]) -> Callable[[World], float]:
+    """A check of the stages of a model, with options of ``step_like_the_whole``."""
+    options = {"kwargs": {}, "split": {}, "pipeline": {}, **options}
+    return partial(step_like_the_whole, model=model, **options)
 
 
 @pytest.mark.parametrize(("world", "ranks"), [("threads", 2), ("threads", 3), ("gloo", 2)])
 def test_stages_train_as_the_model_does(world: str, ranks: int) -> None:
-    run_world(world, every_case, ranks, (cases(),))
+    mask, cost = {"mask": MASK.double()}, {"cost": [5, 1, 1, 1, 1]}
+    checks = (
+        steps_like(seeded(sequential)),
+        steps_like(seeded(Layered)),
+        steps_like(seeded(Decoder), kwargs=mask),
+        steps_like(seeded(Decoder), kwargs=mask, pipeline={"recompute": True}),
+        steps_like(seeded(Decoder), split=cost, pipeline={"schedule": "zb-h1"}),
+    )
+    run_world(world, each, ranks, (checks,))
 
 
 def test_several_stages_on_a_rank_train_as_the_model_does() -> None:
-    case = (seeded(Decoder), {}, {}, {"schedule": "zb-v", "chunks": 2, "microbatches": 5})
-    run_world("threads", every_case, 2, ([case],))
+    options = {"schedule": "zb-v", "chunks": 2, "microbatches": 5}
+    run_world("threads", steps_like(seeded(Decoder), pipeline=options), 2)
 
 
 def transformers_models() -> list[nn.Module]:
@@ -76,11 +77,11 @@ def test_models_of_transformers_train_in_stages(ranks: int) -> None:
     kwargs = {"attention_mask": MASK, "position_ids": (MASK.cumsum(1) - 1).clamp(0)}
     every = transformers_models()
     models = every if ranks == 2 else [every[0], every[-1]]  # Llama and GPT-2
-    given = [
-        (model, kwargs, {}, {"recompute": (index + ranks) % 2 == 0})
+    checks = [
+        steps_like(model, kwargs=kwargs, pipeline={"recompute": (index + ranks) % 2 == 0})
         for index, model in enumerate(models)
     ]
-    run_world("threads", every_case, ranks, (given,))
+    run_world("threads", each, ranks, (checks,))
 
 
 # --- where it cuts -------------------------------------------------------------------------------
