@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,9 +14,8 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.errors import ArgumentError, CommError, DeadlockError, RankFailed, WorldError
+from echelon.errors import ArgumentError, CommError, DeadlockError, RankFailed
 from echelon.launch.run import run
-from tests.children import environ
 
 KINDS = ("threads", "processes")
 
@@ -82,34 +80,6 @@ def test_the_first_failure_is_raised_with_its_rank_and_its_traceback(kind) -> No
     shown = "".join(traceback.format_exception(info.value))
     assert 'raise KeyError("lost")' in shown
     assert "in raises" in shown
-
-
-class Stubborn(Exception):
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"{one} and {two}")
-
-
-def raises_what_cannot_travel(world: ec.World) -> None:
-    raise Stubborn(1, 2)
-
-
-def test_an_exception_that_cannot_be_sent_is_told_by_its_text() -> None:
-    with pytest.raises(WorldError, match="Stubborn: 1 and 2"):
-        ec.run(raises_what_cannot_travel, 1, "processes")
-
-
-def returns_what_cannot_travel(world: ec.World) -> object:
-    return threading.Lock()
-
-
-def test_a_result_that_cannot_be_sent_is_an_error() -> None:
-    with pytest.raises(TypeError, match="cannot pickle"):
-        ec.run(returns_what_cannot_travel, 1, "processes")
-
-
-def test_a_function_that_cannot_be_sent_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ArgumentError, match="only one process can have, or use world='threads'"):
-        ec.run(describe, 2, "processes", args=(threading.Lock(),))
 
 
 @pytest.mark.parametrize(
@@ -289,15 +259,6 @@ def test_a_rank_that_returns_early_is_named(kind, error) -> None:
     assert "all_reduce(sum) float32[1] of 'loss'" in str(info.value)
 
 
-def torch_threads(world: ec.World) -> int:
-    return torch.get_num_threads()
-
-
-def test_processes_share_the_cores_among_them(monkeypatch) -> None:
-    expected = int(os.environ["OMP_NUM_THREADS"])
-    assert ec.run(torch_threads, 2, "processes") == [expected] * 2
-
-
 def test_run_is_what_the_package_exports() -> None:
     assert ec.run is run
 
@@ -326,15 +287,3 @@ def chooses(world: ec.World) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backend_that_cannot_be_had_is_refused(kind) -> None:
     ec.run(chooses, 2, kind)
-
-
-def test_a_script_that_starts_ranks_while_it_is_imported_is_told_what_to_do_once(tmp_path) -> None:
-    script = tmp_path / "unguarded.py"
-    script.write_text("import echelon as ec\ndef main(world): pass\nec.run(main, 2, 'processes')\n")
-    ended = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=60, env=environ()
-    )
-    assert ended.returncode == 1
-    assert ended.stderr.count("Traceback") == 1
-    assert "ArgumentError: the script starts ranks while it is imported" in ended.stderr
-    assert 'under `if __name__ == "__main__":`' in ended.stderr

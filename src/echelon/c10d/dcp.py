@@ -44,8 +44,8 @@ def read_dcp(path: Path) -> dict[str, Any]:
             raise
         except BaseException as error:
             raise CheckpointCorrupt(f"DCP cannot read it: {error!r:.300}", path) from error
-        found: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
-    return found
+        state: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
+    return state
 
 
 def write_dcp(state: dict[str, Any], path: Path) -> None:

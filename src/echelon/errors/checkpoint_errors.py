@@ -29,10 +29,10 @@ class CheckpointError(EchelonError):
         super().__init__(f"{where}{printable_line(self.path)}: {printable(what)}")
 
     def on_rank(self, rank: int) -> Self:
-        """The same, which happened on ``rank``."""
-        found = revive(type(self), f"rank {rank}: {self}", {**self.__dict__, "rank": rank})
-        found.__cause__, found.__traceback__ = self.__cause__, self.__traceback__
-        return found
+        """A copy of the error that names ``rank`` as the place where it happened."""
+        error = revive(type(self), f"rank {rank}: {self}", {**self.__dict__, "rank": rank})
+        error.__cause__, error.__traceback__ = self.__cause__, self.__traceback__
+        return error
 
 
 class CheckpointNotFound(CheckpointError):

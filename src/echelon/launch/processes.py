@@ -102,20 +102,20 @@ def run_processes(
     lifelines: list[Connection] = []  # nothing is ever sent; that we hold them is the message
     try:
         for rank in range(ranks):
-            ours, theirs = context.Pipe(duplex=False)
+            receiver, sender = context.Pipe(duplex=False)
             lifeline, held = context.Pipe(duplex=False)
             process = context.Process(
                 target=_child,
-                args=(rank, ranks, tokens, job, theirs, lifeline),
+                args=(rank, ranks, tokens, job, sender, lifeline),
                 name=f"{_NAME}{rank}",
             )
             with function_pickle.importing_main_if_it_can():
                 process.start()
-            theirs.close()
+            sender.close()
             lifeline.close()
             lifelines.append(held)
             children.append(process)
-            pipes.append(ours)
+            pipes.append(receiver)
         return _collect(children, pipes, recorder, timeout)
     finally:
         _end(children)

@@ -146,10 +146,10 @@ class _Tail:
     def _read(self) -> str:
         """What the file has got since the last time; it may not exist yet."""
         if self._file is None:
-            found = list(self._log_dir.glob(self._pattern))
-            if not found:
+            files = list(self._log_dir.glob(self._pattern))
+            if not files:
                 return ""
-            self._file = open(found[0], encoding="utf-8", errors="replace")  # noqa: SIM115
+            self._file = open(files[0], encoding="utf-8", errors="replace")  # noqa: SIM115
         return self._file.read()
 
     def _write(self, text: str) -> None:

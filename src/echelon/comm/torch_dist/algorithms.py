@@ -86,9 +86,9 @@ class Algorithms:
             peers.recv(piece, peer, tag | PHASE) for peer in peers.others() for piece in parts[peer]
         ]
         sent = [peers.send(piece, peer, tag) for peer, piece in self._by_turns(parts)]  # [1]
-        mine = parts[peers.rank]
-        for i in self._reduce_pieces(tag, mine, mine, op, deadline):  # [2]
-            sent += [peers.send(mine[i], peer, tag | PHASE) for peer in peers.others()]  # [3]
+        part = parts[peers.rank]
+        for i in self._reduce_pieces(tag, part, part, op, deadline):  # [2]
+            sent += [peers.send(part[i], peer, tag | PHASE) for peer in peers.others()]  # [3]
         peers.wait(results, deadline)
         peers.wait(sent, deadline)
 
@@ -140,9 +140,9 @@ class Algorithms:
             peers.wait([peers.send(parts[peer], peer, tag) for peer in peers.others()], deadline)
             return
         others = [peer for peer in peers.others() if peer != src]
-        mine = peers.recv(parts[peers.rank], src, tag)
+        part = peers.recv(parts[peers.rank], src, tag)
         rest = [peers.recv(parts[peer], peer, tag) for peer in others]
-        peers.wait([mine], deadline)
+        peers.wait([part], deadline)
         sent = [peers.send(parts[peers.rank], peer, tag) for peer in others]
         peers.wait(rest, deadline)
         peers.wait(sent, deadline)

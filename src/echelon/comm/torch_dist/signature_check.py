@@ -40,9 +40,9 @@ class Agreement:
         sends, expects = lengths or ([], [])
         zeros = [0] * size
         signed = fingerprint(call.signature) - (1 << 63)  # a 64-bit tensor has a sign
-        mine = torch.tensor([signed, *(sends or zeros), *(expects or zeros)], dtype=torch.int64)
-        rows = self._show(mine, collective_tag(_CALL, call.position))
-        differs = any(not torch.equal(row[:1], mine[:1]) for row in rows)
+        local = torch.tensor([signed, *(sends or zeros), *(expects or zeros)], dtype=torch.int64)
+        rows = self._show(local, collective_tag(_CALL, call.position))
+        differs = any(not torch.equal(row[:1], local[:1]) for row in rows)
         if not differs:
             table = torch.stack(rows)
             sent, expected = table[:, 1 : 1 + size], table[:, 1 + size :]
@@ -53,15 +53,15 @@ class Agreement:
         calls = {rank: _read(row) for rank, row in enumerate(shown)}
         raise CollectiveMismatch(call.group, call.position, calls)
 
-    def _show(self, mine: Tensor, tag: int) -> list[Tensor]:
+    def _show(self, local: Tensor, tag: int) -> list[Tensor]:
         """The tensor of every rank, in rank order."""
         peers = self._peers
         rows = [
-            mine if rank == peers.rank else torch.empty_like(mine) for rank in range(peers.size)
+            local if rank == peers.rank else torch.empty_like(local) for rank in range(peers.size)
         ]
         deadline = peers.deadline()
         received = [peers.recv(rows[peer], peer, tag) for peer in peers.others()]
-        sent = [peers.send(mine, peer, tag) for peer in peers.others()]
+        sent = [peers.send(local, peer, tag) for peer in peers.others()]
         peers.wait(received, deadline)
         peers.wait(sent, deadline)
         return rows
