@@ -16,7 +16,14 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; child processes inherit it
 
+import hypothesis
 import pytest
+
+# How long an example takes depends on what else the machine does, and proves nothing here.
+hypothesis.settings.register_profile(
+    "echelon", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("echelon")
 
 # A shell that runs tests in the background ignores interrupts for them, and children inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

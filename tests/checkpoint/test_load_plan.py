@@ -75,6 +75,6 @@ def test_what_does_not_fit_is_recorded_and_not_read(
 
 def test_a_step_may_ask_for_sixteen_times_its_own_bytes(saved: Path) -> None:
     plan = plan_of(saved, 0, 2)
-    plan.claim(16 * 2 * 24)
+    plan.count_new_memory(16 * 2 * 24)
     with pytest.raises(CheckpointCorrupt, match="768 bytes of memory, which is 16 times"):
-        plan.claim(1)
+        plan.count_new_memory(1)

@@ -49,7 +49,7 @@ class LoadPlan:
         fresh: new memory, which the user does not see yet.
         used: names in the step that have a place here.
         missing: names that the step does not have.
-        differing: what has another shape or dtype, by name.
+        differing: why something does not fit, or was converted to another dtype, by name.
         not_restored: names whose values differed between ranks and are not given back to each
             rank, because another number of ranks loads.
     """
@@ -89,11 +89,11 @@ class LoadPlan:
         """The tensor that has one of these names."""
         return next((self._by_name[name] for name in names if name in self._by_name), None)
 
-    def claim(self, nbytes: int) -> None:
+    def count_new_memory(self, nbytes: int) -> None:
         """Count new memory, and refuse a step that asks for far more than its tensors take.
 
         Raises:
-            CheckpointCorrupt: somebody has made the manifest so.
+            CheckpointCorrupt: the manifest is damaged or forged.
         """
         self._claimed_nbytes += nbytes
         if self._claimed_nbytes > self._max_nbytes:
@@ -177,7 +177,7 @@ class LoadPlan:
         self.used.add(shared.name)
         if shared.name not in self._values:
             saved = self._tensor_of_this_rank(shared, restores_per_rank)
-            self.claim(nbytes_of(saved.dtype, saved.shape))
+            self.count_new_memory(nbytes_of(saved.dtype, saved.shape))
             values = torch.empty(saved.shape, dtype=DTYPES[saved.dtype], device="cpu")
             self.fresh.append(ReadItem(saved, 0, values))
             self._values[shared.name] = values

@@ -362,7 +362,9 @@ class OptimizerLoader:
         elif None in sources:
             return _LEFT_OUT
         else:
-            self._plan.claim(sum(shard.numel for shard in members) * tensor.dtype.itemsize)
+            self._plan.count_new_memory(
+                sum(shard.numel for shard in members) * tensor.dtype.itemsize
+            )
             values = torch.empty_like(param, dtype=tensor.dtype).detach()
         items = self._plan.live if is_live else self._plan.fresh
         parts = [values]
@@ -392,7 +394,7 @@ class OptimizerLoader:
         source = self._plan.source_of(replace(shard, names=(name,), shape=saved.shape), dtype)
         if source is None:
             return _LEFT_OUT
-        self._plan.claim(prod(saved.shape) * dtype.itemsize)
+        self._plan.count_new_memory(prod(saved.shape) * dtype.itemsize)
         values = torch.empty(saved.shape, dtype=dtype, device=param.device)
         self._plan.fresh.append(ReadItem(source, 0, values))
         return values

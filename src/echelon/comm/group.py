@@ -1,9 +1,9 @@
 """Collectives, messages, subgroups and windows of a group of ranks.
 
-All rooms above communicate through ``Group``, and every world implements what ``Transport`` lists.
-A call passes through a method of ``Group``, then ``primitives`` or ``derived``, which check the
-arguments and flatten the tensors to 1D, then ``_launch``, which numbers the call, and finally
-``_start`` of the world.
+All packages above this one communicate through ``Group``, and every world implements what
+``Transport`` lists. A call passes through a method of ``Group``, then ``primitives`` or
+``derived``, which check the arguments and flatten the tensors to 1D, then ``_launch``, which
+numbers the call, and finally ``_start`` of the world.
 
 Names and meanings are those of ``torch.distributed`` 2.13, except that a rank argument is a rank
 inside the group.
@@ -81,8 +81,9 @@ class Group(Transport):
         """Reduce ``input`` over all ranks and write this rank's part of the result to ``output``.
 
         Args:
-            output: ``numel`` elements.
-            input: ``size * numel`` elements: the parts for all ranks, end to end.
+            output: ``numel`` elements; with ``splits``, ``splits[rank]``.
+            input: ``size * numel`` elements: the parts for all ranks, end to end; with ``splits``,
+                ``sum(splits)``.
             splits: the number of elements of each rank's part; None means equal parts.
         """
         request = primitives.reduce_scatter(self._arguments, output, input, op, splits, label)

@@ -11,7 +11,7 @@ class GroupTree:
 
     Attributes:
         parent: the group that this one is a subgroup of; None for the group of all ranks.
-        belongings: objects that other rooms cache on this group, by keys of their own.
+        belongings: objects that other packages cache on this group, by keys of their own.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,7 @@
-"""The interface that a world implements so that its ranks form a ``Group``."""
+"""The interface that a world implements so that its ranks form a ``Group``.
+
+It is the lower half of ``Group``: worlds subclass ``Group``, and nothing else subclasses this.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from echelon.errors import CollectiveMismatch, CommError, CommTimeout, RankFaile
 
 # A rank that died and could not say why comes first, because the others only noticed it. Then come
 # exceptions that ranks raised themselves, then reports about others. A rank that waited in vain
-# knows more than one that only lost a connection.
+# knows more than one that only lost a connection. A rank that closed its world did as it was told,
+# so it is the cause only if nobody else can be.
 _ORDER = (
     Reason.DIED,
     Reason.RAISED,
@@ -31,8 +32,9 @@ def root_cause(records: Iterable[FailureRecord]) -> FailureRecord | None:
     """The record of the first cause; None if no rank has failed.
 
     Law: a record that only reports another rank (``follows``) is chosen only if no rank ended by
-    itself. Among those, one that has looked at the rank it waited for comes first, then one whose
-    rank has left no record; then the earliest one.
+    itself: died, raised or exited. Of records with the same reason, one that has looked at the rank
+    it waited for comes first, then one whose rank has left no record, then the earliest one.
+    Records of ranks that ended in the regular way never count.
     """
     candidates = [record for record in records if record.reason in _ORDER]
     known = {record.rank for record in candidates}

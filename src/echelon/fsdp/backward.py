@@ -117,7 +117,7 @@ class Backward:
         """
         current = self._pass
         if current is None or current.token() is None:
-            if self._units[0].pinned:
+            if self._units[0].always_shown:
                 raise StateError(
                     "backward inside full_parameters(): a gradient becomes that of this rank's "
                     "shard, and the parameter is unsharded there. Call backward after the block"

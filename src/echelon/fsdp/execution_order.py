@@ -21,7 +21,7 @@ from typing import NamedTuple, final
 from echelon.errors import StateError
 from echelon.fsdp.hybrid_groups import HybridGroups
 
-MAX_FORWARDS = 8  # before one backward that are told apart; each may need unshards of its own
+MAX_FORWARDS = 8  # Before one backward, so many are told apart: each may need other unshards.
 
 
 @final
@@ -189,7 +189,7 @@ class ExecutionOrder:
         is_resharded: whether all units were resharded since forward, on all ranks.
         reductions: the order in which gradients are reduced.
         skipped_in_backward: the units that all ranks use and none unshards for the backward of one
-            forward: frozen ones before all others. They stay unsharded if backward may reach them.
+            forward, such as frozen ones. They stay unsharded if backward may reach them.
     """
 
     def __init__(

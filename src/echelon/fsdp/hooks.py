@@ -189,23 +189,23 @@ class Hooks:
 
         Raises StateError if the forward wrote into a parameter, or returned one of this unit.
         """
-        unit, running, pinned = self.units[u], self._running[u], self.pinned
+        unit, running, always_shown = self.units[u], self._running[u], self.always_shown
         if not running:
             return  # the forward was refused before it began
         record, versions = running.pop()
         is_nested = in_backward()
         if not is_nested:
             self.backward.leave_forward(u)
-        if not pinned:
+        if not always_shown:
             unit.check_unwritten(versions)
         has_tensors = is_watched = False
         for tensor in tensors(output):
             has_tensors = True
-            if not pinned:
+            if not always_shown:
                 unit.check_not_inside(tensor)
             if record is not None:
                 is_watched |= self._watch_output(u, record, tensor, is_nested)
-        if pinned or is_nested or running:
+        if always_shown or is_nested or running:
             return  # the backward of a recomputed forward comes next, or the module called itself
         if record is not None and not has_tensors:
             self._run.opaque.add(u)
@@ -292,17 +292,17 @@ class Hooks:
         wait_for_unshards(self._storages)
 
     @property
-    def pinned(self) -> bool:
+    def always_shown(self) -> bool:
         """Whether all units show unsharded parameters until this is set to False."""
-        return self.units[0].pinned
+        return self.units[0].always_shown
 
-    @pinned.setter
-    def pinned(self, value: bool) -> None:
+    @always_shown.setter
+    def always_shown(self, value: bool) -> None:
         self.unsharder.keeps_unsharded = value  # passes inside of the block unshard nothing
         for unit in self.units:
-            unit.pinned = value
+            unit.always_shown = value
 
     @property
     def busy(self) -> bool:
         """Whether a forward, a backward or ``full_parameters`` is under way."""
-        return self.pinned or bool(self.depth) or self.backward.is_running
+        return self.always_shown or bool(self.depth) or self.backward.is_running

@@ -83,7 +83,7 @@ class ShardedModule(Wrapper, HasShards):
         Raises:
             StateError: inside a forward or a backward.
         """
-        if self._hooks.pinned:
+        if self._hooks.always_shown:
             return super().apply(fn)
         with self.full_parameters(writeback=True):
             super().apply(fn)
@@ -146,7 +146,7 @@ class ShardedModule(Wrapper, HasShards):
             else:
                 unit.unshard()
         versions = [unit.versions() for unit in units]
-        self._hooks.pinned = True
+        self._hooks.always_shown = True
         try:
             yield
             if writeback:
@@ -165,7 +165,7 @@ class ShardedModule(Wrapper, HasShards):
                             "full_parameters(writeback=True)"
                         )
         finally:
-            self._hooks.pinned = False
+            self._hooks.always_shown = False
             for unit in self._units:
                 unit.reshard()
             self._hooks.unsharder.wait_for_readers("parameters are resharded")

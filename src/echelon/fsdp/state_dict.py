@@ -46,9 +46,9 @@ def copy_parameters(
     All ranks call it. Without ``keep`` this rank only takes part, and returns nothing. The copies
     are on ``device``; None: where the shards are. Raises StateError inside a forward or a backward.
     """
-    if hooks.busy and not hooks.pinned:
+    if hooks.busy and not hooks.always_shown:
         raise StateError("the whole state inside a forward or a backward: ask for it outside")
-    if not hooks.pinned:  # inside full_parameters() all units are unsharded, and stay so
+    if not hooks.always_shown:  # inside full_parameters() all units are unsharded, and stay so
         hooks.publish_shards()
     copies: dict[int, Tensor] = {}
     for unit in hooks.units:

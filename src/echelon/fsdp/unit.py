@@ -69,10 +69,11 @@ class Unit:
         state: what ``.data`` of the parameters is now.
         num_unshards: the number of its unshards so far.
         unsharded_bytes: counts the unsharded parameters of all units together.
-        kept_between_passes: whether ``reshard`` only hides the unsharded parameters.
+        kept_between_passes: whether ``reshard`` only hides the unsharded parameters and keeps their
+            memory, because a backward needs them next.
         in_outer_forward: whether a backward runs inside of its forward; then ``reshard`` only hides
             them, too.
-        pinned: whether unsharded parameters are shown, whatever is called.
+        always_shown: whether unsharded parameters are shown, whatever is called.
         num_recast: the number of trainable parameters whose shards have another dtype or device.
     """
 
@@ -92,7 +93,7 @@ class Unit:
         self.communicates = any(storage.communicates for storage in storages)
         self.state = SHARDED
         self.num_unshards = 0
-        self.kept_between_passes = self.in_outer_forward = self.pinned = False
+        self.kept_between_passes = self.in_outer_forward = self.always_shown = False
         self.unsharded_bytes = unsharded_bytes
         self._unsharded_nbytes = 0  # as last reported
         self._world_rank = group.ranks[group.rank]
@@ -181,13 +182,13 @@ class Unit:
 
     def hide(self) -> None:
         """Show this rank's shards, but keep the unsharded parameters for the next unshard."""
-        if self.state is UNSHARDED and not self.pinned:
+        if self.state is UNSHARDED and not self.always_shown:
             self._show(self._shards)
             self._enter(HIDDEN)
 
     def reshard(self) -> None:
         """Show this rank's shards, and free the memory of unsharded parameters."""
-        if self.kept_between_passes or self.in_outer_forward or self.pinned:
+        if self.kept_between_passes or self.in_outer_forward or self.always_shown:
             self.hide()
             return
         if self.state is SHARDED:

@@ -1,4 +1,5 @@
-"""Unshards units in passes: when a pass reaches them, or before. Nothing else does.
+"""Unshards units in passes: when a pass reaches them, or before. Only the root is unsharded by the
+forward of the model itself, and after a backward inside of its forward.
 
 Where an unshard communicates, all ranks take part in all of them, in the order that
 ``execution_order`` expects. A unit that this rank does not use is resharded at once.
@@ -91,7 +92,7 @@ class Unsharder:
         self.has_readers = False
 
     def note_reduced(self, *, in_forward: bool) -> None:
-        """All ranks have reduced, after their last use of the parameters outside of forwards."""
+        """All ranks have reduced, so none reads shards, unless this one is in a forward."""
         self.has_readers = in_forward
 
     # In passes -------------------------------------------------------------------------------

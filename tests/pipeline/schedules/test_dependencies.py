@@ -34,7 +34,7 @@ def random_schedule(seed: int) -> Schedule:
     return Schedule.from_orders(orders, "random")
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**9))
 def test_any_order_that_can_run_is_checked_lowered_and_timed(seed) -> None:
     drawn = random_schedule(seed)
@@ -47,7 +47,7 @@ def test_any_order_that_can_run_is_checked_lowered_and_timed(seed) -> None:
             assert simulate(lowered, costs, channel=channel).makespan >= least - 1e-9
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**9))
 def test_two_actions_that_change_places_either_run_or_are_named(seed) -> None:
     drawn, draw = random_schedule(seed), random.Random(seed + 1)
@@ -73,7 +73,7 @@ def test_two_actions_that_change_places_either_run_or_are_named(seed) -> None:
             check(swapped)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**9))
 def test_an_action_that_is_left_out_is_named(seed) -> None:
     drawn, draw = random_schedule(seed), random.Random(seed + 1)

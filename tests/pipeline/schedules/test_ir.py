@@ -20,14 +20,14 @@ backwards = st.builds(Action, st.sampled_from([Kind.B, Kind.I]), numbers, number
 items = st.one_of(actions, st.builds(Pair, forwards, backwards))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(items)
 def test_an_item_reads_back_as_it_was_written(item) -> None:
     assert parse_item(str(item)) == item
     assert type(parse_item(f" {item} ")) is type(item)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(items)
 def test_torch_reads_and_writes_the_same_text(item) -> None:
     found = _Action.from_str(str(item))
@@ -39,7 +39,7 @@ def test_torch_reads_and_writes_the_same_text(item) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(deadline=None, max_examples=5)
+@settings(max_examples=5)
 @given(p=st.integers(1, 5), more=st.integers(0, 9))
 def test_a_schedule_reads_back_from_its_csv(variant, p, more) -> None:
     written = make(variant, p, fewest(variant, p) + more)

@@ -50,7 +50,7 @@ def judged(case, blocks) -> tuple[int, int, int, int]:
     return max(times), max(kept), crossing, sum(time**2 for time in times)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(cases())
 def test_no_cut_is_better(case) -> None:
     found = partition(**case)
@@ -61,7 +61,7 @@ def test_no_cut_is_better(case) -> None:
     assert judged(case, found) == min(judged(case, blocks) for blocks in options)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(cases(), st.integers(0, 400))
 def test_under_a_cap_no_cut_within_it_is_better(case, cap) -> None:
     options = [judged(case, blocks) for blocks in all_cuts(len(case["costs"]), case["stages"])]

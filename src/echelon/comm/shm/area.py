@@ -38,7 +38,7 @@ SLOT_NBYTES = 1 << 16
 _PAGE = 4096
 _WORDS = _PAGE // 4
 _LONGS = _PAGE // 8
-_ROUND, _TEXT_LENGTH, _TEXT_ROUND = range(3)
+_ROUND, _TEXT_LENGTH = range(2)
 # Each page has notes on the last calls: fingerprint, window key and address. No rank is more than
 # one call ahead of another.
 _NOTES = 8

@@ -1,4 +1,4 @@
-"""Large collectives on ordinary memory, which peers read in place.
+"""Large collectives on ordinary memory, which peers read in place by ``process_vm_readv``.
 
 When these functions begin, all ranks have agreed on the call and posted the addresses of their
 tensors. Every function ends with a round, after which no peer reads any more.
