@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
+from echelon.checkpoint.items import group_of
 from echelon.comm.group import Group
-from echelon.state.sharded_state import ShardedState
+from echelon.state.sharded_state import ModelParts, ShardedState
 from echelon.state.tensor_shard import Replication, TensorShard
 
 
@@ -32,6 +33,18 @@ class Seen:
         return cls(
             one.names, one.shape, one.start, one.copy, one.num_copies, one.replication, values
         )
+
+
+def holdings_of(model: nn.Module, group: Group | None) -> ShardedState:
+    """What this rank holds of ``model``; every rank of ``group`` has a copy of what is plain."""
+    copy, num_copies = (0, 1) if group is None else (group.rank, group.size)
+    return ModelParts([(str, model)]).state(copy, num_copies)
+
+
+def shared_group(models: Sequence[nn.Module], given: Group | None = None) -> Group | None:
+    """The group of all ranks that share ``models``."""
+    parts = [ModelParts([(str, model)]) for model in models]
+    return group_of([axis for part in parts for axis in part.axes], given)
 
 
 def joined(holdings: ShardedState, group: Group) -> dict[str, Tensor]:

@@ -10,11 +10,11 @@ import pytest
 from torch import nn
 
 import echelon as ec
-from echelon.checkpoint.items import group_of
 from echelon.comm.mesh import Mesh
 from echelon.comm.world import World
 from echelon.errors import ArgumentError
 from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState
+from tests.holding import shared_group
 from tests.pipeline.models import mse
 from tests.worlds import run_world
 
@@ -70,14 +70,14 @@ def test_the_group_is_that_of_the_axes_or_the_nearest_they_come_from() -> None:
                 nn.Linear(2, 2), mesh["shard"], replicate=mesh[replicate], strategy=hybrid
             )
 
-        assert group_of([ddp(outer["dp"])], None) is outer["dp"]
-        assert group_of([ddp(world.group)], None) is world.group
-        assert group_of([fsdp(inner, "replicate")], None) is group
+        assert shared_group([ddp(outer["dp"])]) is outer["dp"]
+        assert shared_group([ddp(world.group)]) is world.group
+        assert shared_group([fsdp(inner, "replicate")]) is group
         both = nn.Sequential(fsdp(outer, "dp"), ddp(outer["pp"]))
-        assert group_of([both], None) is world.group
+        assert shared_group([both]) is world.group
         # Axes inside of another count with that.
-        assert group_of([fsdp(inner, "replicate"), ddp(world.group)], None) is world.group
-        assert group_of([ddp(inner["shard"]), nn.Linear(1, 1)], None) is inner["shard"]
+        assert shared_group([fsdp(inner, "replicate"), ddp(world.group)]) is world.group
+        assert shared_group([ddp(inner["shard"]), nn.Linear(1, 1)]) is inner["shard"]
 
     run_world("threads", main, 8)
 
@@ -86,19 +86,19 @@ def test_a_group_that_is_given_counts_if_it_has_all_ranks() -> None:
     def main(world: World) -> None:
         mesh = world.mesh(dp=2, other=2)
         model = ddp(mesh["dp"])
-        assert group_of([model], world.group) is world.group
-        assert group_of([nn.Linear(1, 1)], world.group) is world.group
+        assert shared_group([model], world.group) is world.group
+        assert shared_group([nn.Linear(1, 1)], world.group) is world.group
         with pytest.raises(ArgumentError, match=r"group has ranks .* shared with ranks"):
-            group_of([model], mesh["other"])
+            shared_group([model], mesh["other"])
         with pytest.raises(ArgumentError, match="group is 'world'"):
-            group_of([model], "world")
+            shared_group([model], "world")
 
     run_world("threads", main, 4)
 
 
 def test_a_rank_alone_needs_no_group() -> None:
-    assert group_of([nn.Linear(1, 1)], None) is None
-    assert group_of([], None) is None
+    assert shared_group([nn.Linear(1, 1)]) is None
+    assert shared_group([]) is None
 
 
 class Shared(nn.Module, HasShards):
@@ -126,6 +126,6 @@ def test_a_group_that_cannot_be_found_is_asked_for() -> None:
         if world.rank == 0:
             # They could be two axes of four ranks, but nothing here has four.
             with pytest.raises(ArgumentError, match=r"which makes 4 ranks.*give group="):
-                group_of([Shared(first), Shared(second)], None)
+                shared_group([Shared(first), Shared(second)])
 
     run_world("threads", main, 5)

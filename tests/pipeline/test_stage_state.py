@@ -10,11 +10,10 @@ import torch._dynamo
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.checkpoint.items import group_of
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
 from echelon.state.tensor_shard import Replication
-from tests.holding import check_optimizer, filled, joined, write
+from tests.holding import check_optimizer, filled, joined, shared_group, write
 from tests.pipeline.models import build, each, mse
 from tests.pipeline.split_models import VOCABULARY, Decoder, loss_fn
 from tests.pipeline.tied_stages import CLOSE, ROWS, decoder, plan, tied_stages, tokens_of
@@ -181,7 +180,7 @@ def is_held_and_loaded(world: World, plan: ec.Plan) -> None:
     holdings = pipe.holdings()
     check_optimizer(holdings, optimizer)
     assert_states_close(joined(holdings, world.group), plain.state_dict(), **CLOSE)
-    group = group_of([pipe], None)
+    group = shared_group([pipe])
     assert group is not None
     assert group.ranks == world.group.ranks
 
@@ -282,7 +281,7 @@ def test_a_stage_without_a_wrapper_is_each_ranks_own_of_all_that_have_it() -> No
         assert {held.replication for held in holdings.tensors} == {
             Replication.PER_RANK if is_last else Replication.IDENTICAL
         }
-        assert group_of([pipe], None) is world.group
+        assert shared_group([pipe]) is world.group
 
     for one in (plan("1f1b", dp=2), plan("1f1b", shard=2), plan("1f1b", dp=2, shard=2)):
         run_world("threads", main, one.num_ranks, (one,))

@@ -11,13 +11,12 @@ import torch._dynamo
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.checkpoint.items import group_of, holdings_of
 from echelon.comm.world import World
 from echelon.errors import StateError
 from echelon.state.sharded_state import ShardedState
 from echelon.state.tensor_shard import Replication
 from tests.ddp.models import TiedLanguageModel
-from tests.holding import check_params, filled, joined, write
+from tests.holding import check_params, filled, holdings_of, joined, shared_group, write
 from tests.reference import assert_states_equal
 from tests.worlds import KINDS, run_world
 
@@ -125,7 +124,7 @@ def modules_with_holders_in_them(world: World) -> None:
         ec.FSDP(plain["trunk"], world.group, min_num_params=0), backend="eager"
     )
     model["head"] = ec.DDP(plain["head"], world.group)
-    group = group_of([model], None)
+    group = shared_group([model])
     assert group is world.group
     holdings = holdings_of(model, group)
     assert_states_equal(joined(holdings, group), expected)
@@ -183,6 +182,6 @@ def test_holders_are_asked_outside_of_a_step() -> None:
         model = nn.Sequential(ec.FSDP(nn.Linear(2, 2), world.group))
         with model[0].full_parameters(), pytest.raises(StateError, match="full_parameters"):
             holdings_of(model, world.group)
-        assert group_of([model], None) is world.group
+        assert shared_group([model]) is world.group
 
     run_world("threads", main, 2)

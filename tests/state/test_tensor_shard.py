@@ -11,9 +11,8 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from echelon.checkpoint.items import holdings_of
 from echelon.errors import ArgumentError
-from tests.holding import write
+from tests.holding import holdings_of, write
 
 
 class Wrapping(Tensor):

@@ -16,8 +16,8 @@ from echelon.checkpoint.random_states import random_states
 from echelon.checkpoint.sections import PER_RANK_PREFIX, Section
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
-from echelon.state.sharded_state import ShardedState, ShardsByParam, axes_in, sharded_state_of
-from echelon.state.tensor_shard import Replication, TensorShard
+from echelon.state.sharded_state import ModelParts, ShardedState, ShardsByParam
+from echelon.state.tensor_shard import Rename, Replication, TensorShard
 from echelon.values.encoding import encode
 
 RANDOM = "rng"  # the name of the random generators in a checkpoint
@@ -78,11 +78,11 @@ class CheckpointItems:
                 objects[name] = item
             else:
                 values[name] = item
-        group = group_of(list(models.values()), group)
+        parts = {name: ModelParts([(_under(name), model)]) for name, model in models.items()}
+        group = group_of([axis for model in parts.values() for axis in model.axes], group)
+        copy, num_copies = _copy_in(group)
         return cls(
-            modules={
-                name: _under(name, holdings_of(model, group)) for name, model in models.items()
-            },
+            modules={name: model.state(copy, num_copies) for name, model in parts.items()},
             optimizers=optimizers,
             objects=objects,
             values=values,
@@ -145,7 +145,7 @@ class CheckpointItems:
 
     def _encoded(self, name: str, value: object) -> tuple[Any, list[TensorShard]]:
         facts, tensors = encode(value, name)
-        copy, num_copies = (0, 1) if self.group is None else (self.group.rank, self.group.size)
+        copy, num_copies = _copy_in(self.group)
         return facts, [
             TensorShard(
                 names=(f"{name}/{path}",),
@@ -160,41 +160,29 @@ class CheckpointItems:
         ]
 
 
-def _under(name: str, state: ShardedState) -> ShardedState:
-    return state.renamed(lambda inner: f"{name}/{inner}")
+def _under(name: str) -> Rename:
+    """Names in a checkpoint of names in the model ``name``."""
+    return lambda inner: f"{name}/{inner}"
 
 
-def holdings_of(module: nn.Module, group: Group | None) -> ShardedState:
-    """What this rank holds of ``module``. Nothing is communicated.
-
-    ``DDP``, ``FSDP`` and ``Pipeline``, also as parts of the module, describe what they hold. Of
-    anything else, every rank of ``group`` has a copy, whose values may differ between ranks.
-
-    Raises:
-        StateError: in the middle of a step.
-        ArgumentError: a tensor cannot be saved or loaded; names it.
-
-    Example:
-        >>> [shard.name for shard in holdings_of(nn.Linear(2, 1), None).tensors]
-        ['weight', 'bias']
-    """
-    copy, num_copies = (0, 1) if group is None else (group.rank, group.size)
-    return sharded_state_of([(str, module)], copy=copy, num_copies=num_copies)
+def _copy_in(group: Group | None) -> tuple[int, int]:
+    """This rank's index among the ranks that share everything, and their number."""
+    return (0, 1) if group is None else (group.rank, group.size)
 
 
-def group_of(modules: Sequence[nn.Module], given: Group | None) -> Group | None:
-    """The group of all ranks that share ``modules``; None if this rank alone has them.
+def group_of(axes: Sequence[Group], given: Group | None) -> Group | None:
+    """The group of all ranks that share the models; None if this rank alone has them.
 
     Args:
-        given: the user's group; None: the group is derived from those that the modules know.
+        axes: the groups over which parts of the models are shared.
+        given: the user's group; None: the group is derived from ``axes``.
 
     Raises:
         ArgumentError: ``given`` is no group or lacks ranks, or no known group has exactly the ranks
-            that share the modules.
+            that share the models.
     """
     if given is not None and not isinstance(given, Group):
         raise ArgumentError(f"group is {given!r:.80}; give a Group, such as world.group")
-    axes = [axis for module in modules for axis in axes_in(module)]
     ranks = {rank for axis in axes for rank in axis.ranks}
     if given is not None:
         if missing := sorted(ranks.difference(given.ranks)):

@@ -25,13 +25,13 @@ from echelon.pipeline.splitting.submodule import Submodule
 from echelon.state.model_state import LoadReport, check_state, copy_of
 from echelon.state.optimizer_state import gather_states, named_state_dict, names_by_group
 from echelon.state.sharded_state import (
+    ModelParts,
     ParameterShards,
     ShardedState,
     ShardsByParam,
     axes_in,
     named_state,
     parameter_shards_in,
-    sharded_state_of,
 )
 from echelon.state.tensor_shard import Replication, TensorShard
 
@@ -280,12 +280,8 @@ class StageShards:
 
     def holdings(self) -> ShardedState:
         """The shards that this rank holds, by the names of the model."""
-        copy, num_copies = self._copies()
-        state = sharded_state_of(
-            [(partial(name_in_model, stage, index), stage) for index, stage in self._local.items()],
-            copy=copy,
-            num_copies=num_copies,
-        )
+        stages = ((partial(name_in_model, stage, i), stage) for i, stage in self._local.items())
+        state = ModelParts(list(stages)).state(*self._copies())
         return replace(state.changed(self._with_owners), axes=self.axes)
 
     def _copies(self) -> tuple[int, int]:

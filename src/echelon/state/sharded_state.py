@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, final
@@ -123,44 +123,61 @@ class HasShards(ABC):
 # Of any module -------------------------------------------------------------------------------
 
 
-def sharded_state_of(
-    modules: Sequence[tuple[Rename, nn.Module]], *, copy: int = 0, num_copies: int = 1
-) -> ShardedState:
-    """What this rank holds of modules: those with shards describe theirs, others have full tensors.
-
-    A tensor in several places is listed once, under all of its names.
+@final
+class ModelParts:
+    """The parts of a model that describe what they hold, and the plain modules around them.
 
     Args:
         modules: each with the function that makes names in the model of its names.
-        copy: index of this rank among those that have the same plain modules.
-        num_copies: number of these ranks, each of which may have its own values.
 
     Raises:
         StateError: in the middle of a step of a module with shards.
         ArgumentError: a tensor cannot be saved or loaded.
     """
-    known: dict[int, ShardedState] = {}
-    states: list[_Part] = []
-    for rename, module in modules:
-        for path, inner in _places(module):
-            in_model = partial(_joined, rename, path)
-            if isinstance(inner, HasShards):
-                if id(inner) not in known:
-                    known[id(inner)] = inner.holdings()
-                states.append(_Part(known[id(inner)].renamed(in_model), is_plain=False))
-            else:
-                plain = _state_of_plain(inner, in_model, copy, num_copies)
-                states.append(_Part(plain, is_plain=True))
-    return _merged(states)
+
+    def __init__(self, modules: Sequence[tuple[Rename, nn.Module]]) -> None:
+        self._parts: list[tuple[Rename, nn.Module, ShardedState | None]] = []
+        described: dict[nn.Module, ShardedState] = {}
+        for rename, module in modules:
+            for path, inner in _places(module):
+                if isinstance(inner, HasShards) and inner not in described:
+                    described[inner] = inner.holdings()
+                in_model = partial(_joined, rename, path)
+                self._parts.append((in_model, inner, described.get(inner)))
+
+    @property
+    def axes(self) -> tuple[Group, ...]:
+        """The groups over which the parts with shards are shared, each once."""
+        return _each_once(axis for *_, state in self._parts if state for axis in state.axes)
+
+    def state(self, copy: int, num_copies: int) -> ShardedState:
+        """All parts as one state, in which a tensor in several places is listed once.
+
+        ``copy`` is the index of this rank among the ``num_copies`` ranks that have the same plain
+        modules, each of which may have its own values. A tensor that a plain module shares with a
+        part with shards is as the latter describes it.
+        """
+        return _merged(
+            [
+                _Part(_state_of_plain(module, rename, copy, num_copies), is_plain=True)
+                if state is None
+                else _Part(state.renamed(rename), is_plain=False)
+                for rename, module, state in self._parts
+            ]
+        )
 
 
 def axes_in(module: nn.Module) -> tuple[Group, ...]:
     """The groups over which the modules with shards in ``module`` are shared, each once."""
-    axes: dict[tuple[int, ...], Group] = {}
-    for _, inner in _places(module):
-        for axis in inner.shared_over() if isinstance(inner, HasShards) else ():
-            axes.setdefault(axis.ranks, axis)
-    return tuple(axes.values())
+    inside = (inner for _, inner in _places(module) if isinstance(inner, HasShards))
+    return _each_once(axis for inner in inside for axis in inner.shared_over())
+
+
+def _each_once(axes: Iterable[Group]) -> tuple[Group, ...]:
+    by_ranks: dict[tuple[int, ...], Group] = {}
+    for axis in axes:
+        by_ranks.setdefault(axis.ranks, axis)
+    return tuple(by_ranks.values())
 
 
 def _places(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -196,10 +213,7 @@ class _Part(NamedTuple):
 
 
 def _merged(parts: Sequence[_Part]) -> ShardedState:
-    """The parts as one state, in order.
-
-    A tensor that a plain module shares with a module with shards is as the latter describes it.
-    """
+    """The parts as one state, in order."""
     known: dict[int, TensorShard] = {}
     for state, _ in sorted(parts, key=lambda part: part.is_plain):
         for shard in state.tensors:
@@ -207,15 +221,12 @@ def _merged(parts: Sequence[_Part]) -> ShardedState:
     names: dict[int, dict[str, None]] = {}
     params: dict[nn.Parameter, tuple[TensorShard, ...]] = {}
     extras: dict[nn.Module, ExtraState] = {}
-    axes: dict[tuple[int, ...], Group] = {}
     for state, _ in parts:
         for shard in state.tensors:
             names.setdefault(shard.identity, {}).update(dict.fromkeys(shard.names))
         params |= state.params
         for extra in state.extras:
             extras.setdefault(extra.module, extra)
-        for axis in state.axes:
-            axes.setdefault(axis.ranks, axis)
     merged = {key: replace(known[key], names=tuple(ordered)) for key, ordered in names.items()}
 
     def before_write() -> None:
@@ -229,7 +240,7 @@ def _merged(parts: Sequence[_Part]) -> ShardedState:
             for param, shards in params.items()
         },
         extras=tuple(extras.values()),
-        axes=tuple(axes.values()),
+        axes=_each_once(axis for state, _ in parts for axis in state.axes),
         before_write=before_write,
     )
 
