@@ -12,12 +12,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import echelon as ec
-from echelon.c10d.dcp import write_dcp
 from echelon.checkpoint.convert.convert import ConvertOptions, Form, convert
 from echelon.cli import app
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, CheckpointCorrupt
-from tests.checkpoint.layouts import LAYOUTS, make_model
+from tests.checkpoint.layouts import LAYOUTS
 from tests.checkpoint.whole import State, check_equal, whole_state
 
 LAYOUT = LAYOUTS["fsdp3"]
@@ -108,23 +107,6 @@ def test_model_optimizer_and_values_go_there_and_back(
     check_equal(found, state)
     assert values["epoch"] == 3
     check_equal(values["history"], [1.5, torch.arange(3)])
-
-
-def test_a_dcp_of_pytorchs_own_is_taken(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    model = make_model(torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 5)).sum().backward()
-    optimizer.step()
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    write_dcp(states, tmp_path / "dcp")
-    convert(tmp_path / "dcp", tmp_path / "run", ConvertOptions(trust_pickle=True))
-    other = make_model(torch.float32, seed=1)
-    theirs = torch.optim.AdamW(other.parameters())
-    ec.load(tmp_path / "run", model=other, optimizer=theirs)
-    check_equal(other.state_dict(), model.state_dict())
-    check_equal(theirs.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 def test_a_dcp_is_read_only_if_its_pickle_is_trusted(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Odd files of torch and DCP, and places where none can be written, end in a sentence to read."""
+"""Odd files of torch end in a sentence to read."""
 
 from __future__ import annotations
 
@@ -22,23 +22,6 @@ def test_an_archive_that_says_it_spans_several_disks_is_a_sentence(tmp_path: Pat
     source.write_bytes(data)
     with pytest.raises(ec.CheckpointCorrupt, match="span multiple disks"):
         convert(source, tmp_path / "run", ConvertOptions(to=Form.ECHELON))
-
-
-def test_a_dcp_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
-    ec.save(tmp_path / "run", model=nn.Linear(2, 2), step=1)
-    (tmp_path / "file").touch()
-    with pytest.raises(ec.CheckpointError, match="DCP cannot write it: "):
-        convert(tmp_path / "run", tmp_path / "file" / "dcp", ConvertOptions(to=Form.DCP))
-
-
-def test_a_pipe_in_a_dcp_is_refused_and_not_waited_for(tmp_path: Path) -> None:
-    ec.save(tmp_path / "run", model=nn.Linear(2, 2), step=1)
-    convert(tmp_path / "run", tmp_path / "dcp", ConvertOptions(to=Form.DCP))
-    for file in (tmp_path / "dcp").glob("*.distcp"):
-        file.unlink()
-        os.mkfifo(file)
-    with pytest.raises(ec.CheckpointCorrupt, match=r"distcp: is no ordinary file"):
-        convert(tmp_path / "dcp", tmp_path / "a.pt", ConvertOptions(trust_pickle=True))
 
 
 def test_what_a_terminal_would_obey_in_a_step_is_escaped_in_errors_and_warnings(

@@ -1,27 +1,19 @@
 """Messages pass through a ring in pieces, in order, however long they are."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import torch
 
-from echelon.comm.shm.area import Area, ring_nbytes
+from echelon.comm.shm.area import ring_nbytes
 from echelon.comm.shm.message_ring import RingMessage, RingReader, RingWriter
-from echelon.comm.shm.segment import Segment
-from echelon.diagnosis.collective_call import CallSignature, CallSite, CollectiveCall
+from tests.comm.shm.areas import areas, call
 
 
 def ends_of_a_ring() -> tuple[RingWriter, RingReader]:
-    segment = Segment.create(Area.nbytes(2), what="a test", reserve=False)
-    data = memoryview(segment.buffer)
-    area: Any = SimpleNamespace(segment=segment, size=2, bytes=data, words=data.cast("I"))
-    area.ring_start = lambda src, dst: Area.ring_start(area, src, dst)
-    return RingWriter(area, 0, 1), RingReader(area, 0, 1)
+    sender, receiver = areas(2)
+    return RingWriter(sender, 0, 1), RingReader(receiver, 0, 1)
 
 
 def message(tensor: torch.Tensor, position: int) -> RingMessage:
-    call = CollectiveCall(CallSignature("send"), CallSite("a.py", 1, "f"), position, "g", 0, True)
-    return RingMessage.of(call, 1, 7 + position, tensor)
+    return RingMessage.of(call("send", position), 1, 7 + position, tensor)
 
 
 def test_messages_of_all_lengths_pass_in_order_and_wrap_around() -> None:
