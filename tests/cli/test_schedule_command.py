@@ -49,9 +49,9 @@ def test_the_recommended_schedule_is_what_is_written_without_a_name(tmp_path) ->
 
 
 def test_nothing_within_the_cap_ends_with_code_1() -> None:
-    code, output = call("--ranks", 4, "--microbatches", 8, "--memory-cap", 1)
+    code, output = call("--ranks", 4, "--microbatches", 8, "--memory-cap", 0.5)
     assert code == 1
-    assert "none is within the memory cap of 1" in output
+    assert "none is within the memory cap of 0.5" in output
 
 
 def test_a_drawing_too_wide_for_a_terminal_becomes_the_lists() -> None:

@@ -30,7 +30,8 @@ The other members are exactly these. They are written in this order, and read in
 ``step``
     the step, from 0 to 999,999,999.
 ``world``
-    an object: what wrote it, such as ``size`` and ``backend``. For people.
+    an object: what wrote it. ``size`` is the number of ranks that saved, which readers need; the
+    rest is for people.
 ``versions``
     an object of strings: the versions of packages, by name. For people.
 ``threads``
@@ -105,7 +106,7 @@ class Manifest:
 
     Attributes:
         step: the number of the training step.
-        world: what wrote it, for people.
+        world: what wrote it; ``size`` is the number of ranks that saved.
         versions: of packages, by name.
         threads: how many threads PyTorch had, by rank.
         files: by rank.

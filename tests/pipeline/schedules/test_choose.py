@@ -59,7 +59,7 @@ def test_the_recommended_is_among_the_fastest_within_the_cap_and_needs_least_mem
 
 
 def test_a_cap_that_none_is_within_recommends_none_and_says_what_comes_nearest() -> None:
-    choice = choose(4, 8, memory_cap=1)
+    choice = choose(4, 8, memory_cap=0.5)
     assert choice.recommended is None
     assert "the least is v-min, which keeps 2" in choice.reason
 
