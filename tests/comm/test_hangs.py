@@ -14,7 +14,7 @@ from echelon.errors import CommTimeout
 from tests.comm import faults
 from tests.comm.gloo_ranks import gloo_outcomes
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 3.0
 STEP = 4
 DOES = {
     "stopped": "is stopped by SIGSTOP or a debugger",

@@ -168,13 +168,13 @@ def test_a_rank_that_returns_is_named_in_other_worlds(kind: str) -> None:
 def does_not_come(world: ec.World) -> None:
     world.group.barrier()
     if world.rank == 1:
-        time.sleep(3.0)
+        time.sleep(6.0)
     else:
         world.group.subgroup([0, 1, 2])
 
 
 def test_a_rank_that_does_not_come_to_a_new_group_is_named_alone() -> None:
-    outcomes = gloo_outcomes(does_not_come, 3, timeout=1.0)
+    outcomes = gloo_outcomes(does_not_come, 3, timeout=2.0)
     for rank in (0, 2):
         error = outcomes[rank][0]
         assert isinstance(error, CommTimeout), (rank, error)

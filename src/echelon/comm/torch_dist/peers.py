@@ -75,16 +75,20 @@ def await_peers(
         PeerLost: names the ranks that are missing.
     """
 
+    deadline = time.monotonic() + timeout
+
     def look(missing: tuple[int, ...]) -> None:
         on_wait(missing[0])
-        check()
+        # Once its own time is up, this rank reports what it saw, not what others report of it.
+        if time.monotonic() <= deadline:
+            check()
 
     keys = [f"here/{peer}" for peer in range(size)]
     store.set(keys[rank], "")
     await_keys(
         store,
         keys,
-        time.monotonic() + timeout,
+        deadline,
         check=look,
         time_out=lambda missing: PeerLost(missing, late=True),
     )
