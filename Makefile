@@ -13,7 +13,7 @@ DEMO_ARGS ?= --verify
 PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
 GPU_ARGS ?=
-BENCHMARKS ?= collectives ddp fsdp pipeline checkpoint many_ranks
+BENCHMARKS ?= collectives ddp fsdp pipeline checkpoint many_ranks pytest_ranks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

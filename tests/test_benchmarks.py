@@ -266,6 +266,25 @@ def test_many_simulated_ranks_take_a_step_of_one_process(tmp_path: Path) -> None
     assert result["bars"][0]["reached"]
 
 
+def test_turns_are_measured_with_and_without_groups_of_torch(tmp_path: Path) -> None:
+    import rank_turns
+
+    cases = written(rank_turns.main, tmp_path, turns=16, rounds=2)["cases"]
+    assert [(case["ranks"], case["with_groups"]) for case in cases] == [
+        (2, False), (8, False), (2, True), (8, True),
+    ]  # fmt: skip
+    assert all(0 < seconds < 1 for case in cases for seconds in case["seconds"])
+
+
+@pytest.mark.slow
+def test_tests_of_many_ranks_are_measured_beside_those_that_spawn(tmp_path: Path) -> None:
+    import pytest_ranks
+
+    result = written(pytest_ranks.main, tmp_path, tests=3, ranks=2, sample=1, rounds=1)
+    assert result["bars"][0]["reached"]
+    assert result["spawn_per_test_s"][0] > result["echelon_s"][0] / 100
+
+
 @pytest.mark.slow
 def test_the_share_of_a_guard_is_measured_with_and_without_a_norm(tmp_path: Path) -> None:
     import guards
@@ -277,6 +296,37 @@ def test_the_share_of_a_guard_is_measured_with_and_without_a_norm(tmp_path: Path
     ]  # fmt: skip
     assert all(0 < share < 1 for case in cases for rank in case["shares"] for share in rank)
     assert len(result["bars"]) == 4
+
+
+@pytest.mark.slow
+def test_a_black_box_is_measured_with_one_checkpoint_in_each_round(tmp_path: Path) -> None:
+    import blackbox
+
+    result = written(blackbox.main, tmp_path, rounds=2, steps=2, batch=1, layers=1)
+    assert [case["wrapper"] for case in result["cases"]] == ["DDP", "FSDP"]
+    for case in result["cases"]:
+        assert {len(times) for times in case["seconds"].values()} == {2}
+        assert [len(kept) for kept in case["kept_s"]] == [2, 2]  # the second step of each round
+        for clock in ("wall", "processor"):
+            assert 0 < case[clock]["kept_s"] < case[clock]["step_s"]
+    assert len(result["bars"]) == 12
+
+
+@pytest.mark.slow
+def test_verdicts_are_counted_in_each_world_and_their_cost_is_added_up(tmp_path: Path) -> None:
+    import held_up
+
+    options = {"rounds": 1, "layers": 1, "batch": 1, "world": ["threads", "gloo"]}
+    result = written(held_up.main, tmp_path, runs=1, **options)
+    costs, verdicts = result["cases"][:2], result["cases"][2:]
+    assert [case["wrapper"] for case in costs] == ["DDP", "FSDP"]
+    assert all(0 < case["share"] < 1 for case in costs)
+    assert all(rank["changes"] > 10 for case in costs for rank in case["ranks"])
+    assert [(case["world"], case["technique"]) for case in verdicts] == [
+        (world, technique) for world in ("threads", "gloo") for technique in held_up.TECHNIQUES
+    ]
+    assert all(len(case["verdicts"]["slow"]) == 1 for case in verdicts)
+    assert len(result["bars"]) == 2 + 2 * 6
 
 
 def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:

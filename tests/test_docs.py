@@ -21,7 +21,15 @@ PAGES = sorted(
     ]
 )
 # Files that a user or a run has, and that are not in the repository.
-OTHERS_FILES = {"train.py", "trace.json", "report.html", "gpu.md"}
+OTHERS_FILES = {
+    "test_counts.py",
+    "test_device_mesh.py",
+    "test_it.py",
+    "train.py",
+    "trace.json",
+    "report.html",
+    "gpu.md",
+}
 # Names of other projects, and of docstrings, that no code here uses.
 FOREIGN = {
     "Ahead",

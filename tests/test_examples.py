@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import echelon as ec
+from echelon.launch.program import Program
+from echelon.launch.simulated_job import run_threads
 from echelon.observe import read_metrics
 from tests.children import environ
 
@@ -44,6 +46,28 @@ def prose(tmp_path: Path) -> Path:
     path = tmp_path / "prose.txt"
     path.write_text("".join(f"line {i} of a text that repeats itself\n" for i in range(2000)))
     return path
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "begins"), [([], 0, "loss of rank 0"), (["--rows", "65"], 1, "deadlock")]
+)
+def test_the_program_of_torch_distributed_prints_what_the_readme_shows(
+    options: list[str],
+    code: int,
+    begins: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root = EXAMPLES.parent
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert run_threads(Program("examples/torch_ddp.py"), options, 8) == code
+    printed = capsys.readouterr()
+    lines = [line for line in (printed.out + printed.err).splitlines() if line]
+    start = next(i for i, line in enumerate(lines) if line.startswith(begins))
+    shown = (root / "README.md").read_text()
+    assert "\n".join(lines[start : start + (3 if code else 1)]) + "\n" in shown
 
 
 @pytest.mark.slow

@@ -8,9 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from echelon.process import offered_debugger as _offered_debugger
 from echelon.version import __version__
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from echelon import errors, events, observe, pipeline, testing
     from echelon.checkpoint.api import async_save, load, save, steps
     from echelon.checkpoint.async_save import AsyncSave
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from echelon.errors import (
         ArgumentError,
         AuthenticationError,
+        BlackboxCorrupt,
+        BlackboxError,
         CheckpointCorrupt,
         CheckpointError,
         CheckpointMismatch,
@@ -32,20 +37,38 @@ if TYPE_CHECKING:
         CommError,
         CommTimeout,
         DeadlockError,
+        DebuggerQuit,
         EchelonError,
         ModelMismatch,
         NonFiniteError,
         RankError,
         RankFailed,
+        ReplayMismatch,
         ScheduleError,
         SharedMemoryError,
         StageError,
         StartMismatch,
         StateError,
+        StepNotKept,
         UnsupportedError,
         WorldError,
     )
     from echelon.fsdp import FSDP, BackwardPrefetch, MixedPrecision, Offload, Strategy, units
+    from echelon.laboratory.blackbox import Blackbox
+    from echelon.laboratory.compare import compare
+    from echelon.laboratory.comparison import (
+        Cause,
+        CauseKind,
+        Comparison,
+        ValueDifference,
+        ValueKind,
+    )
+    from echelon.laboratory.rank_replay import NoteDifference
+    from echelon.laboratory.replay import Replay, replay
+    from echelon.laboratory.show import show
+    from echelon.laboratory.step_record import RecordedCall, StepRecord
+    from echelon.laboratory.step_through import SteppedRun, step_through
+    from echelon.laboratory.stepped_call import SteppedCall
     from echelon.launch.run import init, run
     from echelon.pipeline.api import Pipeline
     from echelon.plan.parallelize import parallelize
@@ -64,6 +87,11 @@ __all__ = [
     "AsyncSave",
     "AuthenticationError",
     "BackwardPrefetch",
+    "Blackbox",
+    "BlackboxCorrupt",
+    "BlackboxError",
+    "Cause",
+    "CauseKind",
     "CheckpointCorrupt",
     "CheckpointError",
     "CheckpointMismatch",
@@ -72,7 +100,9 @@ __all__ = [
     "CollectiveMismatch",
     "CommError",
     "CommTimeout",
+    "Comparison",
     "DeadlockError",
+    "DebuggerQuit",
     "EchelonError",
     "FiniteGuard",
     "GradScaler",
@@ -83,20 +113,30 @@ __all__ = [
     "ModelMismatch",
     "NonFinite",
     "NonFiniteError",
+    "NoteDifference",
     "Offload",
     "Pipeline",
     "Plan",
     "RankError",
     "RankFailed",
+    "RecordedCall",
+    "Replay",
+    "ReplayMismatch",
     "ResumableSampler",
     "ScheduleError",
     "SharedMemoryError",
     "StageError",
     "StartMismatch",
     "StateError",
+    "StepNotKept",
+    "StepRecord",
+    "SteppedCall",
+    "SteppedRun",
     "StopSignals",
     "Strategy",
     "UnsupportedError",
+    "ValueDifference",
+    "ValueKind",
     "Window",
     "Work",
     "World",
@@ -104,6 +144,7 @@ __all__ = [
     "__version__",
     "async_save",
     "clip_grad_norm_",
+    "compare",
     "errors",
     "events",
     "init",
@@ -111,8 +152,11 @@ __all__ = [
     "observe",
     "parallelize",
     "pipeline",
+    "replay",
     "run",
     "save",
+    "show",
+    "step_through",
     "steps",
     "testing",
     "units",
@@ -133,6 +177,12 @@ _HOMES = {
     "Offload": "echelon.fsdp",
     "Strategy": "echelon.fsdp",
     "Pipeline": "echelon.pipeline.api",
+    "Cause": "echelon.laboratory.comparison",
+    "CauseKind": "echelon.laboratory.comparison",
+    "Comparison": "echelon.laboratory.comparison",
+    "ValueDifference": "echelon.laboratory.comparison",
+    "ValueKind": "echelon.laboratory.comparison",
+    "compare": "echelon.laboratory.compare",
     "Plan": "echelon.plan.plans",
     "parallelize": "echelon.plan.parallelize",
     "FiniteGuard": "echelon.train.finite",
@@ -142,6 +192,16 @@ _HOMES = {
     "EXIT_RESUMABLE": "echelon.train.stopping",
     "StopSignals": "echelon.train.stopping",
     "clip_grad_norm_": "echelon.train.gradient_norm",
+    "Blackbox": "echelon.laboratory.blackbox",
+    "NoteDifference": "echelon.laboratory.rank_replay",
+    "Replay": "echelon.laboratory.replay",
+    "replay": "echelon.laboratory.replay",
+    "show": "echelon.laboratory.show",
+    "RecordedCall": "echelon.laboratory.step_record",
+    "StepRecord": "echelon.laboratory.step_record",
+    "SteppedCall": "echelon.laboratory.stepped_call",
+    "SteppedRun": "echelon.laboratory.step_through",
+    "step_through": "echelon.laboratory.step_through",
     "World": "echelon.comm.world",
     "Group": "echelon.comm.group",
     "Mesh": "echelon.comm.mesh",
@@ -173,3 +233,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _open_debugger(frame: FrameType, header: str | None) -> None:
+    importlib.import_module("echelon.laboratory.debugger").stop(frame, header)
+
+
+_offered_debugger.offer_debugger(_open_debugger)

@@ -11,8 +11,10 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Literal
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, Literal, TypeVar
 
 from echelon.errors import ArgumentError, RankError
 
@@ -25,13 +27,17 @@ LARGEST = sys.float_info.max
 
 # The text that says what to give, by the name of the class.
 _GIVE = {
+    "Channel": "one of echelon.pipeline.Channel",
     "Console": "a rich.console.Console",
+    "Fault": "one of ec.testing.FAULTS, or ec.testing.slow(seconds)",
     "Group": "a Group, such as world.group",
     "MixedPrecision": "a MixedPrecision(...)",
     "Module": "a torch.nn.Module",
     "Optimizer": "a torch.optim.Optimizer",
     "Plan": "an ec.Plan, such as ec.Plan(dp=2)",
     "RunInfo": "an ec.observe.RunInfo(...)",
+    "Tensor": "a torch.Tensor",
+    "Timeline": "the timeline of a simulation or measurement",
     "World": "the World that main() got",
     "str": "a text",
 }
@@ -63,6 +69,22 @@ def integers(name: str, values: object) -> list[int]:
     if isinstance(values, str) or not isinstance(values, Sequence | range):
         raise ArgumentError(f"{name} is {values!r:.80}; give a list of whole numbers")
     return [integer(f"{name}[{i}]", value) for i, value in enumerate(values)]
+
+
+def numbers(name: str, values: object, length: int) -> list[float]:
+    """``values`` as a list of so many numbers >= 0; a single one counts for each.
+
+    Example:
+        >>> numbers("cap", 2, 3)
+        [2.0, 2.0, 2.0]
+    """
+    if _number(values) is not None:
+        return [number(name, values, 0.0)] * length
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise ArgumentError(f"{name} is {values!r:.80}; give a number, or a list of {length}")
+    if len(values) != length:
+        raise ArgumentError(f"{name} has {len(values)} numbers; give {length}, or one for all")
+    return [number(f"{name}[{i}]", value, 0.0) for i, value in enumerate(values)]
 
 
 def number(name: str, value: object, low: float, high: float = LARGEST) -> float:
@@ -166,3 +188,37 @@ def reduction(value: object) -> None:
         raise ArgumentError(
             f"reduction is {value!r:.80}; use 'mean', 'sum' or the number > 0 that divides the sum"
         )
+
+
+Called = TypeVar("Called", bound=Callable[..., Any])
+
+
+def also_named(old: str, new: str) -> Callable[[Called], Called]:
+    """Let an argument be given by its old name, with a warning, for one version.
+
+    Example:
+        >>> @also_named("colour", "color")
+        ... def paint(color):
+        ...     return color
+        >>> paint(color="red")
+        'red'
+    """
+
+    def wrap(function: Called) -> Called:
+        name = function.__qualname__.removesuffix(".__init__")
+
+        @wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if old in kwargs:
+                warnings.warn(
+                    f"{name}({old}=...) is now {name}({new}=...); the old name goes in the next "
+                    "version",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return wrapped  # type: ignore[return-value]
+
+    return wrap

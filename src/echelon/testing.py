@@ -27,10 +27,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from echelon import checks
 from echelon.comm.group import Group
 from echelon.comm.primitives import Derived, Primitive
 from echelon.comm.work import Window, Work
 from echelon.comm.world import World
+from echelon.diagnosis import rank_time
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall
 from echelon.errors import (
     ArgumentError,
@@ -38,7 +40,6 @@ from echelon.errors import (
     CommError,
     CommTimeout,
     EchelonError,
-    RankError,
     RankFailed,
 )
 from echelon.launch.run import run
@@ -119,7 +120,10 @@ def _exit(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
 
 
 def _wait_first(seconds: float, call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
-    sleep(seconds)
+    with rank_time.before_communication():
+        sleep(seconds)
+    if call.signature.op not in _MESSAGES:
+        rank_time.arrive_late()
     return issue(call)
 
 
@@ -183,7 +187,7 @@ def slow(seconds: float) -> Fault:
         >>> run_faulty(main, ranks=2, fault=slow(0.01), rank=1)
         [1, 1]
     """
-    strike = partial(_wait_first, seconds)
+    strike = partial(_wait_first, checks.number("seconds", seconds, 0.0))
     return Fault(name=f"dawdles {seconds} s", strike=strike, ends_in=None, again=True)
 
 
@@ -256,6 +260,10 @@ class FaultyGroup(Group):
     """
 
     def __init__(self, inner: Group, fault: Fault, at: int = 0, sleep: Sleep = time.sleep) -> None:
+        checks.instance("inner", inner, Group)
+        checks.instance("fault", fault, Fault)
+        checks.integer("at", at)
+        checks.function("sleep", sleep, "seconds")
         super().__init__(
             inner.name,
             inner.rank,
@@ -350,11 +358,14 @@ def run_faulty(
         timeout: seconds that a rank waits for others in one call.
 
     Raises:
-        ArgumentError: the fault would end this process, because ranks are threads.
+        ArgumentError: the fault would end this process, because ranks are threads; or an argument
+            is not what it must be.
         Exception: ``fault.ends_in``, unless ``fn`` makes fewer calls or the fault is harmless.
     """
-    if not 0 <= rank < ranks:
-        raise RankError("rank", rank, ranks)
+    checks.function("fn", fn, "a world")
+    checks.rank("rank", rank, checks.integer("ranks", ranks, 1))
+    checks.instance("fault", fault, Fault)
+    checks.integer("at", at)
     if fault.needs_process and world == "threads":
         raise ArgumentError(
             f"a rank that {fault} would end this process: use world='processes' for it"

@@ -6,9 +6,11 @@ All cases of a world run in one start; after each of them the ranks still work t
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -222,6 +224,8 @@ def test_a_bound_beyond_what_torch_takes_as_an_integer_is_a_number_like_others()
 
 # Constructors and functions, by the types of their arguments --------------------------------------
 
+SCHEDULE = ec.pipeline.schedule("1f1b", 2, 4, 2)
+
 # To add a call, add a line: its good arguments, of which one at a time is replaced.
 CALLS: dict[Callable[..., Any], Callable[[ec.World], dict[str, Any]]] = {
     ec.DDP: lambda world: {"module": torch.nn.Linear(1, 1), "group": world.group},
@@ -242,6 +246,13 @@ CALLS: dict[Callable[..., Any], Callable[[ec.World], dict[str, Any]]] = {
         "plan": ec.Plan(),
         "world": world,
     },
+    ec.compare: lambda world: {
+        "make_model": lambda: torch.nn.Linear(1, 1),
+        "batches": [(torch.ones(2, 1), torch.ones(2, 1))] * 3,
+        "plan_or_function": ec.Plan(),
+        "loss_fn": torch.nn.functional.mse_loss,
+        "optimizer": torch.optim.SGD,
+    },
     ec.clip_grad_norm_: lambda world: {"model": torch.nn.Linear(1, 1), "max_norm": 1.0},
     ec.observe.CommMeter: lambda world: {"rank": 0},
     ec.observe.MemoryMeter: lambda world: {"rank": 0},
@@ -254,13 +265,83 @@ CALLS: dict[Callable[..., Any], Callable[[ec.World], dict[str, Any]]] = {
         "folder": os.devnull,
         "info": ec.observe.RunInfo(total_steps=1),
     },
+    ec.observe.MetricsWriter: lambda world: {"path": os.devnull},
+    ec.observe.came_last: lambda world: {"world": world},
+    ec.observe.held_up: lambda world: {"world": world},
+    ec.observe.read_metrics: lambda world: {"path": os.devnull},
+    ec.observe.write_report: lambda world: {"folder": os.devnull},
+    ec.observe.merge_traces: lambda world: {
+        "trace": os.devnull,
+        "profiles": [],
+        "output": os.devnull,
+    },
     ec.pipeline.schedule: lambda world: {
         "name": "1f1b",
         "stages": 2,
         "microbatches": 4,
         "ranks": 2,
     },
+    ec.pipeline.check: lambda world: {"schedule": SCHEDULE},
+    ec.pipeline.choose: lambda world: {"ranks": 2, "microbatches": 4},
+    ec.pipeline.judge: lambda world: {"source": "0F0"},
+    ec.pipeline.lower: lambda world: {"schedule": SCHEDULE},
+    ec.pipeline.measured_costs: lambda world: {"steps": [], "num_stages": 2},
+    ec.pipeline.partition: lambda world: {"costs": [1.0, 2.0, 3.0], "stages": 2},
+    ec.pipeline.simulate: lambda world: {"schedule": SCHEDULE},
+    ec.pipeline.split: lambda world: {
+        "module": torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)),
+        "num_stages": 2,
+    },
+    ec.pipeline.to_page: lambda world: {"what": SCHEDULE},
+    ec.pipeline.to_svg: lambda world: {"what": SCHEDULE},
+    ec.pipeline.to_text: lambda world: {"what": SCHEDULE},
+    ec.save: lambda world: {"directory": os.devnull, "step": 1},
+    ec.async_save: lambda world: {"directory": os.devnull, "step": 1},
+    ec.load: lambda world: {"directory": os.devnull},
+    ec.steps: lambda world: {"directory": os.devnull},
+    ec.Blackbox: lambda world: {"directory": os.devnull},
+    ec.StepRecord: lambda world: {"world": world},
+    ec.init: lambda world: {},
+    ec.replay: lambda world: {"directory": os.devnull},
+    ec.step_through: lambda world: {"fn": bad_meshes, "ranks": 1},
+    ec.run: lambda world: {"fn": bad_meshes, "ranks": 1},
+    ec.testing.slow: lambda world: {"seconds": 1.0},
+    ec.testing.run_ranks: lambda world: {"fn": bad_meshes, "ranks": 1},
+    ec.testing.run_faulty: lambda world: {
+        "fn": bad_meshes,
+        "ranks": 1,
+        "fault": ec.testing.slow(0.0),
+        "rank": 0,
+    },
+    ec.testing.FaultyGroup: lambda world: {
+        "inner": world.group,
+        "fault": ec.testing.slow(0.0),
+    },
+    ec.units.by_function: lambda world: {"function": lambda module, depth: True},
+    ec.units.by_size: lambda world: {"num_parameters": 3},
 }
+
+# What takes any values (show), has no arguments or only those of torch (whole, by_type), is made
+# by the library and not by users, or is called too often to look at what it gets (events).
+UNCHECKED = {
+    *("AsyncSave", "Cause", "Comparison", "Group", "Loaded", "Mesh", "NoteDifference", "Window"),
+    *("RecordedCall", "Replay", "SteppedCall", "SteppedRun", "ValueDifference", "Work", "World"),
+    *("show", "whole", "by_type", "plan_units", "Member", "Rule", "UnitPlan", "Fault"),
+    *("CallLateness", "CameLast", "CommTotal", "HeldUp", "Lateness"),
+    *("Action", "Choice", "Idle", "Measurement", "Pair", "Schedule", "ScheduleVerdict"),
+    *("Simulation", "Step", "Timeline", "Wait"),
+}
+
+
+def test_every_public_call_is_among_those_that_are_given_bad_arguments() -> None:
+    calls = {
+        name: value
+        for module in (ec, ec.observe, ec.pipeline, ec.testing, ec.units)
+        for name in module.__all__
+        if callable(value := getattr(module, name))
+        and not (inspect.isclass(value) and issubclass(value, BaseException | Enum))
+    }
+    assert {name for name, call in calls.items() if call not in CALLS} == UNCHECKED
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)

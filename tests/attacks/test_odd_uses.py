@@ -215,3 +215,24 @@ def calls_in_inference_mode(world: ec.World) -> None:
 @pytest.mark.parametrize("kind", worlds.KINDS)
 def test_calls_in_inference_mode_are_carried_out_at_once_or_beside_the_caller(kind: str) -> None:
     worlds.run_world(kind, calls_in_inference_mode, 2, timeout=20)
+
+
+def refuses_what_is_no_value_of_its_kind(world: ec.World) -> None:
+    model = ec.FSDP(torch.nn.Linear(3, 3), world.group, min_num_params=0)
+    stages = [torch.nn.Linear(3, 3) for _ in range(world.size)]
+    pipe = ec.Pipeline(stages, world.group, microbatches=2, loss_fn=torch.nn.MSELoss())
+    calls: dict[str, Callable[[object], object]] = {
+        "name": model.shard_info,
+        "flat": model.update_shards,
+        "data": world.group.all_gather_bytes,
+        "state_dict": pipe.load_state_dict,
+        "axes": lambda value: ec.Mesh(world.group, value),
+    }
+    for name, call in calls.items():
+        for value in (None, 3, 1.5, object(), range(2), [1]):
+            with pytest.raises(ec.ArgumentError, match=f"^{name} is "):
+                call(value)
+
+
+def test_a_value_of_another_kind_is_named_with_its_argument() -> None:
+    worlds.run_world("threads", refuses_what_is_no_value_of_its_kind, 2)

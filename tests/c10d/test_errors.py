@@ -1,5 +1,6 @@
 """What the user sees when something is wrong: our errors, wherever c10d lets them through."""
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _abort_process_group
 
+import echelon as ec
 from echelon.errors import CollectiveMismatch, UnsupportedError
 from tests.c10d.ranks import Ranks
 
@@ -85,21 +87,49 @@ def test_an_abort_frees_the_ranks_that_wait(ranks: Ranks) -> None:
     assert ranks.call(one_aborts) == ["RankFailed", "RankFailed", "aborted", "RankFailed"]
 
 
-def give_sparse(rank: int, size: int) -> None:
-    dist.all_reduce(torch.eye(3).to_sparse())
+def aborts_while_others_wait(world: ec.World, call: str) -> str:
+    dist.init_process_group("gloo")
+    group = dist.new_group()
+    if world.rank == 1:
+        dist.barrier()
+        _abort_process_group(group)
+        dist.barrier()  # the abort is of one group: others work on
+        return "aborted"
+    value = torch.zeros(1)
+    issue = {
+        "barrier": lambda: dist.barrier(group, async_op=True),
+        "all_reduce": lambda: dist.all_reduce(value, group=group, async_op=True),
+        "irecv": lambda: dist.irecv(value, 1, group=group),
+        "receive from any": lambda: dist.irecv(value, group=group),
+    }[call]
+    work = issue()
+    dist.barrier()
+    told = refused(work.wait)
+    later = refused(lambda: dist.all_reduce(value, group=group))
+    dist.barrier()
+    return f"{told} {later}"
 
 
-def train_sparse(rank: int, size: int) -> None:
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(8, 2, sparse=True))
-    model(torch.tensor([rank])).sum().backward()
+@pytest.mark.parametrize("call", ["barrier", "all_reduce", "irecv", "receive from any"])
+def test_an_abort_by_a_simulated_rank_frees_the_others_at_once(call: str) -> None:
+    freed = "RankFailed RankFailed"
+    start_s = time.monotonic()
+    assert ec.run(aborts_while_others_wait, 3, args=(call,)) == [freed, "aborted", freed]
+    assert time.monotonic() - start_s < 30  # the group waits for 30 minutes
 
 
-@pytest.mark.parametrize("call", [give_sparse, train_sparse])
-def test_sparse_tensors_are_refused_with_what_to_do(
-    ranks: Ranks, call: Callable[[int, int], None]
-) -> None:
-    with pytest.raises(UnsupportedError, match=r"sparse_coo.*\.to_dense\(\).*sparse=True"):
-        ranks.call(call)
+def waits_for_one_that_aborts(world: ec.World) -> None:
+    dist.init_process_group("gloo")
+    if world.rank == 1:
+        _abort_process_group()
+        return
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_the_error_of_an_abort_names_the_rank_and_the_group() -> None:
+    sentence = "rank 1 aborted its process group, while this rank was in .*of group"
+    with pytest.raises(ec.errors.RankFailed, match=sentence):
+        ec.run(waits_for_one_that_aborts, 2)
 
 
 def give_nonsense(rank: int, size: int) -> list[str]:

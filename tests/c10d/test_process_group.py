@@ -7,9 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.profiler import profile
 
+from echelon.c10d import ProcessGroupEchelon
+from echelon.comm import shm
 from tests.c10d.ranks import Ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -65,7 +69,7 @@ def average_and_scale(rank: int, size: int) -> None:
     tensor = data(rank)
     dist.all_reduce(tensor, ReduceOp.AVG)
     assert torch.equal(tensor, parts.sum(0) / size)
-    premultiplied = ReduceOp.PREMUL_SUM(0.5)
+    premultiplied = _make_nccl_premul_sum(0.5)
     tensor = data(rank)
     dist.all_reduce(tensor, premultiplied)
     assert torch.equal(tensor, parts.sum(0) / 2)
@@ -248,6 +252,21 @@ def test_subgroups_communicate_apart_from_the_world(ranks: Ranks) -> None:
     ranks.call(use_subgroups)
 
 
+def give_a_group_by_its_former_name(rank: int, size: int) -> None:
+    store = dist.PrefixStore("former name", dist.distributed_c10d._get_default_store())
+    group = shm.connect(rank, size, store, timeout=60.0, name="former name")
+    with pytest.warns(DeprecationWarning, match=r"ProcessGroupEchelon\(connection=...\)"):
+        process_group = ProcessGroupEchelon(group=group, store=store)  # type: ignore[call-arg]
+    tensor = torch.tensor([float(rank)])
+    process_group.allreduce([tensor]).wait()
+    assert tensor.item() == sum(range(size))
+    process_group.shutdown()
+
+
+def test_a_process_group_takes_a_group_by_the_former_name_of_its_argument(ranks: Ranks) -> None:
+    ranks.call(give_a_group_by_its_former_name)
+
+
 def describe(rank: int, size: int) -> tuple[object, ...]:
     world = dist.group.WORLD
     before = world._get_sequence_number_for_group()
@@ -266,3 +285,47 @@ def describe(rank: int, size: int) -> tuple[object, ...]:
 def test_a_process_group_describes_itself_and_lives_beside_gloo(ranks: Ranks) -> None:
     known = ("echelon", "echelon", 0, 4, [torch.device("cpu")], 1, "gloo")
     assert ranks.call(describe) == [known] * 4
+
+
+def profile_collectives(rank: int, size: int) -> None:
+    with profile(record_shapes=True) as profiler:
+        dist.all_reduce(data(rank))
+        dist.barrier()
+    shapes = {event.name: event.input_shapes for event in profiler.events()}
+    assert shapes["echelon:all_reduce"] == [[12]]
+    assert "echelon:barrier" in shapes
+
+
+def profile_joined_calls(rank: int, size: int) -> None:
+    tensors = [torch.ones(2, 3), torch.ones(4)]
+    parts = [[torch.empty(2, 3), torch.empty(1)] for _ in range(size)]
+    with profile(record_shapes=True) as profiler:
+        dist.all_reduce_coalesced(tensors)
+        dist.all_gather_coalesced(parts, [torch.ones(2, 3), torch.ones(1)])
+        dist.reduce_scatter(tensors[0], [torch.ones(2, 3)] * size)
+        works = [dist.isend(torch.ones(1, 2), rank ^ 1)]
+        works.append(dist.irecv(torch.ones(1, 2), None))
+        for work in works:
+            work.wait()
+    calls = [
+        (event.name.removeprefix("echelon:"), event.input_shapes)
+        for event in profiler.events()
+        if event.name.startswith("echelon:") and event.name != "echelon:wait"
+    ]
+    assert calls == [
+        ("all_reduce", [[2, 3], [4]]),
+        ("all_gather", [[2, 3], [1]]),
+        ("reduce_scatter", [[2, 3]] * size),
+        ("send", [[1, 2]]),
+        ("recv", [[1, 2]]),
+    ]
+
+
+def test_the_profiler_shows_a_call_of_c10d_once_with_the_shapes_of_its_tensors(
+    ranks: Ranks,
+) -> None:
+    ranks.call(profile_joined_calls)
+
+
+def test_the_profiler_shows_collectives_of_c10d_by_name_and_shape(ranks: Ranks) -> None:
+    ranks.call(profile_collectives)

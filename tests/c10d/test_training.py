@@ -4,6 +4,7 @@ Each runs beside gloo on the same ranks, or beside one process with the data of 
 ranks run in another order there, so results agree to the default tolerance.
 """
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def train(model: nn.Module, ranks: list[int], optimizer: Any = None) -> nn.Modul
         inputs, targets = (
             torch.cat(parts) for parts in zip(*(batch(step, r) for r in ranks), strict=True)
         )
-        mse_loss(model(inputs), targets).backward()
+        mse_loss(model(inputs).to(targets.dtype), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
     return model
@@ -258,7 +259,20 @@ def test_dtensors_move_between_all_layouts(ranks: Ranks) -> None:
     ranks.call(redistribute)
 
 
+def functional_collective(name: str, former_name: str) -> Callable[..., Any]:
+    """One of them by its name, which it does not have in torch 2.11."""
+    return getattr(functional, name, None) or getattr(functional, former_name)
+
+
 def call_functional(rank: int, size: int) -> None:
+    all_gather_single = functional_collective("all_gather_single", "all_gather_tensor")
+    reduce_scatter_single = functional_collective("reduce_scatter_single", "reduce_scatter_tensor")
+    all_gather_single_coalesced = functional_collective(
+        "all_gather_single_coalesced", "all_gather_into_tensor_coalesced"
+    )
+    reduce_scatter_single_coalesced = functional_collective(
+        "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
+    )
     group = dist.group.WORLD
     every = torch.arange(size, dtype=torch.float32)
     mine = torch.full((3,), float(rank))
@@ -268,18 +282,18 @@ def call_functional(rank: int, size: int) -> None:
     assert torch.equal(
         functional.all_reduce(mine, "avg", group), torch.full((3,), every.mean().item())
     )
-    gathered = functional.all_gather_single(mine, 0, group)
+    gathered = all_gather_single(mine, 0, group)
     assert torch.equal(gathered, every.repeat_interleave(3))
-    scattered = functional.reduce_scatter_single(gathered + rank, "sum", 0, group)
+    scattered = reduce_scatter_single(gathered + rank, "sum", 0, group)
     assert torch.equal(scattered, torch.full((3,), size * rank + every.sum().item()))
     assert torch.equal(functional.broadcast(mine, 2, group), torch.full((3,), 2.0))
     exchanged = functional.all_to_all_single(gathered, [3] * size, [3] * size, group)
     assert torch.equal(exchanged, torch.full((3 * size,), float(rank)))
     sums = functional.all_reduce_coalesced([mine, mine + 1], "sum", group)
     assert [t[0].item() for t in sums] == [every.sum(), every.sum() + size]
-    parts = functional.all_gather_single_coalesced([mine, every[:1] + rank], group)
+    parts = all_gather_single_coalesced([mine, every[:1] + rank], group)
     assert torch.equal(parts[1], every)
-    pieces = functional.reduce_scatter_single_coalesced([gathered, every], "sum", [0, 0], group)
+    pieces = reduce_scatter_single_coalesced([gathered, every], "sum", [0, 0], group)
     assert torch.equal(pieces[1], every[rank : rank + 1] * size)
 
 

@@ -64,8 +64,8 @@ def change_after_the_return(world: World, folder: Path, gate: Gate) -> None:
     saving = ec.async_save(folder, step=1, more=more, **given(trainee))
     more.zero_()
     trainee.train(1)  # writes to parameters and states in place
-    world.group.barrier()
     assert not saving.done
+    world.group.barrier()
     gate.opened.set()
     assert saving.wait() == folder / "step-000000001"
     found = LAYOUTS["fsdp2"].trainee(world, seed=1)

@@ -4,6 +4,7 @@ import json
 import struct
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,11 +69,11 @@ def test_the_error_names_the_file_and_the_tensor() -> None:
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
 def test_a_newer_schema_is_told_from_damage_and_asks_for_an_upgrade(first: bool) -> None:
     members: dict[str, Any] = {"unheard": {"of": [[1, 2, 3, 4, 5]] * 100}}
-    members = {"schema": 2, **members} if first else {**members, "schema": 2}
+    members = {"schema": 3, **members} if first else {**members, "schema": 3}
     data = sealed(json.dumps(members, separators=(",", ":")).encode()[1:])
-    with pytest.raises(CheckpointTooNew, match=r"schema 2.*up to 1\..*upgrade echelon") as caught:
+    with pytest.raises(CheckpointTooNew, match=r"schema 3.*up to 2\..*upgrade echelon") as caught:
         Manifest.parse(data, "x")
-    assert (caught.value.schema, caught.value.known, caught.value.path) == (2, 1, "x")
+    assert (caught.value.schema, caught.value.known, caught.value.path) == (3, 2, "x")
     with pytest.raises(CheckpointCorrupt, match="its checksum is"):
         Manifest.parse(data.replace(b"unheard", b"unhearD"), "x")
 
@@ -82,6 +83,25 @@ def test_the_schema_shows_in_the_beginning_of_what_is_written() -> None:
     assert newer_schema(newer[:PREFIX_NBYTES]) == 20
     for data in (DATA, b"", newer[1:], newer.replace(b"20,", b"20"), newer.replace(b"20", b"two")):
         assert newer_schema(data[:PREFIX_NBYTES]) is None
+
+
+def test_only_a_manifest_with_complex128_has_a_schema_that_older_versions_do_not_read() -> None:
+    def edit(members: Any, schema: int) -> None:  # 12 numbers of 4 bytes become 3 of 16
+        weight = members["tensors"]["model/weight"]
+        weight.update(dtype="C128", shape=[3])
+        weight["pieces"][0][2] = weight["pieces"][1][1] = 2
+        weight["pieces"][1][2] = 1
+        members["schema"] = schema
+
+    assert b'"schema":1,' in DATA
+    manifest = Manifest.parse(edited(DATA, partial(edit, schema=2)), "x")
+    assert b'"schema":2,' in manifest.dump()
+    assert Manifest.parse(manifest.dump(), "x") == manifest
+    with pytest.raises(CheckpointCorrupt, match=r"there is no C128 in schema 1") as caught:
+        Manifest.parse(edited(DATA, partial(edit, schema=1)), "x")
+    assert caught.value.tensor == "model/weight"
+    number = {"value": {"kind": "value", "value": ["C128"]}}
+    assert b'"schema":2,' in replace(Manifest.parse(DATA, "x"), sections=number).dump()
 
 
 def test_a_piece_takes_at_most_420_bytes_while_it_is_read() -> None:

@@ -11,7 +11,12 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.checkpoint.random_states import GENERATORS, RandomStates, random_states
+from echelon.checkpoint.random_states import (
+    GENERATORS,
+    RandomChanges,
+    RandomStates,
+    random_states,
+)
 from echelon.comm.world import World
 from echelon.errors import ArgumentError
 from tests.worlds import run_world
@@ -75,8 +80,26 @@ def test_of_one_rank_nothing_is_known_to_be_alike(tmp_path: Path) -> None:
     assert all(one != other for one, other in zip(first, second, strict=True))
 
 
-def test_simulated_ranks_share_what_the_first_one_goes_on_from(tmp_path: Path) -> None:
+def resumed_draws(world: World, folder: Path) -> tuple[list[Any], list[Any]]:
+    assert not world.shares_streams
+    apart = ec.load(folder, group=world.group).apart
+    world.group.barrier()  # others load, and draw, meanwhile
+    return draws(), sorted(apart)
+
+
+def test_simulated_ranks_in_turns_go_on_as_processes_do(tmp_path: Path) -> None:
+    seed(0, 9)
+    ec.save(tmp_path, step=1)
+    of_processes = run_world("processes", resumed_draws, 3, (tmp_path,))
+    of_threads = run_world("threads", resumed_draws, 3, (tmp_path,))
+    assert of_threads == of_processes
+    of_python = [rank_draws[1] for rank_draws, _ in of_threads]
+    assert len({str(drawn) for drawn in of_python}) == 3
+
+
+def test_concurrent_simulated_ranks_share_what_the_first_one_goes_on_from(tmp_path: Path) -> None:
     def main(world: World) -> list[Any]:
+        assert world.shares_streams
         ec.load(tmp_path, group=world.group)
         world.group.barrier()
         mine = [torch.rand(5).tolist(), random.getstate(), np.random.get_state()[1].tolist()]
@@ -86,7 +109,7 @@ def test_simulated_ranks_share_what_the_first_one_goes_on_from(tmp_path: Path) -
     seed(0, 9)
     ec.save(tmp_path, step=1)
     expected = [random.getstate(), np.random.get_state()[1].tolist()]
-    found = ec.run(main, 3)
+    found = ec.run(main, 3, concurrent=True)
     assert [one[1:] for one in found] == [expected] * 3
     assert len({tuple(one[0]) for one in found}) == 3
 
@@ -119,3 +142,22 @@ def test_another_generator_of_numpy_is_refused_with_advice(
     with pytest.raises(ArgumentError, match=r"is a PCG64 .* give rng=False"):
         ec.save(tmp_path, step=1, value=1)
     ec.save(tmp_path, step=1, value=1, rng=False)
+
+
+def test_only_states_that_have_changed_are_given() -> None:
+    changes = RandomChanges(CPU)
+    assert {*changes.states()} == {*random_states(CPU)}
+    assert changes.states() == {}
+    torch.rand(1)
+    assert {*changes.states()} == {"torch"}
+    random.random()
+    np.random.rand()
+    states = changes.states()
+    assert {*states} == {"python", "numpy"}
+    assert repr(states["python"]) == repr(random_states(CPU)["python"])
+    np.random.standard_normal()  # draws two numbers, and keeps one for later
+    changes.states()
+    np.random.standard_normal()
+    assert {*changes.states()} == {"numpy"}
+    changes.forget()
+    assert {*changes.states()} == {*random_states(CPU)}

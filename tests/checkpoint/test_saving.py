@@ -31,6 +31,24 @@ def test_a_step_that_is_whole_is_never_replaced(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in kept.iterdir()} == files
 
 
+def saves_into_a_step(world: World, folder: str) -> None:
+    model = ec.DDP(nn.Linear(2, 2), world.group)
+    kept = ec.save(folder, step=1, model=model)
+    world.group.barrier()
+    link = Path(folder) / "link"
+    if world.rank == 0:
+        link.symlink_to(kept)
+    for inside in (kept, kept / "later" / "run", link):
+        for saving in SAVES.values():
+            with pytest.raises(CheckpointError, match="this is a step that was saved"):
+                saving(inside, step=2, model=model)
+    assert ec.load(kept, model=model).step == 1
+
+
+def test_nothing_is_saved_into_a_step(tmp_path: Path) -> None:
+    ec.run(saves_into_a_step, 2, args=(str(tmp_path),))
+
+
 def flip(step: Path) -> None:
     file = step / "rank-00000.safetensors"
     data = file.read_bytes()

@@ -65,3 +65,37 @@ def test_memory_that_can_be_written_is_loaded(tmp_path):
     ec.load(tmp_path / "run", model=model)
     assert torch.equal(model.table, torch.ones(2))
     assert np.fromfile(path, dtype=np.float32).tolist() == [1.0, 1.0]
+
+
+class Strided(nn.Module):
+    """A parameter and a buffer of one element, which are a column of a wider tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(1, 6)[:, 0])
+        self.register_buffer("shift", torch.randn(1, 6)[:, 0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.shift
+
+
+def saves_and_loads_one_element(world: ec.World, path: Path) -> None:
+    torch.manual_seed(5)
+    model = ec.DDP(Strided(), world.group, init="verify")
+    assert model.module.scale.stride() == (6,)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.full((2, 1), 1.0 + world.rank)).sum().backward()
+    optimizer.step()
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    column = torch.arange(4.0)[3::4]
+    ec.save(path, step=1, model=model, optimizer=optimizer, column=column)
+    with torch.no_grad():
+        model.module.scale.zero_()
+        model.module.shift.zero_()
+    loaded = ec.load(path, model=model, optimizer=optimizer)
+    assert all(torch.equal(model.state_dict()[name], saved[name]) for name in saved)
+    assert torch.equal(loaded.values["column"], column)
+
+
+def test_one_element_with_any_stride_is_verified_saved_and_loaded(tmp_path: Path) -> None:
+    run_world("threads", saves_and_loads_one_element, 2, (tmp_path / "run",))

@@ -43,3 +43,9 @@ def test_only_the_root_gives_a_list_and_it_has_one_tensor_for_each_rank() -> Non
 def test_a_message_needs_another_rank_and_a_tag(peer: int, tag: int, words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         ARGUMENTS.check_peer("send", "dst", peer, tag)
+
+
+@pytest.mark.parametrize("label", [3, ["epoch"]])
+def test_a_label_is_a_text(label: object) -> None:
+    with pytest.raises(ArgumentError, match=r"label is .*; give a str, or None"):
+        Arguments(0, 2, torch.device("cpu")).check_label(label)

@@ -5,11 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import echelon as ec
 from echelon.comm import derived
 from echelon.comm.call_arguments import Arguments
 from echelon.comm.primitives import AllReduce, Derived, Exchange, ReduceScatter, Request
 from echelon.errors import ArgumentError, EchelonError, RankError
 from tests.comm.checking import same
+from tests.worlds import run_world
 
 ROOT, SIZE = 1, 3
 CPU = torch.device("cpu")
@@ -128,3 +130,19 @@ def test_arguments_without_meaning_are_refused(
 ) -> None:
     with pytest.raises(kind, match=words):
         make()
+
+
+def gathers_into_its_input(world: ec.World) -> None:
+    for dst in range(world.size):
+        for place in range(world.size):
+            outputs = [torch.zeros(5) for _ in range(world.size)] if world.rank == dst else None
+            tensor = torch.full((5,), 1.0 + world.rank) if outputs is None else outputs[place]
+            tensor.fill_(1.0 + world.rank)
+            world.group.gather(tensor, outputs, dst)
+            for rank, output in enumerate(outputs or []):
+                assert torch.equal(output, torch.full((5,), 1.0 + rank)), (dst, place, rank)
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_the_input_of_a_gather_may_be_the_output_for_any_rank(kind: str) -> None:
+    run_world(kind, gathers_into_its_input, 3)

@@ -28,6 +28,7 @@ DOES = {
 def _no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Simulated ranks that hang end some time after their test."""
     monkeypatch.setattr(faults, "THREAD_S", TIMEOUT_S)
+    torch.optim.SGD([torch.ones(1)])  # imports half of torch, for longer than a rank may compute
     yield
     for thread in threading.enumerate():
         if thread.name.startswith("rank "):

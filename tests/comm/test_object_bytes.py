@@ -7,7 +7,7 @@ import torch
 
 import echelon as ec
 from echelon.comm.buffers import from_bytes
-from echelon.comm.object_bytes import from_object, to_object
+from echelon.comm.object_bytes import flat_bytes, from_object, to_object
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,13 @@ def test_damaged_bytes_of_an_object_are_refused_with_the_rank_that_sent_them(
     assert to_object(data, 3)["n"] == 5
     with pytest.raises(ec.CommError, match="rank 3 sent what is no object"):
         to_object(damage(data), 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bool, torch.complex64])
+def test_one_element_with_any_stride_has_its_bytes(dtype: torch.dtype) -> None:
+    element = torch.ones(6, dtype=dtype)[::6]
+    assert element.stride() == (6,)
+    received = to_object(from_object({"x": element}, "the object"), 0)
+    assert torch.equal(received["x"], element)
+    assert flat_bytes(element).data_ptr() == element.data_ptr()
+    assert flat_bytes(element[1:]).shape == (0,)

@@ -9,7 +9,7 @@ from echelon.comm.primitives import Derived, Primitive
 from echelon.comm.transport import Transport
 from echelon.comm.work import Window, Work
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall
-from echelon.errors import ArgumentError, StateError
+from echelon.errors import StateError
 from tests.worlds import events_of
 
 
@@ -68,14 +68,6 @@ def test_an_issued_call_is_an_event_only_while_somebody_listens() -> None:
     with events_of(6) as events:
         call = group.number("all_reduce")
     assert [event.facts["position"] for event in events] == [call.position] == [1]
-
-
-def test_a_label_that_is_no_text_is_refused_and_takes_no_number() -> None:
-    group = NoTransport()
-    with pytest.raises(ArgumentError, match="label is 3; give a str, or None"):
-        group.number("barrier", label=3)
-    assert group.noted == []
-    assert group.number("barrier", label="epoch 3").position == 0
 
 
 def test_a_group_of_a_forked_process_refuses_every_call() -> None:

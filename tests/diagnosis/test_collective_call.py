@@ -116,3 +116,22 @@ def test_the_place_of_a_call_of_a_pool_is_not_a_line_of_pythons_threads() -> Non
     with pytest.raises(ec.CollectiveMismatch) as info:
         ec.run(place_of_a_mismatch, 2, args=("pool",))
     assert not [call for call in info.value.calls.values() if "_bootstrap" in call], info.value
+
+
+def test_the_place_of_a_line_is_one_object_and_another_line_has_another() -> None:
+    def places() -> list[CallSite]:
+        return [caller(), caller()]
+
+    (first, second), (again, _) = places(), places()
+    assert first is again
+    assert first == second  # two calls of one line
+    assert caller() != first
+
+
+def test_codes_that_follow_each_other_at_one_address_have_places_of_their_own() -> None:
+    for number in range(50):
+        space: dict[str, object] = {"caller": caller}
+        exec(compile("place = caller()", f"script-{number}.py", "exec"), space)
+        place = space["place"]
+        assert isinstance(place, CallSite)
+        assert place.file == f"script-{number}.py"

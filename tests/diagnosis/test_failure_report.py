@@ -224,3 +224,14 @@ def test_a_save_that_failed_elsewhere_is_the_cause_if_that_rank_went_on() -> Non
     assert lines[0] == "rank 0 raised CheckpointError: rank 1: runs/a: raised ValueError: boom"
     own = record(ValueError("boom"), 1, time_s=9e9)
     assert text(records={0: heard, 1: own})[0] == "rank 1 raised ValueError: boom"
+
+
+def test_what_was_added_to_an_exception_is_shown() -> None:
+    with pytest.raises(ValueError, match="no") as info:
+        raise ValueError("no\nnot at all")
+    info.value.add_note("the cause may be this")
+    lines = failure_report([FailureRecord.of(info.value, 0)], ["logs"])
+    assert lines[-4:] == ["", "the cause may be this", "", "logs"]
+    empty = ValueError()
+    empty.add_note("the cause may be this")
+    assert failure_report([FailureRecord.of(empty, 0)], [])[0] == "rank 0 raised ValueError"

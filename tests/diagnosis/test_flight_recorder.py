@@ -146,3 +146,16 @@ def test_a_flight_recorder_that_was_closed_cannot_be_opened_and_still_be_read() 
     assert list(book.statuses()) == [0]
     with pytest.raises(OSError, match=r"No such file|is no recorder"):
         FlightRecorder.open(book.path)
+
+
+def test_steps_are_those_of_one_attempt_and_in_the_order_of_ranks() -> None:
+    book = FlightRecorder.create(3)
+    other = FlightRecorder.open(book.path)
+    for record, rank, attempt in zip(other.rank_records, (1, 0, 2), (1, 1, 0), strict=True):
+        record.begin(rank=rank, attempt=attempt)
+        record.step_rows.add([rank + 10, *[0] * 22])
+    steps = book.steps(attempt=1)
+    assert [rank_steps.rank for rank_steps in steps] == [0, 1]
+    assert [rank_steps.steps[0].wall_ns for rank_steps in steps] == [10, 11]
+    other.rank_records[0].begin(rank=1, attempt=2)
+    assert book.steps(attempt=2)[0].steps == {}

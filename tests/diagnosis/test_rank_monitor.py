@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import echelon as ec
 from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder, Phase
-from echelon.diagnosis.rank_monitor import RankMonitor, stuck_rank
+from echelon.diagnosis.rank_monitor import RankMonitor, StepCounter, stuck_rank
+from echelon.diagnosis.step_rows import RankSteps
 from echelon.errors import ArgumentError, CommTimeout, RankFailed
 from echelon.process.environment import JobEnvironment
 from echelon.testing import run_faulty, slow
@@ -262,3 +264,22 @@ def test_what_a_rank_gave_up_on_is_forgotten_at_its_next_call() -> None:
     recorder.rank_records[1]._longs[6] = 1 << 32  # another call
     assert list(monitors[0].explained(error).stuck) == [1]
     recorder.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_a_compiled_step_of_an_optimizer_is_counted_and_the_clock_is_not_traced() -> None:
+    counter = StepCounter()
+    counter.count()
+    counter.measure()
+    try:
+        layer = nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        step = torch.compile(optimizer.step, backend="eager")
+        for _ in range(3):
+            layer(torch.ones(2)).sum().backward()
+            step()  # warnings are errors
+        assert counter.number == 3
+        assert RankSteps.of(0, counter.time.rows.numbers()).num_steps == 3
+    finally:
+        counter.stop()

@@ -286,7 +286,7 @@ def refusals(world: World) -> None:
          {"materialize": puts_another}),
         (StateError, r"'tokens\.weight' is on meta and cannot be given", watched, {}),
         (ArgumentError, "has no shape yet", lazy, {}),
-        (ArgumentError, "makes sparse gradients", sparse, {}),
+        (ArgumentError, "makes sparse gradients, and ranks exchange dense ones", sparse, {}),
         (ModelMismatch, "option 'materialize'", build,
          {"materialize": puts_another if first else None}),
         (ModelMismatch, r"device of 'tokens\.weight', and init='broadcast' takes rank 0's values",

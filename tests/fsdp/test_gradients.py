@@ -10,6 +10,7 @@ import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import ArgumentError
 from tests.fsdp.checking import shard
+from tests.reference import assert_states_close, rows, train_on
 from tests.worlds import run_world
 
 LOW = (torch.float16, torch.bfloat16)
@@ -169,3 +170,37 @@ def overwrites(world: World) -> None:
 
 def test_what_the_user_writes_into_a_gradient_is_what_counts() -> None:
     ec.run(overwrites, 2)
+
+
+# --- nothing to reduce ---------------------------------------------------------------------------
+
+
+class RowsOfNothing(nn.Module):
+    """Has a parameter of three rows, in which there are no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1, 8, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.zeros(3, 0, 2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).square() + self.empty.sum()
+
+
+def trains_rows_of_nothing(world: World, layout: str) -> None:
+    states = []
+    wrapped = shard(world, RowsOfNothing(), units=ec.units.whole(), layout=layout)
+    for model, ranks in ((RowsOfNothing(), range(world.size)), (wrapped, [world.rank])):
+
+        def loss_of(step: int, rank: int, model: nn.Module = model) -> Tensor:
+            return model(rows(rank, 2, 7, step=step)).mean()
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        states.append(train_on(ranks, model, optimizer, 3, loss_of))
+    assert_states_close(states[1], states[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_a_parameter_of_rows_without_elements_trains_as_in_one_process(kind, layout) -> None:
+    run_world(kind, trains_rows_of_nothing, 2, args=(layout,))

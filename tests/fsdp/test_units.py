@@ -1,6 +1,7 @@
 """Rules, and the units that they make of a model."""
 
 import ast
+import copy
 import threading
 import time
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.errors import ArgumentError
 from echelon.fsdp import units
-from echelon.fsdp.units import plan_units
+from echelon.fsdp.units import Rule, plan_units
 from tests.fsdp.models import Block, build
 from tests.reference import assert_states_close, rows
 from tests.worlds import KINDS, run_world
@@ -225,3 +226,49 @@ def test_a_class_without_source_is_taken_as_it_is() -> None:
     model = scope["Made"]()
     model.a = nn.Linear(2, 2)
     assert [plan.name for plan in plan_units(model, ec.units.by_type(nn.Linear))] == ["", "a"]
+
+
+class Parameters(nn.Module):
+    """A list and a dict of parameters, which are used and never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList([torch.ones(4), torch.ones(4, 4)])
+        self.scales = nn.ParameterDict({"one": torch.ones(4)})
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x @ self.vectors[1] + self.vectors[0]) * self.scales["one"]
+
+
+CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ec.units.by_size(2),
+        ec.units.by_type(*CONTAINERS, nn.Linear),
+        ec.units.by_function(lambda module, numel: True),
+    ],
+    ids=str,
+)
+def test_a_container_without_a_forward_is_no_unit(rule: Rule) -> None:
+    assert [plan.name for plan in plan_units(Parameters(), rule)] == ["", "layers.0"]
+
+
+def trains_containers(world: ec.World) -> None:
+    # With four ranks, a shard of four elements has one, which torch would broadcast silently.
+    torch.manual_seed(0)
+    plain = Parameters().double()
+    model = ec.FSDP(copy.deepcopy(plain), world.group, units=ec.units.by_size(2), min_num_params=0)
+    plain(torch.cat([rows(rank, 2, 4) for rank in range(4)])).square().mean().backward()
+    model(rows(world.rank, 2, 4)).square().mean().backward()
+    for module in (plain, model):
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+    assert_states_close(model.state_dict(), plain.state_dict(), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lists_and_dicts_of_parameters_train_in_units_by_size(kind: str) -> None:
+    run_world(kind, trains_containers, 4)

@@ -50,7 +50,7 @@ def test_attempts_are_read_as_they_were_written_and_an_unfinished_line_is_not(
 ) -> None:
     assert Attempt.read(tmp_path) == []
     first = attempt({0: -9, 11: 1}, signaled=(11,), killed=(0,), noticed=(11,))
-    second = attempt({0: 75, 11: 75}, number=2, stop=signal.SIGUSR1.name, hurried=True)
+    second = attempt({0: 75, 11: 75}, number=2, stop=signal.SIGUSR1.name, held_up=("rank 1",))
     first.append(tmp_path)
     assert Attempt.read(tmp_path) == [first]
     second.append(tmp_path)

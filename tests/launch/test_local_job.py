@@ -36,10 +36,26 @@ with ec.init(timeout=3 if sys.argv[1] == "stop" else 60) as world:
 """
 
 
-def start(folder: Path, mode: str) -> subprocess.Popen[str]:
+SLOW_SCRIPT = """
+import sys, time
+import torch
+import echelon as ec
+
+with ec.init() as world:
+    for _ in range(7):
+        x = torch.ones(1, requires_grad=True)
+        if world.rank == 1 and sys.argv[1] == "slow":
+            x.register_hook(lambda grad: time.sleep(0.2))
+        (2 * x).backward()
+        world.group.all_reduce(x.grad)
+        world.step += 1
+"""
+
+
+def start(folder: Path, mode: str, text: str = SCRIPT) -> subprocess.Popen[str]:
     """``echelon run`` of the script on two ranks, as a user starts it in a pipe."""
     script = folder / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     return subprocess.Popen(
         [sys.executable, "-m", "echelon", "run", "--ranks", "2", str(script), mode],
         stdout=subprocess.PIPE,
@@ -123,3 +139,16 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGINT
     assert errors.splitlines()[-1] == "SIGINT: all ranks have ended"
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_held_up_the_others_is_named_at_the_end_and_otherwise_none(
+    tmp_path: Path,
+) -> None:
+    _, errors = start(tmp_path, "slow", SLOW_SCRIPT).communicate(timeout=90)
+    (line,) = errors.splitlines()
+    match = re.fullmatch(r"rank 1 cost (\d+) ms a step, in backward \(a step took \d+ ms\)", line)
+    assert match is not None
+    assert 150 < int(match[1]) < 400
+    _, errors = start(tmp_path, "usual", SLOW_SCRIPT).communicate(timeout=90)
+    assert errors == ""

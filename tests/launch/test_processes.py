@@ -1,6 +1,7 @@
 """Ranks as processes: what cannot be sent to them or from them is refused or told by its text."""
 
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.errors import ArgumentError, WorldError
+from echelon.errors import ArgumentError, SharedMemoryError, WorldError
 from tests.children import environ
 
 
@@ -31,9 +32,68 @@ def returns_what_cannot_travel(world: ec.World) -> object:
     return threading.Lock()
 
 
-def test_a_result_that_cannot_be_sent_is_an_error() -> None:
-    with pytest.raises(TypeError, match="cannot pickle"):
+def returns_what_only_a_rank_can_build(world: ec.World) -> object:
+    return OnlyThere(os.getpid())
+
+
+class OnlyThere:
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        if state["pid"] != os.getpid():
+            raise KeyError("another process")
+
+
+def test_a_result_that_cannot_be_sent_is_refused_with_what_to_do() -> None:
+    with pytest.raises(
+        ArgumentError,
+        match=r"^rank 0 returned a _thread.lock that cannot be sent .*TypeError: cannot pickle.*: "
+        r"return numbers, tensors or .* world='threads'",
+    ) as info:
         ec.run(returns_what_cannot_travel, 1, "processes")
+    assert "raised on rank 0 of 1" in info.value.__notes__
+    with pytest.raises(
+        ArgumentError,
+        match=r"returned cannot be rebuilt in .* run \(KeyError: 'another process'\): return",
+    ) as info:
+        ec.run(returns_what_only_a_rank_can_build, 1, "processes")
+    assert "raised on rank 0 of 1" in info.value.__notes__
+
+
+def returns_storages(world: ec.World, given: torch.UntypedStorage) -> object:
+    total = torch.tensor(list(given)).sum().item()
+    content = torch.tensor([1.5, world.rank]).untyped_storage()
+    return total, content, torch.UntypedStorage(0), lambda: content  # a lambda needs its code sent
+
+
+def test_untyped_storages_go_to_ranks_and_come_back() -> None:
+    given = torch.tensor([1, 2, 3], dtype=torch.uint8).untyped_storage()
+    for rank, (total, content, empty, inner) in enumerate(
+        ec.run(returns_storages, 2, "processes", args=(given,))
+    ):
+        assert (total, empty.nbytes()) == (6, 0)
+        for storage in (content, inner()):
+            assert type(storage) is torch.UntypedStorage
+            values = torch.empty(0).set_(storage)
+            assert torch.equal(values, torch.tensor([1.5, rank]))
+
+
+def nothing(world: ec.World) -> None:
+    """Return at once."""
+
+
+def test_where_memory_is_short_nothing_of_the_start_is_left() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    descriptors = set(os.listdir("/proc/self/fd"))
+    try:
+        for limit, what in ((2**10, "flight recorder of 2 ranks"), (2**21, "group 'world'")):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            with pytest.raises(SharedMemoryError, match=f"{what} needs .* .ulimit -f unlimited"):
+                ec.run(nothing, 2, "processes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert set(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_a_function_that_cannot_be_sent_is_refused_with_what_to_do() -> None:
@@ -60,3 +120,18 @@ def test_a_script_that_starts_ranks_while_it_is_imported_is_told_what_to_do_once
     assert ended.stderr.count("Traceback") == 1
     assert "ArgumentError: the script starts ranks while it is imported" in ended.stderr
     assert 'under `if __name__ == "__main__":`' in ended.stderr
+
+
+def test_the_fork_server_imports_what_it_is_asked_to() -> None:
+    code = (
+        "import echelon as ec, sys\n"
+        "from echelon.launch.processes import start_fork_server\n"
+        "def main(world): return 'wave' in sys.modules\n"
+        "if __name__ == '__main__':\n"
+        "    start_fork_server('wave')\n"
+        "    print(ec.run(main, 1, 'processes'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ()
+    )
+    assert done.stdout == "[True]\n"

@@ -1,11 +1,13 @@
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+import echelon as ec
 from echelon.launch.program import Program
 from echelon.launch.simulated_job import run_threads
 
@@ -130,3 +132,46 @@ with ec.init() as world:
 """
     done = run(tmp_path, body, monkeypatch, capsys)
     assert (done.code, done.errors) == (130, ["interrupted"])
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.0])
+def test_a_rank_that_held_up_the_others_is_named_at_the_end_and_otherwise_none(
+    seconds: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    body = f"""
+import time
+world = ec.init()
+for _ in range(7):
+    x = torch.ones(1, requires_grad=True)
+    if world.rank == 1 and {seconds}:
+        x.register_hook(lambda grad: time.sleep({seconds}))
+    (2 * x).backward()
+    world.group.all_reduce(x.grad)
+    world.step += 1
+"""
+    done = run(tmp_path, body, monkeypatch, capsys)
+    assert (done.code, done.output) == (0, [])
+    assert len(done.errors) == (seconds > 0)
+    assert all(line.startswith("rank 1 cost 1") for line in done.errors)
+    assert all("ms a step, in backward" in line for line in done.errors)
+
+
+def test_the_ranks_may_be_run_by_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import echelon as ec\nec.init().group.barrier()\nprint('past')\n")
+    monkeypatch.setattr(sys, "argv", ["echelon"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    calls = []
+
+    def run_ranks(fn: Callable[..., Any], ranks: int, **options: Any) -> None:
+        for call in ec.step_through(fn, ranks, **options):
+            calls.append((call.op, str(call.places[1]).partition(":")[2]))
+
+    assert run_threads(Program(str(script)), [], 2, 5, run_ranks=run_ranks) == 0
+    assert calls == [("barrier", "2 in <module>")]
+    assert capsys.readouterr().out.splitlines() == ["past"] * 2

@@ -38,7 +38,21 @@ Draw = random.Random
 
 # What stands in place of something else.
 POOL: list[Any] = [None, True, False, 0, 1, -1, 2**31, 2**53, 2**60, 2**63, 10**18, 1e308, "", "a"]
-POOL += ["..", "/", "own/1/a", "own", "rng", "model", "F32", "BOOL", "C64", "$tensor", [], {}]
+POOL += [
+    "..",
+    "/",
+    "own/1/a",
+    "own",
+    "rng",
+    "model",
+    "F32",
+    "BOOL",
+    "C64",
+    "C128",
+    "$tensor",
+    [],
+    {},
+]
 POOL += [[[]], {"$tensor": "rows"}, {"$like": "F32"}, {"$whole": "F64"}, {"$number": ["F32", 1]}]
 POOL += [{"$tuple": [1]}, {"$dict": [[1, 2]]}, {"$set": [1]}, {"$bytes": "AA=="}, {"by_rank": [1]}]
 

@@ -75,6 +75,30 @@ def test_a_rank_alone_has_all_of_the_model() -> None:
     run_world("threads", partial(step_alone, name="LBFGS"), 1)
 
 
+def step_flattened(world: ec.World, options: dict[str, Any]) -> None:
+    """One step of Adafactor of parameters in one dim would be that of other matrices."""
+    model = ec.FSDP(nn.Sequential(*layers()), world.group, min_num_params=0, **options)
+    model(rows(world.rank)).square().mean().backward()
+    with pytest.raises(UnsupportedError, match=r"Adafactor .* parameters of one dim"):
+        torch.optim.Adafactor(model.parameters()).step()
+    torch.optim.LBFGS(model.parameters(), lr=0.1).step(lambda: torch.zeros(()))
+    module = model.unwrap()
+    module(rows(world.rank)).square().mean().backward()
+    torch.optim.Adafactor(module.parameters()).step()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {}),
+        (1, {"use_orig_params": False}),
+        (2, {"use_orig_params": False, "strategy": ec.Strategy.NO_SHARD}),
+    ],
+)
+def test_a_step_that_needs_shapes_is_refused_where_parameters_are_flat(ranks, options) -> None:
+    run_world("threads", partial(step_flattened, options=options), ranks)
+
+
 def check_stages(world: ec.World) -> None:
     model = ec.Pipeline(layers(), world.group, microbatches=2, loss_fn=nn.functional.mse_loss)
     for name, make in OPTIMIZERS.items():

@@ -229,6 +229,35 @@ def test_a_sharded_gradient_is_copied_and_saved_as_a_plain_tensor() -> None:
     ec.run(main, 2)
 
 
+JOINS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "cat": lambda gradients: torch.cat([gradient.view(-1) for gradient in gradients]),
+    "hstack": lambda gradients: torch.hstack([gradient.ravel() for gradient in gradients]),
+    "stack": lambda gradients: torch.stack([*gradients[2:3], *gradients[2:3]]),
+    "vector": lambda gradients: nn.utils.parameters_to_vector(gradients),
+}
+
+
+def check_joined(world: ec.World) -> None:
+    expected = [param.grad for param in plain(world.size).parameters()]
+    for name, options in SHARDINGS.items():
+        model = sharded(world, **options)
+        gradients = [param.grad for param in model.parameters()]
+        for how, join in JOINS.items():
+            if how == "stack" and name == "flat parameters":
+                continue  # of which there are other ones
+            joined = join(gradients)
+            if name == "small units whole" and how != "stack":
+                with pytest.raises(UnsupportedError, match=r"all of some and shards of others"):
+                    joined.norm()
+            else:
+                torch.testing.assert_close(joined.norm(), join(expected).norm(), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_norm_of_gradients_in_one_tensor_is_that_of_whole_ones_or_refused(kind: str) -> None:
+    run_world(kind, check_joined, RANKS)
+
+
 def staged(world: ec.World, plan: ec.Plan) -> ec.Pipeline:
     layers = [nn.Sequential(*build()[:2]), nn.Sequential(*build()[2:])]
     units = ec.units.by_type(nn.Linear) if plan.shard > 1 else None
@@ -246,6 +275,8 @@ def check_stages(world: ec.World, text: str) -> None:
     plan = ec.Plan.parse(text, microbatches=2, **({"fsdp": FLAT} if "shard" in text else {}))
     model = staged(world, plan)
     before = [param.grad.clone() for param in model.parameters()]
+    with pytest.raises(UnsupportedError, match="only those of its stages"):
+        torch.cat([param.grad.view(-1) for param in model.parameters()]).norm()
     for total in TOTALS:
         with pytest.raises(UnsupportedError, match=r"ec\.clip_grad_norm_\(model, max_norm\)"):
             total([*model.parameters()], 2.0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import StageError
-from echelon.launch.run import _enter, entered
+from echelon.launch.run import enter, entered
 from tests.pipeline.models import CLOSE, Alive, Counted, batch, build, each, mse, pipeline
 from tests.worlds import KINDS, run_world
 
@@ -34,7 +34,7 @@ class FailsOnce(nn.Module):
 
 def swallows(world: ec.World, failing: int, heard: dict[int, list[str]]) -> list[str]:
     if entered() is None:  # as ec.init does
-        _enter(world)
+        enter(world)
     stages: list[nn.Module] = [nn.Linear(2, 2) for _ in range(world.size)]
     stages[failing] = FailsOnce()
     pipe = pipeline(world, stages, microbatches=3)

@@ -3,7 +3,7 @@
 import torch
 
 from echelon.pipeline.boundary import TensorSpec
-from echelon.pipeline.packed_message import MAX_PACKED_NBYTES, PackedMessage
+from echelon.pipeline.packed_message import MAX_PACKED_NBYTES, PackedMessage, packed_message_at
 
 CPU = torch.device("cpu")
 
@@ -26,3 +26,14 @@ def test_small_tensors_of_every_dtype_share_a_packet_and_large_ones_do_not() -> 
     for room, tensor in zip(packet.views, tensors, strict=True):  # none lies on another
         assert room is None or torch.equal(room, tensor)
     assert packet.header.tolist() == [0, 0, 0]
+
+
+def test_a_buffer_leads_to_its_message_as_long_as_that_lives() -> None:
+    message = PackedMessage(8, (TensorSpec((2, 3), torch.float32, False),), CPU)
+    buffer = message.buffer
+    assert packed_message_at(buffer) is message
+    assert packed_message_at(buffer.view(1, -1)) is message
+    assert packed_message_at(buffer[:8]) is None
+    assert packed_message_at(torch.zeros(48, dtype=torch.uint8)) is None
+    del message
+    assert packed_message_at(buffer) is None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import echelon as ec
 from echelon.comm.world import World
@@ -151,6 +152,91 @@ def test_a_gradient_that_the_model_takes_in_its_forward_is_not_added() -> None:
     assert not module.inner.weight.grad.any()
     stage.backward(0, [torch.ones(())])
     torch.testing.assert_close(module.inner.weight.grad, plain)
+
+
+class Forces(nn.Module):
+    """Gives gradients that it takes in its forward, of its input or of its weight."""
+
+    def __init__(self, width: int, wrt: str) -> None:
+        super().__init__()
+        self.inner, self.wrt = nn.Linear(width, width), wrt
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        y = torch.tanh(self.inner(x))
+        of = {"input": x, "weight": self.inner.weight}[self.wrt]
+        create_graph = self.wrt == "input"
+        (slope,) = torch.autograd.grad(
+            y.square().sum(), of, create_graph=create_graph, retain_graph=True
+        )
+        return y + 0.1 * (slope if self.wrt == "input" else x @ slope)
+
+
+def step_of_forces(
+    world: World, width: int, wrt: str, schedule: str, checkpoints: bool
+) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Forces(width, wrt) for _ in range(4))).double()
+    num_stages = 4 if schedule == "zb-v" else 2
+    stages: list[nn.Module] = list(ec.pipeline.split(model, num_stages))
+    if checkpoints:  # the user's own, inside of the stages
+        stages = [Checkpointed(stage) for stage in stages]
+    pipe = ec.Pipeline(
+        stages,
+        world.group,
+        microbatches=MICROBATCHES,
+        schedule=schedule,
+        loss_fn=mse,
+        recompute=not checkpoints,
+    )
+    for step in range(2):  # gradients of the second are added to those of the first
+        pipe.step(forces_batch(width, step), target=torch.zeros(8, width, dtype=torch.float64))
+    named = pipe.named_parameters()
+    return {name: param.grad for name, param in named if param.grad is not None}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.stage, x, use_reentrant=False)
+
+
+def forces_batch(width: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, width, generator=generator, dtype=torch.float64) / width**0.5
+
+
+# Small weights are added by autograd alone, unless the schedule has halves of backwards.
+@pytest.mark.parametrize("wrt", ["input", "weight"])
+@pytest.mark.parametrize(
+    ("schedule", "width", "checkpoints"),
+    [
+        ("1f1b", WIDTH, False),
+        ("zb-h1", 4, False),
+        ("zb-h1", 4, True),
+        ("zb-h1", WIDTH, False),
+        ("zb-v", 4, False),
+        ("zb-v", 4, True),
+    ],
+)
+def test_gradients_in_a_forward_that_is_computed_again_are_those_of_one_process(
+    schedule: str, width: int, checkpoints: bool, wrt: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Forces(width, wrt) for _ in range(4))).double()
+    for step in range(2):
+        for x in forces_batch(width, step).chunk(MICROBATCHES):
+            (mse(model(x), torch.zeros_like(x)) / MICROBATCHES).backward()
+    of_ranks = ec.run(step_of_forces, 2, args=(width, wrt, schedule, checkpoints))
+    grads = {name: grad for rank in of_ranks for name, grad in rank.items()}
+    assert len(grads) == 8
+    for name, grad in grads.items():
+        layer, kind = name.split(".")[-3], name.split(".")[-1]
+        of = model.get_parameter(f"{layer}.inner.{kind}").grad
+        torch.testing.assert_close(grad, of, rtol=1e-11, atol=1e-13)
 
 
 def test_a_copy_of_a_stage_uses_its_own_weight() -> None:

@@ -15,6 +15,8 @@ from tests.architecture.sources import (
 # These, and whatever they import.
 WITHOUT_TORCH = {
     "pipeline.splitting.partition",
+    "pipeline.schedules.action_lists",
+    "pipeline.schedules.action_text",
     "pipeline.schedules.check",
     "pipeline.schedules.choose",
     "pipeline.schedules.controllable",

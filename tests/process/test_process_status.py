@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from echelon.process.process_status import ProcessStatus, activity, open_memory
+from echelon.process.process_status import (
+    ProcessStatus,
+    activity,
+    others_work,
+    resident_nbytes,
+)
 from tests.processes import wait_until
 
 
@@ -68,18 +74,42 @@ def test_two_processes_are_told_apart_by_when_they_were_started() -> None:
         assert other.start_ticks > mine.start_ticks
 
 
-def test_memory_is_opened_by_its_path_and_name_and_nothing_else_is(tmp_path: Path) -> None:
-    descriptor = os.memfd_create("of a test", os.MFD_CLOEXEC)
-    path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    os.write(descriptor, b"abc")
-    opened = open_memory(path, "of a test")
-    assert os.pread(opened, 3, 0) == b"abc"
-    os.close(opened)
-    with pytest.raises(OSError, match="is no memory that is called 'of another'"):
-        open_memory(path, "of another")
-    (tmp_path / "link").symlink_to("/dev/zero")
-    with pytest.raises(OSError, match="is no memory that is called 'of a test'"):
-        open_memory(str(tmp_path / "link"), "of a test")
-    os.close(descriptor)
-    with pytest.raises(OSError, match="No such file"):
-        open_memory(path, "of a test")
+def test_the_memory_of_a_process_is_known_while_it_lives() -> None:
+    nbytes = resident_nbytes(os.getpid())
+    assert nbytes is not None
+    assert nbytes > 2**20
+    assert resident_nbytes(2**30) is None
+
+
+BUSY = "while True: pass"
+STARTS = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {BUSY!r}])"
+
+
+@pytest.mark.parametrize("code", [BUSY, STARTS])
+def test_what_a_process_has_started_works_as_long_as_any_of_it_runs(code: str) -> None:
+    with child("import time; time.sleep(1000)"):
+        wait_until(lambda: not others_work())
+    with child(code) as process:
+        wait_until(others_work)
+        time.sleep(0.5)
+        assert others_work()
+        for number in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(number), signal.SIGKILL)
+    wait_until(lambda: not others_work())
+
+
+def test_threads_of_this_process_work_and_the_calling_one_does_not_count() -> None:
+    over = threading.Event()
+
+    def compute() -> None:
+        while not over.is_set():
+            sum(range(1000))
+
+    wait_until(lambda: not others_work())
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        wait_until(others_work)
+    finally:
+        over.set()
+        thread.join()

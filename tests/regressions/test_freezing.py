@@ -88,6 +88,51 @@ def test_weights_are_those_of_one_process_over(kind):
     run_world(kind, all_train_as_one_process, 2)
 
 
+def freezes_flat_parameters(world: ec.World) -> None:
+    states = []
+    for size in (world.size, 1):  # the last one on this process, with the batches of all
+        model = net()
+        if size > 1:
+            options = {"use_orig_params": False, "min_num_params": 0}
+            model = ec.FSDP(model, world.group, units=ec.units.by_type(nn.Linear), **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(6):
+            model.requires_grad_(step != 2)
+            frozen = [p for name, p in model.named_parameters() if name.startswith(f"{step % 3}.")]
+            for param in frozen:
+                param.requires_grad_(False)
+            x, y = (t.chunk(size)[world.rank % size] for t in rows(step, world.size))
+            loss = nn.functional.mse_loss(model(x.clone().requires_grad_()), y)
+            loss.backward()
+            assert all(param.grad is None for param in frozen)
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(model.state_dict())
+    assert_states_close(*states, rtol=0, atol=1e-12)
+    model = ec.FSDP(net(), world.group, use_orig_params=False).requires_grad_(False)
+    assert not any(param.requires_grad for param in model.unwrap().parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flat_parameters_are_frozen_and_thawed_over(kind):
+    run_world(kind, freezes_flat_parameters, 2)
+
+
+def freezes_a_part_of_a_flat_parameter(world: ec.World) -> None:
+    model = ec.FSDP(net(), world.group, use_orig_params=False)
+    model.module[0].bias.requires_grad_(False)
+    with pytest.raises(ec.StateError, match=r"parameter '0.bias' was frozen, and is in a flat"):
+        model(rows(0, 1)[0])
+    model.module.requires_grad_(False)
+    x = rows(0, 1)[0].requires_grad_()
+    model(x).sum().backward()
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_part_of_a_flat_parameter_is_not_frozen_alone():
+    run_world("threads", freezes_a_part_of_a_flat_parameter, 2)
+
+
 SHARED = ({"dp": 2}, {"shard": 2})
 PLANS = [
     *(({"pp": 2, **more}, schedule, {}) for more in ({}, *SHARED) for schedule in ("1f1b", "zb")),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.children import environ
+from tests.cli.jobs import ECHELON_RUN
 from tests.cli.jobs import Job as Started
 from tests.own_network import own_network
 from tests.processes import free_port, wait_until
@@ -225,7 +226,8 @@ found = [group.all_gather_object(group.rank) for group in groups]
 def test_a_process_group_of_the_script_is_taken_over_twice_and_proved_each_time(
     tmp_path: Path,
 ) -> None:
-    with Started(tmp_path, TAKES_OVER, str(tmp_path)) as job:
+    launcher = ("env", "ECHELON_OWN_BACKENDS=1", *ECHELON_RUN)
+    with Started(tmp_path, TAKES_OVER, str(tmp_path), launcher=launcher) as job:
         code, _, errors = job.end()
     assert (code, errors) == (0, [])
     assert results(tmp_path) == [[[0, 1]] * 3] * 2

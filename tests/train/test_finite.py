@@ -341,3 +341,25 @@ def scales(world: World) -> tuple[list[float], int]:
 
 def test_a_loss_scale_goes_down_when_the_guard_skips() -> None:
     assert ec.run(scales, 2) == [([8.0, 4.0, 4.0], 1)] * 2
+
+
+def test_a_guard_counts_on_from_its_state() -> None:
+    def main(world: World) -> str:
+        first, second = (
+            ec.FiniteGuard(nn.Linear(1, 1), world.group, action=SKIP, most_skips=2)
+            for _ in range(2)
+        )
+        for loss in (1.0, NAN, NAN):
+            first.allows_step(loss)
+        second.load_state_dict(first.state_dict())
+        assert (second.step, second.skipped) == (3, 2)
+        with pytest.raises(ArgumentError, match="the state of a FiniteGuard has step, skipped"):
+            second.load_state_dict({"step": 3})
+        with pytest.raises(ArgumentError, match="step is -1"):
+            second.load_state_dict({**first.state_dict(), "step": -1})
+        with pytest.raises(NonFiniteError) as caught:
+            second.allows_step(NAN)
+        return str(caught.value).split("\n")[0]
+
+    sentence = "step 4 is not finite, after 2 steps in a row that were skipped:"
+    assert ec.run(main, 1) == [sentence]

@@ -103,7 +103,12 @@ tensors = st.sampled_from(sorted(DTYPES)).flatmap(
 )
 arrays = st.sampled_from(
     [
-        *(np.arange(6).reshape(2, 3), np.array(1.5), np.zeros((0, 2), np.complex64)),
+        *(
+            np.arange(6).reshape(2, 3),
+            np.array(1.5),
+            np.zeros((0, 2), np.complex64),
+            np.array([1j]),
+        ),
         *(np.arange(6)[::-1], np.arange(6).reshape(2, 3).T, np.array([2**63], np.uint64)),
     ]
 )

@@ -9,7 +9,7 @@ Example:
     >>> # under torchrun: dist.init_process_group("echelon")
 """
 
-from echelon.c10d.process_group import BACKEND as BACKEND
+from echelon.c10d.named_process_group import BACKEND as BACKEND
 from echelon.c10d.process_group import ProcessGroupEchelon as ProcessGroupEchelon
 
 __all__ = ["BACKEND", "ProcessGroupEchelon"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import final
@@ -12,15 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.c10d.connection import Connection
 from echelon.c10d.translate import UNSET, seconds_of
-from echelon.comm.shm import ShmGroup
+from echelon.comm.profiler_spans import NO_SPAN, caller_span, profiler_runs
 from echelon.comm.work import Work
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, caller
 from echelon.errors import CommTimeout
 from echelon.process.background_threads import run_in_background
-
-# How often a receive from any rank looks for a message: often at first, later to spare the core.
-_LOOK_S = (0.00005, 0.001)
 
 
 @final
@@ -36,6 +33,7 @@ class C10dWork(dist.Work):
         timeout: seconds; None means the timeout of the group.
         kept: works that stay alive. C++ code may hold a work as a C++ object only, whose
             methods end with its Python object; so a work stays here until it is complete.
+        connection: of the process group.
         source: rank in the group from which a receive gets its message.
     """
 
@@ -47,6 +45,7 @@ class C10dWork(dist.Work):
         timeout: float | None = None,
         *,
         kept: set[C10dWork],
+        connection: Connection,
         source: Callable[[], int] = lambda: -1,
     ) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ class C10dWork(dist.Work):
         self._result = list(result)
         self._finish = finish
         self._timeout = timeout
-        self._kept = kept
+        self._kept, self._connection = kept, connection
         self._source = source
         self._lock = threading.Lock()
         self._error: Exception | None = None
@@ -100,6 +99,9 @@ class C10dWork(dist.Work):
             ended: torch.futures.Future[None] = torch.futures.Future()
             # C++ code sees an error of a future only when it was raised in a callback.
             self._future = ended.then(lambda _: self._outcome())
+            if self._connection.is_simulated:
+                # C++ code would wait for the future without handing on the turn of this rank.
+                self.exception()
             if self.is_completed():
                 ended.set_result(None)
             else:
@@ -162,7 +164,8 @@ class ReceiveFromAny(Work):
         source: rank in the group that sent it; -1 until it is known.
     """
 
-    def __init__(self, group: ShmGroup, tensor: Tensor, tag: int) -> None:
+    def __init__(self, connection: Connection, tensor: Tensor, tag: int) -> None:
+        group = connection.group
         call = CallSignature(
             "recv", tensor.dtype, (tensor.numel(),), None, None, f"tag {tag} from any rank"
         )
@@ -170,7 +173,7 @@ class ReceiveFromAny(Work):
             CollectiveCall(call, caller(), 0, group.name, group.ranks[group.rank], False)
         )
         self.source = -1
-        self._group, self._tensor, self._tag = group, tensor, tag
+        self._connection, self._tensor, self._tag = connection, tensor, tag
         self._receive: Work | None = None
 
     def done(self) -> bool:
@@ -180,19 +183,19 @@ class ReceiveFromAny(Work):
 
     def _found(self) -> Work | None:
         if self._receive is None:
-            source = self._group.probe(self._tag)
+            source = self._connection.probe(self._tag)
             if source is not None:
                 self.source = source
-                self._receive = self._group.irecv(self._tensor, source, self._tag)
+                group = self._connection.group
+                span = caller_span("recv", [self._tensor], group.name)
+                with span if profiler_runs() else NO_SPAN:
+                    self._receive = group.irecv(self._tensor, source, self._tag)
         return self._receive
 
     def _wait(self, timeout: float | None) -> None:
-        seconds = self._group.timeout if timeout is None else timeout
-        start_s = time.monotonic()
-        while (receive := self._found()) is None:
-            waited_s = time.monotonic() - start_s
-            if waited_s > seconds:
-                others = [rank for i, rank in enumerate(self._group.ranks) if i != self._group.rank]
-                raise CommTimeout(str(self.call), others, seconds)
-            time.sleep(min(max(waited_s / 10, _LOOK_S[0]), _LOOK_S[1]))
+        receive = self._found()
+        if receive is None:
+            self._connection.await_message(self.call.signature, self._tag, timeout)
+            receive = self._found()
+        assert receive is not None
         receive.wait(timeout)

@@ -1,15 +1,9 @@
-"""A group of this library in the shape of a process group of c10d.
-
-[Note: a process group in Python] c10d dispatches its collectives to a C++ ``Backend`` that Python
-cannot subclass (torch 2.13), but a creator may return a whole ``ProcessGroup``, which it can. C++
-code (DDP's reducer, functional collectives) reaches such a group through trampolines, and
-``torch.distributed`` calls it by name. So it takes the place of all backends of a process group and
-cannot share one with NCCL, as in ``"cpu:echelon,cuda:nccl"``.
-"""
+"""A group of this library in the shape of a process group of c10d."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import TypeAlias, final
@@ -19,13 +13,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from echelon import checks
+from echelon.c10d.connection import Connection, connect, of_processes
 from echelon.c10d.dist_work import C10dWork, ReceiveFromAny
-from echelon.c10d.translate import C10dOptions, copy_all, joined, reduction, seconds_of
-from echelon.comm.shm import ShmGroup, connect
+from echelon.c10d.monitored_barrier import MonitoredBarrier
+from echelon.c10d.named_process_group import BACKEND, NamedProcessGroup
+from echelon.c10d.sparse_reduction import SparseAllReduce
+from echelon.c10d.translate import (
+    C10dOptions,
+    copy_all,
+    joined,
+    joined_by_dtype,
+    reduction,
+    seconds_of,
+)
+from echelon.comm.profiler_spans import NO_SPAN, caller_span, profiler_runs
+from echelon.comm.shm import ShmGroup
 from echelon.comm.work import Work
-from echelon.errors import ArgumentError, StateError, UnsupportedError
-
-BACKEND = "echelon"
+from echelon.errors import ArgumentError
 
 # C++ always passes options; who calls a process group from Python may leave them out.
 _ALL_REDUCE = c10d.AllreduceOptions()
@@ -42,73 +47,32 @@ _BARRIER = c10d.BarrierOptions()
 # Issues an operation: in the background, giving its work; or up to its end, giving None.
 _Call: TypeAlias = Callable[[bool], Work | None]
 
-
-class _NoBackendError(UnsupportedError, RuntimeError):
-    """There is no backend for a device; c10d asks for some and expects a ``RuntimeError``."""
+# What the profiler shows of a call: the name of the operation, and the tensors that go into it.
+_Shown: TypeAlias = tuple[str, Sequence[Tensor]]
 
 
 @final
-class ProcessGroupEchelon(dist.ProcessGroup):
+class ProcessGroupEchelon(NamedProcessGroup):
     """A group of this library in the shape of a process group of c10d.
 
     Collectives that c10d asks for asynchronously run in the background, the others on the caller's
     thread. Reductions run in rank order, so results are bitwise equal on all ranks.
 
     Args:
-        group: does the work; closed with this process group.
+        connection: the group that does the work, or how it is reached; closed with this process
+            group.
         store: of c10d, for the ranks of this group.
     """
 
-    def __init__(self, group: ShmGroup, store: c10d.Store) -> None:
-        super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # as trampolines need it
-        self._group = group
-        self._store = store
-        self._name: str | None = None
+    @checks.also_named("group", "connection")
+    def __init__(self, connection: Connection | ShmGroup, store: c10d.Store) -> None:
+        if isinstance(connection, ShmGroup):
+            connection = of_processes(connection)
+        super().__init__(connection.group, store)
+        self._connection = connection
+        self._barriers = MonitoredBarrier(store, self._group.rank, self._group.size)
         self._num_issued = 0
         self._kept: set[C10dWork] = set()
-
-    # What c10d wants to know -----------------------------------------------------------------
-
-    def getBackendName(self) -> str:
-        """The name under which the backend is registered."""
-        return BACKEND
-
-    def getGroupName(self) -> str:
-        """The name that c10d gave to this process group."""
-        if self._name is None:
-            raise StateError("this process group has no name yet; torch.distributed gives it one")
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        """Take the name that c10d gives."""
-        self._name = name
-
-    _set_group_name = setGroupName
-    group_name = property(getGroupName)
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [self._group.device]
-
-    def _get_backend(  # type: ignore[override]
-        self, device: torch.device
-    ) -> ProcessGroupEchelon:
-        """The backend for a device: this process group is its own."""
-        if torch.device(device) != self._group.device:
-            raise _NoBackendError(
-                f"the backend {BACKEND!r} communicates tensors on {self._group.device}, not on "
-                f"{device}: make another process group for those"
-            )
-        return self
-
-    @property
-    def supports_coalescing(self) -> bool:
-        """Whether c10d may bracket calls to issue them as one; nothing is gained from it here."""
-        return False
-
-    def get_group_store(self) -> c10d.Store:
-        """The store of the ranks of this process group."""
-        return self._store
 
     def _get_sequence_number_for_group(self) -> int:
         return self._num_issued
@@ -120,15 +84,16 @@ class ProcessGroupEchelon(dist.ProcessGroup):
     def shutdown(self) -> None:
         """End communication in good order; c10d calls it when the process group is destroyed."""
         self._kept.clear()
-        self._group.close()
+        self._connection.close(None)
 
     def abort(self) -> None:
         """End communication at once, and let ranks that wait for this one fail."""
         self._kept.clear()
-        self._group.close("aborted its process group")
+        self._connection.close("aborted its process group")
 
     def _issue(
         self,
+        shown: _Shown,
         options: C10dOptions,
         result: Sequence[Tensor],
         calls: Sequence[_Call],
@@ -138,11 +103,34 @@ class ProcessGroupEchelon(dist.ProcessGroup):
         self._num_issued += 1
         seconds = seconds_of(options.timeout)
         in_background = options.asyncOp or seconds is not None
-        parts = [part for part in [call(in_background) for call in calls] if part is not None]
-        work = C10dWork(parts, result, finish, seconds, kept=self._kept)
-        if not options.asyncOp:
-            work.wait()
-        return work
+        with self._span(shown):
+            parts = [part for part in [call(in_background) for call in calls] if part is not None]
+            work = self._work(parts, result, finish, seconds)
+            if not options.asyncOp:
+                work.wait()
+            return work
+
+    def _span(self, shown: _Shown) -> AbstractContextManager[None]:
+        """The span of a call in the profiler, if one runs."""
+        return caller_span(*shown, self._group.name) if profiler_runs() else NO_SPAN
+
+    def _work(
+        self,
+        parts: Sequence[Work],
+        result: Sequence[Tensor],
+        finish: Callable[[], None] | None = None,
+        seconds: float | None = None,
+        source: Callable[[], int] = lambda: -1,
+    ) -> C10dWork:
+        return C10dWork(
+            parts,
+            result,
+            finish,
+            seconds,
+            source=source,
+            kept=self._kept,
+            connection=self._connection,
+        )
 
     # Reductions ------------------------------------------------------------------------------
 
@@ -151,15 +139,21 @@ class ProcessGroupEchelon(dist.ProcessGroup):
     ) -> dist.Work:
         """Replace each tensor by its reduction over all ranks."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        for tensor in tensors:
-            if tensor.layout != torch.strided:
-                raise UnsupportedError(
-                    f"all_reduce of {tensor.layout} tensors: the backend {BACKEND!r} reduces dense "
-                    "ones; call .to_dense(), or build the layer without sparse=True"
-                )
+        if any(tensor.layout != torch.strided for tensor in tensors):
+            return self._all_reduce_sparse(tensors, opts)
         op, sources = reduction(opts.reduceOp, tensors)
         calls = [partial(self._group.all_reduce, source, op) for source in sources]
-        return self._issue(opts, tensors, calls, partial(copy_all, tensors, sources))
+        finish = partial(copy_all, tensors, sources)
+        return self._issue(("all_reduce", tensors), opts, tensors, calls, finish)
+
+    def _all_reduce_sparse(
+        self, tensors: Sequence[Tensor], opts: c10d.AllreduceOptions
+    ) -> dist.Work:
+        op, _ = reduction(opts.reduceOp, [])
+        calls = [SparseAllReduce(self._group, tensor, op).run for tensor in tensors]
+        return self._issue(("all_reduce", tensors), opts, tensors, calls)
+
+    allreduce_sparse = allreduce  # by which C++ calls it
 
     def allreduce_coalesced(
         self,
@@ -168,18 +162,9 @@ class ProcessGroupEchelon(dist.ProcessGroup):
     ) -> dist.Work:
         """The same for many small tensors: those of one dtype travel as one."""
         op, sources = reduction(opts.reduceOp, tensors)
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for i, source in enumerate(sources):
-            by_dtype.setdefault(source.dtype, []).append(i)
-        buffers = [joined([sources[i] for i in places]) for places in by_dtype.values()]
-
-        def finish() -> None:
-            for buffer, places in zip(buffers, by_dtype.values(), strict=True):
-                targets = [tensors[i] for i in places]
-                copy_all(targets, buffer.split([target.numel() for target in targets]))
-
+        buffers, finish = joined_by_dtype(tensors, sources)
         calls = [partial(self._group.all_reduce, buffer, op) for buffer in buffers]
-        return self._issue(opts, tensors, calls, finish)
+        return self._issue(("all_reduce", tensors), opts, tensors, calls, finish)
 
     def reduce(  # type: ignore[override]
         self, tensors: Sequence[Tensor], opts: c10d.ReduceOptions = _REDUCE
@@ -189,7 +174,7 @@ class ProcessGroupEchelon(dist.ProcessGroup):
         calls = [partial(self._group.reduce, source, opts.rootRank, op) for source in sources]
         is_root = self._group.rank == opts.rootRank
         finish = partial(copy_all, tensors, sources) if is_root else None
-        return self._issue(opts, tensors, calls, finish)
+        return self._issue(("reduce", tensors), opts, tensors, calls, finish)
 
     def reduce_scatter(  # type: ignore[override]
         self,
@@ -212,7 +197,8 @@ class ProcessGroupEchelon(dist.ProcessGroup):
             copy_all([output], [parts[group.rank]])
             parts[group.rank] = output
             calls += [partial(group.reduce, part, dst, op) for dst, part in enumerate(parts)]
-        return self._issue(opts, outputs, calls)
+        shown = ("reduce_scatter", [part for of_ranks in inputs for part in of_ranks])
+        return self._issue(shown, opts, outputs, calls)
 
     def reduce_scatter_single(  # type: ignore[override]
         self, output: Tensor, input: Tensor, opts: c10d.ReduceScatterOptions = _REDUCE_SCATTER
@@ -232,7 +218,7 @@ class ProcessGroupEchelon(dist.ProcessGroup):
             partial(self._group.reduce_scatter_single, output, source, op)
             for output, source in zip(outputs, sources, strict=True)
         ]
-        return self._issue(opts, outputs, calls)
+        return self._issue(("reduce_scatter_single", inputs), opts, outputs, calls)
 
     # Copies ----------------------------------------------------------------------------------
 
@@ -241,7 +227,7 @@ class ProcessGroupEchelon(dist.ProcessGroup):
     ) -> dist.Work:
         """Copy each tensor of one rank to all ranks."""
         calls = [partial(self._group.broadcast, tensor, opts.rootRank) for tensor in tensors]
-        return self._issue(opts, tensors, calls)
+        return self._issue(("broadcast", tensors), opts, tensors, calls)
 
     def allgather(  # type: ignore[override]
         self,
@@ -254,7 +240,8 @@ class ProcessGroupEchelon(dist.ProcessGroup):
             partial(self._group.all_gather, of_ranks, input)
             for of_ranks, input in zip(outputs, inputs, strict=True)
         ]
-        return self._issue(opts, [part for of_ranks in outputs for part in of_ranks], calls)
+        results = [part for of_ranks in outputs for part in of_ranks]
+        return self._issue(("all_gather", inputs), opts, results, calls)
 
     def allgather_coalesced(
         self,
@@ -288,7 +275,7 @@ class ProcessGroupEchelon(dist.ProcessGroup):
             partial(self._group.all_gather_single, output, input)
             for output, input in zip(outputs, inputs, strict=True)
         ]
-        return self._issue(opts, outputs, calls)
+        return self._issue(("all_gather_single", inputs), opts, outputs, calls)
 
     def gather(  # type: ignore[override]
         self,
@@ -300,7 +287,7 @@ class ProcessGroupEchelon(dist.ProcessGroup):
         (input,) = inputs
         parts = outputs[0] if outputs else None
         call = partial(self._group.gather, input, parts, opts.rootRank)
-        return self._issue(opts, parts or [], [call])
+        return self._issue(("gather", inputs), opts, parts or [], [call])
 
     def scatter(  # type: ignore[override]
         self,
@@ -312,7 +299,7 @@ class ProcessGroupEchelon(dist.ProcessGroup):
         (output,) = outputs
         parts = inputs[0] if inputs else None
         call = partial(self._group.scatter, output, parts, opts.rootRank)
-        return self._issue(opts, outputs, [call])
+        return self._issue(("scatter", parts or []), opts, outputs, [call])
 
     def all_to_all_single(  # type: ignore[override]
         self,
@@ -325,7 +312,7 @@ class ProcessGroupEchelon(dist.ProcessGroup):
         """Send rows of a tensor to each rank and receive rows from each; no splits: equal ones."""
         splits = (output_splits or None, input_splits or None)
         call = partial(self._group.all_to_all_single, output, input, *splits)
-        return self._issue(opts, [output], [call])
+        return self._issue(("all_to_all_single", [input]), opts, [output], [call])
 
     def alltoall(  # type: ignore[override]
         self,
@@ -344,31 +331,40 @@ class ProcessGroupEchelon(dist.ProcessGroup):
             [tensor.numel() for tensor in inputs],
         )
         finish = partial(copy_all, outputs, received.split(lengths))
-        return self._issue(opts, outputs, [call], finish)
+        return self._issue(("all_to_all_single", inputs), opts, outputs, [call], finish)
 
     def barrier(  # type: ignore[override]
         self, opts: c10d.BarrierOptions = _BARRIER
     ) -> dist.Work:
         """Return when all ranks of the group have called it."""
-        return self._issue(opts, [], [self._group.barrier])
+        return self._issue(("barrier", []), opts, [], [self._group.barrier])
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return when all ranks have called it; rank 0 says which do not come in time."""
+        default = timedelta(seconds=self._group.timeout)
+        self._barriers.wait(default if timeout is None else timeout, wait_all_ranks)
 
     # Point to point --------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> dist.Work:
         """Start to send a tensor."""
-        parts = [self._group.isend(tensor, dst, tag) for tensor in tensors]
-        return C10dWork(parts, tensors, kept=self._kept)
+        with self._span(("send", tensors)):
+            parts = [self._group.isend(tensor, dst, tag) for tensor in tensors]
+        return self._work(parts, tensors)
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
         """Start to receive a tensor."""
-        parts = [self._group.irecv(tensor, src, tag) for tensor in tensors]
-        return C10dWork(parts, tensors, kept=self._kept, source=lambda: src)
+        with self._span(("recv", tensors)):
+            parts = [self._group.irecv(tensor, src, tag) for tensor in tensors]
+        return self._work(parts, tensors, source=lambda: src)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
         """Start to receive a tensor from whichever rank sends one."""
         (tensor,) = tensors
-        part = ReceiveFromAny(self._group, tensor, tag)
-        return C10dWork([part], tensors, kept=self._kept, source=lambda: part.source)
+        part = ReceiveFromAny(self._connection, tensor, tag)
+        return self._work([part], tensors, source=lambda: part.source)
 
     # torch 2.11 calls these by their former names.
     _allgather_base = all_gather_single
@@ -380,14 +376,7 @@ class ProcessGroupEchelon(dist.ProcessGroup):
 
 def _create(options: c10d._DistributedBackendOptions, _: object) -> ProcessGroupEchelon:
     """Connect the ranks of a new process group; c10d calls it on each of them."""
-    group = connect(
-        options.group_rank,
-        options.group_size,
-        options.store,
-        timeout=options.timeout.total_seconds(),
-        name=f"c10d {options.group_id}",
-    )
-    return ProcessGroupEchelon(group, options.store)
+    return ProcessGroupEchelon(connect(options), options.store)
 
 
 dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])

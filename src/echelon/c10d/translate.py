@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -54,7 +54,8 @@ def reduction(op: ReduceOp, tensors: Sequence[Tensor]) -> tuple[str, list[Tensor
     """
     kind = op.op  # type: ignore[attr-defined]  # torch's annotations lack it
     if kind == ReduceOp.PREMUL_SUM:
-        return "sum", [tensor.detach() * op.factor for tensor in tensors]
+        _, factor = cast(tuple[object, float], op.__getstate__())  # torch 2.11 has no other access
+        return "sum", [tensor.detach() * factor for tensor in tensors]
     if kind not in _REDUCTIONS:
         raise ArgumentError(f"{kind} is not one of {', '.join(_REDUCTIONS.values())}")
     return _REDUCTIONS[kind], list(tensors)
@@ -63,6 +64,23 @@ def reduction(op: ReduceOp, tensors: Sequence[Tensor]) -> tuple[str, list[Tensor
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """A new buffer with the elements of all tensors, end to end: 1D."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def joined_by_dtype(
+    targets: Sequence[Tensor], sources: Sequence[Tensor]
+) -> tuple[list[Tensor], Callable[[], None]]:
+    """A buffer for each dtype with the elements of its sources, and what copies them to targets."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for place, source in enumerate(sources):
+        by_dtype.setdefault(source.dtype, []).append(place)
+    buffers = [joined([sources[place] for place in places]) for places in by_dtype.values()]
+
+    def copy_back() -> None:
+        for buffer, places in zip(buffers, by_dtype.values(), strict=True):
+            of_dtype = [targets[place] for place in places]
+            copy_all(of_dtype, buffer.split([target.numel() for target in of_dtype]))
+
+    return buffers, copy_back
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

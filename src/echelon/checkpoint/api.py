@@ -23,9 +23,11 @@ from echelon.checkpoint.loading import (
     load_step,
     was_removed,
 )
-from echelon.checkpoint.records import MAX_STEP
-from echelon.checkpoint.saving import Saving
+from echelon.checkpoint.records import MAX_STEP, step_name
+from echelon.checkpoint.saving import LeftOut, Saving
 from echelon.comm.group import Group
+from echelon.diagnosis.rank_time import during
+from echelon.diagnosis.step_rows import Activity
 from echelon.errors import (
     ArgumentError,
     CheckpointCorrupt,
@@ -39,6 +41,7 @@ Folder = str | os.PathLike[str]
 _MAX_TRIES = 10  # of a load whose steps another job removes meanwhile
 
 
+@during(Activity.SAVING)
 def save(
     directory: Folder,
     *,
@@ -53,6 +56,8 @@ def save(
     """Save the state of a training as one step. All ranks that share it call it.
 
     Law: after a crash at any instant the step is complete, or it does not exist.
+
+    In a replay of a step (``ec.replay``) nothing is written.
 
     Args:
         directory: of the run; each step is a folder in it. On several hosts, one that all see.
@@ -89,6 +94,7 @@ def save(
     return _begin("save", directory, step, items, keep=keep, rng=rng).finish()
 
 
+@during(Activity.SAVING)
 def async_save(
     directory: Folder,
     *,
@@ -115,6 +121,8 @@ def async_save(
     """
     items = _sorted_items({"model": model, "optimizer": optimizer}, state, group)
     saving = _begin("async_save", directory, step, items, keep=keep, rng=rng)
+    if isinstance(saving, LeftOut):
+        return AsyncSave(saving, saving.target, [], lambda finish: lambda: None)
     try:  # from here on all ranks are in async_save
         background = Background.of(items.group)
         optimizers = [*items.optimizers.values()]
@@ -267,12 +275,15 @@ def _begin(
     *,
     keep: int | None,
     rng: bool,
-) -> Saving:
-    """Check the arguments of a save, and begin it on all ranks."""
+) -> Saving | LeftOut:
+    """Check the arguments of a save, and begin it on all ranks; not in a replay."""
     checks.flag("rng", rng)
     step = checks.integer("step", step, high=MAX_STEP)
     root = _folder(directory)
     keep = None if keep is None else checks.integer("keep", keep, low=1)
+    world = entered()
+    if world is not None and world.is_replay:
+        return LeftOut(root / step_name(step))
     _settle(items.group)
     saving = Saving(Coordinator(items.group, root), root, step, keep)
     saving.begin(call, items, rng=rng)

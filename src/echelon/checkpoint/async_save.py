@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from echelon import checks
-from echelon.checkpoint.saving import Saving
+from echelon.checkpoint.saving import LeftOut, Saving
 from echelon.checkpoint.tensors import copy_aside
 from echelon.comm import streams
 from echelon.comm.group import Group
@@ -43,7 +43,7 @@ class AsyncSave:
     failed then.
 
     Args:
-        saving: writes on another thread, which starts here.
+        saving: writes on another thread, which starts here; nothing in a replay.
         path: the folder of the step.
         optimizers: the optimizers that are saved.
         at_end: registers a function for the regular end of the world or the script.
@@ -60,7 +60,7 @@ class AsyncSave:
     """
 
     def __init__(
-        self, saving: Saving, path: Path, optimizers: Sequence[Optimizer], at_end: AtEnd
+        self, saving: Saving | LeftOut, path: Path, optimizers: Sequence[Optimizer], at_end: AtEnd
     ) -> None:
         self.path = path
         self._error: BaseException | None = None
@@ -105,7 +105,7 @@ class AsyncSave:
         self._remove_hooks()
         self._raise_error()
 
-    def _run(self, saving: Saving) -> None:
+    def _run(self, saving: Saving | LeftOut) -> None:
         try:
             saving.finish()
         except BaseException as error:  # raised by the next call

@@ -26,7 +26,8 @@ and no older step is loaded in its place. Anything that this text does not allow
 The other members are exactly these. They are written in this order, and read in any order:
 
 ``schema``
-    ``1``. A reader accepts it in any place.
+    ``2`` if the manifest has the dtype ``"C128"`` in it, else ``1``. A reader accepts it in any
+    place. There is no tensor of C128 in schema 1; otherwise the two are the same.
 ``step``
     the step, from 0 to 999,999,999.
 ``world``
@@ -41,8 +42,9 @@ The other members are exactly these. They are written in this order, and read in
     the number of bytes before the data, that is 8 + the length of the JSON text with its spaces;
     ``header_checksum``, that of these bytes. A rank that wrote nothing has no file.
 ``tensors``
-    an object, by name. Each is an object of ``dtype``, a name of safetensors' such as ``"F32"``;
-    ``shape``, an array; ``pieces``; and ``ties``, an array of further names of the tensor.
+    an object, by name. Each is an object of ``dtype``, a name of safetensors' such as ``"F32"``,
+    or ``"C128"``; ``shape``, an array; ``pieces``; and ``ties``, an array of further names of the
+    tensor.
 ``sections``
     an object: what was saved beside tensors. Free JSON; ``echelon.values`` says how Python
     values look in it.
@@ -51,8 +53,9 @@ The other members are exactly these. They are written in this order, and read in
 ``start + numel`` of the tensor, flattened in row-major order, lie in ``files[file]`` from byte
 ``offset`` on, little-endian and with nothing between them; ``checksum`` is that of these bytes.
 Pieces come in order of ``start`` and cover the tensor exactly once; a tensor without elements has
-none. An offset may be any number: nothing is aligned. BOOL is one byte, 0 or 1; C64 is two F32, the
-real part first.
+none. An offset may be any number: nothing is aligned. BOOL is one byte, 0 or 1; C64 is two F32, and
+C128 two F64, the real part first. safetensors has no C128, so that the headers of files, which need
+not be read, have F64 and a last dim of 2 for it.
 
 **Laws**, which a reader checks before it uses anything. The pieces of a file and its header cover
 its bytes exactly once, so that no byte is without a checksum. Names of tensors, ties included, are
@@ -83,9 +86,9 @@ from echelon.checkpoint.records import (
 )
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointTooNew
 from echelon.values.untrusted_json import Json, brief, read_json, write_json
-from echelon.values.value_types import is_size
+from echelon.values.value_types import COMPLEX128, is_size
 
-SCHEMA = 1
+SCHEMA = 2  # the newest
 PREFIX_NBYTES = 64  # the first bytes of a manifest, which contain its schema
 _MEMORY = 160 * 2**20  # bytes that reading may take beside the file and the pieces
 _PREFIX, _CHECKSUM_END = b'{"checksum":"', b'",'  # around the 16 digits
@@ -167,9 +170,9 @@ class Manifest:
         schema = content.get("schema") if isinstance(content, dict) else None
         _refuse_newer(schema, path)
         try:
-            if type(schema) is not int or schema != SCHEMA:
+            if type(schema) is not int or not 1 <= schema <= SCHEMA:
                 raise Inconsistent(f"unknown schema {brief(schema)}")
-            return _manifest(content)
+            return _manifest(content, schema)
         except Inconsistent as error:
             what, tensor = error.what, error.tensor
         # Outside of the handler, so that the error does not keep the manifest alive.
@@ -214,10 +217,17 @@ def _check_bytes(data: bytes, path: object) -> None:
         )
 
 
+def _schema(manifest: Manifest) -> int:
+    """The oldest schema that has what is in the manifest, so that older versions can read it."""
+    sections = write_json(dict(manifest.sections), "the manifest")
+    dtypes = {tensor.dtype for tensor in manifest.tensors.values()}
+    return 2 if COMPLEX128 in dtypes or f'"{COMPLEX128}"'.encode() in sections else 1
+
+
 def _fields(manifest: Manifest) -> dict[str, object]:
     """The members of the JSON object after the checksum."""
     return {
-        "schema": SCHEMA,
+        "schema": _schema(manifest),
         "step": manifest.step,
         "world": dict(manifest.world),
         "versions": dict(manifest.versions),
@@ -244,11 +254,11 @@ def _fields(manifest: Manifest) -> dict[str, object]:
     }
 
 
-def _manifest(content: Json) -> Manifest:
+def _manifest(content: Json, schema: int) -> Manifest:
     """The manifest of a JSON value; its constructor checks what is in the arrays."""
     members = _members(content, "it", _MEMBERS)
     tensors = _dict(members["tensors"], "tensors")
-    return Manifest(
+    manifest = Manifest(
         step=cast(int, members["step"]),
         world=_dict(members["world"], "world"),
         versions=cast(dict[str, str], _dict(members["versions"], "versions")),
@@ -257,6 +267,10 @@ def _manifest(content: Json) -> Manifest:
         tensors={name: _tensor(name, content) for name, content in tensors.items()},
         sections=_dict(members["sections"], "sections"),
     )
+    for name, tensor in manifest.tensors.items():
+        if schema == 1 and tensor.dtype == COMPLEX128:
+            raise Inconsistent(f"there is no {COMPLEX128} in schema 1", name)
+    return manifest
 
 
 def _file(content: Json) -> SavedFile:

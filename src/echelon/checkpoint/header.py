@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 from echelon.checkpoint.records import MAX_HEADER_NBYTES, is_key
 from echelon.errors import ArgumentError, CheckpointCorrupt
 from echelon.values.untrusted_json import Json, brief, read_json, write_json
-from echelon.values.value_types import DTYPES, is_size, nbytes_of, tensor_problem
+from echelon.values.value_types import FILE_DTYPES, is_size, nbytes_of, tensor_problem
 
 _ALIGN = 64  # the data begin in a line of the cache
 _LENGTH_NBYTES = 8
@@ -30,7 +30,7 @@ _ENDS_LIKE_A_RANGE = re.compile(r".*\[[0-9]+:[0-9]+\]", re.DOTALL)
 
 
 class Entry(NamedTuple):
-    """One tensor in a file; ``dtype`` is named as in ``DTYPES``."""
+    """One tensor in a file; ``dtype`` is one of ``FILE_DTYPES``."""
 
     key: str
     dtype: str
@@ -78,7 +78,7 @@ def header(entries: Sequence[Entry]) -> bytes:
             )
         if key in members:
             raise ArgumentError(f"two tensors in a file of a checkpoint are named {brief(key)}")
-        if dtype not in DTYPES or nbytes != nbytes_of(dtype, shape):
+        if dtype not in FILE_DTYPES or nbytes != nbytes_of(dtype, shape):
             raise ArgumentError(f"{key!r:.80}: {nbytes} bytes are no {dtype} of shape {shape}")
         members[key] = {
             "dtype": dtype,
@@ -153,7 +153,7 @@ def _placed(members: dict[str, Json], path: object) -> Iterator[tuple[tuple[int,
         dtype, shape, offsets = member["dtype"], member["shape"], member["data_offsets"]
         if type(shape) is not list:
             raise CheckpointCorrupt(f"its shape is {brief(shape)}", path, tensor=key)
-        problem = tensor_problem(dtype, shape)
+        problem = tensor_problem(dtype, shape, FILE_DTYPES)
         if problem is not None:
             raise CheckpointCorrupt(problem, path, tensor=key)
         if type(offsets) is not list or len(offsets) != 2 or not all(map(is_size, offsets)):

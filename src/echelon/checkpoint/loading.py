@@ -363,8 +363,8 @@ class _Loading:
             ) from error
         if self._random is not None:
             world = entered()
-            is_simulated = world is not None and world.backend == "threads"
-            shared = self._coordinator.rank == 0 or not is_simulated
+            shares_streams = world is not None and world.shares_streams
+            shared = self._coordinator.rank == 0 or not shares_streams
             self._random.restore(self._items.device, shared=shared)
 
     def loaded(self) -> Loaded:

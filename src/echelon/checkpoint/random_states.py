@@ -27,25 +27,71 @@ _NUM_KEYS = 624  # of the Mersenne twister
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """The states of this rank's generators; simulated ranks share all of them but torch's.
+    """The states of this rank's generators; concurrent simulated ranks share all but torch's.
 
     Raises:
         ArgumentError: NumPy's generator was exchanged for another kind.
     """
-    version, numbers, gauss = random.getstate()
+    return RandomChanges(device).states()
+
+
+@final
+class RandomChanges:
+    """The states of this rank's generators, of which only those that have changed are given.
+
+    Args:
+        device: of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: dict[str, Any] = {}  # as the generators give them
+
+    def forget(self) -> None:
+        """Give all states the next time."""
+        self._last.clear()
+
+    def states(self) -> dict[str, Any]:
+        """The states that have changed since the last time, in the form of ``random_states``.
+
+        Raises:
+            ArgumentError: NumPy's generator was exchanged for another kind.
+        """
+        changed: dict[str, Any] = {}
+        python = random.getstate()
+        if self._last.get("python") != python:
+            self._last["python"] = python
+            version, numbers, gauss = python
+            changed["python"] = [version, _tensor(numbers), gauss]
+        kind, keys, *rest = _numpy_state()
+        last_keys, last_rest = self._last.get("numpy", (None, None))
+        if last_rest != rest or not np.array_equal(keys, last_keys):
+            self._last["numpy"] = keys, rest
+            changed["numpy"] = [kind, _tensor(keys), *rest]
+        for name, state in (
+            ("torch", torch.get_rng_state()),
+            ("device", streams.random_state(self._device)),
+        ):
+            last = self._last.get(name)
+            if name not in self._last or not _are_equal(last, state):
+                self._last[name] = changed[name] = state
+        return changed
+
+
+def _numpy_state() -> tuple[Any, ...]:
     state = np.random.get_state(legacy=True)
     if not isinstance(state, tuple):
         raise ArgumentError(
             f"NumPy's global generator is a {state['bit_generator']} and not the MT19937 that it "
             "begins with, so its state cannot be saved: give rng=False, and the state by a name"
         )
-    kind, keys, position, has_gauss, cached = state
-    return {
-        "python": [version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), gauss],
-        "numpy": [kind, _tensor(keys), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-        "device": streams.random_state(device),
-    }
+    return state
+
+
+def _are_equal(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first, second)
 
 
 @final
@@ -132,7 +178,7 @@ class RandomStates:
         return states
 
     def restore(self, device: torch.device, *, shared: bool) -> None:
-        """Set this rank's generators; with ``shared``, also those that simulated ranks share."""
+        """Set this rank's generators; with ``shared``, also those that concurrent ranks share."""
         torch.set_rng_state(self.of_torch)
         if shared:
             random.setstate(self.of_python)
@@ -153,4 +199,4 @@ def _items(value: object) -> list[Any]:
 
 
 def _tensor(keys: object) -> Tensor:
-    return torch.from_numpy(np.asarray(keys).astype(np.int64))
+    return torch.from_numpy(np.array(keys, np.int64))

@@ -15,6 +15,7 @@ with [4]: raised at once, it would leave the other ranks waiting.
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -34,7 +35,7 @@ from echelon.checkpoint.files import NewFile
 from echelon.checkpoint.format import Manifest
 from echelon.checkpoint.header import header
 from echelon.checkpoint.items import CheckpointItems
-from echelon.checkpoint.records import MANIFEST, SavedFile, file_name, step_name
+from echelon.checkpoint.records import MANIFEST, SavedFile, file_name, step_name, step_of
 from echelon.checkpoint.saved_step import is_whole
 from echelon.checkpoint.sections import Json, Section, merge_sections
 from echelon.checkpoint.write_items import WriteItem, merge_reports, plan_writes, report_items
@@ -121,6 +122,14 @@ class Saving:
                 self._facts[name] = section.facts
 
     def _make_folder(self) -> str:
+        real = Path(os.path.realpath(self._root))
+        for folder in (real, *real.parents):
+            if step_of(folder.name) is not None and (folder / MANIFEST).exists():
+                raise CheckpointError(
+                    "this is a step that was saved, and a file more in it would make it a damaged "
+                    f"one: save into the folder of the run, {folder.parent}, or into another",
+                    folder,
+                )
         files.make_folder(self._root)
         try:
             self._lock.enter_context(files.lock(self._root))
@@ -250,6 +259,22 @@ class Saving:
                     target,
                     errno=error.errno,
                 ) from error
+
+
+@final
+class LeftOut:
+    """A save that writes nothing, because a step of another run is computed again.
+
+    Args:
+        target: the folder of the step, if it were saved.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def finish(self) -> Path:
+        """The folder of the step."""
+        return self.target
 
 
 def _versions() -> dict[str, str]:

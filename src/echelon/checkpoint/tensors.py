@@ -19,6 +19,7 @@ from torch import Tensor
 
 from echelon.checkpoint.checksum import Checksum
 from echelon.comm.buffers import is_expanded
+from echelon.comm.object_bytes import flat_bytes
 from echelon.comm.streams import is_cpu
 from echelon.errors import ArgumentError
 
@@ -48,9 +49,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def memory_of(flat: Tensor) -> memoryview:
     """The memory of a plain tensor, 1D."""
-    if not flat.numel():
-        return memoryview(b"")
-    return flat.view(torch.uint8).numpy().data
+    return flat_bytes(flat).numpy().data
 
 
 def copy_aside(tensor: Tensor, memory: Tensor) -> Tensor:

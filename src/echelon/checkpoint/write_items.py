@@ -17,7 +17,7 @@ from echelon.checkpoint.sections import Json, Section, per_rank_name
 from echelon.checkpoint.tensors import bytes_of, is_plain
 from echelon.errors import StateError
 from echelon.state.tensor_shard import Replication, TensorShard
-from echelon.values.value_types import dtype_name
+from echelon.values.value_types import COMPLEX128, dtype_name
 
 
 @final
@@ -54,7 +54,10 @@ class WriteItem:
         numel = self.values.numel()
         shape = self.shape if numel == prod(self.shape) else (numel,)
         key = key_of(self.name, self.shape, self.start, numel)
-        return Entry(key, dtype_name(self.values.dtype), shape, self.nbytes)
+        dtype = dtype_name(self.values.dtype)
+        if dtype == COMPLEX128:  # safetensors does not have it
+            dtype, shape = "F64", (*shape, 2)
+        return Entry(key, dtype, shape, self.nbytes)
 
     def bytes(self) -> memoryview:
         """The bytes of the range."""

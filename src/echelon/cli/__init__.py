@@ -5,22 +5,36 @@ Torch is imported only in a command that needs it, so that help and wrong option
 
 from __future__ import annotations
 
-from enum import StrEnum
-from itertools import pairwise
-from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from echelon.cli.checkpoint_commands import app as checkpoints_app
-from echelon.launch.program import Launch, Program
-from echelon.process import time_limits
+from echelon.cli.replay_options import replay_with
+from echelon.cli.run_command import World, WorldKind, run_script
 from echelon.version import __version__
 
 __all__ = ["app", "main"]
 
+
+class CommandsOfTwoWords(typer.core.TyperGroup):
+    """Finds the command ``schedule check``, which is no form of ``schedule NAME``.
+
+    No schedule has the name of such a command; ``tests/cli/test_schedule_check.py`` checks it.
+    """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Take two words as the name of a command where there is one of that name."""
+        two_words = " ".join(args[:2])
+        if len(args) > 1 and two_words in self.commands:
+            args = [two_words, *args[2:]]
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=CommandsOfTwoWords,
     help="Train one PyTorch model on many ranks.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -30,6 +44,7 @@ app = typer.Typer(
 
 
 app.add_typer(checkpoints_app, name="checkpoint")
+app.command("replay")(replay_with)
 
 
 def _show_version(wanted: bool) -> None:
@@ -50,150 +65,8 @@ def _root(
     """Train one PyTorch model on many ranks."""
 
 
-class WorldKind(StrEnum):
-    """The kinds of ranks of ``echelon run``."""
-
-    PROCESSES = "processes"
-    THREADS = "threads"
-
-
-Ranks = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="How many ranks to start; without it, those of a --plan among ARGUMENTS."
-    ),
-]
-World = Annotated[
-    WorldKind,
-    typer.Option(help="Processes of this host, or simulated ranks: threads of one process."),
-]
-LogDir = Annotated[
-    Path | None,
-    typer.Option(help="Keep what the processes print here; otherwise only after a failure."),
-]
-MaxRestarts = Annotated[
-    int, typer.Option(min=0, help="How often all ranks start again after a failure.")
-]
-Grace = Annotated[
-    float | None,
-    typer.Option(
-        min=0, help="Seconds to save and leave after a signal, before ranks are killed. Default: 5."
-    ),
-]
-Timeout = Annotated[
-    float | None, typer.Option(min=0.001, help="Seconds that a rank waits for others in one call.")
-]
-
-
-Module = Annotated[
-    bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")
-]
-Tee = Annotated[
-    bool, typer.Option("--tee", help="Show what all ranks print, each line with its rank.")
-]
-
-
 # Options end at the script; what follows is the script's, dashes included.
-@app.command("run", context_settings={"allow_interspersed_args": False})
-def _run(
-    script: Annotated[str, typer.Argument(help="A Python script; with -m, the name of a module.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="For the script.")
-    ] = None,
-    ranks: Ranks = None,
-    world: World = WorldKind.PROCESSES,
-    log_dir: LogDir = None,
-    max_restarts: MaxRestarts = 0,
-    grace: Grace = None,
-    timeout: Timeout = None,
-    module: Module = False,
-    tee: Tee = False,
-    show_command: Annotated[
-        bool, typer.Option("--print", help="Show the command that does it and start nothing.")
-    ] = False,
-) -> None:
-    """Run SCRIPT on many ranks of this machine.
-
-    The script gets its world from echelon.init(). Processes are started and ended by torch's
-    agent, and what rank 0 prints is shown; --tee shows what all print. Simulated ranks all print to
-    the same place.
-
-    SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks. A script with ec.StopSignals saves on
-    SIGTERM and SIGUSR1 and leaves with exit code 75; this command then leaves with 75, too, and
-    the same command resumes the job. Ctrl-C (SIGINT) ends the ranks without saving, unless the
-    script catches it.
-    """
-    ranks = _num_ranks(ranks, arguments or [])
-    program = Program(script, is_module=module)
-    if (problem := program.problem()) is not None:
-        raise typer.BadParameter(problem, param_hint="SCRIPT")
-    if world is WorldKind.THREADS:
-        _refuse_for_threads(
-            {
-                "--print": show_command,
-                "--log-dir": log_dir is not None,
-                "--max-restarts": max_restarts > 0,
-                "--grace": grace is not None,
-            }
-        )
-        from echelon.launch.simulated_job import run_threads
-
-        raise typer.Exit(run_threads(program, arguments or [], ranks, timeout, tee=tee))
-    from echelon.launch import local_job
-
-    launch = Launch(
-        program=program,
-        arguments=tuple(arguments or ()),
-        ranks=ranks,
-        log_dir=log_dir,
-        max_restarts=max_restarts,
-        grace=time_limits.SAVE_S if grace is None else grace,
-        timeout=timeout,
-        tee=tee,
-    )
-    if show_command:
-        typer.echo(launch.shown())
-        return
-    raise typer.Exit(local_job.run_processes(launch))
-
-
-def _refuse_for_threads(given: dict[str, bool]) -> None:
-    """Refuse an option that was given and is only for processes."""
-    for option, was_given in given.items():
-        if was_given:
-            raise typer.BadParameter(
-                "simulated ranks are threads of this process and need no agent: "
-                "use it with --world processes",
-                param_hint=option,
-            )
-
-
-def _num_ranks(ranks: int | None, arguments: list[str]) -> int:
-    """The number of ranks to start, from --ranks or from a plan among the script's arguments."""
-    from echelon.errors import ArgumentError
-    from echelon.plan.axes import axes_of
-
-    plans = [after for name, after in pairwise(arguments) if name == "--plan"]
-    prefix = "--plan="
-    plans += [text.removeprefix(prefix) for text in arguments if text.startswith(prefix)]
-    if not plans:
-        if ranks is None:
-            raise typer.BadParameter(
-                "say how many, or give the script a --plan such as pp=2,shard=2",
-                param_hint="--ranks",
-            )
-        return ranks
-    try:
-        planned = prod(axes_of(plans[-1]).values())
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error), param_hint="--plan") from error
-    if ranks is not None and ranks != planned:
-        raise typer.BadParameter(
-            f"it is {ranks}, and --plan {plans[-1]} is for {planned}: leave --ranks out, or change "
-            "one of them",
-            param_hint="--ranks",
-        )
-    return planned
+app.command("run", context_settings={"allow_interspersed_args": False})(run_script)
 
 
 @app.command("report")
@@ -258,6 +131,105 @@ def _schedule(
     )
     try:
         raise typer.Exit(schedule_command.show(request))
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command("compare")
+def _compare(
+    script: Annotated[
+        str, typer.Argument(help="Defines make_model, batches, loss_fn, optimizer, and train.")
+    ],
+    plan: Annotated[
+        list[str] | None,
+        typer.Option(help="Compare this plan, such as pp=2,shard=2; may be given several times."),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="How many ranks train() runs on. Default: 2.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="How many steps are compared.")] = 3,
+    world: World = WorldKind.THREADS,
+    clip: Annotated[
+        float | None, typer.Option(help="Clip gradients to this norm: on one process, in a plan.")
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Of plans with pp > 1. Default: 2 for each stage.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the results.")] = None,
+) -> None:
+    """Train on ranks and on one process, and say where they first differ, and why.
+
+    SCRIPT is run once, under another name than __main__. Without --plan its train(world, model,
+    batches, optimizer) is compared, or its plan. Leaves with 1 if something is not the same.
+    """
+    from echelon.cli import compare_command
+    from echelon.errors import ArgumentError, UnsupportedError
+
+    request = compare_command.CompareRequest(
+        script=script,
+        plans=tuple(plan or ()),
+        ranks=ranks,
+        steps=steps,
+        world=world.value,
+        clip=clip,
+        microbatches=microbatches,
+        html=html,
+    )
+    try:
+        raise typer.Exit(compare_command.show(request))
+    except (ArgumentError, UnsupportedError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command("ps")
+def _ps() -> None:
+    """Show the jobs of this host, and of every rank: step, memory, what it does, and last call."""
+    from echelon.cli import running_jobs
+
+    raise typer.Exit(running_jobs.show_jobs())
+
+
+@app.command("look")
+def _look(
+    run: Annotated[int, typer.Argument(help="The job of echelon ps, or the pid of a rank.")],
+    stacks: Annotated[
+        bool, typer.Option("--stacks", help="Also ask every rank for its Python stack.")
+    ] = False,
+) -> None:
+    """Show one running job: who waits for whom, in which call, and with --stacks where."""
+    from echelon.cli import running_jobs
+
+    raise typer.Exit(running_jobs.show_job(run, with_stacks=stacks))
+
+
+@app.command("schedule check")
+def _schedule_check(
+    file: Annotated[str, typer.Argument(help="A CSV or printed lists; - is the standard input.")],
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Judge under this rule, also several times: blocking, eager, pair-queue, "
+            "rank-queue. Default: the first three."
+        ),
+    ] = None,
+    batched: Annotated[
+        bool, typer.Option("--batched", help="Sends and receives in a row are one batch.")
+    ] = False,
+    svg: Annotated[Path | None, typer.Option(help="Draw the circles or the timeline here.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with all of it here.")] = None,
+) -> None:
+    """Say whether a pipeline schedule that anybody wrote is legal, and who waits for whom.
+
+    FILE has the actions of each rank: PyTorch's CSV, with or without sends and receives, or lists
+    as they are printed. Exit code 0: legal under each rule. 1: not legal. 2: FILE cannot be read.
+    """
+    from echelon.cli import schedule_check
+    from echelon.errors import ArgumentError
+
+    try:
+        raise typer.Exit(
+            schedule_check.show(file, rule, batched=batched, files={"svg": svg, "html": html})
+        )
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
 

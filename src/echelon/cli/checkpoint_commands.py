@@ -125,7 +125,7 @@ def _list_steps(folder: Path) -> int:
     from rich.table import Table
 
     from echelon.checkpoint.saved_step import SavedStep
-    from echelon.observe.progress import bytes_text
+    from echelon.page import bytes_text
 
     table = Table(box=box.MARKDOWN)
     for name in ("step", "ranks", "tensors", "size", "torch", "holds"):

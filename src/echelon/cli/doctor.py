@@ -21,7 +21,7 @@ from echelon.comm.buffers import available_nbytes
 from echelon.comm.shm.segment import Segment
 from echelon.errors import EchelonError
 from echelon.launch.run import run
-from echelon.observe.progress import bytes_text
+from echelon.page import bytes_text
 
 if TYPE_CHECKING:
     from echelon.comm.world import World

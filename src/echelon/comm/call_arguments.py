@@ -13,6 +13,7 @@ from echelon.comm.buffers import is_expanded
 from echelon.errors import ArgumentError
 
 _QUANTIZED = "torch.q"  # qint8, quint4x2, …
+_STRIDED = torch.strided
 
 
 @final
@@ -29,30 +30,51 @@ class Arguments:
         self, op: str, read: Sequence[Tensor] = (), written: Sequence[Tensor] = ()
     ) -> torch.dtype:
         """Check all tensors of a call and return their common dtype."""
-        first, *_ = tensors = (*read, *written)
-        for tensor in tensors:
-            if not isinstance(tensor, Tensor):
-                raise ArgumentError(f"{op} got {tensor!r:.80}; give a tensor")
-            if tensor.is_nested or tensor.is_quantized:
-                kind = "nested" if tensor.is_nested else "quantized"
+        dtype: torch.dtype | None = None
+        for tensor in (*read, *written):
+            if (
+                not isinstance(tensor, Tensor)
+                or tensor.is_nested
+                or tensor.is_quantized
+                or tensor.layout is not _STRIDED
+                or tensor.device != self.device
+            ):
+                raise self._refusal(op, tensor)
+            if dtype is None:
+                dtype = tensor.dtype
+            elif tensor.dtype is not dtype:
                 raise ArgumentError(
-                    f"{op} got a {kind} tensor; give a dense one, such as its values"
-                )
-            if tensor.layout != torch.strided:
-                raise ArgumentError(
-                    f"{op} takes dense tensors, not {tensor.layout}: call .to_dense() first"
-                )
-            if tensor.dtype != first.dtype:
-                raise ArgumentError(
-                    f"{op} got tensors of {first.dtype} and {tensor.dtype}; use one dtype"
-                )
-            if tensor.device != self.device:
-                raise ArgumentError(
-                    f"{op} got a tensor on {tensor.device}; this group is on {self.device}"
+                    f"{op} got tensors of {dtype} and {tensor.dtype}; use one dtype"
                 )
         for tensor in written:
-            _check_writable(op, tensor)
-        return first.dtype
+            if is_expanded(tensor):
+                raise ArgumentError(
+                    f"{op} cannot write to a tensor of shape {tuple(tensor.shape)} and strides "
+                    f"{tensor.stride()}: several of its elements are one place in memory (it was "
+                    "expanded). Call .contiguous() on it first"
+                )
+        assert dtype is not None
+        return dtype
+
+    def _refusal(self, op: str, tensor: object) -> ArgumentError:
+        """The error for what no call takes."""
+        if not isinstance(tensor, Tensor):
+            return ArgumentError(f"{op} got {tensor!r:.80}; give a tensor")
+        if tensor.is_nested or tensor.is_quantized:
+            kind = "nested" if tensor.is_nested else "quantized"
+            return ArgumentError(f"{op} got a {kind} tensor; give a dense one, such as its values")
+        if tensor.layout != _STRIDED:
+            return ArgumentError(
+                f"{op} takes dense tensors, not {tensor.layout}: call .to_dense() first"
+            )
+        return ArgumentError(
+            f"{op} got a tensor on {tensor.device}; this group is on {self.device}"
+        )
+
+    def check_label(self, label: object) -> None:
+        """Refuse a label that is no text."""
+        if label is not None and not isinstance(label, str):
+            raise ArgumentError(f"label is {label!r:.80}; give a str, or None")
 
     def check_rank(self, what: str, rank: object) -> None:
         """Refuse anything but a rank of the group."""
@@ -120,19 +142,19 @@ class Arguments:
                 f"{op}: {what} has no dim 0 to cut into parts: give at least one dim"
             )
         rows = tensor.shape[0]
+        row = tensor.numel() // rows if rows else 0
         if splits is None:
             if rows % self.size:
                 raise ArgumentError(
                     f"{op}: {what} has {rows} rows, not a multiple of {self.size} ranks; "
                     f"give {what}_splits"
                 )
-            splits = [rows // self.size] * self.size
+            return [rows // self.size * row] * self.size
         lengths = checks.integers(f"{what}_splits", splits)
         if len(lengths) != self.size or sum(lengths) != rows:
             raise ArgumentError(
                 f"{op}: {what}_splits {lengths} do not cut {rows} rows for {self.size} ranks"
             )
-        row = tensor[0].numel() if rows else 0
         return [length * row for length in lengths]
 
     def memory(self, op: str, numel: object, dtype: object) -> int:
@@ -157,13 +179,3 @@ def _check_list(op: str, what: str, tensors: object) -> None:
     """Refuse anything but a list; ``check_tensors`` checks its items."""
     if not isinstance(tensors, list | tuple):
         raise ArgumentError(f"{op}: {what} is {tensors!r:.80}; give a list of tensors, one a rank")
-
-
-def _check_writable(op: str, tensor: Tensor) -> None:
-    """Refuse an output whose elements share memory, as after ``expand``."""
-    if is_expanded(tensor):
-        raise ArgumentError(
-            f"{op} cannot write to a tensor of shape {tuple(tensor.shape)} and strides "
-            f"{tensor.stride()}: several of its elements are one place in memory (it was "
-            "expanded). Call .contiguous() on it first"
-        )

@@ -20,7 +20,7 @@ from echelon.comm.buffers import disjoint_input, flattened
 from echelon.comm.call_arguments import Arguments
 from echelon.comm.primitives import AllReduce, Derived, Exchange, ReduceScatter, Request
 from echelon.comm.streams import is_cpu, synchronize
-from echelon.diagnosis.collective_call import CallSignature
+from echelon.diagnosis.collective_call import CallSignature, signature_of
 
 
 @final
@@ -97,9 +97,10 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def reduce(arguments: Arguments, tensor: Tensor, dst: int, op: str, label: str | None) -> Request:
     """See ``Group.reduce``."""
+    arguments.check_label(label)
     arguments.check_rank("dst", dst)
     reduce_op.check_op(op, arguments.check_tensors("reduce", written=[tensor]))
-    signature = CallSignature("reduce", tensor.dtype, tuple(tensor.shape), op, dst, label)
+    signature = signature_of("reduce", tensor.dtype, tensor.shape, op, dst, label)
     flat, finish = flattened(tensor)
     return signature, Reduce(flat, dst, op), finish
 
@@ -112,13 +113,16 @@ def gather(
     label: str | None,
 ) -> Request:
     """See ``Group.gather``."""
+    arguments.check_label(label)
     arguments.check_rank("dst", dst)
     targets = arguments.list_of_root("gather", "outputs", outputs, root=dst)
     arguments.check_tensors("gather", [tensor], targets)
     arguments.check_numels("gather", "outputs", targets, tensor)
-    signature = CallSignature("gather", tensor.dtype, tuple(tensor.shape), None, dst, label)
+    signature = signature_of("gather", tensor.dtype, tensor.shape, None, dst, label)
     pairs = [flattened(target) for target in targets]
-    operation = Gather([flat for flat, _ in pairs], flattened(tensor)[0], dst)
+    flats = [flat for flat, _ in pairs]
+    input = disjoint_input(flattened(tensor)[0], flats, dst if flats else None)
+    operation = Gather(flats, input, dst)
     return signature, operation, tuple(step for _, steps in pairs for step in steps)
 
 
@@ -130,11 +134,12 @@ def scatter(
     label: str | None,
 ) -> Request:
     """See ``Group.scatter``."""
+    arguments.check_label(label)
     arguments.check_rank("src", src)
     sources = arguments.list_of_root("scatter", "inputs", inputs, root=src)
     arguments.check_tensors("scatter", sources, [tensor])
     arguments.check_numels("scatter", "inputs", sources, tensor)
-    signature = CallSignature("scatter", tensor.dtype, tuple(tensor.shape), None, src, label)
+    signature = signature_of("scatter", tensor.dtype, tensor.shape, None, src, label)
     flat, finish = flattened(tensor)
     parts = [flattened(source)[0] for source in sources]
     # The part of this rank may be ``tensor`` itself; the parts of peers must not change.
@@ -146,8 +151,9 @@ def barrier(arguments: Arguments, label: str | None) -> Request:
     """See ``Group.barrier``."""
     if label is None:
         return _barrier(arguments.device)
+    arguments.check_label(label)
     _, operation, finish = _barrier(arguments.device)
-    return CallSignature("barrier", label=label), operation, finish
+    return signature_of("barrier", None, (), None, None, label), operation, finish
 
 
 @lru_cache(maxsize=64)

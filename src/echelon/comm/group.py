@@ -19,9 +19,11 @@ from torch import Tensor
 
 from echelon.comm import derived, objects, primitives
 from echelon.comm.primitives import Derived, Request
+from echelon.comm.profiler_spans import profiler_runs, profiler_span
 from echelon.comm.torch_function import without_torch_function
 from echelon.comm.transport import Transport
 from echelon.comm.work import Window, Work
+from echelon.diagnosis import rank_time
 from echelon.diagnosis.collective_call import CallSignature
 from echelon.errors import UnsupportedError
 
@@ -204,7 +206,6 @@ class Group(Transport):
         return self._issue(request, async_op)
 
     @final
-    @without_torch_function
     def barrier(self, async_op: bool = False, *, label: str | None = None) -> Work | None:
         """Return when all ranks of the group have called it."""
         return self._issue_derived(derived.barrier(self._arguments, label), async_op)
@@ -239,14 +240,18 @@ class Group(Transport):
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """Start to send ``tensor`` to rank ``dst``; do not change it before you wait."""
         request = primitives.send(self._arguments, tensor, dst, tag)
-        return self._launch(request, blocking=False, is_message=True)
+        work = self._issue(request, True, is_message=True)
+        assert work is not None
+        return work
 
     @final
     @without_torch_function
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         """Start to receive the next message of rank ``src`` with this ``tag`` into ``tensor``."""
         request = primitives.receive(self._arguments, tensor, src, tag)
-        return self._launch(request, blocking=False, is_message=True)
+        work = self._issue(request, True, is_message=True)
+        assert work is not None
+        return work
 
     @final
     @without_torch_function
@@ -257,7 +262,7 @@ class Group(Transport):
         called ``recv``.
         """
         request = primitives.send(self._arguments, tensor, dst, tag)
-        self._launch(request, blocking=True, is_message=True).wait()
+        self._issue(request, False, is_message=True)
 
     @final
     @without_torch_function
@@ -268,7 +273,7 @@ class Group(Transport):
             CollectiveMismatch: the message has another dtype or number of elements.
         """
         request = primitives.receive(self._arguments, tensor, src, tag)
-        self._launch(request, blocking=True, is_message=True).wait()
+        self._issue(request, False, is_message=True)
 
     # Groups and windows ----------------------------------------------------------------------
 
@@ -324,28 +329,44 @@ class Group(Transport):
     # Issuing ---------------------------------------------------------------------------------
 
     @final
-    def _issue(self, request: Request, async_op: bool) -> Work | None:
-        """Launch a collective, and wait for it unless ``async_op``."""
-        work = self._launch(request, blocking=not async_op)
-        if async_op:
-            return work
-        work.wait()
-        return None
+    def _issue(self, request: Request, async_op: bool, *, is_message: bool = False) -> Work | None:
+        """Start a call, and wait for it unless ``async_op``, in a span of the profiler if it runs.
+
+        A short blocking call takes 10 µs, so all that is done for each call is chosen for that.
+        """
+        clock = rank_time.current()
+        before = rank_time.NOTHING if clock is None else clock.begin_call()
+        try:
+            if not profiler_runs():
+                return self._launch(request, async_op, is_message)
+            signature, _, _ = request
+            with profiler_span(signature.op, signature, self.name):
+                return self._launch(request, async_op, is_message)
+        finally:
+            if clock is not None:
+                clock.end(before)
 
     @final
     def _issue_derived(self, request: Request, async_op: bool) -> Work | None:
         """Issue a derived collective, as its primitive unless the world overrides it."""
         signature, operation, finish = request
-        if isinstance(operation, Derived) and type(operation) not in self.overrides:
-            operation = operation.primitive(self.rank, self.size)
-        return self._issue((signature, operation, finish), async_op)
+        if type(operation) in self.overrides:
+            return self._issue(request, async_op)
+        assert isinstance(operation, Derived)
+        with torch._C.DisableTorchFunction():  # a barrier has not done so yet
+            primitive = operation.primitive(self.rank, self.size)
+            return self._issue((signature, primitive, finish), async_op)
 
     @final
-    def _launch(self, request: Request, *, blocking: bool, is_message: bool = False) -> Work:
-        """Number a call and start it."""
+    def _launch(self, request: Request, async_op: bool, is_message: bool) -> Work | None:
+        """Number a call and start it; wait for it unless ``async_op``."""
         signature, operation, finish = request
-        call = self._number(signature, blocking=blocking, is_message=is_message)
+        # Below the user's function: a method, what decorates it or _issue_derived, and _issue.
+        call = self._number(signature, not async_op, is_message, depth=5)
         work = self._start(call, operation)
         for step in finish:
             work.then(step)
-        return work
+        if async_op:
+            return work
+        work.complete()
+        return None

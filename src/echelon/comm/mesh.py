@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from echelon.checks import integer
+from echelon.checks import integer, mapping
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, RankError
 
@@ -78,6 +78,7 @@ class Mesh:
 
 def _lengths(size: int, axes: Mapping[str, int]) -> dict[str, int]:
     """Check the lengths, and replace a -1 by the length that fits."""
+    mapping("axes", axes)
     if not axes:
         raise ArgumentError("a mesh needs at least one axis, such as world.mesh(dp=2, pp=2)")
     for name, length in axes.items():

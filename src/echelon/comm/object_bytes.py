@@ -57,7 +57,7 @@ def from_object(item: Any, where: str) -> Tensor:
     head = len(text).to_bytes(_LENGTH_NBYTES, "little") + text
     data[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     for (_, _, _, start), tensor in zip(rows, tensors.values(), strict=True):
-        flat = _flat_bytes(tensor)
+        flat = flat_bytes(tensor)
         data[begin + start : begin + start + flat.numel()] = flat
     return data
 
@@ -106,10 +106,13 @@ def _tensors(rows: Any, body: Tensor, rank: int) -> Iterator[tuple[str, Tensor]]
             raise _no_object(rank, problem) from error
 
 
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor on the CPU. 1D uint8."""
-    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    return dense.view(torch.uint8) if dense.numel() else torch.empty(0, dtype=torch.uint8)
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor on the CPU; its own memory, if that has them in order. 1D uint8."""
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    if dense.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    # One element counts as contiguous with any stride, but torch views only stride 1 as bytes.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def _aligned(nbytes: int) -> int:

@@ -54,6 +54,8 @@ _PICKLE_ADVICE = (
 
 def gather_bytes(group: TensorGroup, data: bytes, label: str) -> list[bytes]:
     """See ``Group.all_gather_bytes``."""
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise ArgumentError(f"data is {data!r:.80}; give bytes")
     return [part.numpy().tobytes() for part in _gather(group, from_bytes(data), label)]
 
 

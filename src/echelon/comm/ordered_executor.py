@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -98,8 +99,8 @@ class OrderedExecutor:
         self._closed = False
         self._worker: threading.Thread | None = None
 
-    def issue(self, call: CollectiveCall, action: Action) -> Work:
-        """Run a blocking ``action`` now if no other is outstanding; else queue it.
+    def issue(self, call: CollectiveCall, action: Callable[..., None], *args: object) -> Work:
+        """Run a blocking action, ``action(*args)``, now if no other is outstanding; else queue it.
 
         After an error has stopped the executor, raise the error itself if no caller has seen it
         yet, and ``StateError`` afterwards.
@@ -109,9 +110,9 @@ class OrderedExecutor:
         if self._closed:
             raise StateError(f"{call} was issued after its world was closed")
         if not call.blocking or self._num_open or not self._running.acquire(False):
-            return self._enqueue(call, action)
+            return self._enqueue(call, partial(action, *args))
         try:
-            action()
+            action(*args)
         except CommError as error:
             self._stop(error)
             self.note_raised(error)

@@ -18,7 +18,7 @@ from torch import Tensor
 from echelon.comm import reduce_op
 from echelon.comm.buffers import disjoint_input, flattened
 from echelon.comm.call_arguments import Arguments
-from echelon.diagnosis.collective_call import CallSignature
+from echelon.diagnosis.collective_call import CallSignature, signature_of
 
 
 @dataclass(slots=True)
@@ -131,8 +131,9 @@ Request: TypeAlias = tuple[CallSignature, Primitive | Derived, Finish]
 
 def all_reduce(arguments: Arguments, tensor: Tensor, op: str, label: str | None) -> Request:
     """See ``Group.all_reduce``."""
+    arguments.check_label(label)
     reduce_op.check_op(op, arguments.check_tensors("all_reduce", written=[tensor]))
-    signature = CallSignature("all_reduce", tensor.dtype, tuple(tensor.shape), op, None, label)
+    signature = signature_of("all_reduce", tensor.dtype, tensor.shape, op, None, label)
     flat, finish = flattened(tensor)
     return signature, AllReduce(flat, op), finish
 
@@ -146,6 +147,7 @@ def reduce_scatter(
     label: str | None,
 ) -> Request:
     """See ``Group.reduce_scatter_single``."""
+    arguments.check_label(label)
     name = "reduce_scatter_single"
     reduce_op.check_op(op, arguments.check_tensors(name, [input], [output]))
     parts: tuple[int, ...] = ()
@@ -158,7 +160,7 @@ def reduce_scatter(
         lengths = arguments.splits("input", input, splits)
         arguments.check_numel("output", output, lengths[rank], f"splits[{rank}]")
         parts = tuple(lengths)
-    signature = CallSignature(name, input.dtype, tuple(input.shape), op, None, label, parts)
+    signature = signature_of(name, input.dtype, input.shape, op, None, label, parts)
     flat, finish = flattened(output)
     return signature, ReduceScatter(flat, flattened(input)[0], lengths, op), finish
 
@@ -167,10 +169,11 @@ def all_gather_single(
     arguments: Arguments, output: Tensor, input: Tensor, label: str | None
 ) -> Request:
     """See ``Group.all_gather_single``."""
+    arguments.check_label(label)
     name, size = "all_gather_single", arguments.size
     arguments.check_tensors(name, [input], [output])
     arguments.check_numel("output", output, size * input.numel(), "size * input.numel()")
-    signature = CallSignature(name, input.dtype, tuple(input.shape), None, None, label)
+    signature = signature_of(name, input.dtype, input.shape, None, None, label)
     flat, finish = flattened(output)
     parts = flat.view(size, -1).unbind(0) if flat.numel() else [flat] * size
     source = disjoint_input(flattened(input)[0], parts, in_place=arguments.rank)
@@ -181,11 +184,10 @@ def all_gather(
     arguments: Arguments, outputs: Sequence[Tensor], input: Tensor, label: str | None
 ) -> Request:
     """See ``Group.all_gather``."""
+    arguments.check_label(label)
     arguments.outputs_of_ranks("all_gather", outputs, input)
     lengths = tuple(output.numel() for output in outputs)
-    signature = CallSignature(
-        "all_gather", input.dtype, (sum(lengths),), None, None, label, lengths
-    )
+    signature = signature_of("all_gather", input.dtype, (sum(lengths),), None, None, label, lengths)
     flats, steps = zip(*map(flattened, outputs), strict=True)
     source = disjoint_input(flattened(input)[0], flats, in_place=arguments.rank)
     return signature, AllGather(flats, source), tuple(chain.from_iterable(steps))
@@ -193,10 +195,11 @@ def all_gather(
 
 def broadcast(arguments: Arguments, tensor: Tensor, src: int, label: str | None) -> Request:
     """See ``Group.broadcast``."""
+    arguments.check_label(label)
     arguments.check_rank("src", src)
     read, written = ([tensor], []) if src == arguments.rank else ([], [tensor])
     arguments.check_tensors("broadcast", read, written)
-    signature = CallSignature("broadcast", tensor.dtype, tuple(tensor.shape), None, src, label)
+    signature = signature_of("broadcast", tensor.dtype, tensor.shape, None, src, label)
     flat, finish = flattened(tensor)
     return signature, Broadcast(flat, src), finish
 
@@ -210,10 +213,11 @@ def all_to_all_single(
     label: str | None,
 ) -> Request:
     """See ``Group.all_to_all_single``."""
+    arguments.check_label(label)
     arguments.check_tensors("all_to_all_single", [input], [output])
     outs = arguments.rows("output", output, output_splits)
     ins = arguments.rows("input", input, input_splits)
-    signature = CallSignature("all_to_all_single", input.dtype, (), None, None, label)
+    signature = signature_of("all_to_all_single", input.dtype, (), None, None, label)
     flat, finish = flattened(output)
     source = disjoint_input(flattened(input)[0], [flat])
     operation = Exchange(flat.split(outs), source.split(ins), lengths_agreed=False)

@@ -17,8 +17,8 @@ from echelon.comm.call_arguments import Arguments
 from echelon.comm.group_tree import GroupTree
 from echelon.comm.primitives import Derived, Primitive
 from echelon.comm.work import Window, Work, emit_issue
+from echelon.diagnosis import rank_time
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, caller
-from echelon.errors import ArgumentError
 from echelon.process.forks import disown_in_forks, keep_alive, refused
 
 
@@ -108,22 +108,23 @@ class Transport(GroupTree, ABC):
 
     @final
     def _number(
-        self, signature: CallSignature, *, blocking: bool, is_message: bool = False
+        self, signature: CallSignature, blocking: bool, is_message: bool = False, *, depth: int = 2
     ) -> CollectiveCall:
-        """Give the next call of this rank its number; messages have numbers of their own."""
-        label = signature.label
-        if label is not None and not isinstance(label, str):
-            raise ArgumentError(f"label is {label!r:.80}; give a str, or None")
+        """Give the next call of this rank its number; messages have numbers of their own.
+
+        The caller is at least ``depth`` frames up from here.
+        """
         position = self._p2p_position if is_message else self._position
-        place = caller(depth=2)  # only methods of ``Group`` call this one
+        place = caller(depth + 1)
         call = CollectiveCall(
             signature, place, position, self.name, self.ranks[self.rank], blocking
         )
+        self._note(call)  # which may refuse it
         if is_message:
             self._p2p_position += 1
         else:
             self._position += 1
-        self._note(call)
+            rank_time.arrive(call)
         if events.listening():
             emit_issue(call)
         return call

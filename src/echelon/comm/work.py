@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from echelon import events
+from echelon.comm.profiler_spans import profiler_runs, profiler_span
+from echelon.diagnosis import rank_time
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import RankError, UnsupportedError
 from echelon.process.forks import mark, refused
@@ -29,9 +31,10 @@ class Work(ABC):
         call: the call that started the communication.
     """
 
+    _finish: Sequence[Callable[[], None]] = ()  # most calls have none
+
     def __init__(self, call: CollectiveCall) -> None:
         self.call = call
-        self._finish: list[Callable[[], None]] = []
         self._mark = mark()
 
     @final
@@ -48,15 +51,29 @@ class Work(ABC):
         """
         if self._mark is not mark():
             raise refused(f"the wait for {self.call}", self.call.rank)
-        start_s = time.perf_counter()
+        clock = rank_time.current()
+        before = rank_time.NOTHING if clock is None else clock.begin_call()
+        try:
+            if not profiler_runs():
+                self.complete(timeout)
+                return
+            with profiler_span("wait", self.call.signature, self.call.group):
+                self.complete(timeout)
+        finally:
+            if clock is not None:
+                clock.end(before)
+
+    @final
+    def complete(self, timeout: float | None = None) -> None:
+        """The wait of a call that blocks, in which it is measured and shown already."""
+        start_s = time.perf_counter() if events.listening() else None
         self._wait(timeout)
         if self._finish:
-            finish, self._finish = self._finish, []
+            finish, self._finish = self._finish, ()
             for step in finish:
                 step()
-        if events.listening():
-            seconds = time.perf_counter() - start_s
-            _emit("collective.wait", self.call, start_s, seconds)
+        if start_s is not None:
+            _emit("collective.wait", self.call, start_s, time.perf_counter() - start_s)
 
     @abstractmethod
     def done(self) -> bool:
@@ -75,7 +92,7 @@ class Work(ABC):
     @final
     def then(self, step: Callable[[], None]) -> None:
         """Run ``step`` once, on the thread that waits, when the result can be used."""
-        self._finish.append(step)
+        self._finish = (*self._finish, step)
 
 
 def _emit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bdb import BdbQuit
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, final
@@ -11,12 +12,27 @@ import torch
 from echelon.comm import start_facts as shared_facts
 from echelon.comm.group import Group
 from echelon.comm.mesh import Mesh
+from echelon.comm.threads.rank_breakpoints import stop_caller
 from echelon.diagnosis.rank_monitor import StepCounter
+from echelon.errors import RankError, UnsupportedError
 from echelon.process.forks import mark
 
 # The time that a rank waits for others in one call before it raises. It is longer than a slow first
 # step, and short enough that a user still watches.
 DEFAULT_TIMEOUT_S = 300.0
+
+
+_INSTEAD = (
+    'run the program with ec.run(..., world="threads") or echelon run --world threads, or attach a '
+    "debugger to one process: debugpy.listen(5678 + world.rank), debugpy.wait_for_client()"
+)
+
+
+def _no_debugger(error: BaseException) -> str | None:
+    """What to do where pdb has ended because nobody could type."""
+    if not isinstance(error, BdbQuit):
+        return None
+    return f"pdb has ended, or had no input in this process: {_INSTEAD}"
 
 
 @final
@@ -29,6 +45,10 @@ class World:
         backend: ``"threads"``, ``"shm"``, ``"gloo"``, ``"nccl"`` or ``"single"``.
         steps: counts the optimizer steps of this rank.
         hints: functions that explain an error of the user's code if they know its cause, by name.
+        is_replay: whether a step of another run is computed again, so that nothing is to be written
+            into the folder of that run.
+        shares_streams: whether the ranks have one stream of random numbers of Python and of NumPy,
+            as simulated ranks have that run at the same time.
     """
 
     def __init__(
@@ -47,6 +67,8 @@ class World:
         self._close = close
         self._closed = False
         self._mark = mark()
+        self.is_replay = False
+        self.shares_streams = False
         self.hints: dict[str, Callable[[BaseException], str | None]] = {}
 
     @property
@@ -117,9 +139,34 @@ class World:
         """
         shared_facts.agree(self.group, facts)
 
+    def breakpoint(self, rank: int | None = None) -> None:
+        """Stop all simulated ranks, and open the debugger in the line that has called this.
+
+        ``docs/laboratory/debugger.md`` has its commands.
+
+        Args:
+            rank: the only rank that stops here; others go on, and need not call it. None: each
+                rank that comes here stops.
+
+        Raises:
+            RankError: there is no such rank.
+            UnsupportedError: the ranks are processes, which cannot be stopped together.
+        """
+        if rank is not None and not (isinstance(rank, int) and 0 <= rank < self.size):
+            raise RankError("rank", rank, self.size)
+        if self.size > 1 and self.backend != "threads":
+            raise UnsupportedError(
+                f"world.breakpoint() stops simulated ranks, and these are processes: {_INSTEAD}"
+            )
+        if rank is None or rank == self.rank:
+            stop_caller()
+
     def explain(self, error: BaseException) -> None:
         """Add notes with the known causes of an error of the user's code to the error."""
-        for hint in self.hints.values():
+        hints = list(self.hints.values())
+        if self.size > 1 and self.backend != "threads":
+            hints.append(_no_debugger)
+        for hint in hints:
             text = hint(error)
             if text is not None and text not in getattr(error, "__notes__", ()):
                 error.add_note(text)
@@ -136,6 +183,7 @@ class World:
         if self._closed:
             return
         self._closed = True
+        self.steps.stop()
         if self._mark is not mark():  # this process is a fork, and the world is its parent's
             return
         if error is not None:

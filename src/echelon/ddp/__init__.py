@@ -8,8 +8,10 @@
 ``replicas``            buffers that are made equal again, and the state that a rank holds
 ``join``                ranks with different numbers of batches
 ``api``                 ``DDP`` itself
+``ddp_view``            what ``ec.show`` says about it
 """
 
+import echelon.ddp.ddp_view  # noqa: F401  # gives DDP its view
 from echelon.ddp.api import DDP
 
 __all__ = ["DDP"]

@@ -18,6 +18,7 @@ from echelon.ddp.join import JoinStep, Rounds
 from echelon.ddp.options import DDPOptions, Sync
 from echelon.ddp.reducer import Reducer
 from echelon.ddp.replicas import TrackedBuffers, broadcast_coalesced, replicated_state
+from echelon.diagnosis import rank_time
 from echelon.errors import ArgumentError, StateError
 from echelon.modules.autograd import in_transform
 from echelon.modules.compiled import keep_plain_names, plain_name
@@ -31,6 +32,7 @@ from echelon.modules.parameters import (
     ignored_parameters,
 )
 from echelon.modules.wrapper import Wrapper, no_assign
+from echelon.page import html_of
 from echelon.state.sharded_state import (
     HasShards,
     ParameterShards,
@@ -94,6 +96,8 @@ class DDP(Wrapper, HasShards):
         >>> run(main, ranks=3)
         [[[1.0, 1.0]], [[1.0, 1.0]], [[1.0, 1.0]]]
     """
+
+    _repr_html_ = html_of
 
     def __init__(
         self,
@@ -170,6 +174,8 @@ class DDP(Wrapper, HasShards):
         self._check_attached()
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            rank_time.begin_forward()
         self._guard.check()
         if in_transform():  # torch.func gives gradients of this rank, and adds to no ``.grad``
             return self.module(*args, **kwargs)

@@ -8,11 +8,13 @@ import sys
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
+from types import CodeType
 from typing import NamedTuple
 
 import torch
 
 from echelon.errors.message_text import text_bytes
+from echelon.process.notebook import place_name
 
 
 class CallSignature(NamedTuple):
@@ -62,6 +64,20 @@ class CallSignature(NamedTuple):
 
 
 @lru_cache(maxsize=8192)
+def signature_of(
+    op: str,
+    dtype: torch.dtype | None,
+    shape: tuple[int, ...],
+    reduce: str | None = None,
+    root: int | None = None,
+    label: str | None = None,
+    parts: tuple[int, ...] = (),
+) -> CallSignature:
+    """The signature with these facts; one object, because programs repeat their calls."""
+    return CallSignature(op, dtype, tuple(shape), reduce, root, label, parts)
+
+
+@lru_cache(maxsize=8192)
 def fingerprint(call: CallSignature) -> int:
     """64 bits that differ when two calls differ; the same in every process."""
     return int.from_bytes(hashlib.blake2b(text_bytes(str(call)), digest_size=8).digest(), "little")
@@ -75,7 +91,7 @@ class CallSite(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}"
+        return f"{place_name(self.file)}:{self.line} in {self.function}"
 
 
 @dataclass(slots=True)
@@ -128,8 +144,11 @@ def _is_users(file: str) -> bool:
 
 
 def caller(depth: int = 1) -> CallSite:
-    """The innermost line of user code that led here, at least ``depth`` frames up."""
-    frame = sys._getframe(depth)
+    """The innermost line of user code that led here, ``depth`` frames up or more."""
+    try:
+        frame = sys._getframe(depth)
+    except ValueError:  # torch has called a method of ours, and no Python is around it
+        frame = sys._getframe(1)
     while not _is_users(frame.f_code.co_filename):
         if frame.f_back is None:  # a thread of ours or of torch: the line that issues the call
             frame = sys._getframe(1)
@@ -137,4 +156,24 @@ def caller(depth: int = 1) -> CallSite:
                 frame = frame.f_back
             break
         frame = frame.f_back
-    return CallSite(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return _site(frame.f_code, frame.f_lineno)
+
+
+def _site(code: CodeType, line: int) -> CallSite:
+    """The place of a line; one object for each, because to make one takes longer than to find it.
+
+    The hash of a code is slow, so places are found by its address, which the code itself keeps.
+    """
+    key = id(code), line
+    known = _sites.get(key)
+    if known is not None and known[0] is code:
+        return known[1]
+    if len(_sites) >= _MOST_SITES:
+        _sites.clear()
+    site = CallSite(code.co_filename, line, code.co_name)
+    _sites[key] = code, site
+    return site
+
+
+_sites: dict[tuple[int, int], tuple[CodeType, CallSite]] = {}
+_MOST_SITES = 4096

@@ -13,6 +13,7 @@ from echelon.diagnosis.stacks import innermost, of_crash
 
 MAX_LINES = 25
 _MESSAGE_LINES, _STUCK_LINES, _TRACE_LINES, _LOG_LINES, _OTHER_LINES = 8, 14, 8, 10, 3
+_NOTE_LINES = 2
 _WIDTH = 400  # characters of one line
 
 
@@ -68,7 +69,18 @@ def _exception_lines(record: FailureRecord) -> list[str]:
         if not shown[0].lstrip().startswith("File "):
             shown = shown[1:]
         lines += ["", *map(_cut, shown)]
+    if notes := _notes(record):
+        lines += ["", *map(_cut, notes)]
     return lines
+
+
+def _notes(record: FailureRecord) -> list[str]:
+    """What was added to the exception, such as a known cause; a traceback ends with it."""
+    last = record.message.strip().split("\n")[-1]
+    if not last:
+        return []
+    _, message, notes = record.traceback.rstrip().rpartition(last)
+    return [line for line in notes.split("\n") if line.strip()][:_NOTE_LINES] if message else []
 
 
 def _hang_lines(record: FailureRecord, statuses: Mapping[int, RankStatus]) -> list[str]:

@@ -6,6 +6,7 @@ all of them. The memory is a memfd without a name, so no crash leaves it behind 
 involved::
 
     record | pid | start ticks | rank | … | last call: slot, position | … | text of slot 1 | …
+           | what the rank did in each step, see ``step_rows``
 
 Recording a call must cost next to nothing, so a call that was made before is not formatted again:
 its text has a slot already, and writing slot and position makes it the last call. This module
@@ -23,19 +24,22 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Self, final
 
+from echelon.diagnosis.step_rows import RankSteps, StepRows
 from echelon.errors.message_text import text_bytes
-from echelon.process.process_status import ProcessStatus, open_memory
+from echelon.process.memory_files import create_memory, open_memory
+from echelon.process.process_status import ProcessStatus
 
 if TYPE_CHECKING:
     from echelon.diagnosis.collective_call import CallSignature, CallSite, CollectiveCall
 
 VARIABLE = "ECHELON_FLIGHT_RECORDER"  # in which a launcher names the recorder that it reads
 
-_NAME = "echelon flight recorder"
+RECORDER_NAME = "echelon flight recorder"  # of the memory, by which others find it in /proc
 _HEADER_NBYTES = 4096
 # A model with more different calls in a step than slots formats their texts in every step.
 _SLOT_NBYTES, _NUM_SLOTS = 512, 1024
-_NBYTES = _HEADER_NBYTES + _SLOT_NBYTES * _NUM_SLOTS
+_STEPS_START = _HEADER_NBYTES + _SLOT_NBYTES * _NUM_SLOTS
+_NBYTES = _STEPS_START + -(-StepRows.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 _CALL_LENGTH, _GROUP_LENGTH, _PLACE_LENGTH = 270, 40, 190  # of the parts of a text, in bytes
 
 
@@ -129,6 +133,9 @@ class RankRecord:
 
     Args:
         memory: of ``RankRecord.nbytes`` bytes, zeros at first.
+
+    Attributes:
+        step_rows: what the rank did in each step.
     """
 
     nbytes = _NBYTES
@@ -136,6 +143,7 @@ class RankRecord:
     def __init__(self, memory: memoryview) -> None:
         self._bytes = memory
         self._longs = memory[: len(_Field) * 8].cast("Q")
+        self.step_rows = StepRows(memory[_STEPS_START : _STEPS_START + StepRows.nbytes])
         self._slots: dict[tuple[CallSignature, CallSite, str], int] = {}
         self._keys: list[tuple[CallSignature, CallSite, str]] = []  # by slot, from slot 1
         self._num_texts = 0
@@ -153,6 +161,7 @@ class RankRecord:
             threading.get_ident(),
             threading.get_native_id(),
         )
+        self.step_rows.clear()
         self._longs[_Field.PHASE] = Phase.STARTING
 
     def set_phase(self, phase: Phase) -> None:
@@ -277,9 +286,14 @@ class FlightRecorder:
 
     @classmethod
     def create(cls, num_ranks: int) -> Self:
-        """A new recorder, for this process and those that open it."""
-        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, num_ranks * RankRecord.nbytes)  # unused pages take no memory
+        """A new recorder, for this process and those that open it.
+
+        Raises:
+            SharedMemoryError: the process may not have files of this size.
+        """
+        nbytes = num_ranks * RankRecord.nbytes  # unused pages take no memory
+        what = f"the flight recorder of {num_ranks} ranks"
+        descriptor = create_memory(RECORDER_NAME, nbytes, what=what)
         recorder = cls(descriptor, num_ranks)
         recorder._release = weakref.finalize(recorder, os.close, descriptor)
         return recorder
@@ -291,7 +305,7 @@ class FlightRecorder:
         Raises:
             OSError: it cannot be reached from here, is no flight recorder, or another user's.
         """
-        descriptor = open_memory(path, _NAME)
+        descriptor = open_memory(path, RECORDER_NAME)
         try:
             return cls(descriptor, os.fstat(descriptor).st_size // RankRecord.nbytes)
         finally:
@@ -310,6 +324,16 @@ class FlightRecorder:
         """The statuses that ranks have recorded in an attempt, by rank in the job."""
         known = [status for record in self.rank_records if (status := record.read()) is not None]
         return {status.rank: status for status in known if status.attempt == attempt}
+
+    def steps(self, attempt: int = 0) -> list[RankSteps]:
+        """What ranks did in the steps of an attempt, in their order in the job."""
+        statuses = [record.read() for record in self.rank_records]
+        steps = [
+            RankSteps.of(status.rank, record.step_rows.numbers())
+            for status, record in zip(statuses, self.rank_records, strict=True)
+            if status is not None and status.attempt == attempt
+        ]
+        return sorted(steps, key=lambda rank_steps: rank_steps.rank)
 
 
 def where_of(rank: int, statuses: Mapping[int, RankStatus]) -> str:

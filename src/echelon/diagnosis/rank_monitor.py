@@ -13,9 +13,11 @@ from weakref import WeakKeyDictionary
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from echelon.checks import integer
-from echelon.diagnosis import stacks
+from echelon.diagnosis import activity_hooks, stacks
 from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder, Phase, RankStatus
+from echelon.diagnosis.rank_time import RankTime
 from echelon.diagnosis.root_cause import held_up_by
+from echelon.diagnosis.step_rows import StepRows
 from echelon.diagnosis.stragglers import StuckRank, explained
 from echelon.errors import CommTimeout, RankFailed
 from echelon.process.forks import disown_in_forks
@@ -126,6 +128,11 @@ class RankMonitor:
         if self.is_shared:
             self._record.offer_stacks(stacks.offer())
 
+    @property
+    def step_rows(self) -> StepRows:
+        """Where this rank notes what it did in each step."""
+        return self._record.step_rows
+
     # What this rank writes -------------------------------------------------------------------
 
     def set_phase(self, phase: Phase) -> None:
@@ -230,10 +237,22 @@ class StepCounter:
 
     Args:
         note: called with each new number.
+        rows: where it notes what the rank did in each step.
+        clock: nanoseconds in which the rank ran or waited.
+
+    Attributes:
+        time: measures what the rank does.
     """
 
-    def __init__(self, note: Callable[[int], None] = lambda number: None) -> None:
+    def __init__(
+        self,
+        note: Callable[[int], None] = lambda number: None,
+        rows: StepRows | None = None,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
         self._note = note
+        self.time = RankTime(rows, clock)
+        self._is_measured = False
         self._first = 0
         self._number = 0
         self._taken: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -245,8 +264,11 @@ class StepCounter:
 
     @number.setter
     def number(self, number: int) -> None:
-        self._first = self._number = integer("step", number)
+        before, self._number = self._number, integer("step", number)
+        self._first = self._number
         self._taken.clear()
+        if self._is_measured and self._number > before:
+            self.time.end_step()
         self._note(self._number)
 
     def count(self) -> None:
@@ -254,11 +276,27 @@ class StepCounter:
         _listen()
         _current.steps = self
 
+    def measure(self) -> None:
+        """Measure what the rank on this thread does, from now until ``stop``."""
+        if not self._is_measured:
+            self._is_measured = True
+            activity_hooks.install()
+            self.time.start()
+
+    def stop(self) -> None:
+        """Measure no more."""
+        if self._is_measured:
+            self._is_measured = False
+            self.time.stop()
+            activity_hooks.remove()
+
     def _add(self, optimizer: Optimizer) -> None:
         taken = self._taken.get(optimizer, 0) + 1
         self._taken[optimizer] = taken
         if self._first + taken > self._number:
             self._number = self._first + taken
+            if self._is_measured:
+                self.time.end_step()
             self._note(self._number)
 
 
@@ -271,3 +309,8 @@ def _took_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     steps: StepCounter | None = getattr(_current, "steps", None)
     if steps is not None:
         steps._add(optimizer)
+
+
+# A compiled step of an optimizer must not trace the clock. ``torch.compiler.disable`` does the
+# same, and imports the compiler, which takes a second.
+vars(_took_step)["_torchdynamo_disable"] = True

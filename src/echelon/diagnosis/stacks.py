@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import CodeType, FunctionType
 
 from echelon.diagnosis.flight_recorder import Phase, RankStatus
 from echelon.process import time_limits
@@ -35,6 +36,7 @@ _SIGNAL = signal.SIGUSR2
 _LOOK_S = 0.02
 _RECENT_S = 5.0  # ranks that give up at once need one stack, not one each
 _NUM_FRAMES = 8  # of a stack that is shown with an error
+_hidden: set[CodeType] = set()
 _HEAD = "Stack (most recent call first):"
 
 Stack = list[str]  # the innermost line last
@@ -106,12 +108,18 @@ def of_crash(log: str) -> Stack:
     return _lines(start[1]) if start and "Fatal Python error:" in log else []
 
 
+def hide(function: FunctionType) -> None:
+    """Leave a function that stands in for one of Python out of the stacks of this process."""
+    _hidden.add(function.__code__)
+
+
 def of_this_process(thread: int) -> Stack:
     """The stack of a thread of this process, the innermost line last."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return []
-    summary = traceback.extract_stack(frame)
+    frames = [f for f in traceback.walk_stack(frame) if f[0].f_code not in _hidden]
+    summary = traceback.StackSummary.extract(iter(reversed(frames)), lookup_lines=False)
     return [f"{line.filename}:{line.lineno} in {line.name}" for line in summary]
 
 

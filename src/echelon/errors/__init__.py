@@ -8,6 +8,7 @@
     │   ├── ScheduleError               a pipeline schedule that cannot run
     │   └── UnsupportedError            a combination that this backend or technique does not have
     ├── StateError (RuntimeError)       the right call at the wrong time
+    ├── DebuggerQuit                    a user has ended the run in the debugger
     ├── ModelMismatch                   the ranks hold different models
     ├── StageError                      a stage of a pipeline raised
     ├── CheckpointError                 a checkpoint that could not be written or read
@@ -15,6 +16,10 @@
     │   ├── CheckpointCorrupt           its bytes are not those that were written
     │   ├── CheckpointTooNew            a newer version of this library has written it
     │   └── CheckpointMismatch          it is of another model, optimizer or state
+    ├── BlackboxError                   a black box that cannot be written or read
+    │   ├── BlackboxCorrupt             its bytes are not those that were written
+    │   ├── ReplayMismatch              the script, a version or the ranks are not those of the run
+    │   └── StepNotKept                 a step that cannot be replayed
     ├── NonFiniteError (FloatingPointError)  NaN or Inf in a loss or in gradients
     ├── WorldError                      a world that could not be started
     │   ├── SharedMemoryError           not enough shared memory
@@ -29,6 +34,12 @@
 
 from __future__ import annotations
 
+from echelon.errors.blackbox_errors import (
+    BlackboxCorrupt,
+    BlackboxError,
+    ReplayMismatch,
+    StepNotKept,
+)
 from echelon.errors.checkpoint_errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -38,6 +49,7 @@ from echelon.errors.checkpoint_errors import (
 )
 from echelon.errors.echelon_error import (
     ArgumentError,
+    DebuggerQuit,
     EchelonError,
     ModelMismatch,
     NonFiniteError,
@@ -62,6 +74,8 @@ from echelon.errors.world_errors import (
 __all__ = [
     "ArgumentError",
     "AuthenticationError",
+    "BlackboxCorrupt",
+    "BlackboxError",
     "CheckpointCorrupt",
     "CheckpointError",
     "CheckpointMismatch",
@@ -71,16 +85,19 @@ __all__ = [
     "CommError",
     "CommTimeout",
     "DeadlockError",
+    "DebuggerQuit",
     "EchelonError",
     "ModelMismatch",
     "NonFiniteError",
     "RankError",
     "RankFailed",
+    "ReplayMismatch",
     "ScheduleError",
     "SharedMemoryError",
     "StageError",
     "StartMismatch",
     "StateError",
+    "StepNotKept",
     "UnsupportedError",
     "WorldError",
 ]

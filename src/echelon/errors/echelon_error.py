@@ -84,6 +84,20 @@ class StateError(EchelonError, RuntimeError):
     """The right call at the wrong time."""
 
 
+class DebuggerQuit(EchelonError):
+    """A user has ended the run in the debugger.
+
+    Attributes:
+        rank: the rank that the debugger had stopped; None if it was no rank.
+        place: the line in which it had stopped.
+    """
+
+    def __init__(self, rank: int | None, place: str) -> None:
+        self.rank, self.place = rank, place
+        who = "a thread that is no rank" if rank is None else f"rank {rank}"
+        super().__init__(f"the run was ended in the debugger, which had stopped {who} at {place}")
+
+
 class ModelMismatch(EchelonError):
     """The ranks of one group hold different models.
 

@@ -14,16 +14,28 @@ class WorldError(EchelonError):
 
 
 class SharedMemoryError(WorldError):
-    """There is not enough shared memory for what was asked."""
+    """There is not enough shared memory for what was asked.
 
-    def __init__(self, what: str, needed: int, available: int) -> None:
-        self.needed, self.available = needed, available
-        super().__init__(
-            f"{what} needs {needed / 2**20:.1f} MiB of shared memory and "
-            f"{available / 2**20:.1f} MiB are available: "
-            "use fewer ranks or a smaller model, free memory, or raise the limit, of the container "
-            "or of files (ulimit -f)"
-        )
+    Attributes:
+        needed: bytes.
+        available: bytes; with ``file_limit`` those that a file of the process may have.
+        file_limit: whether the limit is that of the size of files, ``RLIMIT_FSIZE``.
+    """
+
+    def __init__(self, what: str, needed: int, available: int, *, file_limit: bool = False) -> None:
+        self.needed, self.available, self.file_limit = needed, available, file_limit
+        message = f"{what} needs {needed / 2**20:.1f} MiB of shared memory and "
+        if file_limit:
+            message += (
+                f"a file of this process may have {available / 2**10:.0f} KiB at most, which is a "
+                "limit of shared memory, too: raise it before the job starts (ulimit -f unlimited)"
+            )
+        else:
+            message += (
+                f"{available / 2**20:.1f} MiB are available: use fewer ranks or a smaller model, "
+                "free memory, or raise the limit of the container"
+            )
+        super().__init__(message)
 
 
 class AuthenticationError(WorldError):
@@ -128,19 +140,28 @@ class DeadlockError(CommError):
     """Ranks wait for one another and none of them can go on.
 
     Attributes:
-        waits: for each rank that waits, the call it is in and the ranks that have not come.
+        waits: for each rank that waits, the call it is in and the ranks that have not come, but for
+            those that have not had their turn, if ranks take turns.
+        last_calls: for ranks that have returned, what they called last, where that is told.
     """
 
     def __init__(
-        self, waits: Mapping[int, tuple[str, Sequence[int]]], finished: Iterable[int]
+        self,
+        waits: Mapping[int, tuple[str, Sequence[int]]],
+        finished: Iterable[int],
+        last_calls: Mapping[int, str] | None = None,
     ) -> None:
         self.waits = {rank: (call, tuple(missing)) for rank, (call, missing) in waits.items()}
+        self.last_calls = dict(last_calls or {})
         gone = sorted(finished)
         rows = "\n".join(
             f"  rank {rank} waits in {call} for {ranks_text(missing)}"
             for rank, (call, missing) in sorted(self.waits.items())
         )
         left = f"\n  {ranks_text(gone)} returned already" if gone else ""
+        left += "".join(
+            f"\n  rank {rank} called last {call}" for rank, call in sorted(self.last_calls.items())
+        )
         super().__init__(f"deadlock: no rank can go on\n{rows}{left}")
 
 

@@ -23,6 +23,7 @@ reduction in ``gradients``.
 ``build``             from a module to units with memory and initial values, and back
 ``guards``            keeps code outside from taking shards for unsharded parameters
 ``sharded_module``    what a sharded model is when it does not train
+``fsdp_view``         what ``ec.show`` says about a sharded model
 ``unit_info``         the units, shards and memory of a model, as users see them
 ``state_dict``        copies of parameters, hooks that load them, and the ranges of this rank
 
@@ -30,6 +31,7 @@ A new strategy is a member of ``Strategy`` with its row in the table of ``policy
 of a new kind, add a subclass of ``Storage`` with its condition in ``storage_kinds.make_storage``.
 """
 
+import echelon.fsdp.fsdp_view  # noqa: F401  # gives FSDP its view
 from echelon.fsdp.api import FSDP
 from echelon.fsdp.policy import BackwardPrefetch, MixedPrecision, Offload, Strategy
 

@@ -28,11 +28,13 @@ from echelon.fsdp.policy import (
 from echelon.fsdp.sharded_module import ShardedModule
 from echelon.fsdp.units import Rule, plan_units, whole
 from echelon.modules.autograd import in_backward, in_other_differentiation
+from echelon.modules.memory_overlap import check_memory_of
 from echelon.modules.model_agreement import Init, check_agreement, check_model, option_facts
 from echelon.modules.nested import cast_floats, tensors
 from echelon.modules.norms import check_order, norm_over_shards
 from echelon.modules.parameters import check_unclaimed, ignored_parameters
 from echelon.modules.sharded_gradients import unmarked
+from echelon.page import html_of
 
 
 class FSDP(ShardedModule):
@@ -104,6 +106,8 @@ class FSDP(ShardedModule):
         [[0.5, 0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]
     """
 
+    _repr_html_ = html_of
+
     def __init__(
         self,
         module: nn.Module,
@@ -145,6 +149,7 @@ class FSDP(ShardedModule):
         groups = HybridGroups.of(group, replicate)
         check_model(module, group.device, meta=True)
         skipped = ignored_parameters(module, ignored)
+        check_memory_of(module, skipped, "FSDP")
         rule = whole() if units is None else units
         plans = plan_units(module, rule, skipped)
         choices = {**option_facts(options), "units": repr(rule), "ignored": str(len(skipped))}
@@ -174,6 +179,9 @@ class FSDP(ShardedModule):
             is_nested = in_backward()
             if not is_nested:
                 self._hooks.backward.discard_aborted()
+            if not self._options.use_orig_params:
+                for storage in self._storages():
+                    storage.follow_flat_parameter()
             self._parameter_guard.check()
             if not is_nested:
                 self._take_replaced()

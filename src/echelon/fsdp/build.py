@@ -87,6 +87,7 @@ def restore_parameters(
     gradients = [storage.gather_gradients() for storage in storages]
     hooks.unsharder.wait_for_readers("gradients were copied")
     for storage, unsharded in zip(storages, gradients, strict=True):
+        storage.follow_flat_parameter()
         for param, gradient in zip(storage.params, unsharded, strict=True):
             param.grad = None
             param.data = values[id(param)]

@@ -89,6 +89,8 @@ class GradientBuffer(NamedTuple):
         for views, gradient in zip(self.views, gradients, strict=True):
             if gradient is None:
                 torch._foreach_zero_(views)
+            elif not gradient.numel():
+                continue  # rows without elements belong to no rank
             elif len(views) == 1:
                 targets.append(views[0])
                 sources.append(gradient)

@@ -24,7 +24,7 @@ from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.state_dict import Home, homes_of
 from echelon.fsdp.storage import Storage, wait_for_unshards
 from echelon.fsdp.unit import Unit
-from echelon.modules.elementwise import allow_other_steps, refuse_other_steps
+from echelon.modules.elementwise import Lacks, allow_other_steps, refuse_other_steps
 from echelon.modules.optimizer_hooks import StepCheck, add_step_check, remove_step_check
 from echelon.modules.wrapper import no_assign
 
@@ -267,7 +267,10 @@ def _guard_steps(storages: Iterable[tuple[str, Storage]], hooks: Hooks) -> None:
         if storage.is_flat:
             add_step_check(storage.params, BehindFlatParameter(name, storage.params))
         if storage.sharded and storage.group.size > 1:
-            refuse_other_steps(params, "FSDP shards parameters", has_tensors=False)
+            refuse_other_steps(params, "FSDP shards parameters", Lacks.TENSORS)
+        elif storage.is_flat or (storage.sharded and not storage.rows):
+            what = "FSDP shows them parameters of one dim, unless with layout='rows'"
+            refuse_other_steps(params, what, Lacks.SHAPES)
         if storage.sharded:
             add_step_check(params, WaitForForwards(hooks))
 

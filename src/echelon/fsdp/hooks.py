@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from echelon.diagnosis import rank_time
 from echelon.errors import StateError
 from echelon.fsdp.backward import Backward
 from echelon.fsdp.gradient_reducer import GradientReducer
@@ -131,6 +132,8 @@ class Hooks:
 
     def _begin_forward(self) -> None:
         self._run = ForwardRun(has_graph=torch.is_grad_enabled())
+        if self._run.has_graph and not torch.compiler.is_compiling():
+            rank_time.begin_forward()
         self.backward.begin_forward(self._run)
         for unit, running in zip(self.units, self._running, strict=True):
             unit.reshard()

@@ -176,6 +176,7 @@ class ShardedModule(Wrapper, HasShards):
         Raises:
             ArgumentError: ``flat`` has another number of elements than the shards.
         """
+        checks.instance("flat", flat, Tensor)
         shards = [param.data for param in self.parameters()]
         numels = [shard.numel() for shard in shards]
         numel = sum(numels)

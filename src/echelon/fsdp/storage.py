@@ -75,6 +75,7 @@ class Storage(ABC):
         self.unsharded: list[Tensor] = []
         self.flat_shard: Tensor | None = None
         self.optimizer_params = self.params
+        self._flat_trains = self.requires_grad
         self._allocate()
 
     @abstractmethod
@@ -225,6 +226,27 @@ class Storage(ABC):
                     view.copy_(gradient.view(-1))
         for param in self.params:
             param.grad = None
+
+    def follow_flat_parameter(self) -> None:
+        """Freeze or thaw the parameters if users have done so with the flat one that they see.
+
+        Raises StateError if some of them are frozen, which an optimizer of the flat one changes.
+        """
+        trains = self.optimizer_params[0].requires_grad
+        if not self.is_flat:
+            return
+        if trains is not self._flat_trains:
+            self._flat_trains = trains
+            for param in self.params:
+                param.requires_grad_(trains)
+        frozen = [member.name for member in self.members if not member.param.requires_grad]
+        if 0 < len(frozen) < len(self.members):
+            raise StateError(
+                f"parameter {frozen[0]!r} was frozen, and is in a flat parameter with others that "
+                "are trained, so that weight decay and moments of its optimizer would change it: "
+                "freeze it before FSDP wraps the model, which gives frozen parameters a flat one "
+                "of their own, or wrap with use_orig_params=True"
+            )
 
     @property
     def is_flat(self) -> bool:

@@ -123,6 +123,7 @@ def units_of(units: Sequence[Unit], names: Sequence[str]) -> list[Unit]:
 
 def shards_of(storages: Sequence[Storage], name: str) -> list[ShardInfo]:
     """Which shard of a parameter every rank has; ArgumentError if no storage has the parameter."""
+    checks.instance("name", name, str)
     for storage in storages:
         for i, member in enumerate(storage.members):
             if plain_name(member.name) == plain_name(name):

@@ -9,7 +9,7 @@ one) is stored once, in the lowest unit that contains all of them.
 ``self.out_proj``. Such a module cannot be a unit, because nothing would unshard it. The code of the
 module around it shows that: it reads ``self.child.param`` somewhere and calls ``self.child(...)``
 nowhere. Methods that set the module up are not counted, and neither are reads of a dtype or a
-shape.
+shape. Containers without a forward, such as ``nn.ParameterList``, are never called either.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def by_size(num_parameters: int) -> Rule:
     least = checks.integer("by_size(num_parameters)", num_parameters, low=1)
 
     def claims(module: nn.Module, numel: int, rest: int) -> bool:
-        return not isinstance(module, nn.ModuleList | nn.ModuleDict) and rest >= least
+        return rest >= least
 
     return Rule(f"by_size({least})", claims)
 
@@ -159,7 +159,7 @@ def plan_units(
     if not claimed and rule.text != "whole()":
         kinds = sorted({type(module).__name__ for module in model.modules()})
         warnings.warn(
-            f"units={rule} matches no module, so the whole model is one unit; "
+            f"units={rule} matches no module that is called, so the whole model is one unit; "
             f"the model has {', '.join(kinds)}",
             stacklevel=2,
         )
@@ -253,14 +253,14 @@ class _Uses(NamedTuple):
 
 
 def bypassed_modules(model: nn.Module) -> set[nn.Module]:
-    """The modules below ``model`` that are never called, because others use their parameters.
+    """The modules of ``model`` that are never called: others use their parameters or submodules.
 
     Example:
         >>> modules = bypassed_modules(nn.TransformerEncoderLayer(8, 2, 16))
         >>> [type(module).__name__ for module in modules]
         ['NonDynamicallyQuantizableLinear']
     """
-    bypassed: set[nn.Module] = set()
+    bypassed = {module for module in model.modules() if not _has_forward(module)}
     names = frozenset(name for module in model.modules() for name in module._parameters)
     for module in model.modules():
         kind: type = type(module)
@@ -271,6 +271,11 @@ def bypassed_modules(model: nn.Module) -> set[nn.Module]:
             if owner is not None and local in owner._parameters and owner_path not in uses.calls:
                 bypassed.add(owner)
     return bypassed
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: containers such as ``nn.ParameterList`` cannot."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def _below(module: nn.Module, path: str) -> nn.Module | None:

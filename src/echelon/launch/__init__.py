@@ -1,6 +1,7 @@
 """Start ranks, pass their endings on, and restart them.
 
 ``run``              ``ec.run`` and ``ec.init``
+``rank_function``    the function of a user, with or without a world
 ``processes``        local processes as ranks of ``run``
 ``function_pickle``  the function of ``run`` on its way to processes, and its result on its way back
 ``program``          what ``echelon run`` is to run, and the command that does it
@@ -8,5 +9,7 @@
 ``agent``            torch's agent for the ranks of one host
 ``attempt``          how the ranks of one attempt ended, and the lines that say so
 ``rank_output``      the folder and the screen for what ranks print
+``rank_lines``       whole lines of simulated ranks, each with its rank
+``cell_output``      what ranks print while a cell of a notebook runs
 ``simulated_job``    simulated ranks of ``echelon run``
 """

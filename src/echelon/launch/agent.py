@@ -30,6 +30,7 @@ from echelon.comm.torch_dist.engines import LOOPBACK
 from echelon.comm.torch_dist.stores import MEMORY_STORE_VARIABLE, create_memory_store
 from echelon.diagnosis.failure_record import FailureRecord
 from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder, Phase
+from echelon.diagnosis.held_up import verdict
 from echelon.diagnosis.stragglers import (
     ExitSign,
     ExitStage,
@@ -38,6 +39,7 @@ from echelon.diagnosis.stragglers import (
     straggler_error,
 )
 from echelon.errors import WorldError
+from echelon.launch import rank_program
 from echelon.launch.attempt import STOP_SIGNALS, Attempt
 from echelon.launch.loopback_rendezvous import LoopbackRendezvous
 from echelon.process import die_with_parent, time_limits
@@ -242,6 +244,7 @@ class LocalAgent(LocalElasticAgent):
             stop=None if self.stop is None else self.stop.name,
             hurried=self._request is not None and self._request.is_urgent,
             statuses=self._recorder.statuses(len(self.attempts)),
+            held_up=tuple(map(str, verdict(self._recorder.steps(len(self.attempts))))),
         )
         if not attempt.restarts:
             # A private counter of torch's agent: at 0 it starts the ranks no more.
@@ -310,12 +313,13 @@ def _spec(options: argparse.Namespace) -> WorkerSpec:
     """What torch's agent runs on each rank."""
     # A rank starts as a program that has the kernel end it with this process, then becomes python.
     start = ("-I", "-S", die_with_parent.__file__, str(os.getpid()), sys.executable)
+    program = (*["-m"] * options.module, options.script)
     return WorkerSpec(
         role="rank",
         local_world_size=options.ranks,
         rdzv_handler=LoopbackRendezvous(options.log_dir.name),
         entrypoint=sys.executable,
-        args=(*start, "-u", *["-m"] * options.module, options.script, *options.arguments),
+        args=(*start, "-u", rank_program.__file__, *program, *options.arguments),
         max_restarts=options.max_restarts,
         monitor_interval=0.1,
         local_addr=LOOPBACK,

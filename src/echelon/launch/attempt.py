@@ -51,6 +51,7 @@ class Attempt:
         stop: the name of the signal that asked the job to stop; None: it was not asked.
         hurried: whether it was asked again, and ranks had less time than they were promised.
         statuses: what ranks had written into the flight recorder, by rank.
+        held_up: a line for each rank that held up the others.
     """
 
     number: int
@@ -63,6 +64,7 @@ class Attempt:
     stop: str | None = None
     hurried: bool = False
     statuses: Mapping[int, RankStatus] = field(default_factory=dict)
+    held_up: tuple[str, ...] = ()
 
     @property
     def outcome(self) -> Outcome:
@@ -121,7 +123,8 @@ class Attempt:
 
 def _of(codes: dict[str, int], statuses: dict[str, Any], **facts: Any) -> Attempt:
     """The attempt that a line tells of: JSON has neither numbers as keys nor tuples."""
-    facts |= {name: tuple(facts[name]) for name in ("signaled", "killed", "raised", "noticed")}
+    tuples = ("signaled", "killed", "raised", "noticed", "held_up")
+    facts |= {name: tuple(facts[name]) for name in tuples}
     return Attempt(
         codes={int(rank): code for rank, code in codes.items()},
         statuses={int(rank): RankStatus(**status) for rank, status in statuses.items()},

@@ -9,6 +9,7 @@ imported by a child; nor can a closure or a lambda. cloudpickle sends their code
 
 from __future__ import annotations
 
+import io
 import pickle
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from echelon.comm.streams import is_cpu
+from echelon.errors import ArgumentError
+
 loads = pickle.loads
+_ADVICE = "return numbers, tensors or containers of them, or use world='threads'"
 
 
 def dumps(value: object) -> bytes:
@@ -25,14 +32,46 @@ def dumps(value: object) -> bytes:
     Raises:
         Exception: it cannot be sent; ``TypeError`` or ``pickle.PicklingError`` as a rule.
     """
+    buffer = io.BytesIO()
     try:
-        return pickle.dumps(value)
+        _Pickler(buffer).dump(value)
     except Exception as error:
         try:
-            import cloudpickle
+            return _bytes_with_code(value)
         except ImportError:
             raise pickle.PicklingError(f"{error}; with cloudpickle installed it may") from error
-        return bytes(cloudpickle.dumps(value))
+    return buffer.getvalue()
+
+
+def dumps_result(result: object, rank: int) -> bytes:
+    """The bytes of what ``rank`` returned.
+
+    Raises:
+        ArgumentError: it cannot be sent.
+    """
+    try:
+        return dumps(result)
+    except Exception as error:  # whatever the object at fault raises
+        kind = f"{type(result).__module__}.{type(result).__qualname__}".removeprefix("builtins.")
+        raise ArgumentError(
+            f"rank {rank} returned a {kind} that cannot be sent to the process that called run "
+            f"({type(error).__name__}: {error}): {_ADVICE}"
+        ) from error
+
+
+def loads_result(payload: bytes) -> Any:
+    """What a rank returned.
+
+    Raises:
+        ArgumentError: only the rank can build it.
+    """
+    try:
+        return loads(payload)
+    except Exception as error:  # whatever the object at fault raises
+        raise ArgumentError(
+            f"what a rank returned cannot be rebuilt in the process that called run "
+            f"({type(error).__name__}: {error}): {_ADVICE}"
+        ) from error
 
 
 def dumps_job(job: object) -> bytes:
@@ -43,9 +82,38 @@ def dumps_job(job: object) -> bytes:
     """
     if _can_import_main():
         return dumps(job)
+    return _bytes_with_code(job)
+
+
+def _bytes_with_code(value: object) -> bytes:
+    """The bytes of ``value`` as cloudpickle makes them; ``ImportError`` where it is missing."""
     import cloudpickle
 
-    return bytes(cloudpickle.dumps(job))
+    class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+        def reducer_override(self, obj: Any) -> Any:
+            reduced = _reduced(obj)
+            return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+    buffer = io.BytesIO()
+    CodePickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        return _reduced(obj)
+
+
+def _reduced(value: object) -> Any:
+    """How to rebuild an untyped storage, for which torch has no way; other values are not ours."""
+    if type(value) is not torch.UntypedStorage or not is_cpu(value.device):
+        return NotImplemented
+    content = torch.empty(0, dtype=torch.uint8).set_(value)
+    return _storage_of, (content.numpy().tobytes(),)
+
+
+def _storage_of(data: bytes) -> torch.UntypedStorage:
+    return torch.tensor(memoryview(data), dtype=torch.uint8).untyped_storage()
 
 
 @contextmanager

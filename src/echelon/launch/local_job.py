@@ -50,6 +50,8 @@ def run_processes(launch: Launch) -> int:
         return code
     if last.outcome is not Outcome.FINISHED:
         print(leaving_line(last, launch.grace), file=sys.stderr)
+    for cost in last.held_up:
+        print(cost, file=sys.stderr)
     unsaved = last.outcome is Outcome.STOPPED and os.EX_TEMPFAIL in last.codes.values()
     if last.killed or unsaved:
         print(f"all output is in {folder.keep()}", file=sys.stderr)

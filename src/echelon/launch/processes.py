@@ -13,13 +13,16 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 
+from echelon.c10d import process_ranks
 from echelon.comm.shm.start import create_segments, join
+from echelon.comm.torch_dist.stores import create_store_memory
 from echelon.comm.world import World
 from echelon.diagnosis.failure_record import FailureRecord, Reason, exit_text
 from echelon.diagnosis.flight_recorder import FlightRecorder, Phase, RankStatus
@@ -32,7 +35,7 @@ from echelon.diagnosis.stragglers import (
     sign_of,
     straggler_error,
 )
-from echelon.errors import ArgumentError, CommError, RankFailed, WorldError
+from echelon.errors import ArgumentError, CommError, EchelonError, RankFailed, WorldError
 from echelon.launch import function_pickle
 from echelon.launch.program import threads_per_rank
 from echelon.process import die_with_parent, time_limits
@@ -42,6 +45,7 @@ _LOOK_S = 0.2  # how soon a rank that does not follow the others is noticed
 
 _NAME = "rank "  # of our processes, before the number
 _UNGUARDED = 79  # exit code of a rank that was asked to start ranks while it imported the script
+_PRELOADED = ["echelon.process.fork_server", "echelon.launch.processes"]  # by the fork server
 _EARLY = (  # Python itself imports the script, and prints what that raises
     "it had not entered its world: it was importing the script, and what it printed is on "
     "standard error"
@@ -83,19 +87,17 @@ def run_processes(
         Exception: the first failure of a rank, with a note that names the rank.
     """
     _refuse_import()
-    method = multiprocessing.get_start_method(allow_none=True)
     recorder = FlightRecorder.create(ranks)
+    store_path, store = create_store_memory()  # for torch.distributed, if the ranks use it
     try:
-        job = function_pickle.dumps_job((fn, args, timeout, enter, method, recorder.path))
-    except Exception as error:  # whatever the object at fault raises
+        job = _job_bytes(fn, args, timeout, enter, recorder.path, store_path)
+        segments = create_segments(ranks)
+    except EchelonError:
         recorder.close()
-        raise ArgumentError(
-            f"{fn!r} and its arguments cannot be sent to other processes ({error}): make in the "
-            "function what only one process can have, or use world='threads'"
-        ) from error
+        os.close(store)
+        raise
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["echelon.process.fork_server", "echelon.launch.processes"])
-    segments = create_segments(ranks)
+    context.set_forkserver_preload(_PRELOADED)
     tokens = (segments[0].token, segments[1].token)
     children: list[BaseProcess] = []
     pipes: list[Connection] = []
@@ -120,11 +122,37 @@ def run_processes(
     finally:
         _end(children)
         recorder.close()
+        os.close(store)
         for pipe in (*pipes, *lifelines):
             pipe.close()
         for segment in segments:
             segment.unpublish()
         del segments, segment  # or the traceback of a failure would keep the memory
+
+
+def _job_bytes(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout: float,
+    enter: Enter,
+    recorder: str,
+    store_path: str,
+) -> bytes:
+    """What a child is to do."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    try:
+        return function_pickle.dumps_job((fn, args, timeout, enter, method, recorder, store_path))
+    except Exception as error:  # whatever the object at fault raises
+        raise ArgumentError(
+            f"{fn!r} and its arguments cannot be sent to other processes ({error}): make in the "
+            "function what only one process can have, or use world='threads'"
+        ) from error
+
+
+def start_fork_server(*modules: str) -> None:
+    """Start the server that ranks are forked from, unless it runs; it also imports ``modules``."""
+    multiprocessing.set_forkserver_preload([*_PRELOADED, *modules])
+    forkserver.ensure_running()
 
 
 def _refuse_import() -> None:
@@ -238,13 +266,17 @@ def _receive(process: BaseProcess, pipe: Connection) -> tuple[Any] | BaseExcepti
             return ArgumentError(_ADVICE)
         return _Died(process.exitcode or 0)
     if kind == "result":
-        return (function_pickle.loads(payload),)
+        try:
+            return (function_pickle.loads_result(payload),)
+        except ArgumentError as error:
+            return error
     try:
-        error: BaseException = function_pickle.loads(payload)
+        failure: BaseException = function_pickle.loads(payload)
     except Exception as problem:  # an exception class that only the child can build
-        error = WorldError(f"a rank raised an exception that cannot be sent: {text} ({problem!r})")
-    error.__cause__ = _RemoteTraceback(text)
-    return error
+        message = f"a rank raised an exception that cannot be sent: {text} ({problem!r})"
+        failure = WorldError(message)
+    failure.__cause__ = _RemoteTraceback(text)
+    return failure
 
 
 class _Died(Exception):
@@ -315,7 +347,7 @@ def _child(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_per_rank(size))
     try:
-        fn, args, timeout, enter, method, recorder = function_pickle.loads(job)
+        fn, args, timeout, enter, method, recorder, store_path = function_pickle.loads(job)
         monitor = RankMonitor(FlightRecorder.open(recorder), rank, rank)
         monitor.set_timeout(timeout)
         # Or processes that the rank starts, as a DataLoader does, would be started our way.
@@ -325,12 +357,18 @@ def _child(
     except BaseException as error:
         _send_error(pipe, error)
         return
-    world = World(group, backend="shm", close=group.close, steps=StepCounter(monitor.record_step))
+    world = World(
+        group,
+        backend="shm",
+        close=group.close,
+        steps=StepCounter(monitor.record_step, monitor.step_rows),
+    )
     try:
         enter(world)
+        process_ranks.start_rank(rank, size, store_path)
         result = call(fn, world, args)
         world.close()
-        payload = function_pickle.dumps(("result", function_pickle.dumps(result), ""))
+        payload = function_pickle.dumps(("result", function_pickle.dumps_result(result, rank), ""))
     except BaseException as error:
         group.close(error)
         _send_error(pipe, error)

@@ -73,6 +73,22 @@ class Program:
         }
         return code, names
 
+    def require_package(self) -> None:
+        """Find the outermost package of a module, and import nothing.
+
+        Raises:
+            ArgumentError: there is none.
+        """
+        if self.is_module and importlib.util.find_spec(self.name.partition(".")[0]) is None:
+            raise _no_module(self.name)
+
+
+def _no_module(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"there is no module {name!r} to run; Python looks for it in {sys.path[0]} and where "
+        "packages are installed"
+    )
+
 
 def _spec_of(name: str) -> ModuleSpec:
     """The specification of a module, or of ``__main__`` in a package."""
@@ -83,10 +99,7 @@ def _spec_of(name: str) -> ModuleSpec:
     except ModuleNotFoundError:  # of a package that it would be in
         spec = None
     if spec is None or not hasattr(spec.loader, "get_code"):
-        raise ArgumentError(
-            f"there is no module {name!r} to run; Python looks for it in {sys.path[0]} and where "
-            "packages are installed"
-        )
+        raise _no_module(name)
     return spec
 
 

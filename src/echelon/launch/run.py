@@ -6,20 +6,19 @@ import atexit
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from echelon.checks import integer, positive
+from echelon.checks import flag, integer, positive
 from echelon.comm import shm
 from echelon.comm.streams import is_cpu, local_device
-from echelon.comm.threads.exit_handlers import guarded_exit
+from echelon.comm.threads.free_running import FreeRunning
 from echelon.comm.threads.group import ThreadGroup
-from echelon.comm.threads.rank_globals import own_globals
 from echelon.comm.threads.thread_world import ThreadWorld
+from echelon.comm.threads.turns import Turns
 from echelon.comm.world import DEFAULT_TIMEOUT_S, World
 from echelon.diagnosis.exit_guard import (
     ends_process,
@@ -30,15 +29,13 @@ from echelon.diagnosis.exit_guard import (
 )
 from echelon.diagnosis.flight_recorder import Phase
 from echelon.diagnosis.rank_monitor import RankMonitor, StepCounter
-from echelon.diagnosis.stragglers import StragglerRule
 from echelon.errors import ArgumentError, WorldError
-from echelon.launch.processes import call, run_processes
-from echelon.process import time_limits
-from echelon.process.background_threads import run_in_background
+from echelon.launch.cell_output import shown_in_cell
+from echelon.launch.processes import run_processes
+from echelon.launch.rank_function import taking_world
+from echelon.launch.simulated_ranks import SimulatedRanks
 from echelon.process.environment import JobEnvironment, environment, timeout_wanted
-from echelon.process.main_thread import serve, serving
 
-POLL_S = 0.1  # how often the thread that waits for simulated ranks looks what they want
 MOST_RANKS = 1 << 16  # of one machine; more is a mistake
 BACKENDS = ("shm", "gloo", "nccl", "mpi", "ucc", "xccl")
 
@@ -53,17 +50,25 @@ def run(
     args: Sequence[Any] = (),
     timeout: float = DEFAULT_TIMEOUT_S,
     device: str | torch.device = "cpu",
+    concurrent: bool = False,
 ) -> list[Any]:
     """Call ``fn(world, *args)`` on every rank and return the results in rank order.
 
+    Simulated ranks take turns: one of them runs at a time, until it waits for others in a call of a
+    group, and the order is the same in every run. Random streams (of torch, CUDA, Python, NumPy),
+    the environment and other state of a process are each rank's own (``docs/worlds.md``).
+
     Args:
-        fn: called with this rank's ``World``. For ``"processes"``, it and its results are copied
+        fn: called with this rank's ``World``, or without it where it takes none, as a program of
+            ``torch.distributed``. For ``"processes"``, it and its results are copied
             from one process to another, with their code if they cannot be imported there.
         ranks: how many.
         world: ``"threads"``: simulated ranks in this process; ``"processes"``: local processes
             over shared memory.
-        timeout: seconds that a rank waits for others in one call before it raises.
+        timeout: seconds that a rank waits for others in one call before it raises. In turns, they
+            are counted as if each rank had a core of its own.
         device: for threads, where all ranks live.
+        concurrent: let simulated ranks run at the same time, in any order.
 
     Raises:
         Exception: the first failure of a rank, with a note that names the rank.
@@ -82,19 +87,38 @@ def run(
     if not isinstance(args, list | tuple):
         raise ArgumentError(f"args is {args!r:.80}; give a tuple of what fn takes after the world")
     timeout = positive("timeout", timeout, threading.TIMEOUT_MAX)
+    flag("concurrent", concurrent)
+    fn, args = taking_world(fn, len(args)), tuple(args)
     if world == "threads":
-        return _run_threads(fn, ranks, tuple(args), timeout, _device(device))
+        order = FreeRunning(ranks) if concurrent else Turns(ranks)
+        return _run_threads(fn, ThreadWorld(order, ranks, timeout), args, usable_device(device))
     if world == "processes":
+        if concurrent:
+            raise ArgumentError("concurrent is for simulated ranks; processes always are")
         if device not in ("cpu", torch.device("cpu")):
             raise ArgumentError(
                 f"processes share CPU memory, so device={device!r} needs torchrun and NCCL"
             )
-        return run_processes(fn, ranks, tuple(args), timeout, _enter)
+        with shown_in_cell(fn, ranks, world) as rank_fn:
+            return run_processes(rank_fn, ranks, args, timeout, enter)
     raise ArgumentError(f"unknown world {world!r:.80}: use 'threads' or 'processes'")
 
 
-def _device(device: str | torch.device) -> torch.device:
+def _run_threads(
+    fn: Callable[..., Any], thread_world: ThreadWorld, args: tuple[Any, ...], device: torch.device
+) -> list[Any]:
+    with (
+        shown_in_cell(fn, thread_world.size, "threads") as rank_fn,
+        SimulatedRanks(rank_fn, thread_world, args, device, enter) as simulated,
+    ):
+        simulated.follow()
+    return simulated.results
+
+
+def usable_device(device: str | torch.device) -> torch.device:
     """The device of that name, which is there."""
+    if device is None:  # which torch takes for its default
+        raise ArgumentError("device is None; give its name, such as 'cpu'")
     try:
         place = torch.empty(0, device=device).device
         torch.zeros(1, device=place).item()  # of which "meta" has none
@@ -112,103 +136,12 @@ def entered() -> World | None:
     return world if world is not None and world.is_open else None
 
 
-def _enter(world: World) -> None:
+def enter(world: World) -> None:
     """Make ``world`` what ``init`` returns on this thread, and count the steps of this rank."""
     _current.world = world
     world.steps.count()
-
-
-def _run_threads(
-    fn: Callable[..., Any], ranks: int, args: tuple[Any, ...], timeout: float, device: torch.device
-) -> list[Any]:
-    thread_world = ThreadWorld(ranks, timeout)
-    results: list[Any] = [None] * ranks
-    dtype = torch.get_default_dtype()
-
-    def rank_main(rank: int) -> None:
-        try:
-            # Backward runs on the rank's own thread, or hooks of several ranks would queue behind
-            # one another.
-            with own_globals(dtype), torch.autograd.set_multithreading_enabled(False):
-                thread_world.enter(rank)
-                group = ThreadGroup(thread_world, rank, range(ranks), device=device)
-                world = World(
-                    group,
-                    backend="threads",
-                    close=lambda error: _leave(thread_world, rank, error),
-                    steps=StepCounter(thread_world.sightings[rank].note_step),
-                )
-                _enter(world)
-                results[rank] = call(fn, world, args)
-                world.close()
-        except BaseException as error:
-            thread_world.fail(rank, error)
-
-    threads: list[threading.Thread] = []
-    with guarded_exit(timeout), serving():
-        try:
-            for rank in range(ranks):  # within the try: one may run, and wait, before the last
-                threads.append(run_in_background(f"rank {rank}", rank_main, rank))
-            _await_threads(thread_world, threads)
-        except BaseException as error:  # Ctrl-C: free the ranks before we leave
-            thread_world.fail(-1, error)
-            raise
-        if thread_world.failure is not None:
-            _raise_first(thread_world, threads)
-    return results
-
-
-def _await_threads(thread_world: ThreadWorld, threads: Sequence[threading.Thread]) -> None:
-    """Return when all ranks have ended, or one has failed.
-
-    Raises:
-        CommTimeout: a rank does not follow those that have left.
-    """
-    rule = StragglerRule(thread_world.timeout)
-    while thread_world.failure is None:
-        alive = [thread for thread in threads if thread.is_alive()]
-        if not alive:
-            return
-        _join(alive[0], POLL_S)
-        signs = {
-            rank: thread_world.sign(rank, thread in alive) for rank, thread in enumerate(threads)
-        }
-        if late := rule.late(signs):
-            names = ", ".join(threads[rank].name for rank in late)
-            error = thread_world.straggler_error(late)
-            error.add_note(f"still running outside communication, and left behind: {names}")
-            raise error
-
-
-def _join(thread: threading.Thread, seconds: float) -> None:
-    """Wait for the end of a rank, and do what ranks ask of this thread."""
-    thread.join(max(0.0, min(POLL_S, seconds)))
-    serve()
-
-
-def _leave(thread_world: ThreadWorld, rank: int, error: BaseException | None) -> None:
-    """What a simulated rank does when it closes its world."""
-    if error is None:
-        thread_world.finish(rank)
-    else:
-        thread_world.fail(rank, error)
-
-
-def _raise_first(thread_world: ThreadWorld, threads: Sequence[threading.Thread]) -> None:
-    """Raise the first failure, once the other ranks have ended or had their time."""
-    deadline = time.monotonic() + time_limits.NOTICE_IN_THREADS_S
-    for thread in threads:
-        while thread.is_alive() and time.monotonic() < deadline:
-            _join(thread, deadline - time.monotonic())
-    assert thread_world.failure is not None
-    rank, error = thread_world.failure
-    error.add_note(f"raised on rank {rank} of {thread_world.size}")
-    if step := thread_world.sightings[rank].step:
-        error.add_note(f"rank {rank} was at step {step}")
-    stuck = [thread.name for thread in threads if thread.is_alive()]
-    if stuck:
-        error.add_note(f"still running outside communication, and left behind: {', '.join(stuck)}")
-    raise error
+    if world.size > 1:
+        world.steps.measure()
 
 
 def init(
@@ -239,6 +172,8 @@ def init(
     if timeout is None:
         timeout = timeout_wanted(os.environ) or DEFAULT_TIMEOUT_S
     timeout = positive("timeout", timeout, threading.TIMEOUT_MAX)
+    if check is not None:
+        flag("check", check)
     world: World | None = getattr(_current, "world", None)
     if world is not None:
         if backend not in (None, world.backend):
@@ -253,12 +188,13 @@ def init(
     else:
         world = _join_job(job, backend, timeout, check)
     _close_at_exit(world)
-    _enter(world)
+    enter(world)
     return world
 
 
 def _alone(timeout: float, job: JobEnvironment | None) -> World:
-    group = ThreadGroup(ThreadWorld(1, timeout), 0, [0], device=local_device(0))
+    thread_world = ThreadWorld(FreeRunning(1), 1, timeout)
+    group = ThreadGroup(thread_world, 0, [0], device=local_device(0))
     if job is None:
         return World(group, backend="single")
     monitor = RankMonitor.of_job(job, os.environ)
@@ -317,7 +253,7 @@ def _meet_job(
             backend="shm",
             local_rank=job.local_rank,
             close=group.close,
-            steps=StepCounter(monitor.record_step),
+            steps=StepCounter(monitor.record_step, monitor.step_rows),
         )
     return torch_dist.connect(
         job, backend, device=device, timeout=timeout, check=check, monitor=monitor

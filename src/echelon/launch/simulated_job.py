@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import CodeType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from echelon.diagnosis.failure_record import FailureRecord
 from echelon.diagnosis.failure_report import MAX_LINES, failure_report
+from echelon.diagnosis.held_up import verdict
+from echelon.diagnosis.step_rows import RankSteps
 from echelon.diagnosis.stragglers import END
-from echelon.errors import ArgumentError, CommTimeout, DeadlockError
+from echelon.errors import ArgumentError, CommTimeout, DeadlockError, DebuggerQuit
 from echelon.launch.program import Program, threads_per_rank
-from echelon.launch.rank_output import rank_prefix
+from echelon.launch.rank_lines import WholeLines, printing_as
 from echelon.process import time_limits
 
 if TYPE_CHECKING:
     from echelon.comm.world import World
+    from echelon.diagnosis.rank_time import RankTime
 
-_printing = threading.local()  # which rank runs on a thread
+
+_Reader = Callable[[], tuple[CodeType, Mapping[str, Any]]]
 
 
 def run_threads(
@@ -32,128 +37,103 @@ def run_threads(
     timeout: float | None = None,
     *,
     tee: bool = False,
+    concurrent: bool = False,
+    run_ranks: Callable[..., object] | None = None,
 ) -> int:
     """Run ``program`` once for each of ``ranks`` threads; the exit code.
 
-    Each rank has its own ``__main__`` namespace; imported modules are shared.
+    Each rank has its own ``__main__``, and its own modules of the program's folders unless they run
+    at the same time; other modules are shared.
 
     Args:
         timeout: seconds that a rank waits for others in one call; None: as long as by default.
         tee: write the number of the rank before each line that it prints.
+        concurrent: run the ranks at the same time, and not in turns.
+        run_ranks: takes the arguments of ``ec.run`` that this gives, and runs the ranks in turns.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))  # torch reads it once
+    if concurrent:  # they share the cores; torch reads it once
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
     sys.path.insert(0, program.folder())
     raised: list[tuple[BaseException, FailureRecord]] = []
+    times: list[tuple[int, RankTime]] = []
     try:
-        code, names = program.read()
+        read = _reader(program, by_rank=not concurrent)
     except (ArgumentError, SyntaxError, ValueError) as error:
         return _fail(error, raised, ranks)
-    sys.argv = [names["__file__"], *arguments]
+    sys.argv = [program.name, *arguments]
     # They bring torch; mistakes above need not wait for it.
     from echelon.comm.threads.exit_handlers import guard_exit
+    from echelon.comm.threads.rank_modules import importing_for_themselves
     from echelon.comm.world import DEFAULT_TIMEOUT_S
     from echelon.launch.run import run
 
     timeout = DEFAULT_TIMEOUT_S if timeout is None else timeout
     guard_exit(timeout)
     before = frozenset(threading.enumerate())  # of them, none is a rank of this run
-    output = sys.stdout
-    sys.stdout = _WholeLines(output, tee)
+    output, sys.stdout = sys.stdout, WholeLines(sys.stdout, tee)
     try:
-        run(
-            _rank_main,
-            ranks,
-            world="threads",
-            args=(code, names, raised),
-            timeout=timeout,
-        )
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return _leave(130, before)
-    except SystemExit as error:
-        return _leave(_exit_code(error), before)
+        args = (read, raised, times)
+        with nullcontext() if concurrent else importing_for_themselves(program.folder()):
+            start = run_ranks or partial(run, concurrent=concurrent)
+            start(_rank_main, ranks, args=args, timeout=timeout)
     except BaseException as error:
-        return _leave(_fail(error, raised, ranks), before)
+        return _leave(_ending(error, raised, ranks), before)
     finally:
         sys.stdout.flush()
         sys.stdout = output
+    steps = [RankSteps.of(rank, rank_time.rows.numbers()) for rank, rank_time in times]
+    for cost in verdict(steps):
+        print(cost, file=sys.stderr)
     return 0
 
 
-class _WholeLines(io.TextIOBase):
-    """Standard output for many threads, whose lines do not run into each other."""
-
-    def __init__(self, stream: TextIO, tee: bool) -> None:
-        self._stream = stream
-        self._tee = tee
-        self._open = threading.local()  # what a thread wrote since its last newline
-        self._lock = threading.Lock()
-
-    def write(self, text: str) -> int:
-        """Write up to the last newline, and keep the rest for later."""
-        whole, newline, rest = (self._kept() + text).rpartition("\n")
-        self._open.text = rest
-        if newline:
-            with self._lock:
-                self._stream.write(self._marked(whole) + newline)
-        return len(text)
-
-    def flush(self) -> None:
-        """Write what this thread has kept; where lines show their ranks, whole lines only."""
-        kept = ""
-        if not self._tee:
-            kept, self._open.text = self._kept(), ""
-        with self._lock:
-            self._stream.write(kept)
-            self._stream.flush()
-
-    def end(self) -> None:
-        """Write what a rank has kept that ends."""
-        if self._tee and self._kept():
-            self.write("\n")
-        self.flush()
-
-    def isatty(self) -> bool:
-        """Whether a person watches."""
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        """The file underneath."""
-        return self._stream.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """Of the stream underneath."""
-        return self._stream.encoding
-
-    def _marked(self, text: str) -> str:
-        """``text`` with the rank that prints it before each line, if that is wanted."""
-        rank: int | None = getattr(_printing, "rank", None)
-        if rank is None or not self._tee:
-            return text
-        prefix = rank_prefix(rank)
-        return "\n".join(f"{prefix}{line}" for line in text.split("\n"))
-
-    def _kept(self) -> str:
-        return getattr(self._open, "text", "")
+def _reader(program: Program, *, by_rank: bool) -> _Reader:
+    """What reads the program in each rank, which imports the packages of a module for itself."""
+    if program.is_module and by_rank:
+        program.require_package()
+        return program.read
+    source = program.read()
+    return lambda: source
 
 
 def _rank_main(
     world: World,
-    code: CodeType,
-    names: Mapping[str, Any],
+    read: _Reader,
     raised: list[tuple[BaseException, FailureRecord]],
+    times: list[tuple[int, RankTime]],
 ) -> None:
     """Run the script as if it were the only one; ``echelon.init`` finds the world by the thread."""
-    _printing.rank = world.rank
-    try:
-        exec(code, {**names, "__name__": "__main__", "__builtins__": __builtins__})
-    except BaseException as error:
-        raised.append((error, FailureRecord.of(error, world.rank, f"at step {world.step}")))
-        raise
-    finally:
-        if isinstance(sys.stdout, _WholeLines):
-            sys.stdout.end()
+    from echelon.comm.threads.rank_modules import main_names
+
+    times.append((world.rank, world.steps.time))
+    with printing_as(world.rank):
+        try:
+            code, names = read()
+            sys.argv[0] = names["__file__"]
+            exec(code, main_names(names))
+        except BaseException as error:
+            world.explain(error)
+            raised.append((error, FailureRecord.of(error, world.rank, f"at step {world.step}")))
+            raise
+        finally:
+            if isinstance(sys.stdout, WholeLines):
+                sys.stdout.end()
+
+
+def _ending(
+    error: BaseException, raised: Sequence[tuple[BaseException, FailureRecord]], ranks: int
+) -> int:
+    """Print why the ranks have ended before their time; the exit code."""
+    match error:
+        case KeyboardInterrupt():
+            print("interrupted", file=sys.stderr)
+            return 130
+        case DebuggerQuit():
+            print(error, file=sys.stderr)
+            return 1
+        case SystemExit():
+            return _exit_code(error)
+    return _fail(error, raised, ranks)
 
 
 def _fail(

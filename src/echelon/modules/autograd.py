@@ -73,9 +73,19 @@ def will_accumulate(param: Tensor) -> bool:
 
     ``torch.autograd.grad`` does not, and ``backward(inputs=...)`` adds only to its inputs.
     """
+    return _will_run_leaf(get_gradient_edge(param).node)
+
+
+def will_accumulate_from(node: Node, index: int) -> bool:
+    """The same of the parameter that is input ``index`` of ``node``, asked in its backward."""
+    leaf = node.next_functions[index][0]
+    return leaf is not None and _will_run_leaf(leaf)
+
+
+def _will_run_leaf(leaf: Node) -> bool:
     try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
-    except RuntimeError:  # torch does not answer where autograd.grad asks for param itself
+        return bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:  # torch does not answer where autograd.grad asks for the leaf itself
         return False
 
 

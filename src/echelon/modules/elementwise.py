@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from enum import Enum
 from typing import final
 
 from torch import nn
@@ -24,19 +25,26 @@ from echelon.modules.optimizer_hooks import (
 
 # By class name, as most of them are not torch's: what the step looks at.
 _OVER_PARAMETERS = {"LBFGS": "all parameters of the model at once"}
-_OVER_TENSORS = {
-    **_OVER_PARAMETERS,
+_OVER_SHAPES = {
     **dict.fromkeys(("Adafactor", "Muon", "SOAP", "Shampoo"), "whole matrices"),
     **dict.fromkeys(("LAMB", "LARS", "Lamb", "Lars", "FusedLAMB"), "the norms of whole tensors"),
 }
+
+
+class Lacks(Enum):
+    """What of a model the optimizers of a rank do not see, by which steps look at it."""
+
+    PARAMETERS = _OVER_PARAMETERS
+    TENSORS = _OVER_PARAMETERS | _OVER_SHAPES
+    SHAPES = _OVER_SHAPES
 
 
 @final
 class _ElementwiseOnly(StepCheck):
     """Refuses the steps of optimizers that look beyond single elements."""
 
-    def __init__(self, what: str, *, has_tensors: bool, owner: nn.Module | None) -> None:
-        self._refused = _OVER_PARAMETERS if has_tensors else _OVER_TENSORS
+    def __init__(self, what: str, lacks: Lacks, *, owner: nn.Module | None) -> None:
+        self._refused = lacks.value
         self._what = what
         self._owner = None if owner is None else weakref.ref(owner)
 
@@ -53,17 +61,17 @@ class _ElementwiseOnly(StepCheck):
 
 
 def refuse_other_steps(
-    params: Iterable[nn.Parameter], what: str, *, has_tensors: bool, owner: nn.Module | None = None
+    params: Iterable[nn.Parameter], what: str, lacks: Lacks, *, owner: nn.Module | None = None
 ) -> None:
     """Refuse optimizers that look beyond single elements, when they step over ``params``.
 
-    ``what`` is the reason, such as ``"FSDP shards parameters"``. ``has_tensors`` tells whether this
-    rank has whole tensors, though not the whole model; a stricter check that is there already
-    stays. The check ends when ``owner`` is gone; None: with ``allow_other_steps``.
+    ``what`` is the reason, such as ``"FSDP shards parameters"``. Where this rank lacks parameters
+    only, a stricter check that is there already stays. The check ends when ``owner`` is gone; None:
+    with ``allow_other_steps``.
     """
-    if has_tensors:
+    if lacks is Lacks.PARAMETERS:
         params = [param for param in params if not has_step_check(param, _ElementwiseOnly)]
-    add_step_check(params, _ElementwiseOnly(what, has_tensors=has_tensors, owner=owner))
+    add_step_check(params, _ElementwiseOnly(what, lacks, owner=owner))
 
 
 def allow_other_steps(params: Iterable[nn.Parameter]) -> None:

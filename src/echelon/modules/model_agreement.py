@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from echelon.comm.agreement import ObjectGatherer, agree
 from echelon.comm.buffers import is_expanded
+from echelon.comm.object_bytes import flat_bytes
 from echelon.errors import ArgumentError
 
 Init = Literal["broadcast", "verify", "trust"]  # how parameters become equal at the start
@@ -39,7 +40,7 @@ def check_model(module: nn.Module, device: torch.device, *, meta: bool = False) 
         if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
             raise ArgumentError(
                 f"module {name or type(submodule).__name__!r} makes sparse gradients, "
-                "and DDP reduces dense ones: build it with sparse=False"
+                "and ranks exchange dense ones: build it with sparse=False"
             )
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(tensor):
@@ -116,5 +117,5 @@ def _describe(tensor: Tensor) -> str:
 def _digest(tensor: Tensor) -> str:
     if tensor.is_meta:
         return "none, it is on the meta device"
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = flat_bytes(tensor).numpy()
     return hashlib.blake2b(data.data, digest_size=8).hexdigest()

@@ -48,11 +48,14 @@ class GradientScope:
         group: the ranks that have shards of it; None where each rank has the full gradient.
         by_rows: whether shards are whole rows of dim 0, and not ranges of the flattened gradient.
         is_staged: whether other ranks have gradients of other stages of a pipeline.
+        is_joined: whether this is several gradients in one tensor, of which the ranks have not all
+            the same shards.
     """
 
     group: ReducingRanks | None = None
     by_rows: bool = False
     is_staged: bool = False
+    is_joined: bool = False
 
 
 class ShardedGradient(Tensor):
@@ -186,6 +189,18 @@ def _marked_again(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     return mark(result, scopes.pop()) if len(scopes) == 1 and result.numel() in sizes else result
 
 
+def _joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Several gradients in one tensor; of shards of the same ranks it is a shard, too."""
+    result = _call_plain(func, args, kwargs)
+    if type(result) is not Tensor:
+        return result  # written into a tensor that was given
+    scopes = {t._scope if isinstance(t, ShardedGradient) else None for t in args[0]}
+    scope = next(scope for scope in scopes if scope is not None)
+    is_alone = len(args[0]) == 1
+    is_shard = len(scopes) == 1 and not scope.is_staged
+    return mark(result, replace(scope, by_rows=False, is_joined=not (is_shard or is_alone)))
+
+
 def _cloned(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A copy, marked again unless an optimizer makes it, for its state such as a momentum."""
     if _is_called_by(_OPTIMIZERS):
@@ -224,6 +239,11 @@ def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     if not isinstance(gradient, ShardedGradient):
         return _call_plain(func, args, kwargs)
     scope = gradient._scope
+    if scope.is_joined:
+        raise UnsupportedError(
+            "a norm of a tensor with several gradients, of which this rank has all of some and "
+            f"shards of others, or only those of its stages: {_INSTEAD}"
+        )
     if scope.by_rows and _is_by_rows(func, args, kwargs):
         return _call_plain(func, args, kwargs)
     if scope.group is None:  # a full gradient of a stage
@@ -351,7 +371,7 @@ _NORMS: dict[Callable[..., Any], tuple[str, ...]] = {
 _MOVES = frozenset(_functions("to float double cpu detach", Tensor))
 _KEEPING = (
     *_functions("detach to float double half bfloat16 cpu contiguous", Tensor),
-    *_functions("view reshape flatten view_as reshape_as", Tensor),
+    *_functions("view reshape flatten ravel view_as reshape_as", Tensor),
     *_functions("mul multiply div divide true_divide add sub subtract neg negative"),
     *_functions("abs absolute square pow clamp nan_to_num sign where lerp"),
     *_functions("__mul__ __rmul__ __truediv__ __add__ __radd__ __sub__ __rsub__ __neg__", Tensor),
@@ -359,6 +379,7 @@ _KEEPING = (
     Tensor.data.__get__,  # type: ignore[attr-defined]
 )
 _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
+    **dict.fromkeys(_functions("cat concat concatenate stack hstack", torch), _joined),
     **dict.fromkeys(_KEEPING, _marked_again),
     **dict.fromkeys(_functions("clone"), _cloned),
     **dict.fromkeys(_NORMS, _norm),

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from echelon import checks
 from echelon.errors import ArgumentError
 
 _NUMBER = (int, float)
@@ -59,6 +60,7 @@ class MetricsWriter:
     """A new ``metrics.jsonl``, to which lines are appended; a context manager that closes it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        checks.path("path", path)
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
 
     def write(self, kind: str, **fields: Any) -> None:
@@ -91,6 +93,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ArgumentError: there is no such file, or a line in it is not an object with a ``kind``.
     """
+    checks.path("path", path)
     file = Path(path)
     if file.is_dir():
         file = file / "metrics.jsonl"

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from echelon import checks
+from echelon.page import bytes_text
 
 
 def duration_text(seconds: float) -> str:
@@ -29,19 +30,6 @@ def duration_text(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m {whole % 60:02d}s"
     return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-
-
-def bytes_text(nbytes: float) -> str:
-    """``nbytes`` as a text with a unit.
-
-    Example:
-        >>> [bytes_text(nbytes) for nbytes in (0, 2048, 3 * 2**20, 5 * 2**30)]
-        ['0 B', '2.0 KiB', '3.0 MiB', '5.0 GiB']
-    """
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if nbytes >= 1024**power:
-            return f"{nbytes / 1024**power:.1f} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 _BAR = 20  # characters

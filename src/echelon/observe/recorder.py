@@ -19,6 +19,7 @@ from torch import nn
 from echelon import checks, events
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
+from echelon.observe.came_last import came_last
 from echelon.observe.meters import (
     CommMeter,
     Look,
@@ -30,6 +31,7 @@ from echelon.observe.meters import (
 from echelon.observe.metrics import MetricsWriter
 from echelon.observe.progress import Progress
 from echelon.observe.report import write_report
+from echelon.observe.slow_ranks import held_up
 from echelon.observe.trace import Trace, write_trace
 
 FORMAT_VERSION = 1
@@ -69,7 +71,7 @@ class Recorder:
     Every rank makes a recorder and all leave it together: its end is a collective, which sends the
     memory and communication of all ranks to rank 0. Only rank 0 writes and shows anything. If the
     body raises, the written lines stay and nothing is collected; ``echelon report`` then draws the
-    page.
+    page. In a replay of a step nothing is written or shown.
 
     Args:
         folder: where to write. If it exists, the first of ``folder-2``, ``folder-3`` … that does
@@ -103,7 +105,8 @@ class Recorder:
         self.memory = MemoryMeter(world.rank)
         self.comm = CommMeter(world.rank)
         self._trace = Trace(world.rank) if trace else None
-        self.folder = _fresh(Path(folder)) if world.rank == 0 else None
+        writes = world.rank == 0 and not world.is_replay
+        self.folder = _fresh(Path(folder)) if writes else None
         self._stack = ExitStack()
         self._writer: MetricsWriter | None = None
         self._progress: Progress | None = None
@@ -280,13 +283,22 @@ class Recorder:
             "comm": {op: asdict(total) for op, total in self.comm.totals.items()},
         }
         rows = self._trace.rows if self._trace is not None else None
-        ranks = self._world.group.all_gather_object((summary, rows))
+        host = os.uname().nodename
+        ranks = self._world.group.all_gather_object((summary, rows, host))
+        notes = {"Who held us up": "\n".join(map(str, held_up(self._world)))}
+        # Simulated ranks run one after another, and clocks of hosts differ.
+        shares_clock = self._world.backend not in ("threads", "single")
+        if shares_clock and {host for *_, host in ranks} == {host}:
+            notes["Who came last"] = str(came_last(self._world))
         if self._writer is None or self.folder is None:
             return
-        self._writer.write("ranks", ranks=[summary for summary, _ in ranks])
-        self._writer.write("end", time_s=self._mark_s - self._start_s, steps=self._steps)
+        self._writer.write("ranks", ranks=[summary for summary, *_ in ranks])
+        for title, text in notes.items():
+            if text:
+                self._writer.write("note", title=title, text=text)
         if self._trace is not None:
-            write_trace(self.folder / "trace.json", [rows for _, rows in ranks])
+            write_trace(self.folder / "trace.json", [rows for _, rows, _ in ranks])
+        self._writer.write("end", time_s=self._mark_s - self._start_s, steps=self._steps)
 
 
 def _fresh(folder: Path) -> Path:

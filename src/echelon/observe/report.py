@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from echelon import checks
 from echelon.errors import ArgumentError
 from echelon.observe.metrics import check_run, read_metrics
-from echelon.observe.progress import bytes_text, duration_text
-from echelon.page import definitions, facts, page, section, table
+from echelon.observe.progress import duration_text
+from echelon.page import bytes_text, definitions, facts, page, section, table
 
 Line = dict[str, Any]
 
@@ -30,6 +31,7 @@ def write_report(folder: str | os.PathLike[str]) -> Path | None:
     Raises:
         ArgumentError: there is no ``metrics.jsonl``, or it is not of a run in this format.
     """
+    checks.path("folder", folder)
     lines = read_metrics(folder)
     start = next((line for line in lines if line["kind"] == "start"), None)
     if start is None:

@@ -1,6 +1,7 @@
 """Pipelines: a model cut into stages, and schedules as data that are checked and simulated.
 
 ``schedule`` or ``Schedule.from_csv`` → ``check`` → ``simulate`` and ``choose`` → ``lower``.
+``judge`` says of a schedule that anybody wrote whether it can run.
 Of the names here only ``split`` needs torch, which it imports when it is first used.
 
 ``schedules``             which rank does what in which order, as data without torch
@@ -21,6 +22,7 @@ Of the names here only ``split`` needs torch, which it imports when it is first 
 ``stage_state``           state dicts and shards of stages by the names of the model
 ``staged_module``         the part of ``Pipeline`` that does not train
 ``measure``               when actions ran, and what they cost
+``pipeline_view``         what ``ec.show`` says about a ``Pipeline``
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ from echelon.pipeline.schedules.choose import Choice, choose
 from echelon.pipeline.schedules.dependencies import Channel
 from echelon.pipeline.schedules.families import schedule
 from echelon.pipeline.schedules.ir import Action, Item, Kind, Pair, Schedule
+from echelon.pipeline.schedules.judgement import ScheduleVerdict, judge
 from echelon.pipeline.schedules.passes import lower
 from echelon.pipeline.schedules.render import to_page, to_svg, to_text
 from echelon.pipeline.schedules.simulate import Idle, Simulation, Step, Timeline, simulate
+from echelon.pipeline.schedules.waits import Wait, WaitCause, WaitRule
 from echelon.pipeline.splitting.partition import partition
 
 if TYPE_CHECKING:
@@ -52,11 +56,16 @@ __all__ = [
     "Measurement",
     "Pair",
     "Schedule",
+    "ScheduleVerdict",
     "Simulation",
     "Step",
     "Timeline",
+    "Wait",
+    "WaitCause",
+    "WaitRule",
     "check",
     "choose",
+    "judge",
     "lower",
     "measured_costs",
     "partition",

@@ -12,6 +12,7 @@ from echelon.comm.group import Group
 from echelon.errors import ArgumentError, CommError, EchelonError, StateError
 from echelon.launch.run import entered
 from echelon.modules.sharded_gradients import mark_stage_gradients
+from echelon.page import View, html_of, view_of
 from echelon.pipeline.arguments import (
     PipelineOptions,
     check_agreement,
@@ -25,10 +26,11 @@ from echelon.pipeline.execute import Executor
 from echelon.pipeline.link import links_of
 from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import Batch, BatchSplitter, Loss, join_microbatches
+from echelon.pipeline.pipeline_view import pipeline_view
 from echelon.pipeline.schedules.families import schedule as make_schedule
 from echelon.pipeline.schedules.ir import WEIGHT, Schedule
 from echelon.pipeline.schedules.passes import forwards_only, lower_once
-from echelon.pipeline.shared_parameters import find_shared_parameters
+from echelon.pipeline.shared_parameters import check_memory_of_stages, find_shared_parameters
 from echelon.pipeline.stage import Stage
 from echelon.pipeline.stage_initialization import initialize
 from echelon.pipeline.staged_module import StagedModule
@@ -85,6 +87,7 @@ class Pipeline(StagedModule):
         [0.0785, 0.0785]
     """
 
+    _repr_html_ = html_of
     _failure: BaseException | None = None  # of the first step that failed
 
     def __init__(
@@ -124,6 +127,7 @@ class Pipeline(StagedModule):
             sizes = len(stages), microbatches, group.size
             schedule = make_schedule(schedule, *sizes, **schedule_options)
         modules = local_stages(schedule, stages, group, microbatches)
+        check_memory_of_stages(stages, schedule.placement)
         check_devices(modules, group.device)
         initialize(modules, group, materialize)
         self._stages = _make_stages(modules, schedule, reduce_every, recomputes=recompute)
@@ -327,6 +331,11 @@ class Pipeline(StagedModule):
         """
         counted_here = {shared.param: shared.is_counted for shared in self._shared_parameters}
         return norm_over_stages(self.stages.values(), counted_here, self._group, norm_type)
+
+
+@view_of.register
+def _(shown: Pipeline) -> View:
+    return pipeline_view(shown.schedule, shown.stages._modules, shown._group.rank)
 
 
 def _make_stages(

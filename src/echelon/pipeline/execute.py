@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 
 from echelon import events
+from echelon.diagnosis import rank_time
+from echelon.diagnosis.step_rows import Activity
 from echelon.errors import CommError, ModelMismatch, StageError, WorldError
 from echelon.pipeline.boundary import BoundaryValue, TensorSpec
 from echelon.pipeline.link import BackwardRecv, ForwardRecv, Link, PendingSend
@@ -180,6 +182,7 @@ class Executor:
         """
         self._reset(batch)
         self.peak_num_alive = 0
+        rank_time.call_stage()
         try:
             for action, run in self._program:
                 if action.kind is Kind.REDUCE and not finalize:
@@ -249,6 +252,7 @@ class Executor:
         slot.values.fwd_recv = slot.to_previous.recv_forward(slot.microbatch, training=training)
 
     def _forward(self, slot: _Slot) -> None:
+        rank_time.begin_forward()
         batch, stage, i = self._batch, slot.stage, slot.microbatch
         value = batch.inputs[i] if slot.is_first else self._take_input(slot)
         kwargs = batch.kwargs[i] if batch.kwargs else {}
@@ -262,6 +266,7 @@ class Executor:
                 batch.losses[i] = loss * batch.weights[i]
         num_alive = sum(stage.num_alive for stage in self._stages.values())
         self.peak_num_alive = max(self.peak_num_alive, num_alive)
+        rank_time.end_forward()
 
     def _take_input(self, slot: _Slot) -> Any:
         values = slot.values
@@ -356,7 +361,11 @@ class Executor:
         self._add_send(action, slot.to_previous.send_backward(slot.microbatch, specs, grads))
 
     def _backward_weight(self, slot: _Slot) -> None:
-        slot.stage.backward_weight(slot.microbatch)
+        before = rank_time.begin(Activity.BACKWARD)
+        try:
+            slot.stage.backward_weight(slot.microbatch)
+        finally:
+            rank_time.end(before)
 
     # Pending sends ---------------------------------------------------------------------------
 

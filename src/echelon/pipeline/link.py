@@ -72,7 +72,7 @@ class Link:
     """
 
     def __init__(self, group: Group, peer: int, boundary: int, num_microbatches: int) -> None:
-        self._group, self._peer = group, peer
+        self._group, self._peer, self._boundary = group, peer, boundary
         self._first_tag = boundary * num_microbatches * _NUM_TAGS
         self._last_specs: dict[tuple[bool, int], BoundarySpec] = {}  # by training and microbatch
         self._send_pool, self._recv_pool = MessagePool(group.device), MessagePool(group.device)
@@ -105,6 +105,7 @@ class Link:
             self._send_spec(value.spec, () if last_spec is None else last_spec.tensors, isend)
             self._last_specs[training, microbatch] = value.spec
         message = self._send_pool.acquire(_LENGTH_NBYTES, value.spec.tensors)
+        message.about = f"outputs of stage {self._boundary} for microbatch {microbatch}"
         large = []
         for view, tensor in zip(message.views, value.tensors, strict=True):
             if view is None:
@@ -126,6 +127,7 @@ class Link:
         device = self._group.device
         data = spec.to_bytes()
         message = PackedMessage(_LENGTH_NBYTES, expected, device)
+        message.about = f"how many bytes the spec of outputs of stage {self._boundary} has"
         message.length.fill_(len(data))
         isend(_PACKED, message.buffer)
         for large in message.large_specs:
@@ -153,6 +155,7 @@ class Link:
         if not specs:
             return PendingSend([], [])
         message = self._send_pool.acquire(len(specs), tuple(specs))
+        message.about = f"gradients for stage {self._boundary} of microbatch {microbatch}"
         memory = [message.buffer]
         for index, (spec, view, grad) in enumerate(zip(specs, message.views, grads, strict=True)):
             if grad is None:

@@ -11,7 +11,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self, final
 
 from echelon import events
-from echelon.errors import StateError
+from echelon.checks import integer
+from echelon.errors import ArgumentError, StateError
+from echelon.page import TextTable, View, ViewPart, html_of, view_of
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
     COMPUTE,
@@ -23,11 +25,14 @@ from echelon.pipeline.schedules.ir import (
     Schedule,
     parse_item,
 )
+from echelon.pipeline.schedules.render import Drawn, drawn_of, title_of
+from echelon.pipeline.schedules.schedule_views import ranks_part, timelines_part, totals_part
 from echelon.pipeline.schedules.simulate import Simulation, Step, Timeline, simulate
 
 if TYPE_CHECKING:
     from echelon.comm.group import Group
 
+_TEXT_CELLS = 120  # of the longest timeline as text
 _MAX_STEPS = 50  # only the last steps are kept, since a block may contain a whole training
 
 
@@ -54,8 +59,10 @@ class Measurement:
     Example:
         >>> # with pipe.measure() as measured:
         >>> #     pipe.step(x, target=y)
-        >>> # page = ec.pipeline.to_page(measured.simulation, measured.timeline, unit="s")
+        >>> # page = ec.pipeline.to_page(measured)
     """
+
+    _repr_html_ = html_of
 
     def __init__(self, schedule: Schedule, group: Group) -> None:
         self._schedule, self._group = schedule, group
@@ -155,6 +162,28 @@ class Measurement:
         return simulate(self._schedule, self.costs)
 
 
+@drawn_of.register
+def _(what: Measurement) -> Drawn:
+    simulation, timeline = what.simulation, what.timeline
+    return Drawn(
+        timelines={"simulated": simulation.timeline, "measured": timeline},
+        simulation=simulation,
+        unit="s",
+        cell=max(simulation.makespan, timeline.makespan) / _TEXT_CELLS or None,
+    )
+
+
+@view_of.register
+def _(shown: Measurement) -> View:
+    drawn = drawn_of(shown)
+    assert drawn.simulation is not None, "a measurement has simulated costs"
+    waited = [[str(rank), f"{seconds:.4g} s"] for rank, seconds in enumerate(shown.waited_s)]
+    table = TextTable(heads=["rank", "waited for other ranks"], rows=waited)
+    parts = [timelines_part(drawn), totals_part(drawn)]
+    parts += [ranks_part(drawn.simulation, shown.timeline), ViewPart(title="Waits", content=table)]
+    return View(title=f"Measured: {title_of(drawn.simulation.schedule)}", parts=parts)
+
+
 def _sources(text: str, num_stages: int) -> list[Action]:
     """The computations of other stages whose result this one needs; only one of them runs."""
     item = parse_item(text)
@@ -181,6 +210,10 @@ def measured_costs(steps: Iterable[Step], num_stages: int) -> dict[str, list[flo
         >>> measured_costs([Step(0, parse_item(t), s, e) for t, s, e in runs], num_stages=1)
         {'F': [2], 'B': [4], 'I': [2.0], 'W': [2.0]}
     """
+    integer("num_stages", num_stages, 1)
+    steps = list(steps) if isinstance(steps, Iterable) else [steps]
+    if not all(isinstance(step, Step) for step in steps):
+        raise ArgumentError(f"steps is {steps!r:.80}; give the steps of a timeline")
     took: dict[tuple[Kind, int], list[float]] = {}
     for step in steps:
         for part in step.item.parts:

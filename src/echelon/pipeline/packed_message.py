@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import final
+from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from echelon.pipeline.boundary import TensorSpec
 
@@ -28,12 +30,14 @@ class PackedMessage:
         length: the header as one number, if it has 8 bytes.
         views: the room of each tensor; None for tensors of more than 32 KiB.
         large_specs: the specs of these, which travel alone, in order.
+        about: what the message has, for somebody who looks at it.
     """
 
     def __init__(
         self, header_nbytes: int, specs: tuple[TensorSpec, ...], device: torch.device
     ) -> None:
         self.key = header_nbytes, specs
+        self.about = ""
         layout, nbytes = _message_layout(header_nbytes, specs)
         self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.header = self.buffer[:header_nbytes]
@@ -44,9 +48,22 @@ class PackedMessage:
             else self.buffer.view(spec.dtype).as_strided(spec.shape, place[1], place[0])
             for spec, place in zip(specs, layout, strict=True)
         ]
+        _by_address[self.buffer.data_ptr()] = self
         self.large_specs = [
             spec for spec, view in zip(specs, self.views, strict=True) if view is None
         ]
+
+
+# So that somebody who sees a buffer knows what is in it.
+_by_address: WeakValueDictionary[int, PackedMessage] = WeakValueDictionary()
+
+
+def packed_message_at(buffer: Tensor) -> PackedMessage | None:
+    """The message whose buffer this is, or None."""
+    message = _by_address.get(buffer.data_ptr())
+    if message is None or message.buffer.numel() != buffer.numel():
+        return None
+    return message
 
 
 _Place = tuple[int, tuple[int, ...]]  # offset in elements of the tensor's dtype, and its strides

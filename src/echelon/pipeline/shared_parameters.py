@@ -25,6 +25,7 @@ from torch import nn
 
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, UnsupportedError
+from echelon.modules.memory_overlap import NamedMemory, check_memory
 from echelon.modules.parameters import is_claimed
 from echelon.pipeline.data_parallel import Replicated, Shardable
 
@@ -101,6 +102,19 @@ def shared_parameters(
         for name, param in () if stage is None else _parameters(stage):
             places.setdefault(param, {}).setdefault(index, name)
     return {param: names for param, names in places.items() if len(names) > 1}
+
+
+def check_memory_of_stages(stages: Sequence[nn.Module | None], homes: Sequence[int]) -> None:
+    """Refuse stages with different ``homes`` whose parameters share memory, by an ArgumentError.
+
+    What shares memory is no shared parameter, whose gradient could be summed.
+    """
+    memories: dict[int, NamedMemory] = {}
+    for index, stage in enumerate(stages):
+        for what, tensor, moves in () if stage is None else _tensors(stage):
+            memory = NamedMemory(f"{what} of stage {index}", tensor, moves, homes[index])
+            memories.setdefault(id(tensor), memory)
+    check_memory(memories.values(), "Stages have parameters and optimizers of their own")
 
 
 def find_shared_parameters(
@@ -192,3 +206,11 @@ def _parameters(stage: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         for local, param in module._parameters.items():
             if param is not None:
                 yield f"{path}.{local}".lstrip("."), param
+
+
+def _tensors(stage: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Parameters and buffers, each with what errors call it, and whether it is a parameter."""
+    for name, param in _parameters(stage):
+        yield f"parameter {name!r}", param, True
+    for name, buffer in stage.named_buffers():
+        yield f"buffer {name!r}", buffer, False

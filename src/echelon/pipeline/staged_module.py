@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from echelon.checks import flag
+from echelon.checks import flag, mapping
 from echelon.comm.group import Group
 from echelon.errors import StateError
 from echelon.modules.compiled import keep_plain_names
-from echelon.modules.elementwise import refuse_other_steps
+from echelon.modules.elementwise import Lacks, refuse_other_steps
 from echelon.pipeline.shared_parameters import shared_parameters
 from echelon.pipeline.stage_state import (
     StageShards,
@@ -51,7 +51,7 @@ class StagedModule(nn.Module, HasShards):
             keep_plain_names(stage)
             if group.size > 1:
                 what = "a Pipeline gives each rank its stages"
-                refuse_other_steps(stage.parameters(), what, has_tensors=True, owner=self)
+                refuse_other_steps(stage.parameters(), what, Lacks.PARAMETERS, owner=self)
         self.stages = nn.ModuleDict({str(index): stage for index, stage in modules.items()})
         self._first_names = _first_names(stages)
         self._placement, self._group = placement, group
@@ -84,6 +84,7 @@ class StagedModule(nn.Module, HasShards):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load this rank's stages from their state, or from a state of the whole model."""
+        mapping("state_dict", state_dict)
         local_state = {
             f"stages.{index}.{key}": state_dict[name]
             for index, stage in self.stages.items()

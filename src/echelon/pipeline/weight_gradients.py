@@ -20,10 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.comm.streams import adds_in_order, autocasts
-from echelon.modules.autograd import add_row_gradients, add_weight_gradient, weight_gradient
+from echelon.modules.autograd import (
+    add_row_gradients,
+    add_weight_gradient,
+    weight_gradient,
+    will_accumulate_from,
+)
 
 # For smaller weights a call of Python costs more than the addition in place saves.
 _MIN_NUMEL = 1 << 16
+_WEIGHT = 1  # its place among the inputs of both functions
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -52,7 +58,8 @@ class WeightGradients:
     """Handles the gradients of weights of one stage.
 
     If they are local, only the optimizer needs them, so they may be added to ``.grad`` without
-    autograd. See [Note: accumulation in place] in ``modules.autograd``.
+    autograd. See [Note: accumulation in place] in ``modules.autograd``. A forward that is computed
+    again in the backward may call ``torch.autograd.grad``, whose gradients stay with autograd.
     """
 
     def __init__(self, *, is_local: bool) -> None:
@@ -79,28 +86,32 @@ class WeightGradients:
         finally:
             self._deferred = None
 
-    def linear(self, weight: Tensor, x: Tensor, grad: Tensor) -> Tensor | None:
+    def linear(self, node: Any, weight: Tensor, x: Tensor, grad: Tensor) -> Tensor | None:
         """The gradient of a linear layer's weight for autograd; None if it was added or deferred.
 
-        ``x`` is the layer's input (..., in), and ``grad`` the gradient of its output (..., out).
+        ``node`` is that of the layer in the graph, ``x`` its input (..., in), and ``grad`` the
+        gradient of its output (..., out).
         """
-        if self._deferred is not None and not self._has_hooks(weight):
+        if self._deferred is not None and self._may_take(node, weight):
             self._deferred.add(weight, x, grad)
             return None
-        if self._may_add(weight):
+        if self._may_add(node, weight):
             add_weight_gradient(weight, x, grad)
             return None
         return weight_gradient(x, grad)
 
-    def embedding(self, weight: Tensor, index: Tensor, grad: Tensor) -> bool:
+    def embedding(self, node: Any, weight: Tensor, index: Tensor, grad: Tensor) -> bool:
         """Add the gradient of looked-up rows of ``weight`` and return true, if that is allowed."""
-        if not (adds_in_order(weight.device) and self._may_add(weight)):
+        if not (adds_in_order(weight.device) and self._may_add(node, weight)):
             return False
         add_row_gradients(weight, index, grad)
         return True
 
-    def _may_add(self, weight: Tensor) -> bool:
-        return self._adds and weight.grad is not None and not self._has_hooks(weight)
+    def _may_add(self, node: Any, weight: Tensor) -> bool:
+        return self._adds and weight.grad is not None and self._may_take(node, weight)
+
+    def _may_take(self, node: Any, weight: Tensor) -> bool:
+        return not self._has_hooks(weight) and will_accumulate_from(node, _WEIGHT)
 
     def _has_hooks(self, weight: Tensor) -> bool:
         """Whether the user has a hook on its gradient, which must then go through autograd."""
@@ -184,7 +195,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight
-        grad_weight = ctx.weights.linear(ctx.weight, x, grad)
+        grad_weight = ctx.weights.linear(ctx, ctx.weight, x, grad)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         return grad_x, grad_weight, grad_bias, None
@@ -215,7 +226,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (index,) = ctx.saved_tensors
         weight = ctx.weight
-        if ctx.weights.embedding(weight, index, grad):
+        if ctx.weights.embedding(ctx, weight, index, grad):
             return None, None, None
         full = torch.ops.aten.embedding_dense_backward(grad, index, len(weight), -1, False)
         return None, full, None

@@ -3,4 +3,7 @@
 ``axes``         the lengths of the axes as text; knows no torch
 ``plans``        ``Plan``: the axes and their options, refused at once where they do not fit
 ``parallelize``  a plan applied to a model
+``plan_view``    what ``ec.show`` says about a plan
 """
+
+import echelon.plan.plan_view  # noqa: F401  # gives Plan its view

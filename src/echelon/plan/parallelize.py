@@ -29,7 +29,7 @@ from echelon.fsdp import FSDP, Strategy
 from echelon.fsdp.policy import MixedPrecision
 from echelon.fsdp.units import Rule
 from echelon.pipeline.api import Pipeline
-from echelon.pipeline.shared_parameters import shared_parameters
+from echelon.pipeline.shared_parameters import check_memory_of_stages, shared_parameters
 from echelon.pipeline.splitting.split import split
 from echelon.plan.plans import Plan
 
@@ -99,6 +99,7 @@ def _pipeline(
     loss_fn: Callable[[Any, Any], Tensor] | None,
 ) -> Pipeline:
     shared = shared_parameters(stages)
+    check_memory_of_stages(stages, range(len(stages)))  # wrappers give it other memory
     _check_shared(shared, plan)
     schedule, replicas = plan.make_schedule(), plan.dp * plan.shard
     # No wrapper knows which ranks have the parameters that it ignores or the stages without one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from inspect import Parameter, signature
 from typing import Any, Self, final
 
@@ -14,6 +14,7 @@ from echelon.ddp.options import DDPOptions
 from echelon.errors import ArgumentError
 from echelon.fsdp import FSDP, Strategy
 from echelon.fsdp.policy import FSDPOptions
+from echelon.page import html_of
 from echelon.pipeline.api import Pipeline
 from echelon.pipeline.arguments import PipelineOptions
 from echelon.pipeline.schedules.families import FAMILIES
@@ -236,6 +237,16 @@ class Plan:
                 f"the plan is for pp * dp * shard = {self.pp} * {self.dp} * {self.shard} = "
                 f"{self.num_ranks} ranks, and there are {world.size}"
             )
+
+    _repr_html_ = html_of
+
+    def __repr__(self) -> str:
+        changed = []
+        for option in fields(self):
+            default = option.default if option.default is not MISSING else {}
+            if (value := getattr(self, option.name)) != default:
+                changed.append(f"{option.name}={value!r:.200}")
+        return f"Plan({', '.join(changed)})"
 
     def __str__(self) -> str:
         return text_of({name: getattr(self, name) for name in AXES})

@@ -3,10 +3,13 @@
 ``environment``         the job of this process, from the variables of its launcher
 ``time_limits``         how long processes and threads wait for one another
 ``process_status``      what ``/proc`` shows of other processes
+``memory_files``        memory that processes of one user open through ``/proc``
 ``die_with_parent``     processes that the kernel ends with the one that started them
 ``forks``               a process that a rank forks owns nothing of the rank's world
 ``fork_server``         the process that local ranks are forked from
 ``background_threads``  threads beside the one that runs the script
 ``main_thread``         what only the main thread may do, done for ranks that are other threads
+``offered_debugger``    the debugger of simulated ranks, for code below the package that has it
+``notebook``            whether this process is the kernel of a notebook, and names of cells
 ``listeners``           the addresses on which this process listens
 """

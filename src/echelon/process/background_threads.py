@@ -41,11 +41,16 @@ def end_all() -> None:
     if _all_ended(time_limits.END_THREADS_S):
         return
     for thread in list(_started):
-        if thread.is_alive() and thread.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
-            )
+        tell_to_end(thread)
     _all_ended(time_limits.END_TOLD_THREADS_S)
+
+
+def tell_to_end(thread: threading.Thread) -> None:
+    """Raise ``SystemExit`` in a thread, when it next runs a line of Python."""
+    if thread.is_alive() and thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
+        )
 
 
 def _all_ended(seconds: float) -> bool:

@@ -1,8 +1,9 @@
-"""What ``/proc`` shows of other processes of this host: what they do now, and their memory."""
+"""What ``/proc`` shows of processes of this host: what they do now, and their memory."""
 
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, final
@@ -65,30 +66,41 @@ def activity(pid: int, thread: int) -> str:
     return _ACTIVITIES.get(fields[0] if fields else "X", "sleeps or waits outside communication")
 
 
+def others_work() -> bool:
+    """Whether other threads of this process, or processes that come of it, run or read from a disk.
+
+    Threads that are ready to run on a busy machine count as well. False if there is no /proc.
+    """
+    return _works(os.getpid(), besides=threading.get_native_id())
+
+
+def _works(pid: int, besides: int = 0) -> bool:
+    tasks = _PROC / str(pid) / "task"
+    try:
+        threads = [task for task in tasks.iterdir() if task.name != str(besides)]
+        children = [child for task in tasks.iterdir() for child in _words(task / "children")]
+    except OSError:  # it has ended meanwhile
+        return False
+    states = (fields[0] for thread in threads if (fields := _fields(thread / "stat")))
+    return any(state in "RD" for state in states) or any(_works(int(child)) for child in children)
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:  # it has ended meanwhile, or the kernel was built without such a file
+        return []
+
+
+def resident_nbytes(pid: int) -> int | None:
+    """The bytes of physical memory that a process uses; None where it has ended."""
+    fields = _fields(_PROC / str(pid) / "stat")
+    return int(fields[21]) * os.sysconf("SC_PAGE_SIZE") if fields else None
+
+
 def _fields(path: Path) -> list[str]:
     """What follows the name in a ``stat`` file; empty where there is none any more."""
     try:
         return path.read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
-
-
-def open_memory(path: str, name: str) -> int:
-    """A descriptor of the memfd of ``path``, for reading and writing.
-
-    Args:
-        path: ``/proc/PID/fd/NUMBER``.
-        name: that its process gave it.
-
-    Raises:
-        OSError: it cannot be reached from here, is something else, or of another user.
-    """
-    if os.readlink(path) != f"/memfd:{name} (deleted)":  # the process may be another by now
-        raise OSError(f"{path} is no memory that is called {name!r}")
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    owner, user = os.fstat(descriptor).st_uid, os.geteuid()
-    # What was opened is asked, and not the path: that may lead elsewhere now.
-    if owner != user or os.readlink(f"/proc/self/fd/{descriptor}") != f"/memfd:{name} (deleted)":
-        os.close(descriptor)
-        raise OSError(f"{path} is memory of user {owner}, and this process of user {user}")
-    return descriptor

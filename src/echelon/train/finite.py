@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -158,6 +158,22 @@ class FiniteGuard:
             self.skipped += 1
             self._in_a_row += 1
         return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps were checked and skipped, for ``ec.save`` and ``ec.Blackbox``."""
+        return {"step": self.step, "skipped": self.skipped, "in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Count on from a state that ``state_dict`` returned.
+
+        Raises:
+            ArgumentError: it is no such state.
+        """
+        names = ("step", "skipped", "in_a_row")
+        if not isinstance(state_dict, dict) or state_dict.keys() != {*names}:
+            raise ArgumentError(f"the state of a FiniteGuard has {', '.join(names)}")
+        step, skipped, in_a_row = (checks.integer(name, state_dict[name]) for name in names)
+        self.step, self.skipped, self._in_a_row = step, skipped, in_a_row
 
     @without_torch_function
     def _gradients(self) -> dict[str, Tensor]:

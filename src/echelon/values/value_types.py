@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 from typing import Any, cast
@@ -12,6 +12,8 @@ import torch
 
 from echelon.errors import ArgumentError
 from echelon.values.untrusted_json import brief
+
+COMPLEX128 = "C128"
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -31,13 +33,16 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "U8": torch.uint8,
         "BOOL": torch.bool,
         "C64": torch.complex64,
+        COMPLEX128: torch.complex128,
     }
 )
+# The dtypes of safetensors. It has no complex128, whose elements are pairs of F64 there.
+FILE_DTYPES = frozenset(DTYPES) - {COMPLEX128}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of ``dtype`` in files, which are those of safetensors.
+    """The name of ``dtype`` in manifests: that of safetensors, where it has one.
 
     Example:
         >>> dtype_name(torch.bfloat16)
@@ -45,8 +50,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     """
     if dtype not in _NAMES:
         known = ", ".join(str(known_dtype).removeprefix("torch.") for known_dtype in _NAMES)
-        advice = "give torch.view_as_real of it" if dtype.is_complex else f"use one of {known}"
-        raise ArgumentError(f"{dtype} cannot be saved in a checkpoint: {advice}")
+        raise ArgumentError(f"{dtype} cannot be saved in a checkpoint: use one of {known}")
     return _NAMES[dtype]
 
 
@@ -64,14 +68,16 @@ def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
     return prod(shape) * DTYPES[dtype].itemsize
 
 
-def tensor_problem(dtype: object, shape: Sequence[object]) -> str | None:
-    """The reason why no tensor can have this dtype and shape; None if one can.
+def tensor_problem(
+    dtype: object, shape: Sequence[object], dtypes: Container[str] = DTYPES
+) -> str | None:
+    """The reason why no tensor can have this shape and one of ``dtypes``; None if one can.
 
     Example:
         >>> tensor_problem("F32", [10**18])
         'the shape [1000000000000000000] has too many elements'
     """
-    if type(dtype) is not str or dtype not in DTYPES:
+    if type(dtype) is not str or dtype not in dtypes:
         return f"the dtype {brief(dtype)} is not known"
     if len(shape) > _MAX_DIMS or not all(map(is_size, shape)):
         return f"the shape {list(shape)!r:.80} is none"
@@ -94,7 +100,7 @@ SCALARS: Mapping[str, np.dtype[Any]] = {
 }
 SCALAR_NAMES: Mapping[type, str] = {dtype.type: name for name, dtype in SCALARS.items()}
 # Arrays are written as tensors.
-ARRAYS = frozenset(np.dtype(name) for name in SCALARS if name != "complex128")
+ARRAYS = frozenset(map(np.dtype, SCALARS))
 ARRAY_DTYPES = frozenset(torch.from_numpy(np.empty(0, dtype)).dtype for dtype in ARRAYS)
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {

@@ -117,5 +117,7 @@ def limit_of_files(world: ec.World) -> None:
 
 
 def test_a_limit_of_files_is_one_of_shared_memory_and_is_named() -> None:
-    with pytest.raises(SharedMemoryError, match=r"and 1\.0 MiB are available: .*\(ulimit -f\)"):
+    with pytest.raises(
+        SharedMemoryError, match=r"\(on rank 1\) .* may have 1024 KiB at most, .*ulimit -f"
+    ):
         ec.run(limit_of_files, 2, "processes")

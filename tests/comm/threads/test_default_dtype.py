@@ -11,7 +11,7 @@ import echelon as ec
 RANKS = 4
 
 
-def test_each_rank_has_its_own_default_dtype() -> None:
+def test_each_rank_has_its_own_default_dtype(concurrent: bool) -> None:
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32]
 
     def main(world: ec.World) -> set[torch.dtype]:
@@ -28,15 +28,18 @@ def test_each_rank_has_its_own_default_dtype() -> None:
             torch.set_default_dtype(torch.float32)
         return seen
 
-    assert ec.run(main, RANKS) == [{dtype} for dtype in dtypes]
+    assert ec.run(main, RANKS, concurrent=concurrent) == [{dtype} for dtype in dtypes]
     torch.set_default_dtype(torch.float64)
     try:
-        assert ec.run(lambda world: torch.ones(1).dtype, 2) == [torch.float64] * 2
+        assert (
+            ec.run(lambda world: torch.ones(1).dtype, 2, concurrent=concurrent)
+            == [torch.float64] * 2
+        )
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_rank_may_wait_in_backward_while_another_sets_its_dtype() -> None:
+def test_a_rank_may_wait_in_backward_while_another_sets_its_dtype(concurrent: bool) -> None:
     def main(world: ec.World) -> None:
         def meet(gradient: Tensor) -> None:
             world.group.all_reduce(torch.ones(1))
@@ -50,16 +53,16 @@ def test_a_rank_may_wait_in_backward_while_another_sets_its_dtype() -> None:
             world.group.all_reduce(torch.ones(1, dtype=torch.float32))
             torch.set_default_dtype(torch.float32)
 
-    ec.run(main, 2, timeout=20)
+    ec.run(main, 2, timeout=20, concurrent=concurrent)
 
 
-def test_a_default_dtype_that_is_none_is_refused_on_its_rank_only() -> None:
+def test_a_default_dtype_that_is_none_is_refused_on_its_rank_only(concurrent: bool) -> None:
     def main(world: ec.World) -> torch.dtype:
         with pytest.raises(TypeError, match="floating"):
             torch.set_default_dtype(torch.int64)
         return torch.ones(1).dtype
 
-    assert ec.run(main, 2) == [torch.float32] * 2
+    assert ec.run(main, 2, concurrent=concurrent) == [torch.float32] * 2
 
 
 def test_a_rank_that_waits_for_others_inside_one_call_of_torch_gets_a_sentence(
@@ -83,4 +86,4 @@ def test_a_rank_that_waits_for_others_inside_one_call_of_torch_gets_a_sentence(
         nn.functional.triplet_margin_with_distance_loss(one, one, one, distance_function=distance)
 
     with pytest.raises(ec.errors.StateError, match="rank 1 sets torch's default dtype"):
-        ec.run(main, 2)
+        ec.run(main, 2, concurrent=True)

@@ -10,7 +10,7 @@ import echelon as ec
 RANKS = 4
 
 
-def test_a_rank_replaces_a_function_for_itself_and_finds_its_own() -> None:
+def test_a_rank_replaces_a_function_for_itself_and_finds_its_own(concurrent: bool) -> None:
     @contextmanager
     def replaced(value: float) -> Iterator[None]:
         found = nn.init.kaiming_uniform_
@@ -33,7 +33,7 @@ def test_a_rank_replaces_a_function_for_itself_and_finds_its_own() -> None:
             seen.append((outer, inner, nn.Linear(1, 1).weight.item() < 2))
         return seen
 
-    first, *others = ec.run(main, RANKS)
+    first, *others = ec.run(main, RANKS, concurrent=concurrent)
     assert first == [True] * 20
     for rank, seen in enumerate(others, start=1):
         assert seen == [(rank + 1.0, 10.0 * rank, True)] * 20

@@ -9,7 +9,7 @@ from tests.transformers_models import of_gpt2
 RANKS = 4
 
 
-def test_what_ranks_have_replaced_is_as_before_when_they_have_ended() -> None:
+def test_what_ranks_have_replaced_is_as_before_when_they_have_ended(concurrent: bool) -> None:
     library = pytest.importorskip("transformers")
     from transformers import initialization, modeling_utils
 
@@ -26,7 +26,7 @@ def test_what_ranks_have_replaced_is_as_before_when_they_have_ended() -> None:
         torch.set_default_dtype(torch.float64)
         torch.nn.init.ones_ = torch.nn.init.zeros_
 
-    ec.run(main, RANKS)
+    ec.run(main, RANKS, concurrent=concurrent)
     assert [vars(place)[name] for place, name in places] == before
     assert type(torch.nn.init) is kind
     assert torch.get_default_dtype() == torch.float32

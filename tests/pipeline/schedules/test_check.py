@@ -134,7 +134,7 @@ def test_memory_is_replayed_against_a_cap() -> None:
     with pytest.raises(ScheduleError, match="more than the cap of 3") as info:
         check(found, memory_cap=3)
     assert (info.value.rank, info.value.action) == (0, "0F3")
-    with pytest.raises(ArgumentError, match="memory_cap has 2 numbers for 4 ranks"):
+    with pytest.raises(ArgumentError, match="memory_cap has 2 numbers; give 4"):
         memory(found, [1, 2])
 
 

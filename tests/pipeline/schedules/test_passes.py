@@ -5,7 +5,13 @@ import pytest
 from echelon.errors import ArgumentError, ScheduleError
 from echelon.pipeline import Channel, Kind, Schedule, check, lower, schedule, simulate
 from echelon.pipeline.schedules.ir import COMPUTE
-from echelon.pipeline.schedules.passes import MAX_AHEAD, add_reductions, add_transfers, add_unshards
+from echelon.pipeline.schedules.passes import (
+    MAX_AHEAD,
+    add_reductions,
+    add_transfers,
+    add_transfers_in_sweeps,
+    add_unshards,
+)
 from tests.pipeline.sizes import VARIANTS, every, make
 
 
@@ -157,3 +163,9 @@ def test_breadth_first_gathers_each_stage_once_forward_and_once_backward_but_the
 def test_bytes_of_another_number_of_stages_are_refused() -> None:
     with pytest.raises(ArgumentError, match="one number >= 0 for each of the 2 stages"):
         add_unshards(schedule("1f1b", 2, 2, 2), [1])
+
+
+def test_transfers_in_sweeps_stand_where_the_runtime_of_pytorch_places_them() -> None:
+    lowered = add_transfers_in_sweeps(Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"))
+    texts = " ".join(str(item) for item in lowered.orders[1])
+    assert texts == "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"

@@ -96,3 +96,40 @@ def test_a_timeline_without_steps_is_drawn_empty() -> None:
     empty = Timeline.of(2, [])
     assert to_text(empty) == "rank 0 |\nrank 1 |"
     assert rectangles(to_svg({"none": empty})) == []
+
+
+SCHEDULE = PLAN.schedule
+
+
+def test_all_three_take_a_schedule_a_simulation_a_timeline_and_a_dict_of_them() -> None:
+    plain = simulate(SCHEDULE)
+    assert to_text(SCHEDULE) == to_text(plain) == to_text(plain.timeline)
+    assert (
+        rectangles(to_svg(SCHEDULE))
+        == rectangles(to_svg(plain))
+        == rectangles(to_svg(plain.timeline))
+    )
+    for drawn in (SCHEDULE, plain, plain.timeline, {"a": SCHEDULE, "b": PLAN}):
+        assert "<svg" in to_page(drawn)
+    text = to_text({"a": SCHEDULE, "b": PLAN.timeline})
+    assert text == f"a\n{to_text(plain)}\nb\n{to_text(PLAN)}"
+    assert len(rectangles(to_svg({"a": SCHEDULE, "b": PLAN}))) == 24
+
+
+def test_what_cannot_be_drawn_is_refused_alike() -> None:
+    for draw in (to_text, to_svg, to_page):
+        with pytest.raises(ArgumentError, match=r"this is '1f1b', which is not drawn here; give a"):
+            draw("1f1b")
+        with pytest.raises(ArgumentError, match="this is 3, which is not drawn"):
+            draw({"a": 3})
+
+
+def test_the_old_names_of_the_first_argument_work_and_warn() -> None:
+    with pytest.warns(
+        DeprecationWarning, match=r"to_text\(timeline=...\) is now to_text\(what=...\)"
+    ):
+        assert to_text(timeline=PLAN.timeline) == to_text(PLAN)  # type: ignore[call-arg]
+    with pytest.warns(DeprecationWarning, match="timelines"):
+        assert to_svg(timelines={"a": PLAN.timeline}) == to_svg({"a": PLAN})  # type: ignore[call-arg]
+    with pytest.warns(DeprecationWarning, match="simulation"):
+        assert to_page(simulation=PLAN) == to_page(PLAN)  # type: ignore[call-arg]

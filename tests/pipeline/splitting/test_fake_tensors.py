@@ -142,7 +142,7 @@ class Experts(nn.Module):
 
 
 class ScaleAfterBlocks(nn.Module):
-    """Registers what its blocks need after them, so that only the last stage has it."""
+    """A model whose blocks need what only the last stage has, if the split is told so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class ScaleAfterBlocks(nn.Module):
 
 
 def step_of_experts(world: ec.World) -> None:
-    stages = ec.pipeline.split(ScaleAfterBlocks(), 2)
+    stages = ec.pipeline.split(ScaleAfterBlocks(), 2, prefix=["first"], suffix=["scale"])
     pipe = ec.Pipeline(stages, world.group, microbatches=1, loss_fn=nn.functional.mse_loss)
     pipe.step(torch.ones(2, 2), target=torch.zeros(2, 2))
 

@@ -91,8 +91,8 @@ def test_a_model_of_many_blocks_is_cut_at_once() -> None:
         (([1, 1], 3), "2 blocks cannot be cut into 3 stages: use at least 1 and at most 2"),
         (([1, 1], 0), "cannot be cut into 0 stages"),
         (([], 1), "0 blocks cannot be cut into 1 stages"),
-        (([1, -1], 1), "costs has -1; give numbers >= 0"),
-        (([1, float("nan")], 1), "costs has nan"),
+        (([1, -1], 1), r"costs\[1\] is -1; it must be a number of at least 0"),
+        (([1, float("nan")], 1), r"costs\[1\] is nan"),
     ],
 )
 def test_a_cut_that_does_not_exist_is_refused(arguments, sentence) -> None:

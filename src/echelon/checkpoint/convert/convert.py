@@ -33,6 +33,7 @@ from echelon.checkpoint.convert.torch_files import (
 )
 from echelon.checkpoint.records import step_name, step_of
 from echelon.checkpoint.saved_step import SavedStep
+from echelon.comm.object_bytes import flat_bytes
 from echelon.errors import ArgumentError, CheckpointError, CheckpointNotFound
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
@@ -241,7 +242,7 @@ def _compare_nested(expected: Any, actual: Any, path: Path, where: str) -> None:
         same = (
             isinstance(actual, Tensor)
             and (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
-            and torch.equal(_bits(actual), _bits(expected))
+            and torch.equal(flat_bytes(actual), flat_bytes(expected))  # a NaN equals itself
         )
     elif isinstance(expected, Mapping):
         same = isinstance(actual, Mapping) and actual.keys() == expected.keys()
@@ -255,8 +256,3 @@ def _compare_nested(expected: Any, actual: Any, path: Path, where: str) -> None:
         same = actual == expected or (actual != actual and expected != expected)
     if not same:
         raise CheckpointError(f"{where!r} is not what it was made of", path)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, by which a NaN equals itself."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

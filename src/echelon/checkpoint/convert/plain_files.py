@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast, final
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from echelon.checkpoint.tensors import bytes_of
 from echelon.comm.buffers import available_nbytes
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointError
 from echelon.values.untrusted_json import brief, read_json
-from echelon.values.value_types import DTYPES, dtype_name
+from echelon.values.value_types import DTYPES, FILE_DTYPES, dtype_name
 
 INDEX = "model.safetensors.index.json"
 _MAX_INDEX_NBYTES = 100 << 20
@@ -35,12 +36,9 @@ def write_plain(tensors: SavedTensors, target: Path, max_nbytes: int | None) -> 
         max_nbytes: size of a shard, which only a single tensor may exceed; None: one file.
 
     Raises:
-        ArgumentError: ``target`` exists.
+        ArgumentError: ``target`` exists, or a tensor has a dtype that safetensors does not have.
     """
-    entries = [
-        Entry(name, dtype_name(dtype), shape, math.prod(shape) * dtype.itemsize)
-        for name, dtype, shape in tensors.facts()
-    ]
+    entries = [_entry(*facts) for facts in tensors.facts()]
     if target.exists():
         raise ArgumentError(f"{target} is there already: name a new one")
     if max_nbytes is None:
@@ -60,6 +58,15 @@ def write_plain(tensors: SavedTensors, target: Path, max_nbytes: int | None) -> 
         file.write(memoryview(json.dumps(index, indent=2, sort_keys=True).encode()))
     sync_folder(target)
     return [target / name for name in (*names, INDEX)]
+
+
+def _entry(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Entry:
+    if dtype_name(dtype) not in FILE_DTYPES:
+        raise ArgumentError(
+            f"{name!r} is {dtype}, which safetensors does not have: convert to a file of "
+            "torch.save (a target that ends with .pt) or to DCP"
+        )
+    return Entry(name, dtype_name(dtype), shape, math.prod(shape) * dtype.itemsize)
 
 
 def _shards(entries: Sequence[Entry], max_nbytes: int) -> Iterator[list[Entry]]:

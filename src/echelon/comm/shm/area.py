@@ -52,7 +52,7 @@ _CACHE_LINE_NBYTES = 64
 RING_CONTROL_NBYTES = 2 * _CACHE_LINE_NBYTES
 
 _TOKEN_NBYTES = 64
-_REFUSED = "!"  # in place of a token, before the bytes that were needed and available
+_REFUSED = "!"  # in place of a token, before the facts of a SharedMemoryError
 
 
 def ring_nbytes(size: int) -> int:
@@ -235,7 +235,7 @@ class Area:
                 local = Segment.create(nbytes, what=what, reserve=reserve)
                 token = local.token
         except SharedMemoryError as error:
-            token = f"{_REFUSED}{error.needed}:{error.available}"
+            token = f"{_REFUSED}{error.needed}:{error.available}:{error.file_limit:d}"
         slots = self.slots(torch.uint8, _TOKEN_NBYTES)
         data = bytearray(token.encode().ljust(_TOKEN_NBYTES))
         slots[self.rank].copy_(torch.frombuffer(data, dtype=torch.uint8))
@@ -251,6 +251,7 @@ class Area:
         if local is not None:
             local.unpublish()
         for rank, token in refused.items():
-            needed, available = map(int, token.removeprefix(_REFUSED).split(":"))
-            raise SharedMemoryError(f"{what} (on rank {self.ranks[rank]})", needed, available)
+            needed, available, file_limit = map(int, token.removeprefix(_REFUSED).split(":"))
+            where = f"{what} (on rank {self.ranks[rank]})"
+            raise SharedMemoryError(where, needed, available, file_limit=bool(file_limit))
         return segments

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from echelon.comm.derived import Barrier, Gather
+from echelon.comm.derived import Barrier, Gather, Scatter
 from echelon.comm.primitives import (
     AllGather,
     AllReduce,
@@ -207,11 +207,24 @@ class Collectives:
         parts = ExchangedParts(tensor.numel(), addresses)
         self._large_path(call).exchange(call, exchange.outputs, exchange.inputs, parts)
 
+    def scatter(self, call: CollectiveCall, operation: Scatter) -> None:
+        """All ranks read the slot of one, if that has room for all parts."""
+        area, tensor, src = self.area, operation.tensor, operation.src
+        numel = tensor.numel()
+        if tensor.nbytes * area.size > SLOT_NBYTES:
+            self.exchange(call, operation.primitive(area.rank, area.size))
+            return
+        slot = area.slots(tensor.dtype, numel * area.size)[src]
+        if numel and area.rank == src:
+            torch.cat(list(operation.inputs), out=slot)
+        area.agree(call)
+        tensor.copy_(slot.narrow(0, area.rank * numel, numel))
+
     def barrier(self, call: CollectiveCall, operation: Barrier) -> None:
         self.area.agree(call)
 
     def _agree_on_parts(self, call: CollectiveCall, operation: Exchange) -> ExchangedParts:
-        """Agree on the call, and check that all ranks send as much as their peers expect."""
+        """Agree on the call, and check that each rank sends as much as its peers expect."""
         area, n = self.area, self.area.size
         # Of each rank: the lengths of its inputs, the lengths of its outputs, and the addresses of
         # its inputs.
@@ -221,13 +234,13 @@ class Collectives:
         slots[area.rank].numpy()[:] = [*lengths, *(part.data_ptr() for part in inputs)]
         area.agree(call)
         rows = [slot.tolist() for slot in slots]
-        if any(rows[s][r] != rows[r][n + s] for s in range(n) for r in range(n)):
-            row = rows[area.rank]
-            text = f"sends {row[:n]}, expects {row[n : 2 * n]} elements at {call.place}"
+        sent, expected = [row[:n] for row in rows], [row[n : 2 * n] for row in rows]
+        if [*map(list, zip(*sent, strict=True))] != expected:
+            parts = f"sends {sent[area.rank]}, expects {expected[area.rank]} elements"
+            text = f"{parts} at {call.place}"
             calls = area.exchange_texts(call, text)
             raise CollectiveMismatch.of_parts(area.name, call.position, calls)
-        longest = max(length for row in rows for length in row[:n])
-        return ExchangedParts(longest, [row[2 * n :] for row in rows])
+        return ExchangedParts(max(map(max, sent)), [row[2 * n :] for row in rows])
 
 
 def _storage_address(tensor: Tensor) -> int:
@@ -246,4 +259,5 @@ METHODS: dict[type[Primitive | Derived], Callable[[Collectives, CollectiveCall, 
     Exchange: Collectives.exchange,
     Barrier: Collectives.barrier,
     Gather: Collectives.gather,
+    Scatter: Collectives.scatter,
 }

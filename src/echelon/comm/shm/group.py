@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeVar, final
 
 import torch
 from torch import Tensor
 
-from echelon.comm.derived import Barrier, Gather
+from echelon.comm.derived import Barrier, Gather, Scatter
 from echelon.comm.group import Group
 from echelon.comm.ordered_executor import OrderedExecutor
 from echelon.comm.primitives import Derived, Primitive, Receive, Send
@@ -32,7 +31,7 @@ class ShmGroup(Group):
     in the order of issue, while the caller computes.
     """
 
-    overrides = frozenset({Barrier, Gather})
+    overrides = frozenset({Barrier, Gather, Scatter})
 
     def __init__(self, area: Area, *, on_close: Callable[[], None] = lambda: None) -> None:
         super().__init__(
@@ -89,7 +88,7 @@ class ShmGroup(Group):
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
         method = METHODS.get(type(operation))
         if method is not None:
-            return self._executor.issue(call, partial(method, self._collectives, call, operation))
+            return self._executor.issue(call, method, self._collectives, call, operation)
         if type(operation) is Send:
             return self._mailbox.send(call, operation.tensor, operation.dst, operation.tag)
         assert type(operation) is Receive

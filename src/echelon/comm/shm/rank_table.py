@@ -23,7 +23,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
 
@@ -128,7 +128,7 @@ class RankTable:
             )
             fence()
         self._words[self._at(self.rank, _STATE)] = _LEFT if failure is None else _FAILED
-        self.wake(r for r in range(self.size) if r != self.rank)
+        self.wake([r for r in range(self.size) if r != self.rank])
         for descriptor in self._pidfds.values():
             os.close(descriptor)
         self._pidfds.clear()
@@ -136,7 +136,7 @@ class RankTable:
 
     # Sleeping and waking ---------------------------------------------------------------------
 
-    def wake(self, ranks: Iterable[int]) -> None:
+    def wake(self, ranks: Sequence[int]) -> None:
         """Wake the owners of ``ranks``, after something changed that they may wait for."""
         self._ring(_OWNER, ranks)
 
@@ -144,15 +144,13 @@ class RankTable:
         """Wake the helper thread of ``rank``, after data arrived that it should move."""
         self._ring(_HELPERS, (rank,))
 
-    def _ring(self, kind: int, ranks: Iterable[int]) -> None:
+    def _ring(self, kind: int, ranks: Sequence[int]) -> None:
         value = (next(self._wakes) * self.size + self.rank) & 0xFFFFFFFF  # was never written
         words = self._words
-        targets = []
         for rank in ranks:
             words[rank * _WORDS + kind] = value
-            targets.append(rank)
         fence()  # sleepers must see the change before this thread counts them
-        for rank in targets:
+        for rank in ranks:
             if words[rank * _WORDS + kind + 1]:
                 self._bells[kind][rank].wake()
 

@@ -7,11 +7,9 @@ the kernel frees it when the last process that maps it ends, for whatever reason
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import re
-import resource
 import weakref
 from typing import Self, final
 
@@ -21,7 +19,7 @@ from torch import Tensor
 from echelon.comm.buffers import available_nbytes
 from echelon.errors import SharedMemoryError, WorldError
 from echelon.errors.message_text import printable
-from echelon.process.process_status import open_memory
+from echelon.process.memory_files import memory_error, open_memory
 
 _PAGE = mmap.PAGESIZE
 _NAME = "echelon"
@@ -77,11 +75,7 @@ class Segment:
             return cls(fd, nbytes, populate=reserve)
         except OSError as error:
             os.close(fd)
-            if error.errno == errno.EFBIG:  # ulimit -f limits memfds, too
-                available = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-                raise SharedMemoryError(what, nbytes, available) from error
-            raise
+            raise memory_error(error, what, nbytes, available) from error
 
     @classmethod
     def open(cls, token: str, *, populate: bool = False) -> Self:

@@ -8,13 +8,17 @@ from echelon.comm.shm.rank_table import RankTable
 from echelon.comm.shm.segment import Segment
 from echelon.comm.start_facts import compare, encode, start_facts
 from echelon.diagnosis.rank_monitor import RankMonitor, Store
-from echelon.errors import StartMismatch
+from echelon.errors import SharedMemoryError, StartMismatch
 
 
 def create_segments(size: int) -> tuple[Segment, Segment]:
     """Make the segments of the rank table and of the group ``"world"``, for ``size`` ranks."""
     table = Segment.create(RankTable.nbytes(size), what="the table of the ranks", reserve=True)
-    area = Segment.create(Area.nbytes(size), what="group 'world'", reserve=False)
+    try:
+        area = Segment.create(Area.nbytes(size), what="group 'world'", reserve=False)
+    except SharedMemoryError:
+        table.unpublish()
+        raise
     return table, area
 
 

@@ -27,16 +27,17 @@ from echelon.comm.primitives import (
     Send,
 )
 from echelon.comm.reduce_op import reduce_into
-from echelon.comm.threads.thread_world import (
+from echelon.comm.threads.pending import (
     MessageSide,
     Pending,
     PendingCollective,
+    PendingCondition,
     PendingMessage,
-    ThreadWorld,
 )
+from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.work import Window, Work
-from echelon.diagnosis.collective_call import CollectiveCall
-from echelon.errors import CollectiveMismatch
+from echelon.diagnosis.collective_call import CallSignature, CollectiveCall
+from echelon.errors import CollectiveMismatch, RankFailed
 
 T = TypeVar("T")
 Calls: TypeAlias = list[CollectiveCall]
@@ -46,16 +47,20 @@ Act: TypeAlias = Callable[[list[T], Calls], None]
 
 @final
 class _ThreadWork(Work):
-    def __init__(self, call: CollectiveCall, world: ThreadWorld, pending: Pending) -> None:
+    def __init__(
+        self, call: CollectiveCall, world: ThreadWorld, pending: Pending, limit_s: float
+    ) -> None:
         super().__init__(call)
-        self._world = world
+        self._world, self._limit_s = world, limit_s
         self._pending = pending
 
     def done(self) -> bool:
-        return self._pending.complete or self._world.failure is not None
+        return self._world.is_complete(self._pending, self.call.rank)
 
     def _wait(self, timeout: float | None) -> None:
-        self._world.wait(self._pending, self.call, timeout)
+        if not self._pending.complete:
+            self._world.order.require_running(self.call)
+        self._world.wait(self._pending, self.call, timeout, self._limit_s)
 
 
 @final
@@ -80,9 +85,87 @@ class ThreadGroup(Group):
             device or torch.device("cpu"),
             world.timeout,
             shares_memory=True,
-            note=world.note,
+            note=self._note_call,
         )
         self._world = world
+
+    def _note_call(self, call: CollectiveCall) -> None:
+        self._world.order.require_running(call)
+        self._world.note(call)
+
+    @property
+    def thread_world(self) -> ThreadWorld:
+        """What all simulated ranks of the job share."""
+        return self._world
+
+    def wait_until(
+        self,
+        signature: CallSignature,
+        ready: Callable[[], bool],
+        timeout: float | None = None,
+        missing: Callable[[], set[int]] | None = None,
+    ) -> None:
+        """Hand on the turn until something holds that another rank brings about.
+
+        Whoever brings it about calls ``look_again`` of its world.
+
+        Args:
+            signature: what a report of this wait shows.
+            ready: whether it holds.
+            timeout: seconds; None: those of this group.
+            missing: the ranks in the job that have to do something; None: any other.
+
+        Raises:
+            CommTimeout: it does not hold in time.
+            DeadlockError: no rank can bring it about.
+            RankFailed: a rank has aborted this group.
+        """
+        rank = self.ranks[self.rank]
+        call = self._number(signature, blocking=True, is_message=True)
+        others = [other for other in range(self._world.size) if other != rank]
+        aborted = self._world.aborted
+        condition = PendingCondition(rank, others, lambda: self.name in aborted or ready(), missing)
+        self._world.wait_until(condition, call, timeout, self.timeout)
+        self._refuse_if_aborted(str(call))
+
+    def abort(self, cause: str) -> None:
+        """Let all ranks fail that wait in this group, or communicate in it from now on.
+
+        Args:
+            cause: what this rank did, after its number in a sentence.
+        """
+        world = self._world
+        with world.lock:
+            world.aborted.setdefault(self.name, (self.ranks[self.rank], cause))
+            pending: list[Pending] = []
+            for key in [key for key in world.meetings if key[0] == self.name]:
+                pending.append(world.meetings.pop(key))
+            for place in [place for place in world.mail if place[0] == self.name]:
+                pending += world.mail.pop(place)
+        world.look_again()
+        for each in pending:
+            each.error = self._aborted(f"a call of group {self.name!r}")
+            world.complete(each)
+
+    def _aborted(self, doing: str) -> RankFailed:
+        rank, cause = self._world.aborted[self.name]
+        return RankFailed(rank, cause, doing)
+
+    def _refuse_if_aborted(self, doing: str) -> None:
+        if self.name in self._world.aborted:
+            raise self._aborted(doing)
+
+    def note(self, signature: CallSignature) -> None:
+        """Record a call that communicates nothing, for reports of what this rank did last."""
+        self._number(signature, blocking=True, is_message=True)
+
+    def probe(self, tag: int = 0) -> int | None:
+        """A rank that has sent a message with ``tag`` whose receive is not posted yet, or None."""
+        for (name, src, dst, sent_tag), queue in self._world.mail.items():
+            is_ours = (name, dst, sent_tag) == (self.name, self.rank, tag)
+            if is_ours and queue and "send" in queue[0].sides:
+                return src
+        return None
 
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
         act = _ACTS.get(type(operation))
@@ -98,25 +181,29 @@ class ThreadGroup(Group):
         world = self._world
         with world.lock:
             world.admit(call)
+            self._refuse_if_aborted(str(call))
             key = (self.name, call.position)
             meeting = world.meetings.get(key)
             if meeting is None:
                 meeting = world.meetings[key] = PendingCollective(self.ranks, call, item)
             meeting.calls[self.rank] = call
             meeting.items[self.rank] = item
-            meeting.absent.discard(call.rank)
+            world.join(meeting, call)
             if meeting.absent:
-                return _ThreadWork(call, world, meeting)
+                return _ThreadWork(call, world, meeting, self.timeout)
             del world.meetings[key]
         try:
             self._agree(meeting.calls)
-            with torch.inference_mode():  # inference tensors of ranks can be written only in it
+            with (
+                world.watch.around(self.ranks, meeting.calls, meeting.items),
+                torch.inference_mode(),  # inference tensors of ranks can be written only in it
+            ):
                 act(meeting.items, meeting.calls)
         except Exception as error:  # raised on every rank that waits
             meeting.error = error
         world.complete(meeting)
         meeting.items.clear()
-        return _ThreadWork(call, world, meeting)
+        return _ThreadWork(call, world, meeting, self.timeout)
 
     def _agree(self, calls: Sequence[CollectiveCall]) -> None:
         first = calls[0]
@@ -129,6 +216,7 @@ class ThreadGroup(Group):
         world, op = self._world, call.signature.op
         with world.lock:
             world.admit(call)
+            self._refuse_if_aborted(str(call))
             queue = world.mail.setdefault((self.name, src, dst, tag), deque())
             if not queue or op in queue[0].sides:  # the other side has not joined yet
                 transfer = PendingMessage((self.ranks[src], self.ranks[dst]))
@@ -136,23 +224,32 @@ class ThreadGroup(Group):
             else:
                 transfer = queue.popleft()
             transfer.sides[op] = MessageSide(self.rank, call, tensor)
-            transfer.absent.discard(call.rank)
+            world.join(transfer, call)
         if not transfer.absent:
-            self._deliver(transfer)
+            try:
+                self._deliver(transfer)
+            except Exception as error:  # raised on both ranks
+                transfer.error = error
             world.complete(transfer)
-        return _ThreadWork(call, world, transfer)
+        else:
+            world.look_again()  # somebody may wait for a message from any rank
+        return _ThreadWork(call, world, transfer, self.timeout)
 
     def _deliver(self, transfer: PendingMessage) -> None:
-        source, target = transfer.sides["send"].tensor, transfer.sides["recv"].tensor
+        send, receive = transfer.sides["send"], transfer.sides["recv"]
+        source, target = send.tensor, receive.tensor
         if source.dtype != target.dtype or source.numel() != target.numel():
             texts = {
                 side.rank: f"{side.call.signature} at {side.call.place}"
                 for side in transfer.sides.values()
             }
-            transfer.error = CollectiveMismatch.of_message(self.name, texts)
-        else:
-            with torch.inference_mode():
-                target.copy_(source)
+            raise CollectiveMismatch.of_message(self.name, texts)
+        operations = [Send(source, receive.rank, 0), Receive(target, send.rank, 0)]
+        watching = self._world.watch.around(
+            transfer.expected, [send.call, receive.call], operations
+        )
+        with watching, torch.inference_mode():
+            target.copy_(source)
 
     def _subgroup(
         self, call: CollectiveCall, name: str, members: Sequence[int]

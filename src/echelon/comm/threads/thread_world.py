@@ -12,60 +12,28 @@ from __future__ import annotations
 import copy
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import final
 
-from torch import Tensor
-
+from echelon.comm.threads.call_watch import CallWatch, NoWatch
+from echelon.comm.threads.pending import (
+    Pending,
+    PendingCollective,
+    PendingCondition,
+    PendingMessage,
+)
+from echelon.comm.threads.rank_order import RankOrder
 from echelon.diagnosis import stacks
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.diagnosis.failure_record import is_heard
+from echelon.diagnosis.rank_monitor import StepCounter
 from echelon.diagnosis.root_cause import held_up_by
 from echelon.diagnosis.stragglers import ExitSign, ExitStage, StuckRank, error_of, explained
 from echelon.errors import CommError, CommTimeout, DeadlockError, RankFailed, StateError
-from echelon.errors.message_text import message_of
+from echelon.errors.message_text import message_of, ranks_text
 from echelon.process.process_status import activity
-
-
-class Pending:
-    """A communication that is complete when all its ranks have joined it."""
-
-    def __init__(self, expected: Sequence[int]) -> None:
-        self.expected = tuple(expected)  # ranks in the job
-        self.absent = set(expected)  # those that have not joined
-        self.complete = False
-        self.error: Exception | None = None
-
-
-class PendingCollective(Pending):
-    """A collective: the call and the item of each rank, in rank order.
-
-    Places of absent ranks hold the call and the item of the first rank that joined.
-    """
-
-    def __init__(self, ranks: Sequence[int], call: CollectiveCall, item: Any) -> None:
-        super().__init__(ranks)
-        self.calls: list[CollectiveCall] = [call] * len(self.expected)
-        self.items: list[Any] = [item] * len(self.expected)
-
-
-class PendingMessage(Pending):
-    """A message: a send and a receive that match; ``sides`` is by the op of the call."""
-
-    def __init__(self, expected: Sequence[int]) -> None:
-        super().__init__(expected)
-        self.sides: dict[str, MessageSide] = {}
-
-
-class MessageSide(NamedTuple):
-    """The send or the receive of a message; ``rank`` is in the group."""
-
-    rank: int
-    call: CollectiveCall
-    tensor: Tensor
 
 
 @dataclass(slots=True)
@@ -118,27 +86,46 @@ class _Sighting:
 class ThreadWorld:
     """The shared state of the simulated ranks of one job.
 
-    ``timeout`` is the time in seconds that a rank waits for others by default.
+    Args:
+        order: when each rank runs.
+        size: the number of ranks.
+        timeout: the seconds that a rank waits for others by default.
+
+    Attributes:
+        tells_last_calls: a deadlock names the last call of ranks that have returned.
+        watch: looks at the calls of all ranks.
+        aborted: by the name of a group that a rank has aborted, this rank and the cause.
     """
 
-    def __init__(self, size: int, timeout: float) -> None:
+    def __init__(self, order: RankOrder, size: int, timeout: float) -> None:
+        self.order = order
         self.size = size
         self.timeout = timeout
         self.sightings = [_Sighting() for _ in range(size)]
-        self.lock = threading.Lock()
+        self.lock = order.lock
         self.meetings: dict[tuple[str, int], PendingCollective] = {}
         self.mail: dict[tuple[str, int, int, int], deque[PendingMessage]] = {}
         self.failure: tuple[int, BaseException] | None = None
-        self._wakeups = [threading.Condition(self.lock) for _ in range(size)]
         self._waits: list[dict[int, _Wait]] = [{} for _ in range(size)]  # by rank, by thread
         self._gave_up: dict[int, Pending] = {}  # by rank whose last call timed out
         self._threads: list[set[int]] = [set() for _ in range(size)]  # that have ever waited
         self._finished: set[int] = set()
+        self._conditions: list[PendingCondition] = []  # that ranks wait for
+        self.tells_last_calls = False
+        self.watch: CallWatch = NoWatch()
+        self.aborted: dict[str, tuple[int, str]] = {}
 
     def enter(self, rank: int) -> None:
         """Record that a rank runs on the calling thread."""
         sighting = self.sightings[rank]
         sighting.thread, sighting.native_id = threading.get_ident(), threading.get_native_id()
+
+    def step_counter(self, rank: int) -> StepCounter:
+        """Counts the steps of a rank, and measures them by the clock of the rank."""
+        clock = self.order.clock
+        return StepCounter(
+            self.sightings[rank].note_step, clock=lambda: int(clock(rank) * 1_000_000_000)
+        )
 
     def note(self, call: CollectiveCall) -> None:
         """Record the last call of a rank."""
@@ -150,13 +137,17 @@ class ThreadWorld:
         """Record that a rank has returned, or has closed its world."""
         with self.lock:
             self._finished.add(rank)
-            if any(rank in wait.pending.absent for wait in self._all_waits()):
+            waits = list(self._all_waits())
+            if any(self._needs(wait, rank) for wait in waits) or (
+                self._conditions and any(self._is_stuck(wait.call.rank, wait) for wait in waits)
+            ):
                 self._declare_deadlock(rank)
 
     def sign(self, rank: int, runs: bool) -> ExitSign:
         """The state of a rank now; ``runs`` says that its thread has not ended."""
         with self.lock:
-            seen, waits = self.sightings[rank], bool(self._waits[rank])
+            seen = self.sightings[rank]
+            waits = bool(self._waits[rank]) or self.order.is_next(rank)
             stage = ExitStage.CLOSED if rank in self._finished else ExitStage.RUNNING
             call = None if seen.call is None else (seen.call.group, seen.call.position)
             return ExitSign(
@@ -165,14 +156,38 @@ class ThreadWorld:
                 waits=waits,
             )
 
+    def has_finished(self, rank: int) -> bool:
+        """Whether a rank has returned, or has closed its world."""
+        return rank in self._finished
+
+    def waits_of(self, rank: int) -> list[tuple[CollectiveCall, list[int]]]:
+        """The calls that a rank waits in, and for which ranks; needs the lock."""
+        waits = self._waits[rank].values()
+        return [(wait.call, sorted(wait.pending.absent)) for wait in waits]
+
     def straggler_error(self, late: Sequence[int]) -> CommTimeout:
         """The error about ranks that still run long after others have left."""
         return error_of([self.sightings[rank].finding(rank) for rank in late], self.timeout)
+
+    def long_turn_error(self) -> CommTimeout | None:
+        """The error about a rank that has kept others from running for as long as a rank waits."""
+        with self.lock:
+            turn = self.order.long_turn(self.timeout)
+            if turn is None:
+                return None
+            rank, others = turn
+            doing = f"the turn of {ranks_text(others)}"
+            return self._explained(CommTimeout(doing, [rank], self.timeout), others[0])
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Record the first failure, and wake all ranks so that they end, too."""
         with self.lock:
             self._fail(rank, error)
+
+    def join(self, pending: Pending, call: CollectiveCall) -> None:
+        """Record that a rank has joined ``pending``; needs the lock."""
+        pending.absent.discard(call.rank)
+        pending.came_s = max(pending.came_s, self.order.clock(call.rank))
 
     def complete(self, pending: Pending) -> None:
         """Wake the ranks that wait for ``pending``."""
@@ -180,37 +195,94 @@ class ThreadWorld:
             pending.complete = True
             for rank in pending.expected:
                 waits = self._waits[rank]
-                for thread, wait in list(waits.items()):
-                    if wait.pending is pending:
-                        del waits[thread]
-                        self._wakeups[rank].notify_all()
+                threads = [t for t, wait in waits.items() if wait.pending is pending]
+                for thread in threads:
+                    del waits[thread]
+                if threads:
+                    self.order.wake(rank, threads)
 
-    def wait(self, pending: Pending, call: CollectiveCall, timeout: float | None) -> None:
-        """Block the calling thread until ``pending`` is complete, or raise why it cannot be."""
-        seconds = self.timeout if timeout is None else timeout
-        deadline = time.monotonic() + seconds
-        rank, thread = call.rank, threading.get_ident()
+    def is_complete(self, pending: Pending, rank: int) -> bool:
+        """Whether a wait of this rank for ``pending`` would return, or raise, at once."""
+        if not pending.complete and self.failure is None:
+            self.order.pause(rank)  # or a rank that asks in a loop would ask for ever
+        return pending.complete or self.failure is not None
+
+    def wait(
+        self, pending: Pending, call: CollectiveCall, timeout: float | None, limit_s: float
+    ) -> None:
+        """Block the calling thread until ``pending`` is complete, or raise why it cannot be.
+
+        Args:
+            timeout: seconds that this call wants to wait; None: ``limit_s``, as all calls do.
+        """
+        rank, overtake = call.rank, True
         with self.lock:
-            self._threads[rank].add(thread)
-            while not pending.complete:
-                self.raise_failure(call)
-                wait = self._waits[rank][thread] = _Wait(pending, call, timeout is not None)
-                if self._is_stuck(rank, wait):
-                    self._declare_deadlock(rank)
-                    continue
-                if not self._wakeups[rank].wait(deadline - time.monotonic()):
-                    self._waits[rank].pop(thread, None)
-                    if not pending.complete:
-                        self._gave_up[rank] = pending
-                        late = sorted(pending.absent)
-                        error = CommTimeout(str(call), late, seconds, self._others(rank))
-                        # A caller with a timeout of its own may wait again.
-                        raise self._explained(error, rank) if timeout is None else error
+            self._threads[rank].add(threading.get_ident())
+            try:
+                self._await(pending, call, timeout, limit_s)
+                overtake = False
+            except CommTimeout:
+                overtake = timeout is None  # a caller with a timeout of its own may wait again
+                raise
+            finally:
+                self.order.resume(rank, overtake=overtake)
+            self.order.meet(rank, pending.came_s)
         if pending.error is not None:
             raise copy.copy(pending.error)  # each rank gets its own traceback
 
+    def wait_until(
+        self,
+        condition: PendingCondition,
+        call: CollectiveCall,
+        timeout: float | None,
+        limit_s: float,
+    ) -> None:
+        """Block the calling thread until a condition holds, which ``look_again`` finds out."""
+        with self.lock:
+            self.admit(call)
+            condition.complete = condition.ready()
+            self._conditions.append(condition)
+        try:
+            self.wait(condition, call, timeout, limit_s)
+        finally:
+            with self.lock:
+                self._conditions.remove(condition)
+
+    def look_again(self) -> None:
+        """Wake the ranks whose condition holds now."""
+        for condition in [each for each in self._conditions if not each.complete and each.ready()]:
+            self.complete(condition)
+
+    def _await(
+        self, pending: Pending, call: CollectiveCall, timeout: float | None, limit_s: float
+    ) -> None:
+        order, rank, thread = self.order, call.rank, threading.get_ident()
+        seconds = limit_s if timeout is None else timeout
+        start_s, idle_s = order.clock(rank), order.idle_s()
+        while not pending.complete:
+            self.raise_failure(call)
+            wait = self._waits[rank][thread] = _Wait(pending, call, timeout is not None)
+            if self._is_stuck(rank, wait):
+                self._declare_deadlock(rank)
+                continue
+            latest_s = max(map(order.clock, pending.absent), default=start_s)
+            waited_s = max(0.0, latest_s - start_s) + order.idle_s() - idle_s
+            if waited_s < seconds:
+                order.sleep(rank, seconds - waited_s)
+                continue
+            del self._waits[rank][thread]
+            self._gave_up[rank] = pending
+            error = CommTimeout(str(call), self._late(pending), seconds, self._others(rank))
+            raise self._explained(error, rank) if timeout is None else error
+
+    def _late(self, pending: Pending) -> list[int]:
+        """The ranks that have not come, but for those that have not had a turn to do so."""
+        others_first = {rank for rank in pending.absent if self.order.is_next(rank)}
+        return sorted(pending.absent - others_first or pending.absent)
+
     def admit(self, call: CollectiveCall) -> None:
         """Refuse a call of a rank whose world has ended; needs the lock."""
+        self.order.resume(call.rank)
         if call.rank in self._finished and self.failure is None:
             raise StateError(f"{call} was issued after its world was closed")
         self.raise_failure(call)
@@ -230,8 +302,9 @@ class ThreadWorld:
         is_report = self.failure is not None and is_heard(self.failure[1], self.failure[0])
         if self.failure is None or (is_report and not isinstance(error, CommError)):
             self.failure = (rank, error)  # rather than a rank that reports the failure of another
-        for wakeup in self._wakeups:
-            wakeup.notify_all()
+        for other, waits in enumerate(self._waits):
+            self.order.wake(other, list(waits))
+        self.order.hurry()
 
     def _all_waits(self) -> Iterator[_Wait]:
         return (wait for waits in self._waits for wait in waits.values())
@@ -241,6 +314,8 @@ class ThreadWorld:
 
         A rank needs all ranks that it waits for, so any cycle is a deadlock.
         """
+        if self._conditions:
+            return start not in self._ranks_that_may_go_on()
         if not self._finished.isdisjoint(wait.pending.absent):
             return True
         seen: set[int] = set()
@@ -259,12 +334,47 @@ class ThreadWorld:
                 seen |= absent
         return False
 
+    def _needs(self, wait: _Wait, rank: int) -> bool:
+        """Whether a wait can end only if the rank joins."""
+        return not isinstance(wait.pending, PendingCondition) and rank in wait.pending.absent
+
+    def _ranks_that_may_go_on(self) -> set[int]:
+        """The ranks that run, or that wait for such: all of those, or any for a condition."""
+        going = {
+            rank
+            for rank in range(self.size)
+            if rank not in self._finished
+            and (
+                len(self._threads[rank]) > 1
+                or all(w.pending.complete or w.has_own_timeout for w in self._waits[rank].values())
+            )
+        }
+        while True:
+            more = {
+                rank
+                for rank in range(self.size)
+                if rank not in going
+                and rank not in self._finished
+                and all(self._may_end(wait.pending, going) for wait in self._waits[rank].values())
+            }
+            if not more:
+                return going
+            going |= more
+
+    def _may_end(self, pending: Pending, going: set[int]) -> bool:
+        """Whether a wait may end, if these ranks go on."""
+        if isinstance(pending, PendingCondition):
+            return not going.isdisjoint(pending.others)
+        return pending.complete or pending.absent <= going
+
     def _declare_deadlock(self, rank: int) -> None:
         waits = {
-            wait.call.rank: (str(wait.call), sorted(wait.pending.absent))
-            for wait in self._all_waits()
+            wait.call.rank: (str(wait.call), self._late(wait.pending)) for wait in self._all_waits()
         }
-        self._fail(rank, DeadlockError(waits, self._finished))
+        calls = {other: self.sightings[other].call for other in self._finished}
+        last_calls = {other: str(call) for other, call in calls.items() if call is not None}
+        shown = last_calls if self.tells_last_calls else {}
+        self._fail(rank, DeadlockError(waits, self._finished, shown))
 
     def _explained(self, error: CommTimeout, reporter: int) -> CommTimeout:
         """Add what the ranks at the root of the waits do to ``error``; needs the lock."""

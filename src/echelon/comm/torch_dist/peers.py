@@ -27,7 +27,7 @@ from torch._C import _distributed_c10d as c10d
 
 from echelon.comm.torch_dist.engines import Engine, EngineWork
 from echelon.comm.torch_dist.stores import await_keys
-from echelon.diagnosis.collective_call import CallSignature, fingerprint
+from echelon.diagnosis.collective_call import CallSignature, fingerprint, signature_of
 from echelon.errors import ArgumentError, StateError
 from echelon.process.forks import disown_in_forks, keep_alive
 
@@ -118,7 +118,7 @@ class Mailroom:
             raise ArgumentError(f"{op}: tag {tag} must be in 0 ... {MAX_TAG - 1} on this group")
         number = self._numbers[op, peer, tag]
         self._numbers[op, peer, tag] = number + 1
-        kind = fingerprint(CallSignature("message", tensor.dtype, (tensor.numel(),)))
+        kind = fingerprint(signature_of("message", tensor.dtype, (tensor.numel(),)))
         return _MESSAGE | tag << 13 | (number & 0xF) << 9 | kind & 0x1FF
 
 

@@ -150,7 +150,7 @@ def _world(group: TorchGroup, backend: str, env: JobEnvironment, monitor: RankMo
         backend=backend,
         local_rank=env.local_rank,
         close=group.close,
-        steps=StepCounter(monitor.record_step),
+        steps=StepCounter(monitor.record_step, monitor.step_rows),
     )
 
 

@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d as c10d
 
 from echelon.comm.secret import PROOF_NBYTES, Secret
 from echelon.errors import AuthenticationError, WorldError
-from echelon.process.process_status import open_memory
+from echelon.process.memory_files import open_memory
 
 MEMORY_STORE_VARIABLE = "ECHELON_STORE"  # from ``echelon run``: the store's path and the job's id
 _MEMORY_NAME = "echelon store"
@@ -62,8 +62,14 @@ def create_memory_store() -> tuple[str, c10d.Store]:
     The memfd listens nowhere and has no name, the kernel checks the user who opens it, and it ends
     with the last process that has it open. The path is valid while this process lives.
     """
+    path, descriptor = create_store_memory()
+    return path, _file_store(descriptor)
+
+
+def create_store_memory() -> tuple[str, int]:
+    """The same for other processes only: the path, and the descriptor to close in the end."""
     descriptor = os.memfd_create(_MEMORY_NAME, os.MFD_CLOEXEC)
-    return f"/proc/{os.getpid()}/fd/{descriptor}", _file_store(descriptor)
+    return f"/proc/{os.getpid()}/fd/{descriptor}", descriptor
 
 
 def open_memory_store(path: str) -> c10d.Store:

@@ -10,7 +10,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from echelon.errors import ArgumentError, ScheduleError
+from echelon.checks import numbers
+from echelon.errors import ScheduleError
 from echelon.pipeline.schedules.dependencies import Values, transfer_of, walk
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
@@ -211,11 +212,7 @@ def memory(schedule: Schedule, cap: float | Sequence[float]) -> None:
     A forward takes one, and the end of a whole backward or of the gradients of weights gives it
     back. In a pair the forward comes first.
     """
-    caps = [cap] * schedule.num_ranks if isinstance(cap, int | float) else list(cap)
-    if len(caps) != schedule.num_ranks:
-        raise ArgumentError(
-            f"memory_cap has {len(caps)} numbers for {schedule.num_ranks} ranks; give one per rank"
-        )
+    caps = numbers("memory_cap", cap, schedule.num_ranks)
     if not schedule.has_backward:
         return
     shares = [max(1, len(schedule.stages_of(rank))) for rank in range(schedule.num_ranks)]

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from echelon import checks
 from echelon.errors import ArgumentError
+from echelon.page import html_of
 from echelon.pipeline.schedules.costs import read_costs
 from echelon.pipeline.schedules.families import FAMILIES, schedule
 from echelon.pipeline.schedules.simulate import Simulation, simulate
@@ -59,6 +61,11 @@ class Choice:
     recommended: ChoiceRow | None
     reason: str
 
+    _repr_html_ = html_of
+
+    def __repr__(self) -> str:
+        return f"<Choice of {self.recommended!s} among {len(self.rows)} schedules>"
+
     def __str__(self) -> str:
         head = (
             f"  {'schedule':<28} {'time':>10} {'bubble':>8} {'own':>8} {'peak':>7} {'messages':>9}"
@@ -107,11 +114,13 @@ def choose(
         >>> choice.reason.split(":")[0]
         'zb(v=2, k=1) is recommended'
     """
-    numbers = list(chunks) if isinstance(chunks, Iterable) else [chunks]
-    if not numbers or not all(isinstance(v, int) and v > 0 for v in numbers):
-        raise ArgumentError(f"chunks is {chunks!r:.80}; give numbers of stages per rank, each >= 1")
-    if memory_cap is not None and not (isinstance(memory_cap, int | float) and memory_cap >= 0):
-        raise ArgumentError(f"memory_cap is {memory_cap!r:.80}; give a number >= 0, or None")
+    numbers = _numbers_of_chunks(chunks)
+    checks.integer("ranks", ranks, 1)
+    checks.integer("microbatches", microbatches, 1)
+    if costs is not None:
+        checks.mapping("costs", costs)
+    if memory_cap is not None:
+        checks.number("memory_cap", memory_cap, 0.0)
     rows = []
     for name, v, options in _candidates(
         sorted(set(numbers)), ranks, microbatches, fused=costs is not None and "F&B" in costs
@@ -131,6 +140,13 @@ def choose(
     rows.sort(key=lambda row: (row.simulation.makespan, row.peak, row.messages))
     recommended, reason = _recommend(rows, memory_cap)
     return Choice(rows=tuple(rows), recommended=recommended, reason=reason)
+
+
+def _numbers_of_chunks(chunks: object) -> list[int]:
+    numbers = list(chunks) if isinstance(chunks, Iterable) else []
+    if not numbers or not all(type(v) is int and v > 0 for v in numbers):
+        raise ArgumentError(f"chunks is {chunks!r:.80}; give numbers of stages per rank, each >= 1")
+    return numbers
 
 
 def _candidates(

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from echelon.errors import ArgumentError, ScheduleError
+from echelon.page import html_of
 
 
 class Kind(StrEnum):
@@ -207,6 +208,15 @@ class Schedule:
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank holds, in ascending order."""
         return [stage for stage, owner in enumerate(self.placement) if owner == rank]
+
+    _repr_html_ = html_of
+
+    def __repr__(self) -> str:
+        count = sum(len(order) for order in self.orders)
+        return (
+            f"<Schedule {self.name!r:.80}: {self.num_ranks} ranks, {self.num_stages} stages, "
+            f"{self.num_microbatches} microbatches, {count} actions>"
+        )
 
     def __str__(self) -> str:
         width = len(str(self.num_ranks - 1))

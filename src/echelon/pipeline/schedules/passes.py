@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from echelon import checks
 from echelon.errors import ArgumentError, ScheduleError
 from echelon.pipeline.schedules.check import check
 from echelon.pipeline.schedules.costs import CostsByName
-from echelon.pipeline.schedules.dependencies import Channel, walk
+from echelon.pipeline.schedules.dependencies import Channel, Values, walk
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
     COMPUTE,
@@ -51,6 +52,7 @@ def lower(
         reduce: whether gradients are reduced over replicas of the stages.
 
     Raises:
+        ArgumentError: an argument is not what it must be.
         ScheduleError: the schedule breaks a rule, or is lowered already.
 
     Example:
@@ -59,6 +61,11 @@ def lower(
         rank 0 | 0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD
         rank 1 | 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD
     """
+    checks.flag("reduce", reduce)
+    if gather is not None:
+        checks.integers("gather", gather)
+    if window_nbytes is not None:
+        checks.integer("window_nbytes", window_nbytes)
     check(schedule)
     lowered = add_transfers(schedule, costs)
     if reduce and schedule.has_backward:
@@ -99,6 +106,39 @@ def add_transfers(schedule: Schedule, costs: CostsByName | None = None) -> Sched
         for lowered in (by_arrival, by_sender)
     )
     return by_arrival if first <= second * (1 + 1e-9) else by_sender
+
+
+def add_transfers_in_sweeps(schedule: Schedule) -> Schedule:
+    """Add sends and receives where PyTorch's runtime places them.
+
+    Again and again each rank in turn runs its next action, if its inputs are there; a send and its
+    receive are appended to both lists right after the computation of the value.
+
+    Args:
+        schedule: computations in an order that does not stall.
+
+    Example:
+        >>> print(add_transfers_in_sweeps(Schedule.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1")))
+        rank 0 | 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+        rank 1 | 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
+    """
+    values, heads = Values(schedule), [0] * schedule.num_ranks
+    computed = bytearray(values.count)
+    order: list[tuple[int, int]] = []
+    swept = -1
+    while swept < len(order):
+        swept = len(order)
+        for rank, actions in enumerate(schedule.orders):
+            if heads[rank] == len(actions):
+                continue
+            parts = actions[heads[rank]].parts
+            if all(computed[value] for part in parts for value in values.needed(part)):
+                order.append((rank, heads[rank]))
+                heads[rank] += 1
+                for result in map(values.result, parts):
+                    if result is not None:
+                        computed[result] = 1
+    return _by_sender(schedule, order, _routes(schedule, order))
 
 
 @dataclass(frozen=True, kw_only=True)

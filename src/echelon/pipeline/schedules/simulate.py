@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
+from echelon.checks import instance, integers
 from echelon.errors import ArgumentError
+from echelon.page import html_of
 from echelon.pipeline.schedules.check import placed_and_complete
 from echelon.pipeline.schedules.costs import Costs, CostsByName, read_costs
 from echelon.pipeline.schedules.dependencies import Channel, Transfer, Values, walk
@@ -82,6 +84,14 @@ class Timeline:
             return 0.0
         return max(step.end for step in self.steps) - min(step.start for step in self.steps)
 
+    _repr_html_ = html_of
+
+    def __repr__(self) -> str:
+        return (
+            f"<Timeline: {self.num_ranks} ranks, {len(self.steps)} steps, "
+            f"makespan {self.makespan:.6g}>"
+        )
+
     def of_rank(self, rank: int) -> list[Step]:
         """The steps of one rank."""
         return [step for step in self.steps if step.rank == rank]
@@ -131,6 +141,15 @@ class Simulation:
     idle: tuple[Idle, ...]
     peak: tuple[float, ...]
     peak_nbytes: tuple[int, ...] | None
+
+    _repr_html_ = html_of
+
+    def __repr__(self) -> str:
+        return (
+            f"<Simulation of {self.schedule!r}: makespan {self.makespan:.6g}, "
+            f"bubble {self.span_bubble:.2%} (own {self.own_bubble:.2%}), "
+            f"peak {max(self.peak, default=0):g}>"
+        )
 
     @property
     def makespan(self) -> float:
@@ -190,6 +209,7 @@ def simulate(
         0.273
     """
     check_type(schedule)
+    instance("channel", channel, Channel)
     crosses = any(before != after for before, after in pairwise(schedule.placement))
     if channel is not Channel.IDEAL and crosses and not schedule.is_lowered:
         raise ArgumentError(
@@ -324,8 +344,9 @@ def _most_alive(schedule: Schedule, rank: int, sizes: Sequence[int]) -> int:
 def _stage_nbytes(nbytes: Sequence[int] | int | None, num_stages: int) -> Sequence[int] | None:
     if nbytes is None:
         return None
-    sizes = [nbytes] * num_stages if isinstance(nbytes, int) else list(nbytes)
-    if len(sizes) != num_stages or any(size < 0 for size in sizes):
+    sizes = integers("stage_nbytes", nbytes if isinstance(nbytes, Sequence) else [nbytes])
+    sizes = sizes if isinstance(nbytes, Sequence) else sizes * num_stages
+    if len(sizes) != num_stages:
         raise ArgumentError(
             f"stage_nbytes is {nbytes!r:.80}; give a number >= 0, or one for each of the "
             f"{num_stages} stages"

@@ -46,9 +46,15 @@ _CACHED = (Tensor, *_PLAIN)  # results that cannot be changed
 
 @final
 class FakeTensorCache:
-    """The results of the fake operations of one stage."""
+    """The results of the fake operations of one stage.
+
+    Attributes:
+        problem: what the forward that runs, or ran last, has asked for that is not there. The model
+            may have caught the error and gone on without the value.
+    """
 
     def __init__(self) -> None:
+        self.problem: NeedsValues | None = None
         self._results: dict[Hashable, Any] = {}
         # Fake tensors by identity, which no other object gets while they live.
         self._fakes: dict[int, Tensor] = {}
@@ -63,6 +69,11 @@ class FakeTensorCache:
             self._lasting_fakes = dict(self._fakes)
         if len(self._results) > _MAX_RESULTS:
             self._clear()
+
+    def needs_values(self, problem: str) -> NeedsValues:
+        """The error that says what is not there, which is remembered."""
+        self.problem = self.problem or NeedsValues(problem)
+        return self.problem
 
     def disable(self) -> None:
         """Cache nothing from now on, since a fake tensor was changed in place."""
@@ -213,7 +224,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
     except (NotImplementedError, RuntimeError) as error:
-        raise NeedsValues(
+        raise first["cache"].needs_values(
             f"{name}() depends on {sorted(missing)}, which other stages have, and cannot run by "
             f"shapes alone ({type(error).__name__}: {error})"
         ) from error

@@ -7,19 +7,21 @@
     stage 1:  (prefix) . .  | entry b2 b3 | exit
     stage 2:  (prefix) . .          . . | entry b4 b5  suffix
 
-At the first block of the next stage the forward ends by an exception. The stage sends the
-arguments of that block, with every mask and table in them. The next stage runs the same forward:
-the prefix and the blocks that it lacks compute shapes only (see "values that are not there"), and
-its first block gets the received arguments. Later blocks may get the same masks and tables: a fake
-argument that is the very tensor of the first block is replaced by its received value, and any other
-is refused. Keyword arguments of the model have values in every stage whose rank has them. Nothing
-is traced, and a result that depends on a missing value is an error, never a number.
+At the first block of the next stage the forward ends by an exception. The stage sends the arguments
+of that block, with every mask and table in them, and the shapes of what each block has returned.
+The next stage runs the same forward: the prefix and the blocks that it lacks give shapes only (see
+"values that are not there" and "what is known of a block that is not here"), and its first block
+gets the received arguments. Later blocks may get the same masks and tables: an argument that is the
+very tensor of the first block is replaced by its received value, and any other fake one is refused.
+Keyword arguments of the model have values in every stage whose rank has them. Nothing is traced,
+and a result that depends on a missing value is an error, never a number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, final
 
@@ -28,6 +30,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from echelon.errors import ArgumentError, UnsupportedError
+from echelon.pipeline.splitting.absent_blocks import BlockCalls, absent_block
+from echelon.pipeline.splitting.around_blocks import names_around
 from echelon.pipeline.splitting.fake_tensors import (
     FakeTensor,
     FakeTensorCache,
@@ -36,13 +40,7 @@ from echelon.pipeline.splitting.fake_tensors import (
     fake_tensor,
     missing_names,
 )
-from echelon.pipeline.splitting.submodule import (
-    Blocks,
-    Submodule,
-    empty_block,
-    partial_model,
-    return_input,
-)
+from echelon.pipeline.splitting.submodule import Blocks, Submodule, partial_model
 
 
 def find_module_list(model: nn.Module) -> str | None:
@@ -71,7 +69,7 @@ class ModuleListBlocks(Blocks):
     """The blocks of a ``ModuleList``, whose model calls them in order.
 
     ``prefix`` and ``suffix`` name the modules and parameters that run before and after the blocks;
-    None stands for those that are registered before and after the list.
+    None stands for what ``names_around`` says. Every stage has the tables of positions.
     """
 
     def __init__(
@@ -83,12 +81,12 @@ class ModuleListBlocks(Blocks):
     ) -> None:
         self._model, self._list_name = model, list_name
         self._blocks = list(model.get_submodule(list_name).children())
-        before, after = _names_around(model, list_name)
+        before, after, self._tables = names_around(model, list_name)
         default_prefix = [name for name in before if name not in (suffix or ())]
         default_suffix = [name for name in after if name not in (prefix or ())]
         self._prefix = _checked_names(model, "prefix", prefix, default_prefix)
         self._suffix = _checked_names(model, "suffix", suffix, default_suffix)
-        missing = {*before, *after} - {*self._prefix, *self._suffix}
+        missing = {*before, *after} - {*self._prefix, *self._suffix, *self._tables}
         if missing:
             raise ArgumentError(
                 f"{sorted(missing)} are neither in prefix nor in suffix: name them in one of them"
@@ -102,21 +100,33 @@ class ModuleListBlocks(Blocks):
     def submodule(self, start: int, stop: int) -> Submodule:
         """A stage that runs the model's forward around its blocks."""
         is_first, is_last = start == 0, stop == self.num_blocks
-        names = {*(self._prefix if is_first else ()), *(self._suffix if is_last else ())}
+        names = {
+            *(self._prefix if is_first else ()),
+            *(self._suffix if is_last else ()),
+            *self._tables,
+        }
+        cache = FakeTensorCache()
+        calls = BlockCalls(start, stop, cache)
         blocks = [
-            block if start <= i < stop else empty_block(block, _exit if i == stop else return_input)
+            block if start <= i < stop else self._absent(i, stop, calls, cache)
             for i, block in enumerate(self._blocks)
         ]
-        cache = FakeTensorCache()
         make_stand_in = partial(fake_copy, cache=cache)
         copied = partial_model(self._model, self._list_name, blocks, names, make_stand_in, cache)
         modules = copied.modules | {
             f"{self._list_name}.{i}": self._blocks[i] for i in range(start, stop)
         }
-        body = _PartialForward(
-            copied.model, self._blocks[start:stop], is_first, is_last, self._hint(), cache
-        )
+        own_blocks = {i: self._blocks[i] for i in range(start, stop)}
+        body = _PartialForward(copied.model, own_blocks, is_last, self._hint(), calls, cache)
         return Submodule(body, modules, copied.containers)
+
+    def _absent(
+        self, index: int, stop: int, calls: BlockCalls, cache: FakeTensorCache
+    ) -> nn.Module:
+        """What replaces a block of another stage; at that of ``stop`` the forward ends."""
+        forward = _exit if index == stop else partial(calls.absent, index)
+        name = f"{self._list_name}.{index}"
+        return absent_block(self._blocks[index], name, forward, cache)
 
     def _hint(self) -> str:
         return (
@@ -125,21 +135,6 @@ class ModuleListBlocks(Blocks):
             "name may be in both), give all ranks the keyword arguments that blocks use, or give "
             "the model a method pipeline_layers()"
         )
-
-
-def _names_around(model: nn.Module, list_name: str) -> tuple[list[str], list[str]]:
-    """The names registered before and after the list, at every level on the way to it."""
-    before: list[str] = []
-    after: list[str] = []
-    module, path = model, ""
-    for step in list_name.split("."):
-        names = [f"{path}.{local}".lstrip(".") for local in module._modules]
-        position = names.index(f"{path}.{step}".lstrip("."))
-        before += [f"{path}.{local}".lstrip(".") for local in module._parameters]
-        before += names[:position]
-        after = names[position + 1 :] + after
-        module, path = module.get_submodule(step), names[position]
-    return before, after
 
 
 def _checked_names(
@@ -172,22 +167,26 @@ class _PartialForward(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        blocks: Sequence[nn.Module],
-        is_first: bool,
+        blocks: Mapping[int, nn.Module],
         is_last: bool,
         hint: str,
+        calls: BlockCalls,
         cache: FakeTensorCache,
     ) -> None:
         super().__init__()
-        self.model, self._is_first, self._is_last = model, is_first, is_last
-        self.__dict__["blocks"] = list(blocks)
-        self._hint, self._cache = hint, cache
+        self.model, self._is_first, self._is_last = model, 0 in blocks, is_last
+        self.__dict__["blocks"] = dict(blocks)
+        self._hint, self._calls, self._cache = hint, calls, cache
         self.training = model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._cache.problem = None
         if self._is_first:
+            if _caches_keys(self.model):
+                kwargs.setdefault("use_cache", False)
             call = None if self._is_last else _dump_call((args, kwargs))
-            return self._run(args, kwargs, call, lambda value: value)
+            self._calls.begin({}, torch.device("cpu"))
+            return self._run(args, kwargs, call, None)
         received = args[0]
         device = next(
             (leaf.device for leaf in pytree.tree_leaves(received) if isinstance(leaf, Tensor)),
@@ -205,28 +204,29 @@ class _PartialForward(nn.Module):
                 "give no rank a keyword argument that the rank of the first stage is not given"
             )
         fake_kwargs |= kwargs  # these have values here, too
-        with ExitStack() as hooks:
-            entry = _BlockEntry(received["block"], self._hint)
-            for i, block in enumerate(self.__dict__["blocks"]):
-                hook = entry.replace_call if i == 0 else entry.fill_call
-                handle = block.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-                hooks.callback(handle.remove)
-            return self._run(fake_args, fake_kwargs, call, entry.fill)
+        self._calls.begin(received["outputs"], device)
+        entry = _BlockEntry(received["block"], self._calls, self._hint)
+        return self._run(fake_args, fake_kwargs, call, entry)
 
-    def _run(self, args: Any, kwargs: Any, call: Any, fill: Callable[[Any], Any]) -> Any:
+    def _run(self, args: Any, kwargs: Any, call: Any, entry: _BlockEntry | None) -> Any:
         """The output of the model, or the value for the next stage."""
         try:
-            output = self.model(*args, **kwargs)
+            with self._hooks(entry):
+                output = self.model(*args, **kwargs)
         except NeedsValues as error:
             raise UnsupportedError(f"{error}: {self._hint}") from error
         except _Exit as exit:
-            output = {"block": fill(exit.block_call), "model": call}
+            block_call = exit.block_call if entry is None else entry.fill(exit.block_call)
+            output = {"block": block_call, "model": call, "outputs": self._calls.outputs}
         else:
             if not self._is_last:
                 raise UnsupportedError(
                     "the model's forward ended without calling the block at which this stage ends: "
                     + self._hint
                 )
+        problem = self._cache.problem
+        if problem is not None:  # the model has caught it, and done something else instead
+            raise UnsupportedError(f"{problem}: {self._hint}") from problem
         missing = missing_names(output)
         if missing:
             raise UnsupportedError(
@@ -234,25 +234,45 @@ class _PartialForward(nn.Module):
             )
         return output
 
+    @contextmanager
+    def _hooks(self, entry: _BlockEntry | None) -> Iterator[None]:
+        """Give the blocks of this stage the received arguments, and note what they return."""
+        blocks: dict[int, nn.Module] = self.__dict__["blocks"]
+        with ExitStack() as hooks:
+            for i, block in blocks.items():
+                if entry is not None:
+                    hook = entry.replace_call if i == min(blocks) else entry.fill_call
+                    handle = block.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+                    hooks.callback(handle.remove)
+                if not self._is_last:
+                    handle = block.register_forward_hook(partial(self._record, i))
+                    hooks.callback(handle.remove)
+            yield
+
+    def _record(self, index: int, block: nn.Module, args: Any, output: Any) -> None:
+        self._calls.record(index, output)
+
 
 @final
 class _BlockEntry:
-    """Replaces fake arguments of blocks by the values received from the previous stage."""
+    """Replaces arguments of blocks by the values received from the previous stage."""
 
-    def __init__(self, received: tuple[tuple[Any, ...], dict[str, Any]], hint: str) -> None:
-        self._received, self._hint = received, hint
-        self._received_for: dict[int, Any] = {}  # by the identity of a fake argument
-        self._fake_call: Any = (
-            None  # keeps the fake arguments alive, so that no identity is used again
-        )
+    def __init__(
+        self, received: tuple[tuple[Any, ...], dict[str, Any]], calls: BlockCalls, hint: str
+    ) -> None:
+        self._received, self._calls, self._hint = received, calls, hint
+        self._received_for: dict[int, Any] = {}  # by the identity of an argument of this stage
+        self._own_call: Any = None  # keeps these alive, so that no identity is used again
 
     def replace_call(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments of the first block: those that were received."""
-        self._fake_call = args, kwargs
-        fakes, received = pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(self._received)
-        if len(fakes) == len(received):
-            pairs = zip(fakes, received, strict=True)
-            self._received_for = {id(fake): value for fake, value in pairs}
+        """The arguments of the first block: in its first call those that were received."""
+        if not self._calls.enter():
+            return self.fill_call(block, args, kwargs)
+        self._own_call = args, kwargs
+        arguments, received = pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(self._received)
+        if len(arguments) == len(received):
+            pairs = zip(arguments, received, strict=True)
+            self._received_for = {id(leaf): value for leaf, value in pairs if _is_replaced(leaf)}
         return self._received
 
     def fill_call(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -261,20 +281,37 @@ class _BlockEntry:
         return filled
 
     def fill(self, value: Any) -> Any:
-        """The value with received values in the place of fake tensors."""
+        """The value with received values in the place of the tensors that they are values of."""
 
         def fill_leaf(leaf: Any) -> Any:
-            if not isinstance(leaf, FakeTensor):
-                return leaf
-            if id(leaf) not in self._received_for:
+            if id(leaf) in self._received_for:
+                return self._received_for[id(leaf)]
+            if isinstance(leaf, FakeTensor):
                 raise UnsupportedError(
                     f"a block is given a tensor that depends on {missing_names(leaf)} and that the "
                     f"first block of its stage is not given, so this stage has no value for it: "
                     + self._hint
                 )
-            return self._received_for[id(leaf)]
+            return leaf
 
         return pytree.tree_map(fill_leaf, value)
+
+
+def _is_replaced(argument: Any) -> bool:
+    """Whether a received value counts instead: of what is fake, drawn at random, or written into.
+
+    Parameters of this stage, and what is computed from them, get gradients here.
+    """
+    return isinstance(argument, Tensor) and not argument.requires_grad
+
+
+def _caches_keys(model: nn.Module) -> bool:
+    """Whether this is a model of transformers that makes a cache of keys and values if not told.
+
+    Only generating text needs the cache, and it cannot go to another stage.
+    """
+    is_known = any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
+    return is_known and "use_cache" in inspect.signature(model.forward).parameters
 
 
 def _dump_call(call: Any) -> tuple[Any, ...]:

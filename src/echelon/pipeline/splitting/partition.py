@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
+from echelon.checks import integer, number
 from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.ir import Schedule
 from echelon.pipeline.schedules.simulate import simulate
@@ -61,8 +62,10 @@ def partition(
     Source: the linear partition problem; Skiena, "The Algorithm Design Manual", 3rd edition, 2020,
     section 10.7.
     """
+    if isinstance(costs, str | bytes) or not isinstance(costs, Sequence):
+        raise ArgumentError(f"costs is {costs!r:.80}; give a list of numbers")
     n = len(costs)
-    if not 1 <= stages <= n:
+    if not 1 <= integer("stages", stages) <= n:
         raise ArgumentError(
             f"{n} blocks cannot be cut into {stages} stages: use at least 1 and at most {n} stages"
         )
@@ -74,7 +77,7 @@ def partition(
         cuts=cuts if cuts is not None else [0] * n,
         stages=stages,
     )
-    return _decide(measures, n, stages, math.inf if cap is None else cap)
+    return _decide(measures, n, stages, math.inf if cap is None else number("cap", cap, 0.0))
 
 
 def _decide(measures: _Measures, n: int, stages: int, cap: float) -> Partition:
@@ -176,11 +179,12 @@ def _sums(numbers: Sequence[float]) -> list[float]:
 
 
 def _numbers(name: str, numbers: Sequence[float], length: int) -> None:
+    if isinstance(numbers, str | bytes) or not isinstance(numbers, Sequence):
+        raise ArgumentError(f"{name} is {numbers!r:.80}; give a list of numbers")
     if len(numbers) != length:
         raise ArgumentError(f"{name} has {len(numbers)} numbers; give {length}")
-    for number in numbers:
-        if not isinstance(number, int | float) or not 0 <= number < math.inf:
-            raise ArgumentError(f"{name} has {number!r:.80}; give numbers >= 0")
+    for i, value in enumerate(numbers):
+        number(f"{name}[{i}]", value, 0.0)
 
 
 _THIRDS = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3, "F&B": 1.0}

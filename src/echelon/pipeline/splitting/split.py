@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from echelon.checks import integer, number
+from echelon.checks import instance, integer, number
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.ir import Schedule, check_type
@@ -73,6 +73,7 @@ def split(
     """
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"module is {module!r:.80}; give a torch.nn.Module")
+    instance("group", group, Group, or_none=True)
     make_blocks = partial(_blocks_of, prefix=prefix, suffix=suffix)
     blocks = make_blocks(module)
     _check_num_stages(module, blocks, num_stages, schedule)

@@ -1,0 +1,131 @@
+"""How ranks of a new process group meet: simulated ones in memory, processes in shared memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+from torch._C import _distributed_c10d as c10d
+
+from echelon.c10d import simulated_rank
+from echelon.c10d.simulated_store import hub_of, wait_for_members
+from echelon.comm import shm
+from echelon.comm.group import Group
+from echelon.comm.threads.group import ThreadGroup
+from echelon.diagnosis.collective_call import CallSignature
+from echelon.errors import CommTimeout
+
+# How often a receive from any rank looks for a message: often at first, later to spare the core.
+_LOOK_S = (0.00005, 0.001)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """A group, and what a process group needs of it that not all groups have in the same way.
+
+    Attributes:
+        group: does the work.
+        probe: a rank that has sent a message with a tag whose receive is not posted yet, or None.
+        await_message: returns when there is such a message; raises ``CommTimeout`` after seconds,
+            or those of the group.
+        close: leaves the group; a text says what this rank did instead of leaving in good order.
+        is_simulated: the ranks are threads that take turns, so nothing may wait outside of groups.
+    """
+
+    group: Group
+    probe: Callable[[int], int | None]
+    await_message: Callable[[CallSignature, int, float | None], None]
+    close: Callable[[str | None], None]
+    is_simulated: bool
+
+
+def connect(options: c10d._DistributedBackendOptions) -> Connection:
+    """Connect the ranks of a new process group; each of them calls it."""
+    world = simulated_rank.world_group()
+    if world is not None:
+        return _connect_threads(options, world)
+    group = shm.connect(
+        options.group_rank,
+        options.group_size,
+        options.store,
+        timeout=options.timeout.total_seconds(),
+        name=_name(options),
+    )
+    return of_processes(group)
+
+
+def of_processes(group: shm.ShmGroup) -> Connection:
+    """The connection of a group of processes, which closes the group with it."""
+    return Connection(
+        group=group,
+        probe=group.probe,
+        await_message=partial(_look_for_message, group),
+        close=group.close,
+        is_simulated=False,
+    )
+
+
+def _name(options: c10d._DistributedBackendOptions) -> str:
+    return f"c10d {options.group_id}"
+
+
+def _look_for_message(
+    group: shm.ShmGroup, call: CallSignature, tag: int, timeout: float | None
+) -> None:
+    seconds = group.timeout if timeout is None else timeout
+    start_s = time.monotonic()
+    while group.probe(tag) is None:
+        waited_s = time.monotonic() - start_s
+        if waited_s > seconds:
+            others = [rank for place, rank in enumerate(group.ranks) if place != group.rank]
+            raise CommTimeout(str(call), others, seconds)
+        time.sleep(min(max(waited_s / 10, _LOOK_S[0]), _LOOK_S[1]))
+
+
+def _connect_threads(options: c10d._DistributedBackendOptions, world: ThreadGroup) -> Connection:
+    """Learn through the store which simulated rank is which rank of the group."""
+    store, rank, size = options.store, options.group_rank, options.group_size
+    number = store.add(f"times/{rank}", 1)  # the same store may see the group made again
+    keys = [f"{number}/{member}" for member in range(size)]
+    if rank == 0:
+        store.set(f"{number}/name", hub_of(world).unused_name(_name(options)))
+    store.set(keys[rank], str(world.rank))
+    wait_for_members(store, [*keys, f"{number}/name"])
+    group = ThreadGroup(
+        world.thread_world,
+        rank,
+        [int(store.get(key)) for key in keys],
+        name=store.get(f"{number}/name").decode(),
+        device=world.device,
+    )
+    group.timeout = options.timeout.total_seconds()
+    world.thread_world.tells_last_calls = True  # the program has no other line of such a rank
+    return Connection(
+        group=group,
+        probe=partial(_probe_in_turn, group),
+        await_message=partial(_await_message, group),
+        close=partial(_leave_group, group),
+        is_simulated=True,
+    )
+
+
+def _leave_group(group: ThreadGroup, failure: str | None) -> None:
+    group.note(CallSignature("destroy_process_group" if failure is None else "abort"))
+    if failure is not None:
+        group.abort(failure)
+
+
+def _probe_in_turn(group: ThreadGroup, tag: int) -> int | None:
+    if group.probe(tag) is None:  # or a rank that asks in a loop would ask for ever
+        group.thread_world.order.pause(group.ranks[group.rank])
+    return group.probe(tag)
+
+
+def _await_message(
+    group: ThreadGroup, call: CallSignature, tag: int, timeout: float | None
+) -> None:
+    group.wait_until(call, lambda: group.probe(tag) is not None, timeout)

@@ -1,0 +1,77 @@
+"""What names of ``torch.distributed`` mean to simulated ranks: stores without ports, our groups.
+
+The names are state of each rank, so the caller's are back when the ranks have ended.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
+
+from echelon.c10d import (  # register state
+    library_globals,  # noqa: F401
+    rank_limits,  # noqa: F401
+    rank_saving,  # noqa: F401
+    simulated_rank,
+    torch_globals,  # noqa: F401
+)
+from echelon.c10d.distributed_breakpoint import BreakpointOfRank
+from echelon.c10d.rank_variables import rank_variables
+from echelon.c10d.served_backends import new_process_group
+from echelon.c10d.simulated_store import (
+    SimulatedFileStore,
+    SimulatedHashStore,
+    SimulatedTCPStore,
+    hub_of,
+)
+from echelon.comm.threads import rank_profiler  # noqa: F401  # the same
+from echelon.comm.threads.group import ThreadGroup
+from echelon.comm.threads.replaced_names import register_replacements
+
+# ``torch.distributed`` has a function of the same name.
+rendezvous = importlib.import_module("torch.distributed.rendezvous")
+
+_init_mesh = device_mesh.DeviceMesh.__init__
+
+
+@wraps(_init_mesh)
+def _init_mesh_of_rank(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Make meshes of different ranks differ, or caches by meshes would give one that of another."""
+    _init_mesh(self, *args, **kwargs)
+    self._thread_id = threading.get_ident()
+
+
+register_replacements(
+    "names of torch.distributed",
+    (
+        (distributed_c10d, "_new_process_group_helper", new_process_group),
+        (device_mesh.DeviceMesh, "__init__", _init_mesh_of_rank),
+        (dist, "_make_distributed_pdb", BreakpointOfRank),
+        *(
+            (module, name, store)
+            for module in (dist, distributed_c10d, rendezvous)
+            for name, store in (
+                ("TCPStore", SimulatedTCPStore),
+                ("FileStore", SimulatedFileStore),
+                ("HashStore", SimulatedHashStore),
+            )
+            if name in vars(module)
+        ),
+    ),
+)
+
+
+def start_rank(group: ThreadGroup) -> None:
+    """Let the simulated rank that runs now be one for ``torch.distributed``, too.
+
+    Args:
+        group: of all ranks.
+    """
+    simulated_rank.set_world_group(group)
+    os.environ.update(rank_variables(group.rank, group.size, hub_of(group).master_port))

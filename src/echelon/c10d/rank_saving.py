@@ -1,0 +1,36 @@
+"""Asynchronous saves of DCP by simulated ranks, which are made at once.
+
+``torch.distributed.checkpoint.async_save`` saves on a thread, which calls ``torch.distributed``. A
+thread that a rank starts does not take turns, so it would find the groups of whichever rank runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from echelon.comm.threads.rank_order import current_owner
+from echelon.comm.threads.replaced_names import register_replacements
+
+_THREADS = "AsyncCheckpointExecutor"  # the beginning of the names that DCP gives to its threads
+
+_submit = ThreadPoolExecutor.submit
+
+
+def _submit_of_rank(
+    self: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Future[Any]:
+    """Call the function on the thread of the rank, if a save of DCP is submitted by a rank."""
+    if current_owner() is None or not self._thread_name_prefix.startswith(_THREADS):
+        return _submit(self, function, *args, **kwargs)
+    future: Future[Any] = Future()
+    try:
+        future.set_result(function(*args, **kwargs))
+    # DCP's own exceptions derive from BaseException; whoever asks for the result gets it.
+    except BaseException as error:
+        future.set_exception(error)
+    return future
+
+
+register_replacements("saves of DCP", ((ThreadPoolExecutor, "submit", _submit_of_rank),))

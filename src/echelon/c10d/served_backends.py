@@ -1,0 +1,102 @@
+"""Process groups of torch's own backends, which echelon serves on ranks that it has started.
+
+A program that calls ``init_process_group("gloo")`` or ``("nccl")`` gets a group of simulated ranks,
+or of processes in shared memory, and goes on as if the backend were the one that it has asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from echelon.c10d import simulated_rank
+from echelon.c10d.named_process_group import BACKEND
+from echelon.c10d.process_group import ProcessGroupEchelon
+
+SERVED = frozenset({"gloo", "nccl", "mpi", "ucc", "xccl", "undefined", BACKEND})
+
+OWN_VARIABLE = "ECHELON_OWN_BACKENDS"
+
+# Of torch, also where something that waits for the first group is in its place.
+_helper = distributed_c10d._new_process_group_helper
+_original = getattr(_helper, "__wrapped__", _helper)
+_said = threading.Event()
+
+
+def is_served(backend: str) -> bool:
+    """Whether a name of a backend, or a list of them by devices, is one that we serve.
+
+    Example:
+        >>> is_served("cpu:gloo,cuda:nccl"), is_served("fake")
+        (True, False)
+    """
+    return all(part.rpartition(":")[2].lower() in SERVED for part in backend.split(","))
+
+
+def serves_processes() -> bool:
+    """Whether groups of processes are ours: not if the user wants torch's own, or has a GPU."""
+    return os.environ.get(OWN_VARIABLE, "0") in ("", "0") and not torch.cuda.is_available()
+
+
+@wraps(_original)
+def new_process_group(
+    group_size: int,
+    group_rank: int,
+    global_ranks_in_group: list[int],
+    backend: Any,
+    store: Any,
+    group_name: Any,
+    **options: Any,
+) -> Any:
+    """Make a process group as torch does, but on our groups if its backend is one that we serve."""
+    is_simulated = simulated_rank.world_group() is not None
+    if not is_served(backend) or not (is_simulated or serves_processes()):
+        return _original(
+            group_size, group_rank, global_ranks_in_group, backend, store, group_name, **options
+        )
+    if backend == "mpi" and not global_ranks_in_group:
+        group_size, group_rank, store = _mpi_world()
+    options |= {"backend_options": None, "device_id": None}
+    ours = distributed_c10d.Backend(BACKEND)
+    group, prefix_store = _original(
+        group_size, group_rank, global_ranks_in_group, ours, store, group_name, **options
+    )
+    if isinstance(group, ProcessGroupEchelon):
+        world = distributed_c10d._world
+        world.pg_map[group] = (backend, prefix_store)
+        world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(backend))
+    if not global_ranks_in_group and group_rank == 0:
+        _say_once(backend)
+    return group, prefix_store
+
+
+def _mpi_world() -> tuple[int, int, Any]:
+    """The size and the rank that MPI would know by itself, and a store."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, size = next(rendezvous("env://"))
+    return size, rank, distributed_c10d.PrefixStore("mpi", store)
+
+
+def _say_once(backend: str) -> None:
+    if backend == BACKEND or _said.is_set():
+        return
+    _said.set()
+    world = simulated_rank.world_group()
+    if world is None:
+        how = f"echelon's groups over shared memory ({OWN_VARIABLE}=1 keeps torch's own)"
+    else:
+        how = f"{world.size} simulated ranks of echelon, threads that take turns in this process"
+    asked = "its default backend" if backend == "undefined" else f'"{backend}"'
+    cuda = "" if torch.cuda.is_available() or "nccl" not in backend else ", on CPU tensors"
+    print(
+        f"echelon: init_process_group asks for {asked} and gets {how}{cuda}",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,205 @@
+"""Globals of ``torch.distributed`` that each simulated rank has for itself, and why.
+
+PyTorch keeps what a rank knows of its groups in globals, because a rank is a process. Simulated
+ranks share a process and take turns, so these globals are exchanged at each turn, and the caller's
+are put back when the ranks end. This is the only file that knows them.
+
+Law: what a rank finds in a place of ``PLACES`` was put there by itself, or was there at first.
+
+[Note: the registry in C++]
+Functional collectives and ``DeviceMesh`` find a process group by its name in a registry of the
+process. Ranks have groups of the same names. The registry has nothing but what ``_pg_names`` has,
+so at a turn it is emptied and filled again; 6 groups take 2 µs. torch's own mode that makes it a
+registry of each thread would hide it from threads that a rank starts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d
+
+from echelon.c10d.exchanged_globals import ExchangedGlobals, Place, Values
+from echelon.comm.threads.process_state import register_state
+
+
+def _none(_: object) -> None:
+    return None
+
+
+def _zero(_: object) -> int:
+    return 0
+
+
+def _false(_: object) -> bool:
+    return False
+
+
+def _empty(value: Any) -> Any:
+    return type(value)()
+
+
+def _copy(value: Any) -> Any:
+    return value.copy()
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+_C10D = "torch.distributed.distributed_c10d"
+_TENSOR = "torch.distributed.tensor"
+_CONTEXT = f"{_TENSOR}.experimental._context_parallel"
+_CHECKPOINT = "torch.distributed.checkpoint"
+_GROUPS = "each rank has process groups of its own, with the rank that it has in them"
+
+PLACES: tuple[Place, ...] = (
+    Place(
+        _C10D, ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config"), _empty, _GROUPS
+    ),
+    Place(_C10D, ("_tags_to_pg", "_pg_to_tag"), _empty, _GROUPS),
+    Place(_C10D, ("_world",), _empty, "has the default group, and calls that are being coalesced"),
+    Place("sys", ("excepthook",), _same, "init_process_group has it print this rank's number"),
+    Place(_C10D, ("_group_count",), _zero, "names the next group, alike on all ranks"),
+    Place(_C10D, ("_backend", "_default_pg_init_method"), _none, "of the default group"),
+    Place(
+        "torch.distributed._shard.api",
+        ("_CURRENT_PROCESS_GROUP",),
+        _none,
+        "the group of load_with_process_group, while the body of the with statement runs",
+    ),
+    Place(
+        "torch.distributed._shard.sharded_tensor.api",
+        ("_sharded_tensor_map",),
+        _empty,
+        "sharded tensors of this rank by numbers that all ranks count alike",
+    ),
+    Place(
+        "torch.distributed._shard.sharded_tensor.api",
+        ("_sharded_tensor_current_id",),
+        _zero,
+        "counts the sharded tensors of this rank",
+    ),
+    Place(
+        "torch.nn.parallel.distributed",
+        ("DistributedDataParallel._active_ddp_module",),
+        _none,
+        "the module whose forward runs, which may wait for other ranks",
+    ),
+    Place(
+        f"{_TENSOR}._random",
+        ("_rng_tracker",),
+        _none,
+        "the offsets of the random streams of this rank's shards",
+    ),
+    Place(
+        f"{_TENSOR}._api",
+        ("DTensor._op_dispatcher._custom_op_handlers",),
+        _copy,
+        "loss_parallel and context_parallel add operators while their bodies run",
+    ),
+    Place(
+        f"{_TENSOR}._redistribute",
+        ("_FORCE_MIN_COST_REDISTRIBUTION_PLAN",),
+        _none,
+        "set while the body of a with statement runs",
+    ),
+    Place(
+        f"{_TENSOR}._redistribute",
+        ("_DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION",),
+        _false,
+        "set while the body of a with statement runs",
+    ),
+    Place(
+        f"{_CONTEXT}._attention",
+        ("_dispatch_mode", "_cp_options", "_compiled_create_block_mask"),
+        _same,
+        "set while the body of context_parallel runs, and how it does",
+    ),
+    Place(
+        f"{_CONTEXT}._attention",
+        ("_replaced_functions",),
+        _copy,
+        "the functions that context_parallel has replaced while its body runs",
+    ),
+    Place(
+        f"{_CONTEXT}._sharding_rules",
+        ("_cp_strategy_contexts", "_original_strategies"),
+        _copy,
+        "the rules that context_parallel has replaced while its body runs",
+    ),
+    Place(
+        "torch.distributed.fsdp._fully_shard._fully_shard",
+        ("_enable_fsdp_module_new_init",),
+        _same,
+        "switched off while a module is copied",
+    ),
+    Place(
+        "torch.distributed.fsdp._fsdp_extensions",
+        ("_extensions",),
+        _none,
+        "tensor parallelism below FSDP of this rank's model, with its mesh",
+    ),
+    Place(
+        f"{_CHECKPOINT}.planner",
+        (
+            "SavePlanner._cached_save_plan",
+            "SavePlanner._cached_final_save_plan",
+            "SavePlanner._cached_all_plans",
+            "SavePlanner._cached_global_plan",
+            "SavePlanner._cached_metadata",
+        ),
+        _empty,
+        "what this rank saves, by the class of the planner",
+    ),
+    Place(
+        f"{_CHECKPOINT}._async_process_executor",
+        ("_CHECKPOINT_PROCESS",),
+        _none,
+        "the process that writes this rank's shards",
+    ),
+    Place(
+        f"{_CHECKPOINT}.state_dict",
+        ("_patched_state_dict",),
+        _empty,
+        "the methods of this rank's modules and optimizers that are replaced",
+    ),
+    Place(
+        "torch.distributed._symmetric_memory",
+        ("_group_name_to_store", "_group_name_to_workspace_tensor"),
+        _empty,
+        "memory and stores of this rank by the names of its groups",
+    ),
+)
+
+# What is not an attribute: how much C++ code says of its calls, which torch reads from a variable.
+_DEBUG_LEVEL = ("", "debug level")
+
+
+_globals = ExchangedGlobals(PLACES)
+
+
+def _save() -> Values:
+    values = _globals.save()
+    values[_DEBUG_LEVEL] = c10d.get_debug_level()
+    return values
+
+
+def _restore(values: Values) -> None:
+    had_groups = bool(distributed_c10d._pg_names)
+    _globals.restore(values)
+    if had_groups or distributed_c10d._pg_names:  # see [Note: the registry in C++]
+        c10d._unregister_all_process_groups()
+        for group, name in distributed_c10d._pg_names.items():
+            c10d._register_process_group(name, group)
+    if values[_DEBUG_LEVEL] != c10d.get_debug_level():
+        c10d.set_debug_level(values[_DEBUG_LEVEL])
+
+
+def _first_values(values: Values) -> Values:
+    """What a new rank has: nothing of the caller's but the level."""
+    return {_DEBUG_LEVEL: values[_DEBUG_LEVEL]}
+
+
+register_state("torch.distributed", _save, _restore, _first_values)

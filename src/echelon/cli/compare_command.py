@@ -1,0 +1,130 @@
+"""``echelon compare``: compares what a script defines, with plans or with its own loop."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from echelon.errors import ArgumentError
+from echelon.laboratory.compare import WorldName, compare
+from echelon.laboratory.comparison import Comparison
+from echelon.launch.program import Program
+from echelon.page import page, section
+from echelon.plan.axes import axes_of
+from echelon.plan.plans import Plan
+
+_NEEDED = {
+    "make_model": "a function that returns a new model",
+    "batches": "a list with one batch for each step",
+    "loss_fn": "a function of output and target",
+    "optimizer": "a function of parameters that returns an optimizer",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareRequest:
+    """The arguments of the command line, as they were written.
+
+    Attributes:
+        script: the path of a script.
+        plans: texts such as ``"pp=2,shard=2"``; without any, what the script has.
+        ranks: how many train by the function of the script; None for its default.
+        steps: how many.
+        world: where ranks run.
+        clip: the largest norm of gradients; None for any.
+        microbatches: of plans with stages; None for twice as many as stages.
+        html: where a page is written; None for no page.
+    """
+
+    script: str
+    plans: tuple[str, ...]
+    ranks: int | None
+    steps: int
+    world: WorldName
+    clip: float | None
+    microbatches: int | None
+    html: Path | None
+
+
+def show(request: CompareRequest) -> int:
+    """Print what each comparison found; returns 1 if one of them is not the same.
+
+    Raises:
+        ArgumentError: the script lacks a name, or a comparison is refused.
+    """
+    names = _names_in(request.script)
+    results = []
+    for target in _targets(request, names):
+        results.append(_compared(request, names, target))
+        typer.echo(results[-1])
+    if request.html is not None:
+        body = [section(result.what, "", result._repr_html_()) for result in results]
+        title = f"{Path(request.script).name} compared with one process"
+        request.html.write_text(page(title, "in float64", body), encoding="utf-8")
+        typer.echo(request.html)
+    return 0 if all(result.same for result in results) else 1
+
+
+def _names_in(script: str) -> Mapping[str, Any]:
+    """What a script defines; it is run under another name than ``__main__``."""
+    program = Program(script)
+    if (problem := program.problem()) is not None:
+        raise ArgumentError(problem)
+    sys.path.insert(0, program.folder())
+    try:
+        names = runpy.run_path(script, run_name="__compared__")
+    finally:
+        sys.path.remove(program.folder())
+    for name, what in _NEEDED.items():
+        if name not in names:
+            raise ArgumentError(
+                f"{script} does not define {name}: write {what} of this name at its top level"
+            )
+    return names
+
+
+def _targets(request: CompareRequest, names: Mapping[str, Any]) -> Iterator[Any]:
+    """The plans and functions to compare with one process."""
+    for text in request.plans:
+        yield _plan_of(text, request.microbatches)
+    if request.plans:
+        return
+    targets = [names[name] for name in ("plan", "train") if name in names]
+    if not targets:
+        raise ArgumentError(
+            f"{request.script} defines neither train, a function of (world, model, batches, "
+            "optimizer), nor plan, an ec.Plan: write one, or give --plan"
+        )
+    yield from targets
+
+
+def _plan_of(text: str, microbatches: int | None) -> Plan:
+    axes, options = axes_of(text), dict[str, Any]()
+    if axes.get("pp", 1) > 1:
+        options["microbatches"] = microbatches or 2 * axes["pp"]
+    if axes.get("shard", 1) > 1:
+        options["fsdp"] = {"min_num_params": 0}  # models to compare are small
+    return Plan.parse(text, **options)
+
+
+def _compared(request: CompareRequest, names: Mapping[str, Any], target: Any) -> Comparison:
+    batches = names["batches"]
+    is_plan = isinstance(target, Plan)
+    return compare(
+        names["make_model"],
+        batches() if callable(batches) else batches,
+        target,
+        loss_fn=names["loss_fn"],
+        optimizer=names["optimizer"],
+        steps=request.steps,
+        ranks=None if is_plan else request.ranks,
+        world=request.world,
+        clip=request.clip,
+        units=names.get("units") if is_plan else None,
+    )

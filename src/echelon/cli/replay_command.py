@@ -1,0 +1,173 @@
+"""``echelon replay``: computes a step of a run again, and shows what it did."""
+
+from __future__ import annotations
+
+import io
+import pdb
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import walk_tb
+from types import TracebackType
+from typing import TextIO
+
+import typer
+
+from echelon import checks
+from echelon.diagnosis.failure_record import FailureRecord
+from echelon.diagnosis.failure_report import failure_report
+from echelon.diagnosis.stacks import is_user_file
+from echelon.errors import BlackboxError
+from echelon.laboratory.kept_run import KeptAttempt, kept_attempts, kept_steps
+from echelon.laboratory.rank_replay import RankReplay, StepReplayed
+from echelon.laboratory.replay import Replay, replay
+from echelon.launch.rank_lines import WholeLines
+from echelon.launch.run import entered
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayRequest:
+    """The arguments of the command line.
+
+    Attributes:
+        run: the folder of the run.
+        step: to compute again; None for the last one.
+        rank: whose output and error are shown; None for all, and the first that failed.
+        opens_pdb: whether to open the debugger where the rank ended.
+        batch_of: another step whose batch is taken; None for its own.
+        anyway: also with another script or other versions.
+    """
+
+    run: Path
+    step: int | None
+    rank: int | None
+    opens_pdb: bool
+    batch_of: int | None
+    anyway: bool
+
+
+def show(request: ReplayRequest) -> int:
+    """Replay the step, and print how it went; returns 1 if that is not as in the run.
+
+    Raises:
+        BlackboxError: the step cannot be replayed.
+        ArgumentError: the program cannot be found, or there is no such rank.
+    """
+    if request.rank is not None:
+        kept = kept_steps(request.run.absolute(), request.step)
+        checks.rank("--rank", request.rank, kept.facts.ranks)
+    with _output_of_step(request.rank):
+        result = replay(
+            request.run, step=request.step, batch_of=request.batch_of, anyway=request.anyway
+        )
+    rank = request.rank if request.rank is not None else result.first_failed
+    if rank in result.errors:
+        typer.echo("\n".join(failure_report([FailureRecord.of(result.errors[rank], rank)], [])))
+    typer.echo(result)
+    if request.opens_pdb:
+        _open_pdb(result, 0 if rank is None else rank)
+    return 0 if result.same else 1
+
+
+def show_kept(run: Path) -> int:
+    """Print what was kept, attempt by attempt."""
+    for attempt in kept_attempts(run):
+        typer.echo(_attempt_text(attempt))
+    return 0
+
+
+def keep_newest(run: Path) -> int:
+    """Keep the newest stretch of a run for good, which may still be running."""
+    attempt = kept_attempts(run)[-1]
+    if not attempt.stretches:
+        raise BlackboxError("has no steps to keep yet", attempt.folder.path)
+    folder = attempt.stretches[-1].folder
+    folder.pin()
+    typer.echo(f"{folder.path} is kept for good")
+    return 0
+
+
+def _attempt_text(attempt: KeptAttempt) -> str:
+    facts = attempt.facts
+    what = facts.function or facts.module or Path(facts.script).name or "no script"
+    lines = [
+        f"attempt {attempt.folder.number}: {what} on {facts.ranks} ranks over {facts.backend}, "
+        + ("ended in good order" if attempt.folder.is_closed else "runs, or has failed")
+    ]
+    ranges = [f"{first} to {last}" for first, last in attempt.ranges()]
+    lines.append(f"  steps that can be replayed: {', '.join(ranges) or 'none'}")
+    folders = [stretch.folder for stretch in attempt.stretches]
+    pinned = [folder.path.name for folder in folders if folder.is_pinned]
+    marked = [folder.path.name for folder in folders if folder.is_not_finite]
+    for what, names in (("kept for good", pinned), ("with numbers that are not finite", marked)):
+        if names:
+            lines.append(f"  {what}: {', '.join(names)}")
+    for rank in range(facts.ranks):
+        if (end := attempt.end_of(rank)) is not None:
+            step, error = end
+            text = str(error.get("text")).split("\n")[0]
+            lines.append(f"  rank {rank}: {error.get('type')} in step {step}: {text}")
+    return "\n".join(lines)
+
+
+# What ranks print --------------------------------------------------------------------------------
+
+
+@contextmanager
+def _output_of_step(rank: int | None) -> Iterator[None]:
+    """Show what ranks print in the step that is replayed, or only what ``rank`` prints."""
+    output = sys.stdout
+    sys.stdout = WholeLines(_OfStep(output, rank), tee=True)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stdout = output
+
+
+class _OfStep(io.TextIOBase):
+    """A stream that keeps what ranks print in other steps to itself."""
+
+    def __init__(self, stream: TextIO, rank: int | None) -> None:
+        self._stream, self._rank = stream, rank
+
+    def write(self, text: str) -> int:
+        """Write it, if this thread is a rank that is at the step."""
+        world = entered()
+        of_rank = None if world is None else RankReplay.of(world)
+        if world is None or of_rank is None:
+            return self._stream.write(text)
+        if of_rank.is_at_step and self._rank in (None, world.rank):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream underneath."""
+        self._stream.flush()
+
+
+# The debugger ------------------------------------------------------------------------------------
+
+
+def _open_pdb(result: Replay, rank: int) -> None:
+    """Open the debugger in the innermost frame of the user where ``rank`` ended."""
+    end = result.ends.get(rank)
+    trace = None if end is None else end.__traceback__
+    if trace is None:
+        typer.echo(f"rank {rank} has no frames left to look at")
+        return
+    what = "the end of the step" if isinstance(end, StepReplayed) else f"its {type(end).__name__}"
+    typer.echo(f"pdb of rank {rank}, at {what}; its other frames are up and down")
+    debugger = pdb.Pdb()
+    debugger.reset()
+    if depth := _frames_below_user(trace):
+        debugger.cmdqueue.append(f"up {depth}")
+    debugger.interaction(None, trace)
+
+
+def _frames_below_user(trace: TracebackType) -> int:
+    """How many frames of libraries are below the innermost one of the user."""
+    users = [is_user_file(frame.f_code.co_filename) for frame, _ in walk_tb(trace)]
+    return users[::-1].index(True) if True in users else 0

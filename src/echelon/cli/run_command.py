@@ -1,0 +1,194 @@
+"""``echelon run``: start a script on many ranks of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from functools import partial
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from echelon.launch.program import Launch, Program
+from echelon.process import time_limits
+
+
+class WorldKind(StrEnum):
+    """The kinds of ranks of ``echelon run``."""
+
+    PROCESSES = "processes"
+    THREADS = "threads"
+
+
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="How many ranks to start; without it, those of a --plan among ARGUMENTS."
+    ),
+]
+World = Annotated[
+    WorldKind,
+    typer.Option(help="Processes of this host, or simulated ranks: threads of one process."),
+]
+LogDir = Annotated[
+    Path | None,
+    typer.Option(help="Keep what the processes print here; otherwise only after a failure."),
+]
+MaxRestarts = Annotated[
+    int, typer.Option(min=0, help="How often all ranks start again after a failure.")
+]
+Grace = Annotated[
+    float | None,
+    typer.Option(
+        min=0, help="Seconds to save and leave after a signal, before ranks are killed. Default: 5."
+    ),
+]
+Timeout = Annotated[
+    float | None, typer.Option(min=0.001, help="Seconds that a rank waits for others in one call.")
+]
+
+
+Module = Annotated[
+    bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")
+]
+Tee = Annotated[
+    bool, typer.Option("--tee", help="Show what all ranks print, each line with its rank.")
+]
+Concurrent = Annotated[
+    bool,
+    typer.Option(
+        "--concurrent", help="Run simulated ranks at the same time, and not one after the other."
+    ),
+]
+
+
+Step = Annotated[
+    bool,
+    typer.Option(
+        "--step",
+        help="Hold simulated ranks after each collective, show what moved, and ask how to go on.",
+    ),
+]
+
+
+ShowCommand = Annotated[
+    bool, typer.Option("--print", help="Show the command that does it and start nothing.")
+]
+
+
+def run_script(
+    script: Annotated[str, typer.Argument(help="A Python script; with -m, the name of a module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="For the script.")
+    ] = None,
+    ranks: Ranks = None,
+    world: World = WorldKind.PROCESSES,
+    log_dir: LogDir = None,
+    max_restarts: MaxRestarts = 0,
+    grace: Grace = None,
+    timeout: Timeout = None,
+    module: Module = False,
+    tee: Tee = False,
+    concurrent: Concurrent = False,
+    step: Step = False,
+    show_command: ShowCommand = False,
+) -> None:
+    """Run SCRIPT on many ranks of this machine.
+
+    The script gets its world from echelon.init(). Processes are started and ended by torch's
+    agent, and what rank 0 prints is shown; --tee shows what all print. Simulated ranks print to one
+    place and take turns: each uses all cores until it waits for others.
+
+    SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks. A script with ec.StopSignals saves on
+    SIGTERM and SIGUSR1 and leaves with exit code 75, and so does this command, which then resumes
+    the job. Ctrl-C (SIGINT) ends the ranks without saving, unless the script catches it.
+    """
+    ranks = _num_ranks(ranks, arguments or [])
+    program = Program(script, is_module=module)
+    if (problem := program.problem()) is not None:
+        raise typer.BadParameter(problem, param_hint="SCRIPT")
+    only_for_processes = {
+        "--print": show_command,
+        "--log-dir": log_dir is not None,
+        "--max-restarts": max_restarts > 0,
+        "--grace": grace is not None,
+    }
+    _refuse_for(world, only_for_processes, concurrent=concurrent, step=step)
+    if world is WorldKind.THREADS:
+        from echelon.launch.simulated_job import run_threads
+
+        run = partial(run_threads, tee=tee, concurrent=concurrent)
+        run_ranks = _step_through if step else None
+        raise typer.Exit(run(program, arguments or [], ranks, timeout, run_ranks=run_ranks))
+    from echelon.launch import local_job
+
+    launch = Launch(
+        program=program,
+        arguments=tuple(arguments or ()),
+        ranks=ranks,
+        log_dir=log_dir,
+        max_restarts=max_restarts,
+        grace=time_limits.SAVE_S if grace is None else grace,
+        timeout=timeout,
+        tee=tee,
+    )
+    if show_command:
+        typer.echo(launch.shown())
+        return
+    raise typer.Exit(local_job.run_processes(launch))
+
+
+def _step_through(fn: Callable[..., Any], ranks: int, **options: Any) -> None:
+    from echelon.laboratory.step_through import step_through
+
+    step_through(fn, ranks, **options).interact()
+
+
+def _refuse_for(
+    world: WorldKind, of_processes: dict[str, bool], *, concurrent: bool, step: bool
+) -> None:
+    """Refuse an option that was given and is for the other kind of ranks."""
+    if step and (concurrent or world is not WorldKind.THREADS):
+        sentence = "it holds simulated ranks that take turns: use it with --world threads alone"
+        raise typer.BadParameter(sentence, param_hint="--step")
+    given, sentence = {"--concurrent": concurrent}, "processes always are"
+    if world is WorldKind.THREADS:
+        given = of_processes
+        sentence = (
+            "simulated ranks are threads of this process and need no agent: "
+            "use it with --world processes"
+        )
+    for option, was_given in given.items():
+        if was_given:
+            raise typer.BadParameter(sentence, param_hint=option)
+
+
+def _num_ranks(ranks: int | None, arguments: list[str]) -> int:
+    """The number of ranks to start, from --ranks or from a plan among the script's arguments."""
+    from echelon.errors import ArgumentError
+    from echelon.plan.axes import axes_of
+
+    plans = [after for name, after in pairwise(arguments) if name == "--plan"]
+    prefix = "--plan="
+    plans += [text.removeprefix(prefix) for text in arguments if text.startswith(prefix)]
+    if not plans:
+        if ranks is None:
+            raise typer.BadParameter(
+                "say how many, or give the script a --plan such as pp=2,shard=2",
+                param_hint="--ranks",
+            )
+        return ranks
+    try:
+        planned = prod(axes_of(plans[-1]).values())
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error), param_hint="--plan") from error
+    if ranks is not None and ranks != planned:
+        raise typer.BadParameter(
+            f"it is {ranks}, and --plan {plans[-1]} is for {planned}: leave --ranks out, or change "
+            "one of them",
+            param_hint="--ranks",
+        )
+    return planned

@@ -1,0 +1,146 @@
+"""``echelon ps`` and ``echelon look``: what the ranks of jobs on this host do now.
+
+The flight recorder of a job is memory that its launcher (or its first rank) holds, so jobs are
+found by their descriptors in ``/proc``, and reading disturbs no rank. Torch is not imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from echelon.diagnosis import stacks
+from echelon.diagnosis.flight_recorder import RECORDER_NAME, FlightRecorder, Phase, RankStatus
+from echelon.errors.message_text import printable
+from echelon.process.process_status import activity, resident_nbytes
+
+_HEADS = ("rank", "pid", "step", "memory", "does", "last call")
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningJob:
+    """A job with at least one rank on this host that has begun its record.
+
+    Attributes:
+        pid: of the process that holds the flight recorder; it names the job.
+        command: of that process.
+        statuses: of the ranks of the newest attempt on this host, in rank order.
+    """
+
+    pid: int
+    command: str
+    statuses: Sequence[RankStatus]
+
+    def lines(self) -> list[str]:
+        """The job as a headline and one row for each rank."""
+        rows = [_HEADS, *(_cells(status) for status in self.statuses)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADS))]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return [f"job {self.pid}: {self.command}", *(f"  {line}" for line in table)]
+
+
+def running_jobs() -> list[RunningJob]:
+    """The jobs of this user on this host, by pid."""
+    jobs: dict[int, RunningJob] = {}  # by the inode of the memory, which forks of a holder share
+    pids = sorted(int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    for pid in pids:
+        for inode, path in _recorders(pid):
+            if inode in jobs:
+                continue
+            try:
+                recorder = FlightRecorder.open(path)
+            except OSError:  # it has ended meanwhile, or is another user's
+                continue
+            statuses = _newest(recorder)
+            if statuses and not all(status.ended for status in statuses):
+                jobs[inode] = RunningJob(pid=pid, command=_command(pid), statuses=statuses)
+    return list(jobs.values())
+
+
+def show_jobs() -> int:
+    """Print all jobs; 0, also where there is none."""
+    jobs = running_jobs()
+    if not jobs:
+        print("no job of yours runs on this host; simulated ranks are not seen from outside")
+    for job in jobs:
+        print(printable("\n".join(job.lines())))
+    return 0
+
+
+def show_job(pid: int, *, with_stacks: bool) -> int:
+    """Print the job that a process or one of its ranks belongs to; 1 if there is none."""
+    for job in running_jobs():
+        if pid == job.pid or pid in [status.pid for status in job.statuses]:
+            lines = job.lines()
+            if with_stacks:
+                answers = stacks.ask(job.statuses)
+                lines += [stacks.shown(answers)] if answers else []
+                silent = [str(s.rank) for s in job.statuses if s.rank not in answers]
+                if silent:
+                    lines.append(f"no stack could be had of ranks {', '.join(silent)}")
+            print(printable("\n".join(lines)))
+            return 0
+    print(f"process {pid} is neither a job nor a rank of one: echelon ps lists them")
+    return 1
+
+
+def _recorders(pid: int) -> Iterable[tuple[int, str]]:
+    """The inodes and paths of the flight recorders that a process holds."""
+    try:
+        descriptors = os.listdir(f"/proc/{pid}/fd")
+    except OSError:  # it has ended, or is another user's
+        return
+    for descriptor in descriptors:
+        path = f"/proc/{pid}/fd/{descriptor}"
+        try:
+            if os.readlink(path) == f"/memfd:{RECORDER_NAME} (deleted)":
+                yield os.stat(path).st_ino, path
+        except OSError:  # closed meanwhile
+            continue
+
+
+def _newest(recorder: FlightRecorder) -> list[RankStatus]:
+    statuses = [record.read() for record in recorder.rank_records]
+    begun = [status for status in statuses if status is not None]
+    newest = max((status.attempt for status in begun), default=0)
+    return sorted((s for s in begun if s.attempt == newest), key=lambda status: status.rank)
+
+
+def _cells(status: RankStatus) -> tuple[str, ...]:
+    nbytes = resident_nbytes(status.pid)
+    return (
+        str(status.rank),
+        str(status.pid),
+        str(status.step),
+        "-" if nbytes is None else f"{nbytes / 2**20:,.0f} MiB",
+        _doing(status),
+        status.call or "none",
+    )
+
+
+def _doing(status: RankStatus) -> str:
+    if status.ended:
+        return "has ended"
+    if status.phase is Phase.STARTING:
+        return "is in echelon.init()"
+    if status.phase >= Phase.CLOSING:
+        return "has closed its world"
+    if status.waits_for is not None:
+        return f"waits for rank {status.waits_for}"
+    return activity(status.pid, status.native_id)
+
+
+def _command(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return "(ended)"
+    text = " ".join(words.split("\0")).strip()
+    return text if len(text) <= 100 else f"…{text[-99:]}"  # the script and its options are last

@@ -1,0 +1,80 @@
+"""Where ``breakpoint()`` and ``pdb.set_trace()`` lead while simulated ranks run.
+
+Whatever else a user has chosen is respected: ``PYTHONBREAKPOINT``, and the hook of a debugger that
+is attached, such as debugpy's.
+"""
+
+from __future__ import annotations
+
+import os
+import pdb
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import BuiltinFunctionType, FrameType
+from typing import Any
+
+from echelon.comm.threads.installation import Installation
+from echelon.process.offered_debugger import open_debugger
+
+_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
+_trace_before: Any = pdb.set_trace
+_hook_before: Any = sys.breakpointhook
+
+
+def stop_caller() -> None:
+    """Open a debugger in the line of the user that has led here."""
+    _stop(sys._getframe(1))
+
+
+def _stop(frame: FrameType | None, *args: Any, **options: Any) -> Any:
+    hook = _hook_before if sys.breakpointhook is _breakpointhook else sys.breakpointhook
+    if os.environ.get("PYTHONBREAKPOINT") or not _is_free(hook):
+        return hook(*args, **options)
+    _open(frame, None)
+    return None
+
+
+def _is_free(hook: Callable[..., Any]) -> bool:
+    """Whether no debugger is behind a hook: Python's own, and debugpy's if it is not attached."""
+    if isinstance(hook, BuiltinFunctionType):
+        return True
+    debugpy = sys.modules.get("debugpy")  # a kernel of a notebook imports it
+    is_debugpys = hook.__module__.partition(".")[0] in ("debugpy", "pydevd")
+    return is_debugpys and not (debugpy and debugpy.is_client_connected())
+
+
+def _open(frame: FrameType | None, header: str | None) -> None:
+    while frame is not None and frame.f_back and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    assert frame is not None
+    open_debugger(frame, header)
+
+
+def _set_trace(*_: Any, header: str | None = None, **__: Any) -> None:
+    """Stands for ``pdb.set_trace`` while ranks run."""
+    _open(sys._getframe(1), header)
+
+
+def _breakpointhook(*args: Any, **options: Any) -> Any:
+    """Stands for the hook of ``breakpoint()`` while ranks run."""
+    return _stop(sys._getframe(1), *args, **options)
+
+
+def _install() -> None:
+    global _hook_before, _trace_before
+    if pdb.set_trace is not _set_trace:
+        _trace_before, pdb.set_trace = pdb.set_trace, _set_trace
+    if sys.breakpointhook is not _breakpointhook and _is_free(sys.breakpointhook):
+        _hook_before, sys.breakpointhook = sys.breakpointhook, _breakpointhook
+
+
+def _remove() -> None:
+    if pdb.set_trace is _set_trace:  # and not what somebody else has put there
+        pdb.set_trace = _trace_before
+    if sys.breakpointhook is _breakpointhook:
+        sys.breakpointhook = _hook_before
+
+
+# Each rank enters ``of_rank`` of it.
+debugger_of_ranks = Installation(_install, _remove)

@@ -1,0 +1,59 @@
+"""What each simulated rank does while a debugger has stopped them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import final
+
+from echelon.comm.threads.thread_world import ThreadWorld
+from echelon.diagnosis.collective_call import CollectiveCall
+from echelon.errors.message_text import ranks_text
+
+
+@final
+@dataclass(frozen=True)
+class RankState:
+    """Where a rank is.
+
+    Attributes:
+        rank: in the job.
+        frame: its innermost frame; None if its thread runs no code.
+        doing: what it waits for, or why it does not run.
+    """
+
+    rank: int
+    frame: FrameType | None
+    doing: str
+
+
+def rank_states(thread_world: ThreadWorld) -> list[RankState]:
+    """The states of all ranks now, of which that of the caller is not known to be stopped."""
+    frames = sys._current_frames()
+    states = []
+    with thread_world.lock:
+        for rank, sighting in enumerate(thread_world.sightings):
+            # Another thread may have the number of one that has ended.
+            runs = sighting.thread and not thread_world.has_finished(rank)
+            frame = frames.get(sighting.thread) if runs else None
+            states.append(RankState(rank, frame, _doing(thread_world, rank, frame)))
+    return states
+
+
+def _doing(thread_world: ThreadWorld, rank: int, frame: FrameType | None) -> str:
+    if not thread_world.sightings[rank].thread:
+        return "has not started"
+    if thread_world.has_finished(rank):
+        return "has returned"
+    if frame is None:
+        return "has ended"
+    waits = [_wait_text(call, absent) for call, absent in thread_world.waits_of(rank)]
+    if waits:
+        return ", and ".join(waits)
+    return thread_world.order.not_running(rank) or "runs, or blocks outside of groups"
+
+
+def _wait_text(call: CollectiveCall, absent: list[int]) -> str:
+    place = f"{call.signature} (#{call.position} of group {call.group!r})"
+    return f"waits in {place} for {ranks_text(absent)}"

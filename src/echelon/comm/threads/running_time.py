@@ -1,0 +1,70 @@
+"""A clock that stands still while a debugger has stopped the ranks of this process.
+
+All limits of time of simulated ranks are measured by it, so that nobody is late because a user
+looks at a variable.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+
+@final
+class _Stops:
+    """When the clock stood still."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_stops = 0  # that last now
+        self._stopped_s = 0.0  # of those that have ended
+        self._since_s = 0.0  # when the clock stopped, if it stands
+
+    def now_s(self) -> float:
+        """The time that the clock shows."""
+        with self._lock:
+            now_s = self._since_s if self._num_stops else time.monotonic()
+            return now_s - self._stopped_s
+
+    def begin(self) -> None:
+        """Stop the clock, once more if it stands already."""
+        with self._lock:
+            if not self._num_stops:
+                self._since_s = time.monotonic()
+            self._num_stops += 1
+
+    def end(self) -> None:
+        """End one stop; the clock runs again when all have ended."""
+        with self._lock:
+            self._num_stops -= 1
+            if not self._num_stops:
+                self._stopped_s += time.monotonic() - self._since_s
+
+
+_stops = _Stops()
+
+
+def running_s() -> float:
+    """Seconds since some moment, without those in which ranks were stopped."""
+    return _stops.now_s()
+
+
+@contextmanager
+def stopped_time() -> Iterator[None]:
+    """Let the clock stand still in the body.
+
+    Example:
+        >>> before = running_s()
+        >>> with stopped_time():
+        ...     time.sleep(0.05)
+        >>> running_s() - before < 0.04
+        True
+    """
+    _stops.begin()
+    try:
+        yield
+    finally:
+        _stops.end()

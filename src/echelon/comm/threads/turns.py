@@ -1,0 +1,367 @@
+"""Simulated ranks take turns: one of them runs Python at a time, always in the same order.
+
+Libraries change globals of a process for a while, which is safe as long as nothing else runs. So a
+rank runs until it waits for others, and hands on to the next rank that can go on, in cyclic order::
+
+    rank 0  F────all_reduce·              ·──optimizer──all_reduce·
+    rank 1          F────all_reduce·                             ·──optimizer──
+    rank 2                    F────all_reduce──optimizer──…   [1] the last to come goes on
+
+Law: which rank runs next depends only on what the ranks have done, and not on clocks. The
+exceptions are limits of time, and ranks that block outside of groups.
+
+[Note: a rank that does not hand on]
+A rank may block in something else than a group. In Python's own waits it hands on after a while
+(``blocking_calls``). If it blocks in C code, others get their turns after ``BLOCKED_S`` in which
+nothing of this process has run, nor any process that it has started, and the rank is warned when it
+next meets a group, because its random streams and other globals may be those of another rank until
+then. A rank that a busy machine does not let run is not overtaken. If it computes in one turn for
+as long as a rank may wait, it is an error, as if the others waited for it in a call. Ranks whose
+world has failed,
+or fails now because their time is up, run after ``OVERTAKE_S`` in any case. A rank that was
+overtaken waits for a turn when it next meets a group.
+
+[Note: clocks]
+A rank that waits does not wait longer because its peers run one after the other. So limits of time
+count the seconds of clocks that run as if each rank had a core of its own: the clock of a rank runs
+while it has its turn or blocks in Python, and where ranks meet, all their clocks show what the
+latest of them shows. While somebody looks at the ranks (``held``), no clock runs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import final
+
+from echelon.comm.threads import replaced_names  # noqa: F401  # registers state
+from echelon.comm.threads.blocking_calls import handing_on, renew_grace
+from echelon.comm.threads.process_state import OUTSIDE, StateOwner
+from echelon.comm.threads.rank_order import RankOrder, current_owner, set_current_owner
+from echelon.comm.threads.running_time import running_s
+from echelon.comm.threads.transformers_contexts import own_contexts
+from echelon.errors import StateError
+from echelon.process.process_status import others_work
+
+OVERTAKE_S = 0.2
+BLOCKED_S = 2.0
+_BUSY = 0.1  # the share of a core that a process uses at least if its rank does not block
+
+
+@final
+class Turns(RankOrder):
+    """Ranks run one at a time, from one wait to the next."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._size = size
+        starter = current_owner() or OUTSIDE
+        self._starter: StateOwner = starter
+        self._has_process = False  # whether this world holds the lock of the process
+        self._holder: int | None = 0  # the rank whose turn it is
+        self._running: int | None = None  # the holder, once its thread has noticed
+        self._wanting = set(range(1, size))
+        self._overtaken: set[int] = set()
+        self._in_a_hurry = False
+        self._closed = False
+        self._turn = 0  # counts the turns
+        self._turn_since_s = 0.0  # when the holder began to run
+        self._threads = [0] * size
+        self._seconds = [0.0] * size  # of the clocks that do not run
+        self._since_s: list[float | None] = [None] * size  # when the clocks began to run
+        self._num_running = 0
+        self._idle_s = 0.0
+        self._idle_since_s: float | None = None
+        self._looked = (-1, 0.0, 0.0)  # at which turn, when, and with how much processor time
+        self._num_held = 0  # threads in ``held``
+        self._held_s = 0.0  # how long clocks have stood still
+        self._held_since_s = 0.0  # if they do now
+        starter.lock.acquire(self)
+        try:
+            self._owners = [StateOwner(starter) for _ in range(size)]
+        finally:
+            starter.lock.release(self)
+
+    @contextmanager
+    def of_rank(self, rank: int) -> Iterator[None]:
+        """Run the body as this rank, on the calling thread, when it is its turn.
+
+        Raises:
+            StateError: the world was left, as by Ctrl-C, before the first turn of the rank.
+        """
+        with self.lock:
+            self._threads[rank] = threading.get_ident()
+            self._take(rank)
+            was_left = self._closed  # so the process has the state of the caller again
+        set_current_owner(self._owners[rank])
+        try:
+            if was_left:
+                raise StateError(f"rank {rank} does not start, because its world was left")
+            with own_contexts(), handing_on(lambda: self._blocked(rank)):
+                yield
+        finally:
+            set_current_owner(None)
+            with self.lock:
+                self._threads[rank] = 0
+                self._stop_clock(rank)
+                self._overtaken.discard(rank)
+                self._wanting.discard(rank)
+                if self._holder == rank:
+                    self._hand_on(rank)
+
+    def close(self) -> None:
+        """Give the process back the state of the code that has started the world."""
+        with self.lock:
+            self._closed = True
+        self._starter.lock.acquire(self)
+        try:
+            self._starter.load()
+        finally:
+            self._starter.lock.release(self)
+
+    # Waiting ---------------------------------------------------------------------------------
+
+    def sleep(self, rank: int, seconds: float) -> None:
+        """Hand on, if this thread has the turn, until the rank is woken, or for some seconds."""
+        if self._has_turn(rank):
+            self._stop_clock(rank)
+            self._hand_on(rank)
+        self._doze(rank, seconds)
+
+    def resume(self, rank: int, *, overtake: bool = False) -> None:
+        """Return when it is the turn of the rank, unless this is another one of its threads."""
+        if self._threads[rank] != threading.get_ident() or self._running == rank:
+            return
+        renew_grace()
+        was_overtaken = rank in self._overtaken and not self._in_a_hurry
+        self._stop_clock(rank)
+        self._take(rank, overtake=overtake)
+        if was_overtaken:
+            warnings.warn(
+                f"rank {rank} was blocked for {BLOCKED_S:g} s outside of echelon's calls, so other "
+                "simulated ranks ran meanwhile, and from then on until now: random streams and "
+                "other state of the process may have been those of another rank",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def wake(self, rank: int, threads: Iterable[int]) -> None:
+        """Let the rank have a turn, if one of these threads takes its turns."""
+        if self._threads[rank] in threads and self._holder != rank:
+            self._wanting.add(rank)
+            if self._holder is None:
+                self._hand_on(rank)
+        self._wakeups[rank].notify_all()
+
+    def hurry(self) -> None:
+        """Let no rank wait long for its turn from now on, since the world has failed."""
+        self._in_a_hurry = True
+        for wakeup in self._wakeups:
+            wakeup.notify_all()
+
+    def pause(self, rank: int) -> None:
+        """Let all others that want have their turns."""
+        with self.lock:
+            if self._has_turn(rank) and self._wanting:
+                self._stop_clock(rank)
+                self._wanting.add(rank)
+                self._hand_on(rank)
+                self._take(rank)
+
+    @contextmanager
+    def hold(self, rank: int) -> Iterator[None]:
+        """Let no other rank run in the body: this one has its turn, and no clock counts it."""
+        with self.lock:
+            self.resume(rank)
+        yield
+
+    @contextmanager
+    def _blocked(self, rank: int) -> Iterator[None]:
+        """Let others run in the body, in which the rank blocks in something else than a group."""
+        with self.lock:
+            hands_on = self._has_turn(rank)
+            if hands_on:
+                self._hand_on(rank)  # its clock goes on as long as it blocks
+        try:
+            yield
+        finally:
+            if hands_on:
+                with self.lock:
+                    self._stop_clock(rank)
+                    self._take(rank)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold all ranks in the body, which the rank whose turn it is waits in.
+
+        No clock runs meanwhile, and the process has the state of the code that has started the
+        world, which may start others. A thread that has no turn stops the clocks only.
+        """
+        with self.lock:
+            rank = self._running
+            has_turn = rank is not None and self._has_turn(rank)
+            if self._num_held == 0:
+                self._held_since_s = running_s()
+            self._num_held += 1
+            if has_turn and not self._closed:
+                self._starter.load()
+                self._release_process()
+        try:
+            yield
+        finally:
+            with self.lock:
+                if has_turn and not self._closed:
+                    self._acquire_process()
+                if has_turn and rank is not None and not self._closed:
+                    self._owners[rank].load()
+                self._num_held -= 1
+                if self._num_held == 0:
+                    self._held_s += running_s() - self._held_since_s
+
+    # Clocks ----------------------------------------------------------------------------------
+
+    def _now_s(self) -> float:
+        """The seconds of a clock that stands still while ranks are held."""
+        now_s = self._held_since_s if self._num_held else running_s()
+        return now_s - self._held_s
+
+    def clock(self, rank: int) -> float:
+        """See [Note: clocks]."""
+        since_s = self._since_s[rank]
+        return self._seconds[rank] + (0.0 if since_s is None else self._now_s() - since_s)
+
+    def meet(self, rank: int, seconds: float) -> None:
+        """Let the clock of the rank show at least ``seconds``."""
+        self._seconds[rank] += max(0.0, seconds - self.clock(rank))
+
+    def idle_s(self) -> float:
+        """The seconds in which no rank could run, as when their threads wait for one another."""
+        since_s = self._idle_since_s
+        return self._idle_s + (0.0 if since_s is None else self._now_s() - since_s)
+
+    def _note_idleness(self) -> None:
+        self._idle_s = self.idle_s()
+        idle = self._holder is None and not self._num_running
+        self._idle_since_s = self._now_s() if idle else None
+
+    def _start_clock(self, rank: int) -> None:
+        if self._since_s[rank] is None:
+            self._since_s[rank] = self._now_s()
+            self._num_running += 1
+            self._note_idleness()
+
+    def _stop_clock(self, rank: int) -> None:
+        since_s = self._since_s[rank]
+        if since_s is not None:
+            self._seconds[rank] += self._now_s() - since_s
+            self._since_s[rank] = None
+            self._num_running -= 1
+            self._note_idleness()
+
+    # Turns -----------------------------------------------------------------------------------
+
+    def is_next(self, rank: int) -> bool:
+        """Whether the rank could run if it were its turn."""
+        return rank in self._wanting
+
+    def not_running(self, rank: int) -> str | None:
+        """That it waits for its turn, if it does."""
+        return "waits for its turn" if rank in self._wanting or self._holder == rank else None
+
+    def _has_turn(self, rank: int) -> bool:
+        return self._running == rank and self._threads[rank] == threading.get_ident()
+
+    def _hand_on(self, rank: int) -> None:
+        """Give the turn to the next rank after this one that wants it."""
+        self._turn += 1
+        self._running = None
+        if not self._wanting:
+            self._holder = None
+            self._release_process()
+            self._note_idleness()
+            return
+        self._holder = min(self._wanting, key=lambda other: (other - rank - 1) % self._size)
+        self._wanting.discard(self._holder)
+        self._note_idleness()
+        if self._starter.lock.is_wanted():
+            self._release_process()
+        self._wakeups[self._holder].notify_all()
+
+    def _take(self, rank: int, *, overtake: bool = False) -> None:
+        """Wait for the turn of the rank, and put its state into the process."""
+        while True:
+            if self._holder is None:
+                self._wanting.add(rank)
+                self._hand_on(rank)
+            if self._holder == rank:
+                if self._has_process or self._closed:
+                    break
+                self._acquire_process()
+                continue
+            self._wanting.add(rank)
+            turn = self._turn
+            overtake = overtake or self._in_a_hurry
+            woken = self._doze(rank, OVERTAKE_S if overtake else None)
+            if overtake and not woken and self._turn == turn and not self._num_held:
+                self._overtake(rank)
+        self._running, self._turn_since_s = rank, self._now_s()
+        self._overtaken.discard(rank)
+        self._start_clock(rank)
+        if not self._closed:  # a rank that was left behind finds the state of others
+            self._owners[rank].load()
+
+    def _overtake(self, rank: int | None = None) -> None:
+        """Take the turn from its holder; see [Note: a rank that does not hand on]."""
+        assert self._holder is not None
+        self._overtaken.add(self._holder)
+        if rank is None:
+            self._hand_on(self._holder)
+        else:
+            self._turn += 1
+            self._holder = rank
+            self._wanting.discard(rank)
+
+    def _acquire_process(self) -> None:
+        """Wait until no other world that its starter has started runs a rank."""
+        self.lock.release()
+        try:
+            self._starter.lock.acquire(self)
+        finally:
+            self.lock.acquire()
+        self._has_process = True
+
+    def _release_process(self) -> None:
+        self._has_process = False
+        self._starter.lock.release(self)
+
+    def watch(self) -> None:
+        """Let others run if the rank whose turn it is has blocked for ``BLOCKED_S``."""
+        with self.lock:
+            now, processor_s = self._now_s(), time.process_time()
+            turn, seen_s, seen_processor_s = self._looked
+            busy = processor_s - seen_processor_s > _BUSY * (now - seen_s)
+            waited_for = self._wanting and self._holder is not None
+            if turn != self._turn or busy or not waited_for or others_work():
+                self._looked = (self._turn, now, processor_s)
+            elif now - seen_s >= BLOCKED_S:
+                self._overtake()
+                self._looked = (self._turn, now, processor_s)
+
+    def long_turn(self, seconds: float) -> tuple[int, list[int]] | None:
+        """The rank that has run for so long, and those that wait for their turns meanwhile."""
+        rank = self._running
+        if rank is None or not self._wanting or self._now_s() - self._turn_since_s < seconds:
+            return None
+        return rank, sorted(self._wanting)
+
+
+def _after_fork() -> None:
+    """A forked child is no simulated rank: its one thread runs alone, with the state it has."""
+    set_current_owner(None)
+
+
+os.register_at_fork(after_in_child=_after_fork)

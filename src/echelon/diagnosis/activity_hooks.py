@@ -1,0 +1,114 @@
+"""Where torch and Python begin an activity that this library does not see otherwise.
+
+Backward, the next batch of a ``DataLoader``, the steps of optimizers, and garbage collections. For
+the first two torch has no hooks, so a function of each is replaced while any rank is measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any, final
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from echelon.diagnosis import rank_time
+from echelon.diagnosis.step_rows import Activity
+
+
+@final
+class _Replacement:
+    """A function that torch looks up in a namespace, replaced by one that is measured.
+
+    Somebody else may replace it, too, before or after; only our own replacement is taken back.
+    """
+
+    def __init__(self, owner: Any, name: str, activity: Activity) -> None:
+        self._owner, self._name, self._activity = owner, name, int(activity)
+        self._original: Callable[..., Any] | None = None
+        self._ours: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """Replace the function, unless it is replaced already."""
+        original, activity = vars(self._owner)[self._name], self._activity
+        if original is self._ours:
+            return
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            before = rank_time.begin(activity)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                rank_time.end(before)
+
+        self._original, self._ours = original, measured
+        setattr(self._owner, self._name, measured)
+
+    def remove(self) -> None:
+        """Put the function back."""
+        if self._ours is not None and vars(self._owner)[self._name] is self._ours:
+            setattr(self._owner, self._name, self._original)
+        self._original = self._ours = None
+
+
+_REPLACEMENTS = (
+    _Replacement(torch.autograd, "_engine_run_backward", Activity.BACKWARD),
+    _Replacement(_BaseDataLoaderIter, "__next__", Activity.LOADING),
+)
+_lock = threading.Lock()
+_num_ranks = 0
+_current = threading.local()  # what a garbage collection and a step on this thread interrupt
+
+
+def install() -> None:
+    """Have the activities of one more rank seen."""
+    global _num_ranks
+    _listen_to_optimizers()
+    with _lock:
+        _num_ranks += 1
+        for replacement in _REPLACEMENTS:
+            replacement.install()
+        if _collected not in gc.callbacks:
+            gc.callbacks.append(_collected)
+
+
+def remove() -> None:
+    """Undo what ``install`` has done, with the last rank."""
+    global _num_ranks
+    with _lock:
+        _num_ranks -= 1
+        if not _num_ranks:
+            for replacement in _REPLACEMENTS:
+                replacement.remove()
+            gc.callbacks.remove(_collected)
+
+
+@cache  # one hook for all ranks of a process, however many worlds it has
+def _listen_to_optimizers() -> None:
+    register_optimizer_step_pre_hook(_begin_step)
+    register_optimizer_step_post_hook(_end_step)
+
+
+def _begin_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():  # it would trace the clock
+        return
+    _current.before_step = rank_time.begin(Activity.OPTIMIZER)
+
+
+def _end_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    rank_time.end(getattr(_current, "before_step", Activity.OTHER))
+
+
+def _collected(phase: str, info: dict[str, int]) -> None:
+    if phase == "start":
+        _current.before_collection = rank_time.begin(Activity.COLLECTING)
+    else:
+        rank_time.end(getattr(_current, "before_collection", Activity.OTHER))

@@ -1,0 +1,155 @@
+"""The debugger that ``breakpoint()`` opens in a simulated rank: pdb, and the other ranks.
+
+While it waits for a command no rank runs, and no limit of time. A step (``n``) over a call that
+waits for other ranks lets these run until the call has returned.
+"""
+
+from __future__ import annotations
+
+import pdb
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+from echelon.comm.threads.blocking_calls import keeping_turn
+from echelon.comm.threads.group import ThreadGroup
+from echelon.comm.threads.rank_order import RankOrder
+from echelon.comm.threads.rank_states import rank_states
+from echelon.comm.threads.running_time import stopped_time
+from echelon.comm.threads.thread_world import ThreadWorld
+from echelon.comm.world import World
+from echelon.laboratory.debugger_host import current_host
+from echelon.laboratory.debugger_input import completing, read_line
+from echelon.laboratory.rank_commands import RankCommands
+from echelon.laboratory.rank_frames import RankView, place_of, stack_of_frame
+from echelon.launch.run import entered
+
+_here = threading.local()  # .debugger of a thread that has been stopped before
+
+
+class RankDebugger(RankCommands, pdb.Pdb):
+    """pdb in a simulated rank, or in another thread beside ranks.
+
+    Args:
+        world: of the rank; None for a thread that is no rank.
+
+    Attributes:
+        header: printed at the next stop, if there is one.
+    """
+
+    def __init__(self, world: World | None) -> None:
+        super().__init__(nosigint=True)
+        self.world = world
+        self.header: str | None = None
+        self._place = ""
+        self.stopped_rank = None if world is None else world.rank
+        self.shows(self.stopped_rank)
+
+    @property
+    def _thread_world(self) -> ThreadWorld | None:
+        group = None if self.world is None else self.world.group
+        return group.thread_world if isinstance(group, ThreadGroup) else None
+
+    def let_others_come(self) -> None:
+        """Let the other ranks run until each waits, or has come to a breakpoint of its own."""
+        if self._thread_world is not None and self.stopped_rank is not None:
+            self._thread_world.order.pause(self.stopped_rank)
+
+    def rank_views(self) -> list[RankView]:
+        """All ranks; of this one, the frames that the debugger has stopped in."""
+        if self._thread_world is None:
+            return []
+        return [
+            RankView(state.rank, self.stopped_stack, "stopped here")
+            if state.rank == self.stopped_rank
+            else RankView(state.rank, stack_of_frame(state.frame), state.doing)
+            for state in rank_states(self._thread_world)
+        ]
+
+    def interaction(self, frame: FrameType | None, *args: Any, **options: Any) -> None:
+        """Stop all ranks, and obey commands until one lets this rank go on.
+
+        Raises:
+            DebuggerQuit: a command ends the run.
+        """
+        if self._is_over():
+            self.set_continue()  # the rank hears of it at its next call
+            return
+        with self._stopped():
+            self._place = place_of(stack_of_frame(frame))
+            if self.header is not None:
+                self.message(self.header)
+            self.header = None
+            super().interaction(frame, *args, **options)
+        if self.quitting:
+            self._quit()
+
+    @contextmanager
+    def _stopped(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(stopped_time())
+            stack.enter_context(keeping_turn())
+            if self._thread_world is not None and self.stopped_rank is not None:
+                stack.enter_context(self._thread_world.order.hold(self.stopped_rank))
+                stack.enter_context(_asking(self._thread_world.order))
+            host = current_host()
+            host.enter(self)
+            self.stdout = host.output()
+            self.shows(self.stopped_rank)
+            yield
+            if self.stoplineno == -1:  # it goes on, and not step by step
+                host.leave(self)
+
+    def _quit(self) -> None:
+        error = current_host().quit_error(self.stopped_rank, self._place)
+        if self._thread_world is not None and self.stopped_rank is not None:
+            self._thread_world.fail(self.stopped_rank, error)  # also if the user catches it
+        raise error from None
+
+    def cmdloop(self, intro: Any = None) -> None:
+        """Obey commands, each of which the main thread reads."""
+        self.preloop()
+        with completing(self.complete):
+            stop = False
+            while not stop:
+                line = self.cmdqueue.pop(0) if self.cmdqueue else self._read()
+                line = self.precmd(line)
+                stop = self.postcmd(self.onecmd(line), line)
+        self.postloop()
+
+    def _read(self) -> str:
+        try:
+            return read_line(self.prompt, self.stdout, self._is_over)
+        except EOFError:
+            return "EOF"
+        except KeyboardInterrupt:
+            return "q"
+
+    def _is_over(self) -> bool:
+        """Whether the user has ended the run, here or in the debugger of another rank."""
+        failure = None if self._thread_world is None else self._thread_world.failure
+        return failure is not None and current_host().ends_run(failure[1])
+
+
+@contextmanager
+def _asking(order: RankOrder) -> Iterator[None]:
+    """Refuse calls of groups that a user types in the body."""
+    order.asking_thread = threading.get_ident()
+    try:
+        yield
+    finally:
+        order.asking_thread = None
+
+
+def stop(frame: FrameType, header: str | None = None) -> None:
+    """Open the debugger in ``frame``, at the next line that runs there."""
+    world = entered()
+    debugger: RankDebugger | None = getattr(_here, "debugger", None)
+    if debugger is None or debugger.world is not world:
+        debugger = _here.debugger = RankDebugger(world)
+    debugger.header = header
+    debugger.let_others_come()
+    debugger.set_trace(frame)
+    debugger.set_next(frame)  # not in what still runs between this line and ours

@@ -1,0 +1,47 @@
+"""How ranks call the function of a user: with their world, or without it where it takes none."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, final
+
+
+@final
+class WithoutWorld:
+    """A function that knows only ``torch.distributed``, called as one that takes a world."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+
+    def __repr__(self) -> str:
+        return repr(self.fn)
+
+    def __call__(self, world: object, *args: Any) -> Any:
+        return self.fn(*args)
+
+
+def taking_world(fn: Callable[..., Any], num_args: int) -> Callable[..., Any]:
+    """``fn`` itself, if it takes a world and that many arguments; else without the world.
+
+    Example:
+        >>> taking_world(lambda: 3, 0)("a world")
+        3
+        >>> taking_world(lambda world: world, 0)("a world")
+        'a world'
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # as of some functions in C
+        return fn
+    if _takes(signature, num_args + 1) or not _takes(signature, num_args):
+        return fn  # in the last case, Python says what is missing
+    return WithoutWorld(fn)
+
+
+def _takes(signature: inspect.Signature, num_args: int) -> bool:
+    try:
+        signature.bind(*[None] * num_args)
+    except TypeError:
+        return False
+    return True

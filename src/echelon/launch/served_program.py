@@ -1,0 +1,85 @@
+"""The user's program in a process of ``echelon run``, whose groups of torch echelon serves.
+
+The program is ``__main__``, as if Python had been started with it. torch is imported only if the
+program does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType, TracebackType
+from typing import Any
+
+from echelon.launch.program import Program
+
+_MODULE = "torch.distributed.distributed_c10d"
+
+
+class _ServingLoader(Loader):
+    """Loads torch's module, and has its first group served by echelon."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        original = module._new_process_group_helper
+
+        def first_group(*args: Any, **kwargs: Any) -> object:
+            from echelon.c10d.served_backends import new_process_group
+
+            module._new_process_group_helper = new_process_group  # type: ignore[attr-defined]
+            return new_process_group(*args, **kwargs)
+
+        first_group.__wrapped__ = original  # type: ignore[attr-defined]
+        module._new_process_group_helper = first_group  # type: ignore[attr-defined]
+
+
+class _TorchFinder(MetaPathFinder):
+    """Finds torch's module when it is imported, and nothing else."""
+
+    def find_spec(
+        self, name: str, path: object = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _MODULE:
+            return None
+        spec = PathFinder.find_spec(name, path)  # type: ignore[arg-type]
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ServingLoader(spec.loader)
+        return spec
+
+
+def run_program(words: Sequence[str]) -> None:
+    """Become the program of a command line: ``[-m] NAME ARGUMENTS``."""
+    is_module = words[0] == "-m"
+    name, *arguments = words[is_module:]
+    program = Program(name, is_module)
+    sys.path[0] = program.folder()
+    code, names = program.read()
+    sys.argv = [names["__file__"], *arguments]
+    sys.meta_path.insert(0, _TorchFinder())
+    _hide_frames()
+    main = vars(sys.modules["__main__"])
+    main.clear()
+    main.update({"__name__": "__main__", "__builtins__": __builtins__, "__spec__": None, **names})
+    exec(code, main)
+
+
+def _hide_frames() -> None:
+    """Let tracebacks begin with the program, not with what has started it."""
+    show, ours = sys.excepthook, {__file__, vars(sys.modules["__main__"]).get("__file__")}
+
+    def show_program(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+            trace = trace.tb_next
+        show(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = show_program

@@ -1,0 +1,245 @@
+"""Judges a schedule that anybody wrote: legal or not, and the circle of waits.
+
+``check`` asks whether a schedule runs on any transport of echelon. ``judge`` asks the same of each
+rule by itself, of lists that are incomplete, and says where in the text a circle is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from html import escape
+from pathlib import Path
+
+from echelon import checks
+from echelon.errors import ArgumentError, ScheduleError
+from echelon.page import facts, page, section
+from echelon.pipeline.schedules.action_file import read_file
+from echelon.pipeline.schedules.action_lists import ActionLists, Source, mistake, read
+from echelon.pipeline.schedules.check import coverage
+from echelon.pipeline.schedules.ir import Schedule, placed_parts
+from echelon.pipeline.schedules.passes import add_transfers_in_sweeps
+from echelon.pipeline.schedules.render import to_svg as timelines_svg
+from echelon.pipeline.schedules.simulate import simulate
+from echelon.pipeline.schedules.transfer_ends import crossed_messages
+from echelon.pipeline.schedules.wait_drawing import circle_in_short, circle_svg, circle_text
+from echelon.pipeline.schedules.waits import Wait, WaitRule, find_circle
+
+USUAL_RULES = (WaitRule.BLOCKING, WaitRule.EAGER, WaitRule.PAIR_QUEUE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleVerdict:
+    """What ``judge`` found. ``str`` of it is what ``echelon schedule check`` prints.
+
+    Attributes:
+        lists: the actions that were judged; ``lists.orders`` has them by rank.
+        problem: the first action that is missing, too much or misplaced; None if there is none.
+            Then there are no circles.
+        circles: by rule: the waits of a circle, or None where the schedule is legal.
+        notes: sentences about what was judged, and about what is not a matter of waiting.
+
+    Example:
+        >>> verdict = judge("0F0,0B0\\n1F0,1B0")
+        >>> verdict.is_legal, verdict.num_ranks, verdict.problem
+        (True, 2, None)
+    """
+
+    lists: ActionLists = field(repr=False)
+    problem: ScheduleError | None
+    circles: Mapping[WaitRule, tuple[Wait, ...] | None]
+    notes: tuple[str, ...]
+
+    @property
+    def is_legal(self) -> bool:
+        """Whether nothing is missing or misplaced, and no rank waits for ever under any rule."""
+        return self.problem is None and not any(self.circles.values())
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks have a list."""
+        return len(self.lists.orders)
+
+    def __str__(self) -> str:
+        return "\n".join([*self._heading(), "", *self._rulings(), *self._drawings()])
+
+    def _heading(self) -> list[str]:
+        parts = [part for _, _, _, part in placed_parts(self.lists.orders)]
+        stages = len({part.stage for part in parts})
+        microbatches = len({part.microbatch for part in parts if part.microbatch is not None})
+        counts = [
+            _counted(self.num_ranks, "rank"),
+            _counted(stages, "stage"),
+            _counted(microbatches, "microbatch", "microbatches"),
+            _counted(sum(map(len, self.lists.orders)), "action"),
+        ]
+        return [f"{', '.join(counts)}; read as {self.lists.form}", *self.notes]
+
+    def _rulings(self) -> list[str]:
+        if self.problem is not None:
+            return [f"not legal: {_placed(self.lists, self.problem)}"]
+        width = max(len(rule.words) for rule in self.circles)
+        return [
+            f"{rule.words:<{width}}  "
+            + ("legal" if circle is None else f"NOT LEGAL: {circle_in_short(circle)}")
+            for rule, circle in self.circles.items()
+        ]
+
+    def _drawings(self) -> list[str]:
+        """Each circle once, with the rules that it breaks."""
+        lines = []
+        for circle, rules in self._distinct_circles().items():
+            title = " and ".join(rule.words for rule in rules)
+            text = circle_text(self.lists, circle)
+            lines += ["", f"{title}: these wait for each other", ""]
+            lines += [f"  {line}".rstrip() for line in text.split("\n")]
+        return lines
+
+    def _distinct_circles(self) -> dict[tuple[Wait, ...], list[WaitRule]]:
+        rules: dict[tuple[Wait, ...], list[WaitRule]] = {}
+        for rule, circle in self.circles.items():
+            if circle is not None:
+                rules.setdefault(circle, []).append(rule)
+        return rules
+
+    def to_svg(self) -> str:
+        """The circles of waits; without one, the simulated timeline of the schedule.
+
+        Raises:
+            ArgumentError: there is neither: the schedule is incomplete, or legal and an excerpt.
+
+        Example:
+            >>> judge("0F0,0B0\\n1F0,1B0").to_svg().count("<rect")
+            4
+        """
+        circles = {
+            " and ".join(rule.words for rule in rules): circle
+            for circle, rules in self._distinct_circles().items()
+        }
+        if circles:
+            return circle_svg(self.lists, circles)
+        if self.problem is not None or self.lists.is_excerpt:
+            raise ArgumentError(
+                "there is no circle to draw, and a schedule that lacks actions has no timeline"
+            )
+        orders = Schedule.from_orders(self.lists.orders)
+        return timelines_svg({"simulated": simulate(orders).timeline})
+
+    def to_page(self) -> str:
+        """A page of HTML in one file: the verdict by rule, the drawing, and the text of ``str``.
+
+        Example:
+            >>> judge("0F0,0B0\\n1F0,1B0").to_page().startswith("<!doctype html>")
+            True
+        """
+        head, *notes = self._heading()
+        rulings = [
+            ("legal" if circle is None else "not legal", rule.words)
+            for rule, circle in self.circles.items()
+        ]
+        body = [facts(rulings)] if rulings else []
+        if self.problem is None and (not self.is_legal or not self.lists.is_excerpt):
+            title = "Timeline" if self.is_legal else "Circles of waits"
+            body.append(section(title, " ".join(notes), self.to_svg()))
+        text = "\n".join([*self._rulings(), *self._drawings()])
+        body.append(section("In words", "", f"<pre>{escape(text)}</pre>"))
+        return page("Legal" if self.is_legal else "Not legal", head, body, dark=True)
+
+
+def judge(
+    source: Source | Path,
+    rules: Collection[WaitRule | str] = USUAL_RULES,
+    *,
+    batched: bool = False,
+) -> ScheduleVerdict:
+    """Say whether a schedule is legal under each rule of how sends and receives behave.
+
+    Args:
+        source: the text of a CSV or of printed lists, a ``Path`` to a file with it, a ``Schedule``,
+            or lists by rank of actions, of PyTorch's actions, or of their text. Lists without sends
+            and receives get them where PyTorch's runtime places them. Where ``...`` stands for
+            actions, what is left out is taken to go well.
+        rules: under which to judge.
+        batched: whether sends and receives that follow each other are issued as one batch, as
+            ``torch.distributed.batch_isend_irecv`` does.
+
+    Raises:
+        ArgumentError: it is no list of actions (the message has line and column), or a rule is
+            unknown.
+
+    Example:
+        >>> verdict = judge('''
+        ... rank 0: [... 0SendF1, 2RecvF0, 2F0]
+        ... rank 1: [... 1SendF0, 1RecvF1, 1F1]
+        ... ''', ["blocking", "eager"])
+        >>> print(*str(verdict).splitlines()[3:5], sep="\\n")
+        blocking sends  NOT LEGAL: rank 0 at 0SEND_F1, rank 1 at 1SEND_F0
+        eager sends     legal
+    """
+    chosen = _rules(rules)
+    checks.flag("batched", batched)
+    text = read_file(source) if isinstance(source, Path) else source
+    lists = read(text, batched=batched)
+    problem = mistake(lists)
+    if problem is not None:
+        return ScheduleVerdict(lists=lists, problem=problem, circles={}, notes=_notes(lists))
+    notes = [*_notes(lists)]
+    if not lists.has_transfers:
+        circle = find_circle(lists, WaitRule.EAGER)
+        if circle is not None:
+            same = dict.fromkeys(chosen, circle)
+            return ScheduleVerdict(lists=lists, problem=None, circles=same, notes=tuple(notes))
+        if not lists.is_excerpt:
+            lists = _with_transfers(lists)
+            notes.append(
+                "sends and receives are not in it; they are taken to stand where PyTorch's runtime "
+                "places them, and indices count them"
+            )
+    circles = {rule: find_circle(lists, rule) for rule in chosen}
+    return ScheduleVerdict(lists=lists, problem=None, circles=circles, notes=tuple(notes))
+
+
+def _rules(rules: Collection[WaitRule | str]) -> list[WaitRule]:
+    names = [rule.value for rule in WaitRule]
+    if isinstance(rules, str) or not isinstance(rules, Collection) or not rules:
+        raise ArgumentError(f"rules is {rules!r:.80}; give a list of some of {', '.join(names)}")
+    for rule in rules:
+        if rule not in names:
+            raise ArgumentError(f"there is no rule {rule!r:.80}; give some of {', '.join(names)}")
+    return [WaitRule(rule) for rule in dict.fromkeys(rules)]
+
+
+def _with_transfers(lists: ActionLists) -> ActionLists:
+    """The lists with sends and receives, which stand in no text."""
+    lowered = add_transfers_in_sweeps(Schedule.from_orders(lists.orders))
+    return replace(read(lowered), form=lists.form)
+
+
+def _notes(lists: ActionLists) -> tuple[str, ...]:
+    """What is to know beside the verdict."""
+    notes = []
+    if lists.is_excerpt:
+        notes.append("an excerpt: what is left out is taken to go well")
+    crossed = crossed_messages(lists)
+    if crossed is not None:
+        notes.append(crossed)
+    if not lists.is_excerpt:
+        try:
+            coverage(Schedule.from_orders(lists.orders))
+        except ScheduleError as error:
+            notes.append(f"not a matter of waiting: {_placed(lists, error)}")
+    return tuple(notes)
+
+
+def _placed(lists: ActionLists, error: ScheduleError) -> str:
+    """What an error says, with its place in the text."""
+    where = [] if error.rank is None else [f"rank {error.rank}"]
+    if error.rank is not None and error.index is not None:
+        where.append(lists.place(error.rank, error.index))
+    if error.action is not None:
+        where.append(error.action)
+    return f"{', '.join(where)}{': ' if where else ''}{error.problem}"
+
+
+def _counted(number: int, noun: str, nouns: str | None = None) -> str:
+    return f"{number} {noun if number == 1 else nouns or noun + 's'}"

@@ -1,0 +1,50 @@
+"""A monitored barrier names the ranks that do not come."""
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+import echelon as ec
+from echelon.c10d.monitored_barrier import MonitoredBarrierError
+
+SHORT = timedelta(milliseconds=100)
+
+
+def passes_twice(world: ec.World) -> str:
+    dist.init_process_group("gloo")
+    dist.monitored_barrier()
+    dist.monitored_barrier(timeout=timedelta(seconds=30), wait_all_ranks=True)
+    return "passed"
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_all_ranks_pass(kind: str) -> None:
+    assert ec.run(passes_twice, 3, kind) == ["passed"] * 3
+
+
+def lacks_ranks(world: ec.World, absent: list[int], wait_all: bool) -> str:
+    dist.init_process_group("gloo")
+    if world.rank not in absent:
+        with pytest.raises(MonitoredBarrierError) as caught:
+            dist.monitored_barrier(timeout=SHORT, wait_all_ranks=wait_all)
+        assert isinstance(caught.value, RuntimeError)
+        return str(caught.value)
+    return ""
+
+
+def test_rank_0_names_the_first_rank_that_does_not_come_and_the_others_hear_of_it() -> None:
+    first, second, *_ = ec.run(lacks_ranks, 4, args=([2, 3], False))
+    assert first == "Rank 2 failed to pass monitoredBarrier in 100 ms"
+    assert "Rank 1 successfully reached monitoredBarrier, but" in second
+    assert first in second
+
+
+def test_rank_0_names_all_ranks_that_do_not_come_if_it_is_told_to_wait_for_all() -> None:
+    first, *_ = ec.run(lacks_ranks, 4, args=([1, 3], True))
+    assert first == "Ranks 1, 3 failed to pass monitoredBarrier in 100 ms"
+
+
+def test_the_others_do_not_wait_for_ever_if_rank_0_does_not_come() -> None:
+    _, second = ec.run(lacks_ranks, 2, args=([0], False))
+    assert second.endswith("from rank 0: nothing came from it in 200 ms")

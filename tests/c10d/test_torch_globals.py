@@ -1,0 +1,144 @@
+"""Each simulated rank has torch's globals for itself, and the caller's are back afterwards."""
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import distributed_c10d
+
+import echelon as ec
+from echelon.c10d.torch_globals import PLACES
+
+# Globals that functions of torch.distributed assign and ranks may share, and why.
+SHARED = {
+    "torch.distributed._composable_state": "states of modules, by the module",
+    "torch.distributed._local_tensor": "torch's own simulation of ranks, which is no rank's state",
+    "torch.distributed._symmetric_memory._use_implicit_mempool": "of a GPU",
+    "torch.distributed._symmetric_memory._is_test_mode": "of torch's own tests",
+    "torch.distributed._symmetric_memory._mocked_group_names": "of torch's own tests",
+    "torch.distributed.debug": "a server of the process",
+    "torch.distributed.device_mesh._distributed_opaque_types_registered": "done once in a process",
+    "torch.distributed.device_mesh._mesh_resources": "of each thread",
+    "torch.distributed.rendezvous._rendezvous_handlers": "schemes, which the program registers",
+    "torch.distributed._functional_collectives._FORCE_TRACING": "of the compiler",
+    "torch.distributed.fsdp._fully_shard._fsdp_common._compiled_autograd_enabled": (
+        "of the compiler, in torch 2.11"
+    ),
+}
+# Packages whose processes a simulated rank does not start.
+NOT_OF_RANKS = ("elastic", "rpc", "launcher", "_tools")
+
+
+def assigned_globals() -> Iterator[str]:
+    """Names that a function of torch.distributed declares as global, and assigns."""
+    root = Path(dist.__file__).parent
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root).with_suffix("").parts
+        if parts[0] in NOT_OF_RANKS:
+            continue
+        module = ".".join(("torch.distributed", *(part for part in parts if part != "__init__")))
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            names = {
+                n for each in ast.walk(function) if isinstance(each, ast.Global) for n in each.names
+            }
+            assigned = {
+                each.id
+                for each in ast.walk(function)
+                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+            }
+            yield from (f"{module}.{name}" for name in names & assigned)
+
+
+def test_every_global_that_torch_distributed_assigns_is_each_ranks_own_or_shared_for_a_reason() -> (
+    None
+):
+    own = {f"{place.module}.{name}" for place in PLACES for name in place.names}
+    unknown = {
+        name
+        for name in assigned_globals()
+        if name not in own and not any(f"{name}.".startswith(f"{shared}.") for shared in SHARED)
+    }
+    assert unknown == set()
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.module}.{place.names[0]}")
+def test_each_place_is_in_this_torch(place: Any) -> None:
+    module = importlib.import_module(place.module)
+    for name in place.names:
+        holder: Any = module
+        for part in name.split("."):
+            holder = getattr(holder, part)
+    assert place.reason
+
+
+def changes_everything(world: ec.World) -> list[object]:
+    assert not dist.is_initialized()
+    before = [distributed_c10d._group_count, distributed_c10d._backend, dist.get_debug_level()]
+    dist.init_process_group("gloo")
+    for _ in range(world.rank):
+        dist.new_group([world.rank], use_local_synchronization=True)
+    distributed_c10d._backend = f"of rank {world.rank}"
+    if world.rank == 1:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+    world.group.barrier()
+    assert distributed_c10d._backend == f"of rank {world.rank}"
+    assert (dist.get_debug_level() == dist.DebugLevel.DETAIL) == (world.rank == 1)
+    assert len(distributed_c10d._pg_names) == 1 + world.rank
+    total = functional.all_reduce(torch.tensor([world.rank]), "sum", dist.group.WORLD)
+    return [*before, total.item()]
+
+
+def test_ranks_see_nothing_of_one_another_and_leave_nothing_behind() -> None:
+    names = (
+        "_new_process_group_helper",
+        "_world",
+        "_pg_map",
+        "TCPStore",
+        "_backend",
+        "_group_count",
+    )
+    before = [getattr(distributed_c10d, name, None) for name in names]
+    level, hook = dist.get_debug_level(), sys.excepthook
+    assert ec.run(changes_everything, 3) == [[0, None, level, 3]] * 3
+    assert [getattr(distributed_c10d, name, None) for name in names] == before
+    assert dist.get_debug_level() == level
+    assert sys.excepthook is hook
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="0"):
+        distributed_c10d._resolve_process_group("0")
+
+
+def test_a_group_of_the_caller_is_hidden_from_ranks_and_is_there_afterwards() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        default = dist.group.WORLD
+        ec.run(changes_everything, 2)
+        assert dist.group.WORLD is default
+        total = functional.all_reduce(torch.ones(2), "sum", default)
+        assert torch.equal(total + 0, torch.ones(2))
+    finally:
+        dist.destroy_process_group()
+
+
+def fails(world: ec.World) -> None:
+    dist.init_process_group("gloo")
+    if world.rank == 1:
+        raise KeyError("boom")
+    dist.barrier()
+
+
+def test_the_globals_are_back_after_an_error() -> None:
+    helper = distributed_c10d._new_process_group_helper
+    with pytest.raises(KeyError, match="boom"):
+        ec.run(fails, 3)
+    assert distributed_c10d._new_process_group_helper is helper
+    assert not dist.is_initialized()

@@ -1,0 +1,72 @@
+"""What each simulated rank does while a debugger has stopped them."""
+
+import threading
+import time
+
+import torch
+
+import echelon as ec
+from echelon.comm.threads.group import ThreadGroup
+from echelon.comm.threads.rank_states import RankState, rank_states
+
+
+def states(world: ec.World) -> list[RankState]:
+    assert isinstance(world.group, ThreadGroup)
+    return rank_states(world.group.thread_world)
+
+
+def test_states_say_what_ranks_wait_for_and_which_have_not_started_or_have_returned() -> None:
+    def main(world: ec.World) -> list[str]:
+        if world.rank == 0:
+            world.group.recv(torch.zeros(3), 3)
+        texts = [state.doing for state in states(world)]
+        if world.rank == 3:
+            world.group.send(torch.zeros(3), 0)
+        return texts
+
+    _, early, _, late = ec.run(main, 4)
+    wait = "waits in recv float32[3] root=3 of 'tag 0' (#0 of group 'world') for rank 3"
+    assert [early[0], *early[2:]] == [wait, "has not started", "has not started"]
+    assert late[:3] == [wait, "has returned", "has returned"]
+
+
+def test_the_frame_of_a_rank_is_where_it_waits() -> None:
+    def main(world: ec.World) -> bool:
+        mark = world.rank
+        if world.rank == 0:
+            world.group.barrier()
+            return mark == 0
+        frame = states(world)[0].frame
+        names = set()
+        while frame is not None:
+            names.add((frame.f_code.co_name, frame.f_locals.get("mark")))
+            frame = frame.f_back
+        world.group.barrier()
+        return ("main", 0) in names
+
+    assert ec.run(main, 2) == [True, True]
+
+
+def test_concurrent_ranks_that_run_are_not_said_to_be_stopped() -> None:
+    computing, may_end = threading.Event(), threading.Event()
+
+    def main(world: ec.World) -> list[str]:
+        if world.rank == 1:
+            computing.set()
+            assert may_end.wait(20)
+            world.group.barrier()
+            return []
+        assert computing.wait(20)
+        assert isinstance(world.group, ThreadGroup)
+        order = world.group.thread_world.order
+        with order.hold(0):
+            texts = [states(world)[1].doing]
+            may_end.set()
+            while not order.not_running(1):
+                time.sleep(0.001)
+            texts.append(states(world)[1].doing)
+        world.group.barrier()
+        return texts
+
+    texts = ec.run(main, 2, concurrent=True)[0]
+    assert texts == ["runs, or blocks outside of groups", "stopped before its next call"]
