@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -38,6 +39,21 @@ def start_on_one_rank_alone(rank: int, port: int) -> None:
         local_job(rank, 2, port), "gloo", device=torch.device("cpu"), timeout=10.0
     ) as world:
         world.group.barrier()
+
+
+def start_while_a_peer_fails(rank: int, port: int) -> None:
+    begin = start_module.start_gloo
+
+    def begin_in_vain(*args: Any, **options: Any) -> Engine:
+        begin(*args, **options)
+        if rank == 1:
+            time.sleep(0.2)  # so that its record is the later one
+            raise RuntimeError("no such interface")
+        raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:553] " + lost[rank])
+
+    lost = {0: "Connection closed by peer [127.0.0.1]:1", 2: "Connection reset by peer [::1]:1"}
+    start_module.start_gloo = begin_in_vain
+    connect(local_job(rank, 3, port), "gloo", device=torch.device("cpu"), timeout=10.0)
 
 
 def wrap_the_default_group(rank: int, port: int) -> list[float]:
@@ -81,6 +97,17 @@ def test_a_rank_that_cannot_start_its_engine_says_so_to_those_that_have() -> Non
     assert ready.cause.startswith(
         "raised WorldError: rank 1 of 2 could not start gloo: no such interface"
     )
+
+
+def test_a_rank_whose_peer_fails_while_they_connect_blames_the_peer_and_not_its_network() -> None:
+    """gloo says the same of a peer that has ended as of an interface that cannot be reached."""
+    outcomes = [outcome for outcome, _ in start(start_while_a_peer_fails, 3, (free_port(),))]
+    assert isinstance(outcomes[1], WorldError)
+    assert "rank 1 of 3 could not start gloo: no such interface" in str(outcomes[1])
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome, RankFailed)
+        assert outcome.failed_rank == 1
+        assert "no such interface" in outcome.cause
 
 
 def test_slurm_variables_start_a_world() -> None:

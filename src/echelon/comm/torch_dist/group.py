@@ -113,15 +113,15 @@ class TorchGroup(Group):
         if self.rank not in members:
             return None
         start_s = time.monotonic()
+        others = tuple(member for member in members if member != self.rank)
         try:
             return self._connect(name, tuple(self.ranks[member] for member in members))
         except PeerLost as lost:
             # ``lost`` counts ranks in the new group, and the record in this group.
-            missing = tuple(members[rank] for rank in lost.missing)
+            missing = tuple(members[rank] for rank in lost.missing) or others
             raise self._diagnose(call, PeerLost(missing, lost.late), start_s) from lost
         except RuntimeError as error:
             late = time.monotonic() - start_s >= self.timeout
-            others = tuple(member for member in members if member != self.rank)
             raise self._diagnose(call, PeerLost(others, late), start_s) from error
 
     @final

@@ -37,6 +37,7 @@ from echelon.errors import ArgumentError, AuthenticationError, EchelonError, Wor
 from echelon.process.environment import JobEnvironment
 from echelon.process.listeners import announced
 
+_CLOSED_BY_PEER = ("Connection closed by peer", "Connection reset by peer")  # as gloo says it
 _TRIALS = 3  # of connecting without a stranger
 _PROOF_S = 10.0  # for a peer to prove itself in the first trial; a busy host is slow
 
@@ -324,7 +325,14 @@ class GroupFactory:
         what = f"gloo for group {name!r}"
         rank, size = ranks.index(self.job.rank), len(ranks)
         with announced(self.job.rank, what, one_host=self.one_host):
-            return start_gloo(store, rank, size, self._limit, loopback=self.loopback)
+            try:
+                return start_gloo(store, rank, size, self._limit, loopback=self.loopback)
+            except RuntimeError as error:
+                # A peer that ends meanwhile is no fault of this rank's network. gloo does not say
+                # which peer it was.
+                if any(text in str(error) for text in _CLOSED_BY_PEER):
+                    raise PeerLost((), late=False) from error
+                raise
 
     def _peers(
         self, engine: Engine, ranks: tuple[int, ...], on_wait: Callable[[int | None], None]
