@@ -61,7 +61,7 @@ def assigned_globals() -> Iterator[str]:
 def test_every_global_that_torch_distributed_assigns_is_each_ranks_own_or_shared_for_a_reason() -> (
     None
 ):
-    own = {f"{place.module}.{name}" for place in PLACES for name in place.names}
+    own = {f"{place.holder}.{name}" for place in PLACES for name in place.names}
     unknown = {
         name
         for name in assigned_globals()
@@ -70,13 +70,15 @@ def test_every_global_that_torch_distributed_assigns_is_each_ranks_own_or_shared
     assert unknown == set()
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.module}.{place.names[0]}")
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.holder}.{place.names[0]}")
 def test_each_place_is_in_this_torch(place: Any) -> None:
-    module = importlib.import_module(place.module)
+    module = importlib.import_module(place.holder)
     for name in place.names:
+        *holders, attribute = name.split(".")
         holder: Any = module
-        for part in name.split("."):
-            holder = getattr(holder, part)
+        for each in holders:
+            holder = getattr(holder, each)
+        assert attribute in vars(holder)
     assert place.reason
 
 
@@ -127,6 +129,19 @@ def test_a_group_of_the_caller_is_hidden_from_ranks_and_is_there_afterwards() ->
         assert torch.equal(total + 0, torch.ones(2))
     finally:
         dist.destroy_process_group()
+
+
+def replaces_the_hook(world: ec.World) -> object:
+    hook = sys.excepthook
+    sys.excepthook = lambda *error: None
+    world.group.barrier()
+    return hook
+
+
+def test_no_rank_begins_with_the_hook_that_another_one_has_set() -> None:
+    """Or init_process_group of rank 1 prints the number of rank 0 as well."""
+    hook = sys.excepthook
+    assert ec.run(replaces_the_hook, 3) == [hook] * 3
 
 
 def fails(world: ec.World) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from echelon.c10d.exchanged_globals import ExchangedGlobals, Place, Values
 from echelon.comm.threads.process_state import register_state
+from echelon.comm.threads.replaced_names import Names, Place
 
 
 def _empty(value: Any) -> Any:
@@ -30,11 +30,5 @@ PLACES: tuple[Place, ...] = (
     ),
 )
 
-_globals = ExchangedGlobals(PLACES)
-
-
-def _nothing(_: Values) -> Values:
-    return {}
-
-
-register_state("libraries", _globals.save, _globals.restore, _nothing)
+_globals = Names(PLACES)
+register_state("libraries", _globals.read, _globals.write, _globals.first_values)

@@ -20,8 +20,8 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-from echelon.c10d.exchanged_globals import ExchangedGlobals, Place, Values
 from echelon.comm.threads.process_state import register_state
+from echelon.comm.threads.replaced_names import Names, Place, Values
 
 
 def _none(_: object) -> None:
@@ -44,10 +44,6 @@ def _copy(value: Any) -> Any:
     return value.copy()
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 _C10D = "torch.distributed.distributed_c10d"
 _TENSOR = "torch.distributed.tensor"
 _CONTEXT = f"{_TENSOR}.experimental._context_parallel"
@@ -60,7 +56,7 @@ PLACES: tuple[Place, ...] = (
     ),
     Place(_C10D, ("_tags_to_pg", "_pg_to_tag"), _empty, _GROUPS),
     Place(_C10D, ("_world",), _empty, "has the default group, and calls that are being coalesced"),
-    Place("sys", ("excepthook",), _same, "init_process_group has it print this rank's number"),
+    Place("sys", ("excepthook",), reason="init_process_group has it print this rank's number"),
     Place(_C10D, ("_group_count",), _zero, "names the next group, alike on all ranks"),
     Place(_C10D, ("_backend", "_default_pg_init_method"), _none, "of the default group"),
     Place(
@@ -114,8 +110,7 @@ PLACES: tuple[Place, ...] = (
     Place(
         f"{_CONTEXT}._attention",
         ("_dispatch_mode", "_cp_options", "_compiled_create_block_mask"),
-        _same,
-        "set while the body of context_parallel runs, and how it does",
+        reason="set while the body of context_parallel runs, and how it does",
     ),
     Place(
         f"{_CONTEXT}._attention",
@@ -132,8 +127,7 @@ PLACES: tuple[Place, ...] = (
     Place(
         "torch.distributed.fsdp._fully_shard._fully_shard",
         ("_enable_fsdp_module_new_init",),
-        _same,
-        "switched off while a module is copied",
+        reason="switched off while a module is copied",
     ),
     Place(
         "torch.distributed.fsdp._fsdp_extensions",
@@ -173,33 +167,23 @@ PLACES: tuple[Place, ...] = (
     ),
 )
 
-# What is not an attribute: how much C++ code says of its calls, which torch reads from a variable.
-_DEBUG_LEVEL = ("", "debug level")
-
-
-_globals = ExchangedGlobals(PLACES)
-
-
-def _save() -> Values:
-    values = _globals.save()
-    values[_DEBUG_LEVEL] = c10d.get_debug_level()
-    return values
+_globals = Names(PLACES)
 
 
 def _restore(values: Values) -> None:
     had_groups = bool(distributed_c10d._pg_names)
-    _globals.restore(values)
+    _globals.write(values)
     if had_groups or distributed_c10d._pg_names:  # see [Note: the registry in C++]
         c10d._unregister_all_process_groups()
         for group, name in distributed_c10d._pg_names.items():
             c10d._register_process_group(name, group)
-    if values[_DEBUG_LEVEL] != c10d.get_debug_level():
-        c10d.set_debug_level(values[_DEBUG_LEVEL])
 
 
-def _first_values(values: Values) -> Values:
-    """What a new rank has: nothing of the caller's but the level."""
-    return {_DEBUG_LEVEL: values[_DEBUG_LEVEL]}
+def _restore_debug_level(level: c10d.DebugLevel) -> None:
+    if level != c10d.get_debug_level():
+        c10d.set_debug_level(level)
 
 
-register_state("torch.distributed", _save, _restore, _first_values)
+register_state("torch.distributed", _globals.read, _restore, _globals.first_values)
+# How much C++ code says of its calls, which torch reads from a variable.
+register_state("debug level of torch.distributed", c10d.get_debug_level, _restore_debug_level)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import types
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 import echelon as ec
 from echelon.comm.threads import process_state
 from echelon.comm.threads.process_state import OUTSIDE
-from echelon.comm.threads.replaced_names import Names, register_replacements
+from echelon.comm.threads.replaced_names import Names, Place, register_replacements
 
 
 class Holder:
@@ -20,22 +22,22 @@ class Holder:
     text = "a"
 
 
-def module() -> types.ModuleType:
-    made = types.ModuleType("of_a_test")
+def module() -> ModuleType:
+    made = ModuleType("of_a_test")
     vars(made)["number"] = 10
     return made
 
 
 def test_what_is_written_is_what_was_read_in_modules_and_classes() -> None:
     holder = module()
-    names = Names([(Holder, "number"), (holder, "number"), (Holder, "text")])
+    names = Names([Place(holder, ("number",)), Place(Holder, ("number", "text"))])
     before = names.read()
-    assert before == (1, 10, "a")
+    assert before == (10, 1, "a")
     assert names.read() is before
     try:
         Holder.number, holder.number = 2, 20
         changed = names.read()
-        assert changed == (2, 20, "a")
+        assert changed == (20, 2, "a")
         names.write(before)
         assert (Holder.number, holder.number) == (1, 10)
         assert names.read() is before
@@ -43,6 +45,59 @@ def test_what_is_written_is_what_was_read_in_modules_and_classes() -> None:
         assert (Holder.number, holder.number) == (2, 20)
     finally:
         Holder.number = 1
+
+
+def test_a_module_that_is_imported_later_is_exchanged_from_then_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = Names(
+        [
+            Place("of_a_test", ("number", "missing"), lambda value: value + 1),
+            Place("of_a_test", ("holder.names",), lambda _: []),
+        ]
+    )
+    without = names.read()
+    assert names.first_values(without) == without
+    late = module()
+    vars(late)["holder"] = holder = SimpleNamespace(names=["a"])
+    monkeypatch.setitem(sys.modules, "of_a_test", late)
+    there = names.read()
+    assert (there[0], there[2]) == (10, ["a"])
+    assert names.first_values(there)[0] == 11  # of a rank that starts now
+    names.write(without)  # those of a rank that started before
+    state: Any = late
+    assert (state.number, holder.names) == (11, [])
+    changed = names.read()
+    names.write(there)
+    assert (state.number, holder.names) == (10, ["a"])
+    names.write(changed)
+    assert (state.number, holder.names) == (11, [])
+
+
+def test_a_module_that_takes_the_place_of_another_one_is_exchanged_instead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed, imported = module(), module()
+    monkeypatch.setitem(sys.modules, "of_a_test", failed)
+    names = Names([Place("of_a_test", ("number",))])
+    monkeypatch.setitem(sys.modules, "of_a_test", imported)
+    before = names.read()
+    state: Any = imported
+    state.number = 2
+    names.read()
+    names.write(before)
+    assert state.number == 10
+
+
+def test_a_module_is_left_alone_until_its_import_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    late: Any = ModuleType("of_a_test")
+    late.__spec__ = SimpleNamespace(_initializing=True)
+    monkeypatch.setitem(sys.modules, "of_a_test", late)
+    names = Names([Place("of_a_test", ("number",))])
+    names.write(names.read())
+    late.number = 3
+    late.__spec__ = None
+    assert names.read() == (3,)
 
 
 def test_ranks_find_replacements_and_may_replace_them_for_themselves() -> None:
@@ -91,18 +146,20 @@ def test_a_function_of_layers_that_a_rank_replaces_over_a_wait_is_that_ranks_alo
 def test_a_turn_writes_nothing_where_ranks_have_the_same(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written: list[int] = []
-    write = Names.write
+    written: list[str] = []
 
-    def counted(self: Names, values: tuple[object, ...]) -> None:
-        written.append(threading.get_ident())
-        write(self, values)
+    def counted(name: str, names: Names) -> Callable[[Any], None]:
+        def write(values: Any) -> None:
+            written.append(name)
+            names.write(values)
 
-    monkeypatch.setattr(Names, "write", counted)
+        return write
+
     for name, state in list(process_state._states.items()):
         names = getattr(state.restore, "__self__", None)
-        if isinstance(names, Names):
-            monkeypatch.setitem(process_state._states, name, state._replace(restore=names.write))
+        if isinstance(names, Names) and name != "libraries":  # of which each rank has its own
+            state = state._replace(restore=counted(name, names))
+            monkeypatch.setitem(process_state._states, name, state)
 
     def main(world: ec.World) -> None:
         for _ in range(20):

@@ -7,29 +7,75 @@ else to ranks. They are read at each turn, and written only where the next rank 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 from types import FunctionType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
 from echelon.comm.threads.process_state import register_state
 
-_Values = tuple[Any, ...]
+Values = tuple[Any, ...]
+
+# An attribute: its holder, the values of that by their names, its name, and ``first`` of its place.
+# A plain tuple, because those of a class of its own take far longer to unpack.
+_Attribute = tuple[Any, Any, str, Callable[[Any], Any]]
+
+_MISSING = object()  # stands for a value that a rank does not have, or for one that is not there
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class Place(NamedTuple):
+    """Attributes that each rank has for itself.
+
+    Attributes:
+        holder: a module or a class, or the name of a module that somebody may import later.
+        names: of the attributes, with dots from the holder on.
+        first: makes what a rank finds at first, from what is there.
+        reason: why ranks cannot share it.
+    """
+
+    holder: Any
+    names: tuple[str, ...]
+    first: Callable[[Any], Any] = _same
+    reason: str = ""
+
+
+def _imported(name: str) -> Any:
+    """A module, once its import has ended: before, it may lack some of its attributes."""
+    module = sys.modules.get(name)
+    if module is None or getattr(module.__spec__, "_initializing", False):
+        return None
+    return module
+
+
+def _attributes(place: Place) -> Iterator[_Attribute]:
+    root = _imported(place.holder) if isinstance(place.holder, str) else place.holder
+    for path in place.names:
+        *holders, name = path.split(".")
+        holder = root
+        for each in holders:
+            holder = getattr(holder, each, None)
+        values = {} if holder is None else vars(holder)
+        if name not in values:
+            values = {name: _MISSING}
+        yield holder, values, name, place.first
 
 
 @final
 class Names:
-    """Attributes that are read and written together.
+    """The attributes of some places, which are read and written together.
 
-    Args:
-        places: the holder and the name of each.
+    Law: what a rank finds in a place was put there by itself, or was there at first.
 
     Example:
         >>> class Holder:
         ...     number = 1
-        >>> names = Names([(Holder, "number")])
+        >>> names = Names([Place(Holder, ("number",))])
         >>> before = names.read()
         >>> Holder.number = 2
         >>> names.write(before)
@@ -37,27 +83,46 @@ class Names:
         (1, True)
     """
 
-    def __init__(self, places: Iterable[tuple[Any, str]]) -> None:
-        self._places = [(holder, vars(holder), name) for holder, name in places]
-        self._latest: _Values = ()
+    def __init__(self, places: Iterable[Place]) -> None:
+        self._places = list(places)
+        self._awaited = [each.holder for each in self._places if isinstance(each.holder, str)]
+        self._latest: Values = ()
+        self._look()
 
-    def read(self) -> _Values:
+    def _look(self) -> None:
+        """Look where the attributes are now."""
+        self._modules = list(map(_imported, self._awaited))
+        self._attributes = [each for place in self._places for each in _attributes(place)]
+
+    def read(self) -> Values:
         """The values: the same tuple as before if they are what was read or written last."""
-        values = tuple([attributes[name] for _, attributes, name in self._places])
+        if self._awaited and list(map(sys.modules.get, self._awaited)) != self._modules:
+            self._look()
+        values = tuple([attributes[name] for _, attributes, name, _ in self._attributes])
         if not self._latest or not all(map(is_, values, self._latest)):
             self._latest = values
         return self._latest
 
-    def write(self, values: _Values) -> None:
-        """Assign the values that differ from what is there."""
-        for (holder, attributes, name), value in zip(self._places, values, strict=True):
-            if attributes[name] is value:
+    def write(self, values: Values) -> None:
+        """Assign the values that differ from what was there when they were last read."""
+        for (holder, attributes, name, first), value in zip(self._attributes, values, strict=True):
+            current = attributes[name]
+            if current is value or current is _MISSING:
                 continue
+            if value is _MISSING:  # the module was imported since these values were read
+                value = first(current)
             if isinstance(attributes, dict):
                 attributes[name] = value
             else:
                 setattr(holder, name, value)
         self._latest = values
+
+    def first_values(self, values: Values) -> Values:
+        """What a rank finds at first whose caller has these values."""
+        return tuple(
+            value if value is _MISSING else first(value)
+            for (_, _, _, first), value in zip(self._attributes, values, strict=True)
+        )
 
 
 def register_replacements(
@@ -72,10 +137,10 @@ def register_replacements(
         replacements: of each attribute its holder, its name, and what ranks find.
         first: makes what ranks find, from what is there and the third of a replacement.
     """
-    names = Names((holder, attribute) for holder, attribute, _ in replacements)
-    made: list[tuple[_Values, _Values]] = []  # for the caller's values, so that ranks have the same
+    names = Names(Place(holder, (attribute,)) for holder, attribute, _ in replacements)
+    made: list[tuple[Values, Values]] = []  # for the caller's values, so that ranks have the same
 
-    def of_rank(current: _Values) -> _Values:
+    def of_rank(current: Values) -> Values:
         if not made or made[0][0] is not current:
             values = zip(current, (new for _, _, new in replacements), strict=True)
             made[:] = [(current, tuple(first(old, new) for old, new in values))]
@@ -84,15 +149,12 @@ def register_replacements(
     register_state(name, names.read, names.write, of_rank)
 
 
-def _initializers() -> list[tuple[Any, str]]:
+def _initializers() -> Iterator[Place]:
     """Where functions of ``torch.nn.init`` stand: modules of layers import some by name."""
     names = {name for name, value in vars(torch.nn.init).items() if type(value) is FunctionType}
     modules = [name for name in sys.modules if name.startswith("torch.nn.modules.")]
-    return [
-        (module, name)
-        for module in map(sys.modules.__getitem__, ["torch.nn.init", *modules])
-        for name in names & vars(module).keys()
-    ]
+    for module in map(sys.modules.__getitem__, ["torch.nn.init", *modules]):
+        yield Place(module, tuple(names & vars(module).keys()))
 
 
 # Libraries replace these while they build a model, which may wait for other ranks.
