@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
 from functools import cache
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch.optim.optimizer import (
@@ -22,46 +21,26 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from echelon.diagnosis import rank_time
 from echelon.diagnosis.step_rows import Activity
+from echelon.process.replacement import Replacement
 
 
-@final
-class _Replacement:
-    """A function that torch looks up in a namespace, replaced by one that is measured.
+def _measured(owner: Any, name: str, activity: int) -> Replacement:
+    """What measures a function that torch looks up in a namespace."""
 
-    Somebody else may replace it, too, before or after; only our own replacement is taken back.
-    """
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        before = rank_time.begin(activity)
+        try:
+            return replacement.original(*args, **kwargs)
+        finally:
+            rank_time.end(before)
 
-    def __init__(self, owner: Any, name: str, activity: Activity) -> None:
-        self._owner, self._name, self._activity = owner, name, int(activity)
-        self._original: Callable[..., Any] | None = None
-        self._ours: Callable[..., Any] | None = None
-
-    def install(self) -> None:
-        """Replace the function, unless it is replaced already."""
-        original, activity = vars(self._owner)[self._name], self._activity
-        if original is self._ours:
-            return
-
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            before = rank_time.begin(activity)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                rank_time.end(before)
-
-        self._original, self._ours = original, measured
-        setattr(self._owner, self._name, measured)
-
-    def remove(self) -> None:
-        """Put the function back."""
-        if self._ours is not None and vars(self._owner)[self._name] is self._ours:
-            setattr(self._owner, self._name, self._original)
-        self._original = self._ours = None
+    replacement = Replacement(owner, name, measured)
+    return replacement
 
 
 _REPLACEMENTS = (
-    _Replacement(torch.autograd, "_engine_run_backward", Activity.BACKWARD),
-    _Replacement(_BaseDataLoaderIter, "__next__", Activity.LOADING),
+    _measured(torch.autograd, "_engine_run_backward", int(Activity.BACKWARD)),
+    _measured(_BaseDataLoaderIter, "__next__", int(Activity.LOADING)),
 )
 _lock = threading.Lock()
 _num_ranks = 0
@@ -75,7 +54,7 @@ def install() -> None:
     with _lock:
         _num_ranks += 1
         for replacement in _REPLACEMENTS:
-            replacement.install()
+            replacement.put_in()
         if _collected not in gc.callbacks:
             gc.callbacks.append(_collected)
 
@@ -87,7 +66,7 @@ def remove() -> None:
         _num_ranks -= 1
         if not _num_ranks:
             for replacement in _REPLACEMENTS:
-                replacement.remove()
+                replacement.take_out()
             gc.callbacks.remove(_collected)
 
 

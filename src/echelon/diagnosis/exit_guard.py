@@ -30,6 +30,7 @@ from echelon.diagnosis.stragglers import StragglerRule, StuckRank, error_of, sig
 from echelon.errors import CommTimeout, WorldError
 from echelon.process import time_limits
 from echelon.process.process_status import activity
+from echelon.process.replacement import Replacement
 
 # Of these, the first one set names the file; torchrun sets the second in every rank.
 ERROR_FILE_VARIABLES = ("ECHELON_ERROR_FILE", "TORCHELASTIC_ERROR_FILE")
@@ -69,7 +70,7 @@ def install_failure_record(
     Returns:
         a function that takes the hook out again.
     """
-    before, owner = sys.excepthook, os.getpid()
+    owner = os.getpid()
 
     def record_and_report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -79,14 +80,11 @@ def install_failure_record(
                 FailureRecord.of(error, rank, where()).write(path)
             except OSError as problem:  # the exception itself must still be seen
                 print(f"cannot write the failure record {path}: {problem}", file=sys.stderr)
-        before(kind, error, trace)
+        hook.original(kind, error, trace)
 
-    def remove() -> None:
-        if sys.excepthook is record_and_report:
-            sys.excepthook = before
-
-    sys.excepthook = record_and_report
-    return remove
+    hook = Replacement(sys, "excepthook", record_and_report)
+    hook.put_in()
+    return hook.take_out
 
 
 def outlive_termination() -> None:

@@ -19,6 +19,7 @@ import pytest
 from _pytest.logging import LogCaptureHandler
 
 from echelon.launch.rank_output import Prefixed, rank_prefix
+from echelon.process.replacement import Replacement
 
 _here = threading.local()  # .streams are those of the rank that runs on a thread
 
@@ -208,7 +209,7 @@ class RankStreams:
     def __init__(self, item: pytest.Item, ranks: int) -> None:
         self._item = item
         self._is_shown = item.config.getoption("capture", "no") == "no"
-        self._routes: dict[str, _RoutedStream] = {}
+        self._routes: list[Replacement] = []
         self._streams = [StreamsOfRank(rank, self._is_shown) for rank in range(ranks)]
         self._caplogs: list[CaplogOfRank] = []
         self._lock = threading.Lock()
@@ -218,17 +219,18 @@ class RankStreams:
     @contextmanager
     def routed(self) -> Iterator[None]:
         """Separate what ranks write while the body runs; then add it to the report of the test."""
-        before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
-        self._routes = {name: _RoutedStream(stream, name[3:]) for name, stream in before.items()}
+        self._routes = [
+            Replacement(sys, name, _RoutedStream(getattr(sys, name), name[3:]))
+            for name in ("stdout", "stderr")
+        ]
         with ExitStack() as filters:
             self._filter_logs(filters)
             self.resume()
             try:
                 yield
             finally:
-                for name, stream in before.items():
-                    if getattr(sys, name) is self._routes[name]:
-                        setattr(sys, name, stream)
+                for route in self._routes:
+                    route.take_out()
                 for caplog in reversed(self._caplogs):
                     caplog.restore_levels()
                 for rank, streams in enumerate(self._streams):
@@ -237,8 +239,8 @@ class RankStreams:
 
     def resume(self) -> None:
         """Route the standard streams again, after pytest has put back its own."""
-        for name, stream in self._routes.items():
-            setattr(sys, name, stream)
+        for route in self._routes:
+            route.put_in()
 
     @contextmanager
     def of_rank(self, rank: int) -> Iterator[None]:

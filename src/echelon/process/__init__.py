@@ -9,6 +9,7 @@
 ``fork_server``         the process that local ranks are forked from
 ``background_threads``  threads beside the one that runs the script
 ``main_thread``         what only the main thread may do, done for ranks that are other threads
+``replacement``         a function of Python or torch that is replaced for a while
 ``offered_debugger``    the debugger of simulated ranks, for code below the package that has it
 ``notebook``            whether this process is the kernel of a notebook, and names of cells
 ``listeners``           the addresses on which this process listens

@@ -16,11 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from operator import is_
 from typing import Any
 
 from echelon.comm.threads.debugger_watch import is_in_debugpy
 from echelon.comm.threads.installation import Installation
 from echelon.diagnosis import stacks
+from echelon.process.replacement import Replacement
 
 # Longer than the main thread needs to look what ranks want of it.
 GRACE_S = 0.2
@@ -143,22 +146,13 @@ for *_, _replacement in _REPLACEMENTS:
     stacks.hide(_replacement)
 
 
-def _install() -> None:
-    _exchange(lambda original, replacement: (original, replacement))
-
-
-def _remove() -> None:
-    _exchange(lambda original, replacement: (replacement, original))
-
-
-def _exchange(order: Callable[[Any, Any], tuple[Any, Any]]) -> None:
-    for holder, name, original, replacement in _REPLACEMENTS:
-        old, new = order(original, replacement)
-        if vars(holder)[name] is old:  # and not what somebody else has put there
-            setattr(holder, name, new)
-
-
-_in_python = Installation(_install, _remove)
+# They do not call what somebody else has put there, so they leave that alone.
+_in_python = Installation.of(
+    *(
+        Replacement(holder, name, new, over=partial(is_, original))
+        for holder, name, original, new in _REPLACEMENTS
+    )
+)
 
 
 def _after_fork() -> None:

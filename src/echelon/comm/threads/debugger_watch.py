@@ -20,28 +20,20 @@ from typing import Any, Self, final
 
 from echelon.comm.threads.installation import Installation
 from echelon.comm.threads.running_time import stopped_time
+from echelon.process.replacement import Replacement
 
 _LOOK_S = 0.05
 _WAITS = ("pydevd.py", "_do_wait_suspend")  # the file and the function in which debugpy waits
 _DEBUGPY = "pydevd"  # the module that does its work
 
-_cmdloop = cmd.Cmd.cmdloop
-
 
 def _cmdloop_in_stopped_time(self: cmd.Cmd, *args: Any, **kwargs: Any) -> None:
     with stopped_time():
-        _cmdloop(self, *args, **kwargs)
+        _cmdloop.original(self, *args, **kwargs)
 
 
-def _exchange(old: Any, new: Any) -> None:
-    if cmd.Cmd.cmdloop is old:  # and not what somebody else has put there
-        cmd.Cmd.cmdloop = new  # type: ignore[method-assign]
-
-
-_pdb = Installation(
-    lambda: _exchange(_cmdloop, _cmdloop_in_stopped_time),
-    lambda: _exchange(_cmdloop_in_stopped_time, _cmdloop),
-)
+_cmdloop = Replacement(cmd.Cmd, "cmdloop", _cmdloop_in_stopped_time)
+_pdb = Installation.of(_cmdloop)
 
 
 def _is_attached() -> bool:

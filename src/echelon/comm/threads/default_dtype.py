@@ -27,6 +27,7 @@ import torch
 
 from echelon.comm.threads.installation import Installation
 from echelon.errors import StateError
+from echelon.process.replacement import Replacement
 
 # The time that a rank waits for another one to end a call of torch.
 PATIENCE_S = 120.0
@@ -171,17 +172,10 @@ def _get_default_dtype() -> torch.dtype:
     return _get_of_process() if rank is None else rank.dtype
 
 
-def _install() -> None:
-    vars(torch)["set_default_dtype"] = _set_default_dtype
-    vars(torch)["get_default_dtype"] = _get_default_dtype
-
-
-def _remove() -> None:
-    vars(torch)["set_default_dtype"] = _set_of_process
-    vars(torch)["get_default_dtype"] = _get_of_process
-
-
-_in_torch = Installation(_install, _remove)
+_in_torch = Installation.of(
+    Replacement(torch, "set_default_dtype", _set_default_dtype),
+    Replacement(torch, "get_default_dtype", _get_default_dtype),
+)
 
 
 @contextmanager

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import Self, final
+
+from echelon.process.replacement import Replacement
 
 
 @final
@@ -25,6 +27,20 @@ class Installation:
         self._install, self._remove = install, remove
         self._lock = lock or threading.Lock()
         self._num_ranks = 0
+
+    @classmethod
+    def of(cls, *replacements: Replacement) -> Self:
+        """What installs and removes these."""
+
+        def install() -> None:
+            for each in replacements:
+                each.put_in()
+
+        def remove() -> None:
+            for each in replacements:
+                each.take_out()
+
+        return cls(install, remove)
 
     def __bool__(self) -> bool:
         """Whether any rank runs."""

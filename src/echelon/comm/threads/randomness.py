@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from echelon.comm.threads.default_dtype import RankDtype
 from echelon.comm.threads.installation import Installation
+from echelon.process.replacement import Replacement
 
 _DRAWS = {
     torch: (
@@ -146,9 +147,6 @@ class _OwnDraws(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-_run_backward: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
-
-
 def _run_backward_with_own_draws(*args: Any, **kwargs: Any) -> Any:
     """Run backward under the mode of the rank, for draws in recomputed forwards.
 
@@ -159,9 +157,9 @@ def _run_backward_with_own_draws(*args: Any, **kwargs: Any) -> Any:
     # If the mode is active, a second one must not be: torch.compile would see it, and trace another
     # graph for the recomputation than for the forward.
     if who is None or _has_mode():
-        return _run_backward(*args, **kwargs)
+        return _backward.original(*args, **kwargs)
     with _OwnDraws(who, _current.dtype):
-        return _run_backward(*args, **kwargs)
+        return _backward.original(*args, **kwargs)
 
 
 def _has_mode() -> bool:
@@ -170,20 +168,10 @@ def _has_mode() -> bool:
     return any(isinstance(torch._C._get_function_stack_at(i), _OwnDraws) for i in range(depth))
 
 
-_rank_generator = _RankGenerator()
-
-
-def _install() -> None:
-    vars(torch.random)["default_generator"] = _rank_generator
-    vars(torch.autograd)["_engine_run_backward"] = _run_backward_with_own_draws
-
-
-def _remove() -> None:
-    vars(torch.random)["default_generator"] = _turns.generator
-    vars(torch.autograd)["_engine_run_backward"] = _run_backward
-
-
-_in_torch = Installation(_install, _remove)
+_backward = Replacement(torch.autograd, "_engine_run_backward", _run_backward_with_own_draws)
+_in_torch = Installation.of(
+    Replacement(torch.random, "default_generator", _RankGenerator()), _backward
+)
 
 
 @contextmanager

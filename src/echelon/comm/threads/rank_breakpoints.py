@@ -16,10 +16,9 @@ from typing import Any
 
 from echelon.comm.threads.installation import Installation
 from echelon.process.offered_debugger import open_debugger
+from echelon.process.replacement import Replacement
 
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
-_trace_before: Any = pdb.set_trace
-_hook_before: Any = sys.breakpointhook
 
 
 def stop_caller() -> None:
@@ -28,7 +27,7 @@ def stop_caller() -> None:
 
 
 def _stop(frame: FrameType | None, *args: Any, **options: Any) -> Any:
-    hook = _hook_before if sys.breakpointhook is _breakpointhook else sys.breakpointhook
+    hook = _hook.original if sys.breakpointhook is _breakpointhook else sys.breakpointhook
     if os.environ.get("PYTHONBREAKPOINT") or not _is_free(hook):
         return hook(*args, **options)
     _open(frame, None)
@@ -61,20 +60,6 @@ def _breakpointhook(*args: Any, **options: Any) -> Any:
     return _stop(sys._getframe(1), *args, **options)
 
 
-def _install() -> None:
-    global _hook_before, _trace_before
-    if pdb.set_trace is not _set_trace:
-        _trace_before, pdb.set_trace = pdb.set_trace, _set_trace
-    if sys.breakpointhook is not _breakpointhook and _is_free(sys.breakpointhook):
-        _hook_before, sys.breakpointhook = sys.breakpointhook, _breakpointhook
-
-
-def _remove() -> None:
-    if pdb.set_trace is _set_trace:  # and not what somebody else has put there
-        pdb.set_trace = _trace_before
-    if sys.breakpointhook is _breakpointhook:
-        sys.breakpointhook = _hook_before
-
-
+_hook = Replacement(sys, "breakpointhook", _breakpointhook, over=_is_free)
 # Each rank enters ``of_rank`` of it.
-debugger_of_ranks = Installation(_install, _remove)
+debugger_of_ranks = Installation.of(Replacement(pdb, "set_trace", _set_trace), _hook)

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from echelon.comm.threads.installation import Installation
+from echelon.process.replacement import Replacement
 
 _MODULE = "transformers.initialization"
 _current = threading.local()
@@ -58,10 +59,7 @@ def _without(name: str) -> Iterator[None]:
     """Switch off a method of ``PreTrainedModel`` for the calling rank."""
     model_class = importlib.import_module("transformers.modeling_utils").PreTrainedModel
     with _lock:
-        method = vars(model_class)[name]
-        if (model_class, name) not in _methods:
-            _methods[model_class, name] = method
-            setattr(model_class, name, _switchable(method, name))
+        _replace(model_class, name, lambda method: _switchable(method, name))
     setattr(_current, name, getattr(_current, name, 0) + 1)
     try:
         yield
@@ -101,6 +99,14 @@ def _without_init(names: Mapping[str, Any]) -> Iterator[None]:
                 setattr(module, name, function)
 
 
+def _replace(holder: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Replace a function of the library, if that has not been done; needs the lock."""
+    if (holder, name) not in _replacements:
+        new = wrap(vars(holder)[name])
+        _replacements[holder, name] = Replacement(holder, name, new)
+        _replacements[holder, name].put_in()
+
+
 def _contexts(names: Mapping[str, Any]) -> dict[str, Callable[[], AbstractContextManager[None]]]:
     """The replacements of the context managers of the library, by their names."""
     return {
@@ -114,9 +120,8 @@ def _adapt(module: ModuleType) -> None:
     """Use the replacements on simulated ranks."""
     names = vars(module)
     for name, replacement in _contexts(names).items():
-        if name in names and name not in _library:
-            _library[name] = names[name]
-            names[name] = _on_ranks(names[name], replacement)
+        if name in names:
+            _replace(module, name, partial(_on_ranks, replacement=replacement))
 
 
 def _on_ranks(
@@ -155,8 +160,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 _finder = _Finder()
-_library: dict[str, Any] = {}  # the replaced names of its module
-_methods: dict[tuple[type, str], Any] = {}  # the replaced methods of its classes
+_replacements: dict[tuple[Any, str], Replacement] = {}  # by what they replace
 
 
 @contextmanager
@@ -184,12 +188,9 @@ def _is_importing(module: ModuleType) -> bool:
 def _restore() -> None:
     """Restore the library after the last rank has ended."""
     sys.meta_path.remove(_finder)
-    if (module := sys.modules.get(_MODULE)) is not None:
-        vars(module).update(_library)
-    for (model_class, name), method in _methods.items():
-        setattr(model_class, name, method)
-    _library.clear()
-    _methods.clear()
+    for each in _replacements.values():
+        each.take_out()
+    _replacements.clear()
 
 
 _in_library = Installation(_install, _restore, _lock)
