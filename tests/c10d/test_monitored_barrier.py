@@ -1,12 +1,16 @@
 """A monitored barrier names the ranks that do not come."""
 
+import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import echelon as ec
 from echelon.c10d.monitored_barrier import MonitoredBarrierError
+from echelon.c10d.simulated_rank import require_world_group
+from echelon.comm.threads.running_time import stopped_time
 
 SHORT = timedelta(milliseconds=100)
 
@@ -48,3 +52,24 @@ def test_rank_0_names_all_ranks_that_do_not_come_if_it_is_told_to_wait_for_all()
 def test_the_others_do_not_wait_for_ever_if_rank_0_does_not_come() -> None:
     _, second = ec.run(lacks_ranks, 2, args=([0], False))
     assert second.endswith("from rank 0: nothing came from it in 200 ms")
+
+
+def stops_in_a_debugger(world: ec.World) -> str:
+    """Rank 1 comes late, because of a debugger, and rank 2 when rank 0 has seen rank 1."""
+    dist.init_process_group("gloo")
+    if world.rank > 0:
+        world.group.recv(torch.empty(1), world.rank - 1)
+    if world.rank == 1:
+        with stopped_time():
+            time.sleep(1.5 * SHORT.total_seconds())
+    if world.rank == 2:
+        require_world_group().thread_world.order.pause(2)
+    sent = [world.group.isend(torch.ones(1), world.rank + 1)] if world.rank < 2 else []
+    dist.monitored_barrier(timeout=SHORT)
+    for work in sent:
+        work.wait()
+    return "passed"
+
+
+def test_no_rank_is_late_because_a_debugger_has_stopped_the_ranks() -> None:
+    assert ec.run(stops_in_a_debugger, 3) == ["passed"] * 3

@@ -15,6 +15,7 @@ from echelon.c10d.simulated_store import hub_of, wait_for_members
 from echelon.comm import shm
 from echelon.comm.group import Group
 from echelon.comm.threads.group import ThreadGroup
+from echelon.comm.threads.rank_order import RankOrder
 from echelon.diagnosis.collective_call import CallSignature
 from echelon.errors import CommTimeout
 
@@ -34,6 +35,7 @@ class Connection:
             or those of the group.
         close: leaves the group; a text says what this rank did instead of leaving in good order.
         is_simulated: the ranks are threads that take turns, so nothing may wait outside of groups.
+        clock: shows the seconds that limits of time count.
     """
 
     group: Group
@@ -41,6 +43,7 @@ class Connection:
     await_message: Callable[[CallSignature, int, float | None], None]
     close: Callable[[str | None], None]
     is_simulated: bool
+    clock: Callable[[], float] = time.monotonic
 
 
 def connect(options: c10d._DistributedBackendOptions) -> Connection:
@@ -110,7 +113,13 @@ def _connect_threads(options: c10d._DistributedBackendOptions, world: ThreadGrou
         await_message=partial(_await_message, group),
         close=partial(_leave_group, group),
         is_simulated=True,
+        clock=partial(_clock, group.thread_world.order, world.rank),
     )
+
+
+def _clock(order: RankOrder, rank: int) -> float:
+    """The clock of a rank, which does not run while it waits and no other rank can run."""
+    return order.clock(rank) + order.idle_s()
 
 
 def _leave_group(group: ThreadGroup, failure: str | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import final
 
@@ -28,10 +28,11 @@ class MonitoredBarrier:
         store: of the process group.
         rank: in the group.
         size: of the group.
+        clock: shows the seconds that count as time in which this rank has waited.
     """
 
-    def __init__(self, store: c10d.Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(self, store: c10d.Store, rank: int, size: int, clock: Callable[[], float]) -> None:
+        self._store, self._rank, self._size, self._clock = store, rank, size, clock
         self._num_passed = 0
 
     def wait(self, timeout: timedelta, wait_all_ranks: bool) -> None:
@@ -51,10 +52,10 @@ class MonitoredBarrier:
             self._follow(prefix, timeout)
 
     def _lead(self, prefix: str, seconds: float, wait_all_ranks: bool) -> None:
-        end = time.monotonic() + seconds
+        end = self._clock() + seconds
         missing: list[int] = []
         for rank in range(1, self._size):
-            left = max(0.0, end - time.monotonic())
+            left = max(0.0, end - self._clock())
             if not self._has_come(f"{prefix}/{rank}", left):
                 missing.append(rank)
                 if not wait_all_ranks:

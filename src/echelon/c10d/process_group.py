@@ -70,7 +70,9 @@ class ProcessGroupEchelon(NamedProcessGroup):
             connection = of_processes(connection)
         super().__init__(connection.group, store)
         self._connection = connection
-        self._barriers = MonitoredBarrier(store, self._group.rank, self._group.size)
+        self._barriers = MonitoredBarrier(
+            store, self._group.rank, self._group.size, connection.clock
+        )
         self._num_issued = 0
         self._kept: set[C10dWork] = set()
 
