@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import threading
 from functools import wraps
-from typing import Any
+from typing import Any, final
 
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
@@ -21,7 +22,6 @@ from echelon.c10d import (  # register state
     simulated_rank,
     torch_globals,  # noqa: F401
 )
-from echelon.c10d.distributed_breakpoint import BreakpointOfRank
 from echelon.c10d.rank_variables import rank_variables
 from echelon.c10d.served_backends import new_process_group
 from echelon.c10d.simulated_store import (
@@ -33,6 +33,7 @@ from echelon.c10d.simulated_store import (
 from echelon.comm.threads import rank_profiler  # noqa: F401  # the same
 from echelon.comm.threads.group import ThreadGroup
 from echelon.comm.threads.replaced_names import register_replacements
+from echelon.process.offered_debugger import open_debugger
 
 # ``torch.distributed`` has a function of the same name.
 rendezvous = importlib.import_module("torch.distributed.rendezvous")
@@ -45,6 +46,23 @@ def _init_mesh_of_rank(self: Any, *args: Any, **kwargs: Any) -> None:
     """Make meshes of different ranks differ, or caches by meshes would give one that of another."""
     _init_mesh(self, *args, **kwargs)
     self._thread_id = threading.get_ident()
+
+
+@final
+class BreakpointOfRank:
+    """Opens the debugger of all ranks where ``torch.distributed.breakpoint`` is called.
+
+    Torch's own reads from a terminal, which each process would have for itself.
+    """
+
+    def message(self, text: str) -> None:
+        """Leave out the advice to go up a frame, since this debugger stops in that frame."""
+
+    def set_trace(self) -> None:
+        """Stop in the line that has called ``torch.distributed.breakpoint``."""
+        frame = sys._getframe(1).f_back  # its caller
+        assert frame is not None
+        open_debugger(frame)
 
 
 register_replacements(

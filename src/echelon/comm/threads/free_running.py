@@ -8,9 +8,12 @@ from typing import final
 
 import torch
 
-from echelon.comm.threads.rank_globals import own_globals
+from echelon.comm.threads.default_dtype import own_default_dtype
+from echelon.comm.threads.own_functions import own_functions
+from echelon.comm.threads.randomness import random_stream
 from echelon.comm.threads.rank_order import RankOrder
 from echelon.comm.threads.running_time import running_s
+from echelon.comm.threads.transformers_contexts import own_contexts
 
 
 @final
@@ -31,7 +34,12 @@ class FreeRunning(RankOrder):
     @contextmanager
     def of_rank(self, rank: int) -> Iterator[None]:
         """Run the body as this rank, on the calling thread."""
-        with own_globals(self._dtype):
+        with (
+            own_default_dtype(self._dtype) as dtype,
+            own_functions(),
+            own_contexts(),
+            random_stream(dtype),
+        ):
             yield
 
     def sleep(self, rank: int, seconds: float) -> None:
