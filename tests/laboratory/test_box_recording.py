@@ -2,7 +2,9 @@
 
 import errno
 import os
+import shutil
 import signal
+import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -191,6 +193,30 @@ def test_a_stretch_that_is_asked_for_stays(tmp_path: Path) -> None:
 
     ec.run(main, 1)
     assert ranges(tmp_path) == [[(3, 4), (9, 9)]]
+
+
+def test_stretches_are_removed_by_one_thread_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove, busy, most = shutil.rmtree, [], []
+
+    def remove_slowly(path: Path) -> None:
+        busy.append(path)
+        most.append(len(busy))
+        time.sleep(0.1)
+        remove(path)
+        busy.remove(path)
+
+    def main(world: ec.World) -> None:
+        box = ec.Blackbox(tmp_path, every=1, keep=1)
+        for _ in box.steps(range(9)):
+            pass
+
+    monkeypatch.setattr(shutil, "rmtree", remove_slowly)
+    ec.run(main, 1)
+    assert len(most) > 3
+    assert max(most) == 1
+    assert ranges(tmp_path) == [[(9, 9)]]
 
 
 def test_a_box_neither_changes_the_bits_of_a_training_nor_its_random_streams(

@@ -212,8 +212,13 @@ class BoxRecording:
             return
         self._save = None
         if self._try(self._saves.settle) and self._group.rank == 0:
-            prune = partial(self._attempt.prune, self._options.keep)
-            self._pruning = run_in_background("echelon black box", self._try, prune)
+            self._pruning = run_in_background("echelon black box", self._prune, self._pruning)
+
+    def _prune(self, earlier: threading.Thread | None) -> None:
+        """Remove stretches that nobody needs, once the removal before this one is over."""
+        if earlier is not None:
+            earlier.join()
+        self._try(partial(self._attempt.prune, self._options.keep))
 
     def _at_end(self, finish: Callable[[], None]) -> Callable[[], None]:
         """Nothing to register: ``close`` waits for the checkpoint."""
