@@ -29,6 +29,7 @@ from torch import Tensor
 
 from echelon import checks
 from echelon.comm.group import Group
+from echelon.comm.ordered_executor import CompletedWork
 from echelon.comm.primitives import Derived, Primitive
 from echelon.comm.work import Window, Work
 from echelon.comm.world import World
@@ -91,17 +92,6 @@ class _Left(BaseException):
     """Ends the function of a rank, which cannot catch it by ``except Exception``."""
 
 
-@final
-class _NoWork(Work):
-    """The work of a call that was never issued."""
-
-    def done(self) -> bool:
-        return True
-
-    def _wait(self, timeout: float | None) -> None:
-        return None
-
-
 def _raise(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
     raise InjectedFault(f"this rank was told to fail at {call}")
 
@@ -128,7 +118,7 @@ def _wait_first(seconds: float, call: CollectiveCall, issue: Issue, sleep: Sleep
 
 
 def _skip(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
-    return _NoWork(call)
+    return CompletedWork(call)  # it was never issued
 
 
 def _repeat(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:

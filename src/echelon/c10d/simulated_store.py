@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
@@ -91,7 +91,18 @@ class SimulatedStore(c10d.Store):
     Args:
         entries: its content, which it shares with other stores of the same address.
         timeout: how long a rank waits for a key by default; unset: as for a call of a group.
+
+    Attributes:
+        real_name: of the store of torch that a class stands for.
     """
+
+    real_name: ClassVar[str] = ""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make torch's own where the caller is no simulated rank."""
+        if cls.real_name and simulated_rank.world_group() is None:
+            return REAL_STORES[cls.real_name](*args, **kwargs)
+        return super().__new__(cls)
 
     def __init__(self, entries: Entries, timeout: timedelta | None = None) -> None:
         super().__init__()
@@ -206,11 +217,7 @@ class SimulatedStore(c10d.Store):
 class SimulatedTCPStore(SimulatedStore):
     """A ``TCPStore`` of simulated ranks: those with the same host and port share their keys."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make torch's own where the caller is no simulated rank."""
-        if simulated_rank.world_group() is None:
-            return REAL_STORES["TCPStore"](*args, **kwargs)
-        return super().__new__(cls)
+    real_name = "TCPStore"
 
     def __init__(
         self,
@@ -236,11 +243,7 @@ class SimulatedTCPStore(SimulatedStore):
 class SimulatedFileStore(SimulatedStore):
     """A ``FileStore`` of simulated ranks, without a file."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make torch's own where the caller is no simulated rank."""
-        if simulated_rank.world_group() is None:
-            return REAL_STORES["FileStore"](*args, **kwargs)
-        return super().__new__(cls)
+    real_name = "FileStore"
 
     def __init__(self, file_name: str, world_size: int = -1) -> None:
         self.path = file_name
@@ -251,11 +254,7 @@ class SimulatedFileStore(SimulatedStore):
 class SimulatedHashStore(SimulatedStore):
     """A ``HashStore`` of simulated ranks, which those share that one has given it to."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make torch's own where the caller is no simulated rank."""
-        if simulated_rank.world_group() is None:
-            return REAL_STORES["HashStore"](*args, **kwargs)
-        return super().__new__(cls)
+    real_name = "HashStore"
 
     def __init__(self) -> None:
         super().__init__(Entries())

@@ -8,8 +8,6 @@ own: two threads in one group could issue their collectives in different orders 
 from __future__ import annotations
 
 import atexit
-import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +25,7 @@ from echelon.comm.group import Group
 from echelon.errors import CheckpointError
 from echelon.launch.run import entered
 from echelon.process.background_threads import run_in_background
+from echelon.process.process_end import failing_process
 
 # Registers a function to be called at the end of the world or the script; returns its removal.
 AtEnd = Callable[[Callable[[], None]], Callable[[], None]]
@@ -210,16 +209,5 @@ def _home(group: Group | None) -> tuple[Group | None, object]:
 
 def _at_exit(finish: Callable[[], None]) -> Callable[[], None]:
     """Have the script exit with an error if its last save fails."""
-
-    def end() -> None:
-        try:
-            finish()
-        except BaseException as error:
-            # The interpreter would print the error and still exit with 0.
-            sys.excepthook(type(error), error, error.__traceback__)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
-
-    atexit.register(end)
+    end = atexit.register(failing_process(finish))
     return lambda: atexit.unregister(end)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 
+from echelon.cli.schedule_command import write_files
 from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.action_file import read_file, read_stream
 from echelon.pipeline.schedules.judgement import USUAL_RULES, judge
@@ -26,15 +27,6 @@ def show(
     except ArgumentError as error:
         raise ArgumentError(f"{file}: {error}") from error
     typer.echo(str(verdict))
-    for form, path in files.items():
-        if path is None:
-            continue
-        try:
-            path.write_text(verdict.to_svg() if form == "svg" else verdict.to_page())
-        except OSError as error:
-            raise ArgumentError(
-                f"--{form} is {path}, which cannot be written: {error.strerror}; give a file in a "
-                "folder that is there"
-            ) from error
-        typer.echo(f"the drawing is in {path}")
+    drawn = {"svg": verdict.to_svg, "html": verdict.to_page}
+    write_files(files, lambda form: drawn[form](), "the drawing")
     return 0 if verdict.is_legal else 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -65,17 +66,29 @@ def show(request: ScheduleRequest) -> int:
         if choice.recommended is None:
             return 1
         simulation = choice.recommended.simulation
-    for form, path in request.files.items():
-        if path is not None:
-            try:
-                path.write_text(_file(form, simulation))
-            except OSError as error:
-                raise ArgumentError(
-                    f"--{form} is {path}, which cannot be written: {error.strerror}; give a file "
-                    "in a folder that is there"
-                ) from error
-            typer.echo(f"{simulation.schedule.name} is in {path}")
+    write_files(request.files, partial(_file, simulation), simulation.schedule.name)
     return 0
+
+
+def write_files(files: Mapping[str, Path | None], drawn: Callable[[str], str], what: str) -> None:
+    """Write the files that were asked for.
+
+    Args:
+        files: their paths, by format.
+        drawn: gives the text of a format.
+        what: is in them, for the user.
+    """
+    for form, path in files.items():
+        if path is None:
+            continue
+        try:
+            path.write_text(drawn(form))
+        except OSError as error:
+            raise ArgumentError(
+                f"--{form} is {path}, which cannot be written: {error.strerror}; give a file in a "
+                "folder that is there"
+            ) from error
+        typer.echo(f"{what} is in {path}")
 
 
 def _named(request: ScheduleRequest, costs: dict[str, float]) -> Simulation:
@@ -138,7 +151,7 @@ def _cells(row: ChoiceRow, choice: Choice) -> list[str]:
     ]
 
 
-def _file(form: str, simulation: Simulation) -> str:
+def _file(simulation: Simulation, form: str) -> str:
     if form == "csv":
         return simulation.schedule.to_csv()
     if form == "svg":

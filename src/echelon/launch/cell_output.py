@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +41,11 @@ def shown_in_cell(fn: Callable[..., Any], ranks: int, world: str) -> Iterator[Ca
 
 @contextmanager
 def _marked_lines() -> Iterator[None]:
-    output = sys.stdout
-    if isinstance(output, WholeLines):  # a rank of a run has called ``run``
+    if isinstance(sys.stdout, WholeLines):  # a rank of a run has called ``run``
         yield
         return
-    sys.stdout = WholeLines(output, tee=True)
-    try:
+    with redirect_stdout(WholeLines(sys.stdout, tee=True)):
         yield
-    finally:
-        sys.stdout = output
 
 
 class _Marked:

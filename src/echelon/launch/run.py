@@ -35,6 +35,7 @@ from echelon.launch.processes import run_processes
 from echelon.launch.rank_function import taking_world
 from echelon.launch.simulated_ranks import SimulatedRanks
 from echelon.process.environment import JobEnvironment, environment, timeout_wanted
+from echelon.process.process_end import failing_process
 
 MOST_RANKS = 1 << 16  # of one machine; more is a mistake
 BACKENDS = ("shm", "gloo", "nccl", "mpi", "ucc", "xccl")
@@ -272,15 +273,5 @@ def _close_at_exit(world: World) -> None:
             world.close(error)
         before(kind, error, trace)
 
-    def close() -> None:
-        try:
-            world.close()
-        except BaseException as error:
-            # The interpreter would print this and still exit with 0.
-            sys.excepthook(type(error), error, error.__traceback__)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
-
     sys.excepthook = tell
-    atexit.register(close)
+    atexit.register(failing_process(world.close))

@@ -21,6 +21,7 @@ from echelon.errors import ArgumentError, CommTimeout, DeadlockError, DebuggerQu
 from echelon.launch.program import Program, threads_per_rank
 from echelon.launch.rank_lines import WholeLines, printing_as
 from echelon.process import time_limits
+from echelon.process.process_end import end_now, exit_code_of
 
 if TYPE_CHECKING:
     from echelon.comm.world import World
@@ -132,7 +133,7 @@ def _ending(
             print(error, file=sys.stderr)
             return 1
         case SystemExit():
-            return _exit_code(error)
+            return exit_code_of(error)
     return _fail(error, raised, ranks)
 
 
@@ -153,14 +154,6 @@ def _fail(
     return 1
 
 
-def _exit_code(error: SystemExit) -> int:
-    """The exit code that Python would give."""
-    if error.code is None or isinstance(error.code, int):
-        return error.code or 0
-    print(error.code, file=sys.stderr)
-    return 1
-
-
 def _leave(code: int, before: frozenset[threading.Thread]) -> int:
     """Wait for the threads that came since ``before``; end the process here if one still computes.
 
@@ -171,7 +164,5 @@ def _leave(code: int, before: frozenset[threading.Thread]) -> int:
     for thread in ranks:
         thread.join(time_limits.NOTICE_IN_THREADS_S / len(ranks))
     if any(thread.is_alive() for thread in ranks):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        end_now(code)
     return code

@@ -7,6 +7,7 @@
 ``die_with_parent``     processes that the kernel ends with the one that started them
 ``forks``               a process that a rank forks owns nothing of the rank's world
 ``fork_server``         the process that local ranks are forked from
+``process_end``         the exit code of a process, and what it has printed
 ``background_threads``  threads beside the one that runs the script
 ``main_thread``         what only the main thread may do, done for ranks that are other threads
 ``replacement``         a function of Python or torch that is replaced for a while

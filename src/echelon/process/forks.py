@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import traceback
 import weakref
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from typing import Protocol, final
 
 from echelon.errors import StateError
+from echelon.process.process_end import end_now, exit_code_of
 
 
 class Owned(Protocol):
@@ -73,24 +73,14 @@ def ends_forks() -> Iterator[None]:
     except SystemExit as end:
         if before is _mark:
             raise
-        code = _code_of(end)
+        code = exit_code_of(end)
     except BaseException:
         if before is _mark:
             raise
         traceback.print_exc()
         code = 1
     if before is not _mark:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _code_of(end: SystemExit) -> int:
-    """The exit code that Python gives."""
-    if end.code is None or isinstance(end.code, int):
-        return end.code or 0
-    print(end.code, file=sys.stderr)
-    return 1
+        end_now(code)
 
 
 def _disown() -> None:

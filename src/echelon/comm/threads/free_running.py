@@ -29,7 +29,6 @@ class FreeRunning(RankOrder):
         self._dtype = torch.get_default_dtype()
         self._holding: int | None = None  # the rank that runs alone
         self._held: set[int] = set()  # those that have stopped for it
-        self._in_a_hurry = False
 
     @contextmanager
     def of_rank(self, rank: int) -> Iterator[None]:
@@ -74,12 +73,6 @@ class FreeRunning(RankOrder):
 
     def pause(self, rank: int) -> None:
         """Return at once: others run anyway."""
-
-    def hurry(self) -> None:
-        """Let ranks go on that have stopped for another."""
-        self._in_a_hurry = True
-        for wakeup in self._wakeups:
-            wakeup.notify_all()
 
     def close(self) -> None:
         """Do nothing: each rank has restored what it had for itself."""

@@ -34,6 +34,7 @@ class RankOrder(ABC):
         self.lock = threading.Lock()
         self._wakeups = [threading.Condition(self.lock) for _ in range(size)]
         self.asking_thread: int | None = None
+        self._in_a_hurry = False
 
     @final
     def require_running(self, call: object) -> None:
@@ -73,9 +74,12 @@ class RankOrder(ABC):
     def hold(self, rank: int) -> AbstractContextManager[None]:
         """Let no other rank run in the body, which this rank runs. Without the lock."""
 
-    @abstractmethod
+    @final
     def hurry(self) -> None:
-        """Let no rank wait long before it runs, since the world has failed."""
+        """Let no rank wait long before it runs from now on, since the world has failed."""
+        self._in_a_hurry = True
+        for wakeup in self._wakeups:
+            wakeup.notify_all()
 
     @abstractmethod
     def close(self) -> None:

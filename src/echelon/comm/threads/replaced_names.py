@@ -85,7 +85,8 @@ class Names:
 
     def __init__(self, places: Iterable[Place]) -> None:
         self._places = list(places)
-        self._awaited = [each.holder for each in self._places if isinstance(each.holder, str)]
+        names = (each.holder for each in self._places if isinstance(each.holder, str))
+        self._awaited = list(dict.fromkeys(names))  # modules
         self._latest: Values = ()
         self._look()
 

@@ -66,7 +66,6 @@ class Turns(RankOrder):
         self._running: int | None = None  # the holder, once its thread has noticed
         self._wanting = set(range(1, size))
         self._overtaken: set[int] = set()
-        self._in_a_hurry = False
         self._closed = False
         self._turn = 0  # counts the turns
         self._turn_since_s = 0.0  # when the holder began to run
@@ -156,12 +155,6 @@ class Turns(RankOrder):
             if self._holder is None:
                 self._hand_on(rank)
         self._wakeups[rank].notify_all()
-
-    def hurry(self) -> None:
-        """Let no rank wait long for its turn from now on, since the world has failed."""
-        self._in_a_hurry = True
-        for wakeup in self._wakeups:
-            wakeup.notify_all()
 
     def pause(self, rank: int) -> None:
         """Let all others that want have their turns."""
