@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from echelon.errors import CheckpointCorrupt, CheckpointTooNew
+from tests.bomb import Bomb
 from tests.checkpoint.manifests import EXAMPLE, edited, sealed
 
 __all__ = ["MOST", "Cost", "contents", "cost_of", "headers", "manifests", "must_be_refused"]
@@ -76,25 +77,15 @@ def contents(most: int) -> dict[str, Callable[[], bytes]]:
     }
 
 
-class _Canary:
-    """When it is unpickled, a file appears."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self._path,)
-
-
 def _files(canary: Path, most: int) -> dict[str, Callable[[], bytes]]:
     """What is no file of a checkpoint at all."""
     return {
         "nothing": lambda: b"",
-        "a pickle": lambda: pickle.dumps(_Canary(canary)),
-        "a pickle of text": lambda: pickle.dumps(_Canary(canary), 0),
+        "a pickle": lambda: pickle.dumps(Bomb(canary)),
+        "a pickle of text": lambda: pickle.dumps(Bomb(canary), 0),
         "zeros": lambda: bytes(most),
         "more than 100 MB": lambda: bytes(MOST + 1),
-        "an archive": lambda: b"PK\x03\x04" + pickle.dumps(_Canary(canary)),
+        "an archive": lambda: b"PK\x03\x04" + pickle.dumps(Bomb(canary)),
     }
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import echelon as ec
+from tests.bomb import Bomb
 from tests.checkpoint.manifests import edited
 
 __all__ = ["CANARY", "Targets", "attacks", "save_good"]
@@ -71,16 +72,6 @@ def save_good(root: Path) -> Path:
     return ec.save(root, step=1, **Targets(0).given, table=table, epoch=3)
 
 
-class Evil:
-    """Writes the canary when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.path}",)
-
-
 def attacks(canary: Path) -> Iterator[tuple[str, Attack]]:
     """All of them, with a name for each."""
     yield from _code(canary)
@@ -91,9 +82,9 @@ def attacks(canary: Path) -> Iterator[tuple[str, Attack]]:
 
 
 def _code(canary: Path) -> Iterator[tuple[str, Attack]]:
-    pickled = pickle.dumps(Evil(canary))
+    pickled = pickle.dumps(Bomb(canary))
     buffer = io.BytesIO()
-    torch.save({"weight": torch.ones(2), "evil": Evil(canary)}, buffer)
+    torch.save({"weight": torch.ones(2), "evil": Bomb(canary)}, buffer)
 
     def overwrite(file: str, data: bytes) -> Attack:
         return lambda step: (step / file).write_bytes(data)

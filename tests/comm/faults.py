@@ -19,7 +19,7 @@ import torch
 import echelon as ec
 from echelon.process.die_with_parent import signal_on_death_of_parent
 
-__all__ = ["DEATHS", "HANGS", "NEED_PROCESS", "train"]
+__all__ = ["DEATHS", "DOES", "HANGS", "NEED_PROCESS", "train"]
 
 FOREVER_S = 1000.0
 THREAD_S = 6.0  # of a simulated rank, which nobody can end: it would outlive its test
@@ -82,6 +82,13 @@ HANGS: dict[str, Callable[[], object]] = {
     "socket": waits_for_a_socket,
     "C call": lambda: ctypes.CDLL(None).sleep(int(seconds())),
     "C call with the interpreter": lambda: ctypes.PyDLL(None).sleep(int(seconds())),
+}
+# What the report of a hang says that such a rank does.
+DOES = {
+    "stopped": "is stopped by SIGSTOP or a debugger",
+    "sleep": "sleeps or waits outside communication",
+    "computation": "computes outside communication",
+    "lock": "sleeps or waits outside communication",
 }
 DEATHS: dict[str, Callable[[], object]] = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),

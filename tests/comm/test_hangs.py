@@ -12,16 +12,11 @@ import torch
 import echelon as ec
 from echelon.errors import CommTimeout
 from tests.comm import faults
+from tests.comm.faults import DOES
 from tests.comm.gloo_ranks import gloo_outcomes
 
 TIMEOUT_S = 3.0
 STEP = 4
-DOES = {
-    "stopped": "is stopped by SIGSTOP or a debugger",
-    "sleep": "sleeps or waits outside communication",
-    "computation": "computes outside communication",
-    "lock": "sleeps or waits outside communication",
-}
 
 
 @pytest.fixture(autouse=True)

@@ -13,17 +13,8 @@ import torch
 import echelon as ec
 from echelon.comm.buffers import from_bytes
 from echelon.comm.object_bytes import from_object
+from tests.bomb import Bomb
 from tests.worlds import KINDS, run_world
-
-
-class Bomb:
-    """Makes a file where it is unpickled."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return os.mknod, (self.path,)
 
 
 def error_of(call: Callable[..., Any], *args: Any, **options: Any) -> str:
@@ -82,12 +73,12 @@ def test_objects_are_data_and_a_pickle_is_taken_only_where_the_call_asks_for_it(
             assert torch.equal(tensors["x"], torch.arange(3.0) * r)
             assert tensors["i"].item() == 7
             assert tensors["c"].dtype == torch.complex64
-        assert seen["refused"].startswith("ArgumentError: the object.a[0] is a tests.comm.")
+        assert seen["refused"].startswith("ArgumentError: the object.a[0] is a tests.bomb.")
         assert "with pickle=True in this call" in seen["refused"]
         assert seen["by name"].startswith("ArgumentError: pickle is 'yes'")
         assert not seen["ran"]
         assert seen["pickled"].count("defaultdict") == 2, rank
-    assert found[0]["refused src"].startswith("ArgumentError: the object is a tests.comm.")
+    assert found[0]["refused src"].startswith("ArgumentError: the object is a tests.bomb.")
     assert found[0]["bomb"].startswith("CommError: rank 1 sent what is no object")
     assert found[0]["huge"].startswith("CommError: rank 1 says that it sends an object of 11529215")
 

@@ -13,6 +13,7 @@ import pytest
 from echelon.diagnosis.exit_guard import error_file, install_failure_record
 from echelon.diagnosis.failure_record import FailureRecord
 from tests.cli.jobs import Job
+from tests.diagnosis.test_failure_record import raised
 
 SCRIPT = """
 import pathlib, sys, time, torch
@@ -45,14 +46,6 @@ def test_ranks_whose_agent_is_killed_end_within_the_timeout_and_say_so(
     said = "\n".join(lines)
     assert "the agent of torchrun on the host of rank" in said
     assert f"(process {job.launcher.pid}) has ended, and its ranks end with it" in said
-
-
-def raised(error: BaseException) -> BaseException:
-    """``error`` with a traceback."""
-    try:
-        raise error
-    except type(error) as caught:
-        return caught
 
 
 def test_the_hook_writes_a_record_and_python_still_reports(

@@ -48,12 +48,7 @@ def my_rows(world: World, value: Tensor) -> Tensor:
 
 def correct(world: World, model: nn.Module, batches: list[Any], optimizer: Optimizer) -> None:
     torch.manual_seed(world.rank + 7)
-    stepper = optimizer(model.parameters())
-    for x, y in batches:
-        mse_loss(model(my_rows(world, x)), my_rows(world, y)).backward()
-        average(world, model)
-        stepper.step()
-        stepper.zero_grad()
+    _plain_loop(world, model, batches, optimizer)
 
 
 # Loops with one mistake --------------------------------------------------------------------------
@@ -62,12 +57,7 @@ def correct(world: World, model: nn.Module, batches: list[Any], optimizer: Optim
 def mean_over_unequal_batches(
     world: World, model: nn.Module, batches: list[Any], optimizer: Optimizer
 ) -> None:
-    stepper = optimizer(model.parameters())
-    for x, y in batches:  # 10 rows on 4 ranks: two have 3, two have 2
-        mse_loss(model(my_rows(world, x)), my_rows(world, y)).backward()
-        average(world, model)
-        stepper.step()
-        stepper.zero_grad()
+    _plain_loop(world, model, batches, optimizer)  # 10 rows on 4 ranks: two have 3, two have 2
 
 
 def mean_over_unequal_tokens(

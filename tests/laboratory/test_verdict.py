@@ -5,24 +5,14 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import echelon as ec
-from echelon.comm.world import World
-from tests.laboratory.mutants import average, my_rows
-from tests.laboratory.tasks import Optimizer, mlp, rows_of_numbers, sgd
-
-
-def with_frozen_head(
-    world: World, model: nn.Module, batches: list[Any], optimizer: Optimizer
-) -> None:
-    stepper = optimizer(list(model.parameters())[:2])
-    for x, y in batches:
-        mse_loss(model(my_rows(world, x)), my_rows(world, y)).backward()
-        average(world, model)
-        stepper.step()
-        model.zero_grad()
+from tests.laboratory.mutants import forgotten_parameter
+from tests.laboratory.tasks import mlp, rows_of_numbers, sgd
 
 
 def test_parameters_that_no_rank_trains_have_a_note() -> None:
-    result = ec.compare(mlp, rows_of_numbers(), with_frozen_head, loss_fn=mse_loss, optimizer=sgd)
+    result = ec.compare(
+        mlp, rows_of_numbers(), forgotten_parameter, loss_fn=mse_loss, optimizer=sgd
+    )
     assert "no rank trained these parameters: 2.weight, 2.bias" in result.notes
 
 

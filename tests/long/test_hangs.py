@@ -5,18 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.comm.faults import HANGS, is_stopped
+from tests.comm.faults import DOES, HANGS, is_stopped
 from tests.long.failing_jobs import WAYS, Ended, end_of
 
 TIMEOUT_S = 10.0
 MOST_S = 20.0  # from the beginning of the hang to the end of the last process
 MOST_LINES = 25  # of echelon run
-DOES = {
-    "stopped": "is stopped by SIGSTOP or a debugger",
-    "sleep": "sleeps or waits outside communication",
-    "computation": "computes outside communication",
-    "lock": "sleeps or waits outside communication",
-}
 
 
 def check_told(ended: Ended, hang: str) -> None:

@@ -13,15 +13,15 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
 from echelon.comm.torch_dist import proof
+from tests.bomb import Bomb
 
 NOBODY = 65534
 # What follows a number that stands for a rank: nothing; or the head of a message of gloo, with the
@@ -33,16 +33,6 @@ KNOCKS = {
 }
 SHARED = ("echelon", "echelon store", "echelon flight recorder")  # names in /dev/shm that it takes
 RED = "\x1b[2J\x1b[31m[bold red]pay here[/]\x07"
-
-
-class Bomb:
-    """Makes a file where it is unpickled."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return os.mknod, (self.path,)
 
 
 def become_nobody() -> None:

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from echelon.checkpoint.convert.convert import ConvertOptions, Form, convert
 from echelon.cli import app
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, CheckpointCorrupt
+from tests.bomb import Bomb
 from tests.checkpoint.layouts import LAYOUTS
 from tests.checkpoint.whole import State, check_equal, whole_state
 
@@ -119,12 +119,7 @@ def test_a_dcp_is_read_only_if_its_pickle_is_trusted(tmp_path: Path) -> None:
 
 def test_a_file_of_torch_save_that_would_run_code_is_refused(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
-
-    class Bomb:
-        def __reduce__(self) -> Any:
-            return canary.touch, ()
-
-    torch.save({"model": Bomb()}, tmp_path / "state.pt")
+    torch.save({"model": Bomb(canary)}, tmp_path / "state.pt")
     with pytest.raises(CheckpointCorrupt, match="which only unpickling could make"):
         convert(tmp_path / "state.pt", tmp_path / "run", ConvertOptions())
     assert not canary.exists()

@@ -20,7 +20,7 @@ import echelon as ec
 from echelon.checkpoint.convert import plain_files
 from echelon.checkpoint.convert.convert import ConvertOptions, Form, convert
 from echelon.checkpoint.convert.plain_files import INDEX
-from tests.comm.test_objects import Bomb
+from tests.bomb import Bomb
 
 TO_ECHELON = ConvertOptions(to=Form.ECHELON)
 Edit = Callable[[bytes], bytes]
