@@ -179,11 +179,6 @@ def _restore(values: Values) -> None:
             c10d._register_process_group(name, group)
 
 
-def _restore_debug_level(level: c10d.DebugLevel) -> None:
-    if level != c10d.get_debug_level():
-        c10d.set_debug_level(level)
-
-
 register_state("torch.distributed", _globals.read, _restore, _globals.first_values)
 # How much C++ code says of its calls, which torch reads from a variable.
-register_state("debug level of torch.distributed", c10d.get_debug_level, _restore_debug_level)
+register_state("debug level", c10d.get_debug_level, c10d.set_debug_level)
