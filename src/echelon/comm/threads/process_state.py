@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 
+from echelon.comm.threads.numpy_stream import NumpyStream
 from echelon.comm.threads.python_stream import PythonStream
 
 # The waits of this file and of ``turns`` never hand on a turn, whatever replaces the method.
@@ -211,26 +212,8 @@ def _import_numpy_random() -> None:
         importlib.import_module("numpy.random")
 
 
-def _save_numpy() -> Any:
-    numpy_random = sys.modules.get("numpy.random")
-    return None if numpy_random is None else numpy_random.get_bit_generator()
-
-
-def _restore_numpy(generator: Any) -> None:
-    if generator is not None:
-        sys.modules["numpy.random"].set_bit_generator(generator)
-
-
-def _copy_numpy(generator: Any) -> Any:
-    """The same stream for another rank: to exchange generators is cheaper than their states."""
-    if generator is None:
-        return None
-    copied = type(generator)()
-    copied.state = generator.state
-    return copied
-
-
-register_state("numpy", _save_numpy, _restore_numpy, _copy_numpy)
+_numpy_stream = NumpyStream()
+register_state("numpy", _numpy_stream.save, _numpy_stream.restore, _numpy_stream.copy)
 
 
 def _restore_dtype(dtype: torch.dtype) -> None:
