@@ -178,14 +178,15 @@ Value = TypeVar("Value")
 
 def _same_if_equal(save: Callable[[], Value]) -> Callable[[], Value]:
     """Return the same object for equal states, which nobody changes in place."""
-    latest: list[Value] = []
+    latest = save()
 
     @wraps(save)
     def saved() -> Value:
+        nonlocal latest
         value = save()
-        if latest != [value]:
-            latest[:] = [value]
-        return latest[0]
+        if value != latest:
+            latest = value
+        return latest
 
     return saved
 
@@ -226,15 +227,24 @@ register_state("default dtype", torch.get_default_dtype, _restore_dtype)
 _Flags = tuple[bool, bool, bool, bool, bool, str]
 
 
+# What their public counterparts call, and nothing else.
+_get_mode = torch._C._get_deterministic_algorithms
+_get_warn_only = torch._C._get_deterministic_algorithms_warn_only
+_get_fill = torch._C._get_deterministic_fill_uninitialized_memory
+_get_cudnn_deterministic = torch._C._get_cudnn_deterministic
+_get_cudnn_benchmark = torch._C._get_cudnn_benchmark
+_get_precision = torch._C._get_float32_matmul_precision
+
+
 @_same_if_equal
 def _save_flags() -> _Flags:
     return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        vars(torch.utils)["deterministic"].fill_uninitialized_memory,
-        torch.backends.cudnn.deterministic,
-        torch.backends.cudnn.benchmark,
-        torch.get_float32_matmul_precision(),
+        _get_mode(),
+        _get_warn_only(),
+        _get_fill(),
+        _get_cudnn_deterministic(),
+        _get_cudnn_benchmark(),
+        _get_precision(),
     )
 
 

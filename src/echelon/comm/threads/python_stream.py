@@ -2,7 +2,7 @@
 
 ``random.getstate`` makes 625 integers, which takes 10 µs and more at each turn of a simulated rank.
 Most ranks draw no numbers from it. CPython keeps the state in one piece of memory, and to compare
-that piece takes 0.3 µs.
+that piece takes 0.1 µs.
 """
 
 from __future__ import annotations
@@ -34,31 +34,36 @@ class PythonStream:
 
     def __init__(self) -> None:
         self._generator: Any = vars(random)["_inst"]
-        self._is_in_memory = _words_of(self._generator) == _state_of(self._generator)
-        self._seen: object = None
+        is_in_memory = _words_of(self._generator) == _state_of(self._generator)
+        self._memory = _memory_of(self._generator) if is_in_memory else None
+        self._seen: bytes | None = None
+        self._gauss: float | None = None
         self._state: Any = None
 
     def save(self) -> Any:
         """The state now."""
-        seen = self._look()
-        if seen != self._seen:
-            self._seen, self._state = seen, random.getstate()
+        if self._memory is None or (
+            self._memory.tobytes() != self._seen or self._generator.gauss_next != self._gauss
+        ):
+            self._state = random.getstate()
+            self._see()
         return self._state
 
     def restore(self, state: Any) -> None:
         """Go back to a state."""
         random.setstate(state)
-        self._seen, self._state = self._look(), state
+        self._state = state
+        self._see()
 
-    def _look(self) -> object:
-        """What differs if the state differs."""
-        if not self._is_in_memory:
-            return object()
-        return _memory_of(self._generator), self._generator.gauss_next
+    def _see(self) -> None:
+        """Remember what differs as soon as the state does."""
+        if self._memory is not None:
+            self._seen, self._gauss = self._memory.tobytes(), self._generator.gauss_next
 
 
-def _memory_of(generator: object) -> bytes:
-    return ctypes.string_at(id(generator) + _START, _NBYTES)
+def _memory_of(generator: object) -> memoryview:
+    """The memory itself, and no copy."""
+    return memoryview((ctypes.c_char * _NBYTES).from_address(id(generator) + _START)).cast("B")
 
 
 def _words_of(generator: object) -> tuple[int, ...]:

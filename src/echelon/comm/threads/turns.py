@@ -150,11 +150,14 @@ class Turns(RankOrder):
 
     def wake(self, rank: int, threads: Iterable[int]) -> None:
         """Let the rank have a turn, if one of these threads takes its turns."""
-        if self._threads[rank] in threads and self._holder != rank:
-            self._wanting.add(rank)
-            if self._holder is None:
-                self._hand_on(rank)
-        self._wakeups[rank].notify_all()
+        takes_turns = self._threads[rank]
+        for thread in threads:
+            if thread != takes_turns:
+                self._wakeups[rank].notify_all()
+            elif self._holder != rank:
+                self._wanting.add(rank)  # to wake it before its turn would only cost time
+                if self._holder is None:
+                    self._hand_on(rank)
 
     def pause(self, rank: int) -> None:
         """Let all others that want have their turns."""
