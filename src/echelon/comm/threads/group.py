@@ -126,7 +126,7 @@ class ThreadGroup(Group):
         aborted = self._world.aborted
         condition = PendingCondition(rank, others, lambda: self.name in aborted or ready(), missing)
         self._world.wait_until(condition, call, timeout, self.timeout)
-        self._refuse_if_aborted(str(call))
+        self._refuse_if_aborted(call)
 
     def abort(self, cause: str) -> None:
         """Let all ranks fail that wait in this group, or communicate in it from now on.
@@ -147,11 +147,11 @@ class ThreadGroup(Group):
             each.error = self._aborted(f"a call of group {self.name!r}")
             world.complete(each)
 
-    def _aborted(self, doing: str) -> RankFailed:
+    def _aborted(self, doing: object) -> RankFailed:
         rank, cause = self._world.aborted[self.name]
-        return RankFailed(rank, cause, doing)
+        return RankFailed(rank, cause, str(doing))
 
-    def _refuse_if_aborted(self, doing: str) -> None:
+    def _refuse_if_aborted(self, doing: object) -> None:
         if self.name in self._world.aborted:
             raise self._aborted(doing)
 
@@ -181,7 +181,7 @@ class ThreadGroup(Group):
         world = self._world
         with world.lock:
             world.admit(call)
-            self._refuse_if_aborted(str(call))
+            self._refuse_if_aborted(call)
             key = (self.name, call.position)
             meeting = world.meetings.get(key)
             if meeting is None:
@@ -216,7 +216,7 @@ class ThreadGroup(Group):
         world, op = self._world, call.signature.op
         with world.lock:
             world.admit(call)
-            self._refuse_if_aborted(str(call))
+            self._refuse_if_aborted(call)
             queue = world.mail.setdefault((self.name, src, dst, tag), deque())
             if not queue or op in queue[0].sides:  # the other side has not joined yet
                 transfer = PendingMessage((self.ranks[src], self.ranks[dst]))
