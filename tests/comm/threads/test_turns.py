@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import echelon as ec
+from echelon.comm.threads import rank_order
 from echelon.comm.threads.blocking_calls import join_in_turn
 from echelon.comm.threads.group import ThreadGroup
 from echelon.comm.threads.thread_world import ThreadWorld
@@ -157,6 +158,28 @@ def test_the_process_is_put_back_after_an_error() -> None:
     assert time.sleep.__module__ == "time"
     assert threading.Thread.join.__module__ == "threading"
     assert threading.Condition.wait.__module__ == "threading"
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_a_rank_that_waits_is_not_woken_before_its_turn(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    orders: list[Any] = []
+    wait_for = rank_order.wait_for
+
+    def counted(condition: threading.Condition, seconds: float | None = None) -> bool:
+        waits.append(threading.get_ident())
+        return wait_for(condition, seconds)
+
+    def main(world: ec.World) -> None:
+        orders.append(thread_world(world).order)
+        for _ in range(20):
+            world.group.barrier()
+
+    monkeypatch.setattr(rank_order, "wait_for", counted)
+    ec.run(main, ranks)
+    assert 20 <= len(waits) <= orders[0]._turn
 
 
 def test_a_rank_that_asks_in_a_loop_lets_others_run() -> None:

@@ -20,28 +20,29 @@ class _Stops:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_stops = 0  # that last now
-        self._stopped_s = 0.0  # of those that have ended
-        self._since_s = 0.0  # when the clock stopped, if it stands
+        # When the clock stopped, if it stands, and how long it has stood before. One tuple, so that
+        # to read the clock needs no lock.
+        self._stood: tuple[float | None, float] = None, 0.0
 
     def now_s(self) -> float:
         """The time that the clock shows."""
-        with self._lock:
-            now_s = self._since_s if self._num_stops else time.monotonic()
-            return now_s - self._stopped_s
+        since_s, stopped_s = self._stood
+        return (time.monotonic() if since_s is None else since_s) - stopped_s
 
     def begin(self) -> None:
         """Stop the clock, once more if it stands already."""
         with self._lock:
             if not self._num_stops:
-                self._since_s = time.monotonic()
+                self._stood = time.monotonic(), self._stood[1]
             self._num_stops += 1
 
     def end(self) -> None:
         """End one stop; the clock runs again when all have ended."""
         with self._lock:
             self._num_stops -= 1
-            if not self._num_stops:
-                self._stopped_s += time.monotonic() - self._since_s
+            since_s, stopped_s = self._stood
+            if not self._num_stops and since_s is not None:
+                self._stood = None, stopped_s + time.monotonic() - since_s
 
 
 _stops = _Stops()
