@@ -11,17 +11,14 @@ import ctypes
 import struct
 import sys
 from types import SimpleNamespace
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 _START = object.__basicsize__  # of what an object has beyond its type and its references
 _WORDS = struct.Struct("624Ii")  # how an MT19937 keeps its state: the key, and a position
 
 
-class _Saved(NamedTuple):
-    """A generator, and the normal number that is kept beside it, if one is."""
-
-    generator: Any
-    kept: float | None
+# A generator, and the normal number that is kept beside it, if one is.
+_Saved = tuple[Any, float | None]
 
 
 @final
@@ -54,21 +51,21 @@ class NumpyStream:
         if self._keeps.value:
             state = numpy_random.get_state(legacy=False)
             kept = state["gauss"] if state["has_gauss"] else None
-        return _Saved(numpy_random.get_bit_generator(), kept)
+        return numpy_random.get_bit_generator(), kept
 
     def restore(self, saved: _Saved | None) -> None:
         """Draw from a state."""
         if saved is None:
             return
-        numpy_random = sys.modules["numpy.random"]
-        numpy_random.set_bit_generator(saved.generator)
-        if saved.kept is not None:
+        numpy_random, (generator, kept) = sys.modules["numpy.random"], saved
+        numpy_random.set_bit_generator(generator)
+        if kept is not None:
             state = numpy_random.get_state(legacy=False)
-            numpy_random.set_state({**state, "has_gauss": 1, "gauss": saved.kept})
+            numpy_random.set_state({**state, "has_gauss": 1, "gauss": kept})
 
     def copy(self, saved: _Saved | None) -> _Saved | None:
         """The same stream for another rank."""
-        return None if saved is None else saved._replace(generator=self._copy(saved.generator))
+        return None if saved is None else (self._copy(saved[0]), saved[1])
 
     def _copy(self, generator: Any) -> Any:
         kind = type(generator)
