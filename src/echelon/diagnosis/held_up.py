@@ -146,7 +146,7 @@ class _Judge:
         spans = [row.spans_ns[activity] for row in rows]
         if not self._stages or activity not in _PASSES:
             return spans[r] - median(_others(spans, r))
-        blocked = [span - row.ran_ns[activity] for span, row in zip(spans, rows, strict=True)]
+        blocked = [row.blocked_ns[activity] for row in rows]
         excess = blocked[r] - median(_others(blocked, r))
         # See [Note: stages differ].
         (other,) = set(_PASSES) - {activity}

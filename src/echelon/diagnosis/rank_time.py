@@ -11,7 +11,14 @@ because on a busy machine it comes to every rank by turns, and says nothing abou
 
 Only the thread of the rank is measured: that of its world. Others call these functions in vain.
 Each change costs 0.3 µs. The kernel's numbers, which cost 1.3 µs, are read at most once in
-``_READ_NS``.
+``_READ_NS``, and at the end of a step.
+
+[Note: idle time]
+Between two readings the rank was idle as long as its clock went on and its thread did not run: it
+was ready without a processor, or it was blocked. Spans that end without a reading are short. So an
+idle time belongs to the last span, whose end is read, but for what may have been in communication,
+where ranks block by design. How long a thread was ready counts up to the idle time: a simulated
+rank is also ready while its clock stands, until the kernel lets it begin its turn.
 """
 
 from __future__ import annotations
@@ -37,7 +44,7 @@ _PROCESSOR, _BEFORE_BACKWARD = int(Activity.PROCESSOR), int(Activity.BEFORE_BACK
 # They interrupt a forward; all others show that it has ended.
 _INTERRUPTIONS = frozenset({COMMUNICATION, int(Activity.COLLECTING)})
 NOTHING = -1  # what ``begin`` gives where no rank is measured
-_READ_NS = 1_000_000
+_READ_NS = 200_000
 _FIT_NS, _MOST_READS = 50_000, 5  # of two readings that belong together
 
 _current = threading.local()  # a simulated rank is a thread, and only it knows which one it is
@@ -54,11 +61,14 @@ class KernelTimes:
             self._file = -1
 
     def read(self) -> tuple[int, int]:
-        """Nanoseconds on a processor, and ready to run without one; zeros where nobody counts."""
+        """Nanoseconds on a processor, and ready to run without one: 0 where nobody counts them.
+
+        The file has the former, too, but as of the last tick of the kernel, up to 10 ms ago.
+        """
+        ran = time.thread_time_ns()
         if self._file < 0:
-            return 0, 0
-        ran, waited, _ = os.pread(self._file, 80, 0).split()
-        return int(ran), int(waited)
+            return ran, 0
+        return ran, int(os.pread(self._file, 80, 0).split()[1])
 
     def close(self) -> None:
         """Close the kernel's file."""
@@ -89,6 +99,7 @@ class RankTime:
         self._activity = _OTHER
         self._mark = self._step_mark = self._read_mark = 0
         self._kernel_mark = 0, 0
+        self._known_waits = 0  # in communication in this step, as of the last reading
         self._faults = 0, 0
         self._saw_forward = False
         # What was done for longest since the last collective.
@@ -99,7 +110,8 @@ class RankTime:
 
     def _begin_row(self) -> None:
         self._spans = [0] * len(Activity)
-        self._ran = [0] * len(Activity)
+        self._blocked = [0] * len(Activity)
+        self._known_waits = 0
 
     def start(self) -> None:
         """Measure the calling thread from now on, with an empty table."""
@@ -108,7 +120,8 @@ class RankTime:
         self.arrivals.clear()
         self._kernel = KernelTimes()
         self._activity = _OTHER
-        self._mark = self._step_mark = self._read_kernel(self._clock())
+        self._mark = self._read_mark = self._clock()
+        self._mark = self._step_mark = self._read_kernel(self._mark)
         self._begin_row()
         usage = getrusage(RUSAGE_THREAD)
         self._faults = usage.ru_minflt, usage.ru_majflt
@@ -177,6 +190,7 @@ class RankTime:
 
     def end_step(self) -> None:
         """Write what the step has taken."""
+        self._read_kernel(self._clock())
         self._switch(self._activity)
         usage = getrusage(RUSAGE_THREAD)
         minor, major = self._faults
@@ -185,7 +199,7 @@ class RankTime:
         self._step_mark = self._mark
         spans = [max(0, span) for span in self._spans]
         faults = usage.ru_minflt - minor, usage.ru_majflt - major
-        self.rows.add((wall, *spans, *self._ran, *faults))
+        self.rows.add((wall, *spans, *self._blocked, *faults))
         self._saw_forward = False
         self._begin_row()
 
@@ -215,10 +229,17 @@ class RankTime:
             if now - before < _FIT_NS:
                 break
         ran_before, waited_before = self._kernel_mark
+        elapsed, span, activity = now - self._read_mark, now - self._mark, self._activity
         self._kernel_mark, self._read_mark = (ran, waited), now
-        self._ran[self._activity] += ran - ran_before
-        self._spans[self._activity] -= waited - waited_before
-        self._spans[_PROCESSOR] += waited - waited_before
+        # See [Note: idle time].
+        waits = self._spans[COMMUNICATION]
+        idle = elapsed - (ran - ran_before) - (waits - self._known_waits)
+        idle = min(max(0, idle), span)
+        ready = min(waited - waited_before, idle)
+        self._blocked[activity] += idle - ready
+        self._spans[activity] -= ready
+        self._spans[_PROCESSOR] += ready
+        self._known_waits = self._spans[COMMUNICATION] + (span if activity == COMMUNICATION else 0)
         return now
 
 

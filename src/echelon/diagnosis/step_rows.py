@@ -63,14 +63,14 @@ class StepTimes(NamedTuple):
     Attributes:
         wall_ns: from the end of the step before to the end of this one.
         spans_ns: by ``Activity``: on a processor, or blocked.
-        ran_ns: by ``Activity``: on a processor alone.
+        blocked_ns: by ``Activity``: neither on a processor nor ready for one.
         minor_faults: page faults that needed no disk: memory that was touched for the first time.
         major_faults: page faults that needed a disk.
     """
 
     wall_ns: int
     spans_ns: tuple[int, ...]
-    ran_ns: tuple[int, ...]
+    blocked_ns: tuple[int, ...]
     minor_faults: int = 0
     major_faults: int = 0
 
