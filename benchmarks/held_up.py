@@ -1,6 +1,6 @@
 """What it costs that ranks measure themselves, and how often the verdict is right.
 
-python benchmarks/held_up.py [--runs 20] [--rounds 10]
+python benchmarks/held_up.py [--runs 20] [--rounds 10] [--world threads] [--technique DDP]
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import json
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,18 +33,18 @@ LIMIT_S = 1800.0
 EXPECTED = {(1, "BACKWARD"), (2, "LOADING")}
 
 
-def verdicts(world: str, technique: str, runs: int) -> dict[str, Any]:
-    """What each of so many runs says: with slow ranks, and without."""
+def verdicts(world: str, techniques: Sequence[str], runs: int) -> dict[str, Any]:
+    """What each of so many runs says, by technique: with slow ranks, and without."""
     if world != "gloo":
-        return ec.run(held_up_ranks.verdicts_of, RANKS, world, args=(technique, runs))[0]
+        return ec.run(held_up_ranks.verdicts_of, RANKS, world, args=(techniques, runs))[0]
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
         output = Path(folder) / "verdicts.json"
-        script = [str(held_up_ranks.__file__), technique, str(runs), str(output)]
+        script = [str(held_up_ranks.__file__), ",".join(techniques), str(runs), str(output)]
         run_to_end(
             [sys.executable, "-m", "echelon", "run", "--ranks", str(RANKS), *script], LIMIT_S
         )
-        found: dict[str, Any] = json.loads(output.read_text())
-        return found
+        said: dict[str, Any] = json.loads(output.read_text())
+        return said
 
 
 def judged(world: str, technique: str, said: dict[str, Any], runs: int) -> list[Outcome]:
@@ -62,6 +64,7 @@ def main(
     layers: Annotated[int, typer.Option(help="Blocks of the GPT.")] = 8,
     batch: Annotated[int, typer.Option(help="Sequences of a rank.")] = 2,
     world: Annotated[list[str] | None, typer.Option(help="Only these; several times.")] = None,
+    technique: Annotated[list[str] | None, typer.Option(help="Only these, as well.")] = None,
     output: Annotated[Path | None, typer.Option(help="The JSON file.")] = None,
 ) -> None:
     """Measure the cost, and count right and wrong verdicts."""
@@ -83,10 +86,11 @@ def main(
         cases.append({"wrapper": name, "ranks": ranks, "ratio_of_pairs": ratio, "share": share})
         print(f"{what}: steps with and without, median of {2 * rounds} pairs: {ratio:.4f}")
     for kind in (world or WORLDS) if runs else ():
-        for technique in TECHNIQUES:
-            said = verdicts(kind, technique, runs)
-            outcomes += judged(kind, technique, said, runs)
-            cases.append({"world": kind, "technique": technique, "verdicts": said})
+        start_s = time.perf_counter()
+        for name, said in verdicts(kind, technique or TECHNIQUES, runs).items():
+            outcomes += judged(kind, name, said, runs)
+            cases.append({"world": kind, "technique": name, "verdicts": said})
+        print(f"{kind}: {time.perf_counter() - start_s:.0f} s, load {os.getloadavg()[0]:.1f}")
     console = console_for_tables()
     console.print(bar_table(outcomes))
     path = write_report("held_up", outcomes, output, cases=cases)

@@ -1,7 +1,7 @@
 """The ranks of ``held_up.py``: they train with slow ranks or without, and ask who held them up.
 
-``echelon run`` starts this file for gloo, with a technique, a number of runs and the file for the
-verdicts.
+``echelon run`` starts this file for gloo, with the techniques, a number of runs and the file for
+the verdicts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,21 @@ from echelon.observe import held_up
 
 __all__ = ["RANKS", "TECHNIQUES", "cost_of", "verdicts_of"]
 
-TRAINING = SlowTraining(steps=10, width=128, layers=3, microbatches=4, rows=64)
+# The first step does not count, and three in four of the others must show a cost: of five, four.
+TRAINING = SlowTraining(steps=6, width=128, layers=3, microbatches=4, rows=64)
 NUM_CALLS = 5000  # of a function whose cost is measured
 WARM_UP = 2
 
 
-def verdicts_of(world: ec.World, technique: str, runs: int) -> dict[str, list[list[Any]]]:
-    """What is said after each of so many runs with slow ranks, and without: rank, activity, s."""
+def verdicts_of(
+    world: ec.World, techniques: Sequence[str], runs: int
+) -> dict[str, dict[str, list[list[Any]]]]:
+    """What is said by technique after so many runs with slow ranks, and without."""
+    return {technique: _verdicts(world, technique, runs) for technique in techniques}
+
+
+def _verdicts(world: ec.World, technique: str, runs: int) -> dict[str, list[list[Any]]]:
+    """After each run: rank, activity and seconds of each cost."""
     verdicts: dict[str, list[list[Any]]] = {"slow": [], "usual": []}
     for _ in range(runs):
         for name, seconds in (("slow", (BACKWARD_S, LOADING_S)), ("usual", (0.0, 0.0))):
@@ -103,8 +112,8 @@ def cost_of(world: ec.World, name: str, layers: int, batch: int, rounds: int) ->
 
 
 if __name__ == "__main__":
-    technique, runs, output = sys.argv[1:]
+    techniques, runs, output = sys.argv[1:]
     with ec.init("gloo") as job:
-        found = verdicts_of(job, technique, int(runs))
+        verdicts = verdicts_of(job, techniques.split(","), int(runs))
         if job.rank == 0:
-            Path(output).write_text(json.dumps(found))
+            Path(output).write_text(json.dumps(verdicts))

@@ -316,17 +316,22 @@ def test_a_black_box_is_measured_with_one_checkpoint_in_each_round(tmp_path: Pat
 def test_verdicts_are_counted_in_each_world_and_their_cost_is_added_up(tmp_path: Path) -> None:
     import held_up
 
-    options = {"rounds": 1, "layers": 1, "batch": 1, "world": ["threads", "gloo"]}
-    result = written(held_up.main, tmp_path, runs=1, **options)
+    # The slow ranks sleep for 0.35 s in each step; what each technique says is tested elsewhere.
+    options = {"rounds": 1, "layers": 1, "batch": 1, "technique": ["DDP"]}
+    result = written(held_up.main, tmp_path, runs=1, world=["threads", "gloo"], **options)
     costs, verdicts = result["cases"][:2], result["cases"][2:]
     assert [case["wrapper"] for case in costs] == ["DDP", "FSDP"]
     assert all(0 < case["share"] < 1 for case in costs)
     assert all(rank["changes"] > 10 for case in costs for rank in case["ranks"])
     assert [(case["world"], case["technique"]) for case in verdicts] == [
-        (world, technique) for world in ("threads", "gloo") for technique in held_up.TECHNIQUES
-    ]
-    assert all(len(case["verdicts"]["slow"]) == 1 for case in verdicts)
-    assert len(result["bars"]) == 2 + 2 * 6
+        ("threads", "DDP"), ("gloo", "DDP"),
+    ]  # fmt: skip
+    for case in verdicts:
+        assert {name: len(runs) for name, runs in case["verdicts"].items()} == {
+            "slow": 1, "usual": 1,
+        }  # fmt: skip
+        assert {tuple(cost[:2]) for cost in case["verdicts"]["slow"][0]} == held_up.EXPECTED
+    assert len(result["bars"]) == 2 + 2 * 2
 
 
 def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from echelon.diagnosis.step_rows import Activity, RankSteps, StepRows
 MS = 1_000_000
 FORWARD, BACKWARD, LOADING = Activity.FORWARD, Activity.BACKWARD, Activity.LOADING
 WAITING, SAVING = Activity.COMMUNICATION, Activity.SAVING
+NO_PROCESSOR = Activity.PROCESSOR
 
 Spans = dict[Activity, float]
 Step = Callable[[int], Spans]  # what a rank does in a step, in ms
@@ -20,7 +21,7 @@ def ranks_of(
     """Ranks of which each is as long in a step as the slowest: they wait for it at the end.
 
     Args:
-        slept: of rank 1 in each step: how long it was not on a processor.
+        slept: of rank 1 in each step: how long it was blocked.
     """
     tables = [StepRows.private() for _ in ranks]
     for number in range(num_steps):
@@ -29,11 +30,11 @@ def ranks_of(
         for rank, rank_spans in enumerate(spans):
             waited = wall - sum(rank_spans.values())
             row = [round(MS * rank_spans.get(activity, 0)) for activity in Activity]
-            ran = list(row)
+            blocked = [0] * len(Activity)
             for activity, ms in (slept or {}).items():
-                ran[activity] -= round(MS * ms) if rank == 1 else 0
+                blocked[activity] = round(MS * ms) if rank == 1 else 0
             row[WAITING] += round(MS * waited)
-            tables[rank].add([round(MS * wall), *row, *ran, 0, 0])
+            tables[rank].add([round(MS * wall), *row, *blocked, 0, 0])
     if is_stage:
         for table in tables:
             table.call_stage()
@@ -102,6 +103,36 @@ def test_noise_gives_no_verdict(seed: int) -> None:
     assert verdict(ranks_of(noisy, noisy, noisy, num_steps=30)) == []
 
 
+def without_processor(ms: float, spans: Spans) -> Step:
+    return lambda number: spans | {NO_PROCESSOR: ms}
+
+
+def test_what_a_busy_machine_explains_is_no_cost() -> None:
+    slower = {FORWARD: 30, BACKWARD: 100}
+    assert named(verdict(ranks_of(usual, without_processor(10, slower)))) == [(1, BACKWARD, 40)]
+    assert verdict(ranks_of(usual, without_processor(30, slower))) == []
+
+
+def test_what_a_busy_machine_cannot_explain_is_a_cost_there_too() -> None:
+    far_slower = without_processor(300, {FORWARD: 30, BACKWARD: 260})
+    assert named(verdict(ranks_of(usual, far_slower))) == [(1, BACKWARD, 200)]
+    asleep = without_processor(300, {FORWARD: 30, BACKWARD: 100})
+    ranks = ranks_of(usual, asleep, slept={BACKWARD: 40})
+    assert named(verdict(ranks)) == [(1, BACKWARD, 40)]
+    loads = without_processor(300, {FORWARD: 30, BACKWARD: 60, LOADING: 150})
+    assert named(verdict(ranks_of(usual, loads))) == [(1, LOADING, 150)]
+
+
+def test_saves_that_a_busy_machine_explains_are_no_cost() -> None:
+    def save(ms: float, waited_ms: float) -> Step:
+        return lambda number: (
+            usual(number) | ({SAVING: ms, NO_PROCESSOR: waited_ms} if number % 5 == 0 else {})
+        )
+
+    assert verdict(ranks_of(save(500, 0), save(900, 800), num_steps=101)) == []
+    assert len(verdict(ranks_of(save(500, 0), save(900, 20), num_steps=101))) == 1
+
+
 def test_a_little_and_steady_is_not_enough() -> None:
     assert verdict(ranks_of(usual, with_extra(BACKWARD, 4))) == []
     assert len(verdict(ranks_of(usual, with_extra(BACKWARD, 6)))) == 1
@@ -116,15 +147,16 @@ def test_saves_of_one_rank_in_some_steps_are_averaged_over_all() -> None:
 
 def test_stages_that_differ_by_design_are_not_named() -> None:
     def heavier(number: int) -> Spans:
-        return {FORWARD: 60, BACKWARD: 120}
+        return {FORWARD: 60, BACKWARD: 120, Activity.OPTIMIZER: 50}
 
     assert verdict(ranks_of(usual, heavier, is_stage=True)) == []
-    assert len(verdict(ranks_of(usual, heavier))) == 2
+    assert len(verdict(ranks_of(usual, heavier))) == 3
 
 
-def test_a_stage_that_sleeps_in_backward_is_named() -> None:
-    sleepy = ranks_of(usual, with_extra(BACKWARD, 54), usual, is_stage=True, slept={BACKWARD: 54})
-    assert named(verdict(sleepy)) == [(1, BACKWARD, 54)]
+@pytest.mark.parametrize("activity", [FORWARD, BACKWARD, Activity.OPTIMIZER])
+def test_a_stage_that_sleeps_is_named(activity: Activity) -> None:
+    sleepy = ranks_of(usual, with_extra(activity, 54), usual, is_stage=True, slept={activity: 54})
+    assert named(verdict(sleepy)) == [(1, activity, 54)]
 
 
 def test_a_stage_whose_backward_is_out_of_proportion_is_named() -> None:
@@ -138,7 +170,7 @@ def test_page_faults_are_named_where_they_explain_the_cost() -> None:
     for steps, table in zip(ranks, tables, strict=True):
         for step in steps.steps.values():
             faults = 100_000 if steps.rank else 1_000
-            table.add([step.wall_ns, *step.spans_ns, *step.ran_ns, faults, 0])
+            table.add([step.wall_ns, *step.spans_ns, *step.blocked_ns, faults, 0])
     (cost,) = verdict([RankSteps.of(rank, table.numbers()) for rank, table in enumerate(tables)])
     assert str(cost) == (
         "rank 1 cost 50 ms a step, in backward, with 99,000 page faults more than others "

@@ -3,6 +3,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import median
 
 import pytest
 
@@ -10,15 +11,27 @@ from echelon.diagnosis import rank_time
 from echelon.diagnosis.rank_time import RankTime
 from echelon.diagnosis.step_rows import Activity, RankSteps, StepTimes
 
+MS = 1_000_000
+
 
 class Clock:
-    """A clock that the test moves."""
+    """A clock that the test moves, and what the kernel counts of a thread that else runs."""
 
     def __init__(self) -> None:
-        self.now = 0
+        self.now = self.idled = self.ready = 0
 
     def __call__(self) -> int:
         return self.now
+
+    def idle(self, ns: int, ready: int = 0) -> None:
+        """Let time pass in which the thread does not run, though it is ready for some of it."""
+        self.now += ns
+        self.idled += ns
+        self.ready += ready
+
+    def read(self) -> tuple[int, int]:
+        """As ``KernelTimes`` does."""
+        return self.now - self.idled, self.ready
 
 
 @pytest.fixture
@@ -28,12 +41,12 @@ def clock() -> Clock:
 
 @pytest.fixture
 def measured(clock: Clock) -> Iterator[RankTime]:
-    """The clock of a rank on this thread, whose kernel counts nothing."""
+    """The clock of a rank on this thread."""
     rank = RankTime(clock=clock)
     rank.start()
     assert rank._kernel is not None
-    rank._kernel.close()
-    rank._kernel_mark = 0, 0
+    rank._kernel.read = clock.read  # type: ignore[method-assign]
+    rank._kernel_mark = clock.read()
     yield rank
     rank.stop()
 
@@ -56,6 +69,11 @@ def last_step(rank: RankTime) -> StepTimes:
 def spans(rank: RankTime) -> dict[Activity, int]:
     """What the last step has of each activity that it has."""
     return {activity: ns for activity in Activity if (ns := last_step(rank).spans_ns[activity])}
+
+
+def blocked(rank: RankTime) -> dict[Activity, int]:
+    """For how long the rank was blocked in the last step, in each activity where it was."""
+    return {activity: ns for activity in Activity if (ns := last_step(rank).blocked_ns[activity])}
 
 
 def test_a_step_is_divided_into_what_the_rank_did(measured: RankTime, clock: Clock) -> None:
@@ -141,21 +159,53 @@ def test_an_activity_goes_on_over_the_end_of_a_step(measured: RankTime, clock: C
     assert spans(measured) == {Activity.BACKWARD: 2}
 
 
-def test_a_rank_that_others_keep_from_the_processor_is_not_busy() -> None:
+def test_a_rank_that_others_keep_from_the_processor_is_not_busy(
+    measured: RankTime, clock: Clock
+) -> None:
+    with rank_time.during(Activity.BACKWARD):
+        clock.idle(45 * MS, ready=30 * MS)
+        clock.now += 5 * MS
+    measured.end_step()
+    assert spans(measured) == {Activity.BACKWARD: 20 * MS, Activity.PROCESSOR: 30 * MS}
+    assert blocked(measured) == {Activity.BACKWARD: 15 * MS}
+
+
+def test_where_a_rank_may_have_waited_for_a_message_it_is_not_blocked_in_something_else(
+    measured: RankTime, clock: Clock
+) -> None:
+    with rank_time.during(Activity.BACKWARD):
+        with waiting():
+            clock.idle(MS // 10)  # too short for a reading of its own
+        clock.now += MS
+    measured.end_step()
+    assert spans(measured) == {Activity.BACKWARD: MS, Activity.COMMUNICATION: MS // 10}
+    assert blocked(measured) == {}
+
+
+def test_a_simulated_rank_that_is_ready_while_its_clock_stands_loses_no_time(
+    measured: RankTime, clock: Clock
+) -> None:
+    clock.ready += 7 * MS
+    with rank_time.during(Activity.BACKWARD):
+        clock.now += MS
+    measured.end_step()
+    assert spans(measured) == {Activity.BACKWARD: MS}
+
+
+def test_a_rank_that_computes_a_little_at_a_time_is_not_blocked_in_it() -> None:
     rank = RankTime()
     rank.start()
-    assert rank._kernel is not None
-    rank._kernel.read = lambda: (5_000_000, 40_000_000)  # type: ignore[method-assign]
-    rank._kernel_mark = 0, 10_000_000
-    before = rank_time.begin(Activity.BACKWARD)
-    time.sleep(0.05)
-    rank_time.end(before)
-    rank.end_step()
+    for _ in range(20):
+        time.sleep(0.001)
+        with rank_time.during(Activity.BACKWARD):
+            start_s = time.thread_time()
+            while time.thread_time() - start_s < 0.001:
+                pass
+        rank.end_step()
     rank.stop()
-    step = last_step(rank)
-    assert step.spans_ns[Activity.PROCESSOR] == 30_000_000
-    assert step.ran_ns[Activity.BACKWARD] == 5_000_000
-    assert 20_000_000 <= step.spans_ns[Activity.BACKWARD] < step.wall_ns - 29_000_000
+    steps = RankSteps.of(0, rank.rows.numbers()).steps.values()
+    assert median(step.blocked_ns[Activity.BACKWARD] for step in steps) < 0.2 * MS
+    assert median(step.spans_ns[Activity.BACKWARD] for step in steps) >= MS
 
 
 def test_only_the_thread_of_the_rank_is_measured(measured: RankTime, clock: Clock) -> None:

@@ -4,10 +4,11 @@ from echelon.diagnosis.step_rows import Activity, RankSteps, StepRows
 
 
 def times(wall: int, minor: int = 0) -> list[int]:
-    """The numbers of a step in which a rank was in backward only."""
+    """The numbers of a step in which a rank was in backward only, blocked half of the time."""
     spans = [0] * len(Activity)
     spans[Activity.BACKWARD] = wall
-    return [wall, *spans, *spans, minor, 0]
+    blocked = [ns // 2 for ns in spans]
+    return [wall, *spans, *blocked, minor, 0]
 
 
 def steps_of(rows: StepRows) -> RankSteps:
@@ -22,7 +23,7 @@ def test_a_table_gives_back_the_steps_and_totals_without_the_first() -> None:
     assert (steps.rank, steps.num_steps, steps.is_stage) == (3, 3, False)
     assert {number: step.wall_ns for number, step in steps.steps.items()} == {0: 500, 1: 10, 2: 20}
     assert steps.steps[1].spans_ns[Activity.BACKWARD] == 10
-    assert steps.steps[1].ran_ns[Activity.BACKWARD] == 10
+    assert steps.steps[1].blocked_ns[Activity.BACKWARD] == 5
     assert (steps.totals.wall_ns, steps.totals.minor_faults) == (30, 4)
 
 

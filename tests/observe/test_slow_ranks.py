@@ -1,9 +1,12 @@
 """The bar of "who held us up": rank and activity are named in each world and by each technique."""
 
+import dataclasses
+import gc
 import importlib.util
 import mmap
 import re
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -76,6 +79,41 @@ def test_slow_backward_and_slow_loading_are_named_on_all_ranks(kind: str, techni
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_slow_rank_there_is_no_verdict(kind: str, technique: str) -> None:
     assert [costs for _, costs in verdicts(kind, technique)] == [[]] * RANKS
+
+
+def train_many_microbatches(world: ec.World) -> list[HeldUp]:
+    training = dataclasses.replace(TRAINING, microbatches=32, rows=32)
+    training.run(world, "Pipeline", 0.0, 0.0)
+    return held_up(world)
+
+
+def test_a_stage_that_has_more_messages_than_others_is_not_named() -> None:
+    # That in the middle sends to both sides, and receives from both.
+    assert ec.run(train_many_microbatches, RANKS) == [[]] * RANKS
+
+
+class SlowToFree:
+    """An item that refers to itself, so that only a garbage collection frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        time.sleep(0.02)
+
+
+def collect_in_each_step(world: ec.World) -> list[tuple[int, Activity]]:
+    for _ in range(STEPS):
+        if world.rank == 1:
+            SlowToFree()
+            gc.collect()
+        world.group.barrier()
+        world.step += 1
+    return [(cost.rank, cost.activity) for cost in held_up(world)]
+
+
+def test_simulated_ranks_share_the_cost_of_garbage_collections() -> None:
+    assert ec.run(collect_in_each_step, 2, "threads") == [[]] * 2
 
 
 def touch_new_memory(world: ec.World) -> list[str]:

@@ -88,6 +88,8 @@ def _end_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _collected(phase: str, info: dict[str, int]) -> None:
     if phase == "start":
-        _current.before_collection = rank_time.begin(Activity.COLLECTING)
+        rank = rank_time.current()
+        before = rank_time.NOTHING if rank is None else rank.begin(rank.collecting)
+        _current.before_collection = before
     else:
         rank_time.end(getattr(_current, "before_collection", Activity.OTHER))

@@ -10,11 +10,19 @@ needs no common clock, since every rank measures durations of its own. Three rul
   over all of them instead, and must have happened several times.
 - It is at least ``SHARE`` of a step, and ``LEAST_S``.
 
+[Note: a busy machine]
+A rank that is kept from a processor by others also computes more slowly, since it finds the caches
+full of their data: under a load of 8 it took up to 1.8 times the processor time of the other ranks,
+step after step. So what it computes longer shows a cost only as far as it exceeds the time for
+which the rank had no processor, or ``FACTOR`` times what the others take. For what it is blocked
+longer, there is no such excuse.
+
 [Note: stages differ]
-Stages of a pipeline need not be equal, and wait for messages by design. So a rank with stages is
-not compared by the time of its forward and backward, but by the time in them in which it did not
-compute, and it is named if its backward takes ``FACTOR`` times as long as those of the others,
-measured by the forward of each (or the reverse).
+Stages of a pipeline need not be equal in layers, in parameters, and in the messages that their
+place demands. So a rank with stages is not compared by how long its forward, its backward and its
+optimizer take, but by how long it is blocked in them, which no stage is by design. It is also named
+if its backward takes ``FACTOR`` times as long as those of the others, measured by the forward of
+each (or the reverse).
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TypeVar, final
+from typing import NamedTuple, TypeVar, final
 
 from echelon.diagnosis.step_rows import Activity, RankSteps, StepTimes
 
@@ -31,7 +39,7 @@ _Item = TypeVar("_Item")
 SHARE = 0.05
 LEAST_S = 0.001
 FEWEST_STEPS = 4
-FACTOR = 2.5
+FACTOR = 2.5  # more than what a busy machine, or the kinds of layers of a stage, account for
 _MOST_SHOW = 0.75  # the share of steps that must show half of the cost
 _RARE = (Activity.LOADING, Activity.SAVING, Activity.COLLECTING)  # may happen in some steps only
 _FEWEST_TIMES = 3
@@ -40,6 +48,7 @@ _FEWEST_TIMES = 3
 _MINOR_NS, _MAJOR_NS, _FAULTS_SHARE = 1_000, 50_000, 0.1
 _NOT_COUNTED = (Activity.COMMUNICATION, Activity.PROCESSOR)
 _PASSES = (Activity.FORWARD, Activity.BACKWARD)
+_WORK_OF_STAGES = (*_PASSES, Activity.OPTIMIZER)
 
 
 @final
@@ -87,6 +96,18 @@ def verdict(ranks: Sequence[RankSteps]) -> list[HeldUp]:
     return sorted(costs, key=lambda cost: -cost.seconds)
 
 
+class _Excess(NamedTuple):
+    """By how much longer than the others a rank was busy with an activity in one step.
+
+    Attributes:
+        ns: all of it.
+        sure_ns: what a busy machine does not explain; see [Note: a busy machine].
+    """
+
+    ns: float
+    sure_ns: float
+
+
 @final
 class _Judge:
     """Compares ranks over the steps that all of them have kept."""
@@ -119,13 +140,13 @@ class _Judge:
     def _steady_ns(self, r: int, activity: Activity) -> float:
         """By how much the rank is slower in most of the steps."""
         excesses = self._excesses(r, activity)
-        cost = median(excesses)
-        shown = sum(excess >= cost / 2 for excess in excesses)
+        cost = median(excess.ns for excess in excesses)
+        shown = sum(excess.sure_ns >= cost / 2 for excess in excesses)
         return cost if shown >= _MOST_SHOW * len(excesses) else 0.0
 
     def _rare_ns(self, r: int, activity: Activity) -> float:
         """By how much the rank is slower on average, if it has been so several times."""
-        times = sum(excess > self._least_ns for excess in self._excesses(r, activity))
+        times = sum(excess.sure_ns > self._least_ns for excess in self._excesses(r, activity))
         if times < _FEWEST_TIMES:
             return 0.0
         means = [self._mean_ns(steps, activity) for steps in self._ranks]
@@ -135,26 +156,31 @@ class _Judge:
     def _mean_ns(self, steps: RankSteps, activity: Activity) -> float:
         return steps.totals.spans_ns[activity] / max(1, steps.num_steps - 1)
 
-    def _excesses(self, r: int, activity: Activity) -> list[float]:
+    def _excesses(self, r: int, activity: Activity) -> list[_Excess]:
         """By how much longer than the others the rank was busy with the activity, by step."""
         return [
             self._excess(r, activity, [rows[i] for rows in self._rows])
             for i in range(len(self._rows[r]))
         ]
 
-    def _excess(self, r: int, activity: Activity, rows: Sequence[StepTimes]) -> float:
-        spans = [row.spans_ns[activity] for row in rows]
-        if not self._stages or activity not in _PASSES:
-            return spans[r] - median(_others(spans, r))
+    def _excess(self, r: int, activity: Activity, rows: Sequence[StepTimes]) -> _Excess:
+        span, usual_ns = rows[r].spans_ns[activity], self._usual_ns(r, activity, rows)
         blocked = [row.blocked_ns[activity] for row in rows]
-        excess = blocked[r] - median(_others(blocked, r))
-        # See [Note: stages differ].
-        (other,) = set(_PASSES) - {activity}
-        ratios = [span / max(1, row.spans_ns[other]) for span, row in zip(spans, rows, strict=True)]
-        usual = median(_others(ratios, r))
-        if ratios[r] > FACTOR * usual:
-            excess = max(excess, spans[r] - usual * rows[r].spans_ns[other])
-        return excess
+        more, more_blocked = span - usual_ns, blocked[r] - median(_others(blocked, r))
+        if self._stages and activity in _WORK_OF_STAGES:
+            if activity not in _PASSES or span <= FACTOR * usual_ns:
+                return _Excess(more_blocked, more_blocked)
+            more = max(more, more_blocked)
+        by_machine = min(rows[r].spans_ns[Activity.PROCESSOR], (FACTOR - 1) * usual_ns)
+        return _Excess(more, max(more_blocked, more - by_machine))
+
+    def _usual_ns(self, r: int, activity: Activity, rows: Sequence[StepTimes]) -> float:
+        """How long the others are busy with the activity: for a pass of a stage, in proportion."""
+        if not self._stages or activity not in _PASSES:
+            return median(row.spans_ns[activity] for row in _others(rows, r))
+        (other_pass,) = set(_PASSES) - {activity}
+        ratios = [row.spans_ns[activity] / max(1, row.spans_ns[other_pass]) for row in rows]
+        return median(_others(ratios, r)) * rows[r].spans_ns[other_pass]
 
     def _faults(self, r: int, cost_ns: float) -> int:
         """How many page faults the rank has more than the others, if they explain its cost."""

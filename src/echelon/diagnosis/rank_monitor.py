@@ -239,6 +239,7 @@ class StepCounter:
         note: called with each new number.
         rows: where it notes what the rank did in each step.
         clock: nanoseconds in which the rank ran or waited.
+        shares_heap: with other ranks of its process.
 
     Attributes:
         time: measures what the rank does.
@@ -249,9 +250,11 @@ class StepCounter:
         note: Callable[[int], None] = lambda number: None,
         rows: StepRows | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
+        *,
+        shares_heap: bool = False,
     ) -> None:
         self._note = note
-        self.time = RankTime(rows, clock)
+        self.time = RankTime(rows, clock, shares_heap=shares_heap)
         self._is_measured = False
         self._first = 0
         self._number = 0

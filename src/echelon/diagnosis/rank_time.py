@@ -7,7 +7,9 @@ not counted twice::
                                               COMMUNICATION                  ▲ end of the step
 
 Time in which the rank was ready to run and the kernel ran something else counts as ``PROCESSOR``,
-because on a busy machine it comes to every rank by turns, and says nothing about the rank.
+because on a busy machine it comes to every rank by turns, and says nothing about the rank. So do
+garbage collections of a process with several ranks: they all leave garbage, and the rank that
+happens to start the collection is busy with that of all.
 
 Only the thread of the rank is measured: that of its world. Others call these functions in vain.
 Each change costs 0.3 µs. The kernel's numbers, which cost 1.3 µs, are read at most once in
@@ -42,7 +44,7 @@ COMMUNICATION = int(Activity.COMMUNICATION)  # to look up a member takes longer 
 _OTHER, _FORWARD, _BACKWARD = int(Activity.OTHER), int(Activity.FORWARD), int(Activity.BACKWARD)
 _PROCESSOR, _BEFORE_BACKWARD = int(Activity.PROCESSOR), int(Activity.BEFORE_BACKWARD)
 # They interrupt a forward; all others show that it has ended.
-_INTERRUPTIONS = frozenset({COMMUNICATION, int(Activity.COLLECTING)})
+_INTERRUPTIONS = frozenset({COMMUNICATION, int(Activity.COLLECTING), _PROCESSOR})
 NOTHING = -1  # what ``begin`` gives where no rank is measured
 _READ_NS = 200_000
 _FIT_NS, _MOST_READS = 50_000, 5  # of two readings that belong together
@@ -84,16 +86,23 @@ class RankTime:
     Args:
         rows: where each step goes.
         clock: nanoseconds in which the rank ran or waited.
+        shares_heap: with other ranks of its process.
 
     Attributes:
         around: what the communication interrupts that is under way, or was the last.
         arrivals: at collectives.
+        collecting: the activity that a garbage collection counts as.
     """
 
     def __init__(
-        self, rows: StepRows | None = None, clock: Callable[[], int] = time.perf_counter_ns
+        self,
+        rows: StepRows | None = None,
+        clock: Callable[[], int] = time.perf_counter_ns,
+        *,
+        shares_heap: bool = False,
     ) -> None:
         self.rows = StepRows.private() if rows is None else rows
+        self.collecting = Activity.PROCESSOR if shares_heap else Activity.COLLECTING
         self._clock = clock
         self._kernel: KernelTimes | None = None
         self._activity = _OTHER
@@ -120,8 +129,7 @@ class RankTime:
         self.arrivals.clear()
         self._kernel = KernelTimes()
         self._activity = _OTHER
-        self._mark = self._read_mark = self._clock()
-        self._mark = self._step_mark = self._read_kernel(self._mark)
+        self._mark = self._step_mark = self._read_kernel(self._clock())
         self._begin_row()
         usage = getrusage(RUSAGE_THREAD)
         self._faults = usage.ru_minflt, usage.ru_majflt
@@ -149,7 +157,9 @@ class RankTime:
         self._switch(activity)
         if before == _FORWARD and activity not in _INTERRUPTIONS:
             before = _OTHER
-        if activity == _BACKWARD and not self._saw_forward:
+        if activity == _FORWARD:
+            self._saw_forward = True
+        elif activity == _BACKWARD and not self._saw_forward:
             self._spans[_BEFORE_BACKWARD] += self._spans[_OTHER]
             self._spans[_OTHER] = 0
         return before
@@ -190,8 +200,7 @@ class RankTime:
 
     def end_step(self) -> None:
         """Write what the step has taken."""
-        self._read_kernel(self._clock())
-        self._switch(self._activity)
+        self.read_kernel()
         usage = getrusage(RUSAGE_THREAD)
         minor, major = self._faults
         self._faults = usage.ru_minflt, usage.ru_majflt
@@ -206,6 +215,7 @@ class RankTime:
     def read_kernel(self) -> None:
         """Count now what the kernel has counted so far."""
         self._read_kernel(self._clock())
+        self._switch(self._activity)
 
     def _switch(self, activity: int) -> None:
         now = self._clock()

@@ -35,7 +35,7 @@ class Activity(IntEnum):
     SAVING = 6
     COLLECTING = 7
     COMMUNICATION = 8
-    PROCESSOR = 9  # ready to run, but the kernel ran something else
+    PROCESSOR = 9  # ready to run, but the kernel or the process was busy with something else
 
     @property
     def text(self) -> str:

@@ -50,6 +50,10 @@ from echelon.pipeline.stage import Stage
 
 _Received = TypeVar("_Received")
 _NUM_LISTED = 20  # actions before a failure that its message lists
+_PASSES = {
+    **dict.fromkeys((Kind.RECV_F, FORWARD, Kind.SEND_F), Activity.FORWARD),
+    **dict.fromkeys((Kind.RECV_B, BACKWARD, INPUT, WEIGHT, Kind.SEND_B), Activity.BACKWARD),
+}
 _NO_BATCH = Batch(inputs=(), kwargs=(), targets=(), weights=(), loss_fn=None, training=False)
 
 
@@ -230,6 +234,8 @@ class Executor:
             )
 
     def _run_action(self, action: Action, run: Callable[[], None]) -> None:
+        # What a message takes belongs to its pass: a stage has as many as its place demands.
+        before = rank_time.begin(_PASSES.get(action.kind, Activity.OTHER))
         try:
             run()
         except (CommError, ModelMismatch, WorldError) as error:  # no stage is at fault
@@ -239,6 +245,8 @@ class Executor:
             raise StageError(
                 action.stage, action.microbatch, str(action), list(map(str, self._recent)), error
             ) from error
+        finally:
+            rank_time.end(before)
         self._recent.append(action)
 
     def _last_actions(self) -> str:
@@ -252,7 +260,6 @@ class Executor:
         slot.values.fwd_recv = slot.to_previous.recv_forward(slot.microbatch, training=training)
 
     def _forward(self, slot: _Slot) -> None:
-        rank_time.begin_forward()
         batch, stage, i = self._batch, slot.stage, slot.microbatch
         value = batch.inputs[i] if slot.is_first else self._take_input(slot)
         kwargs = batch.kwargs[i] if batch.kwargs else {}
@@ -266,7 +273,6 @@ class Executor:
                 batch.losses[i] = loss * batch.weights[i]
         num_alive = sum(stage.num_alive for stage in self._stages.values())
         self.peak_num_alive = max(self.peak_num_alive, num_alive)
-        rank_time.end_forward()
 
     def _take_input(self, slot: _Slot) -> Any:
         values = slot.values
@@ -361,11 +367,7 @@ class Executor:
         self._add_send(action, slot.to_previous.send_backward(slot.microbatch, specs, grads))
 
     def _backward_weight(self, slot: _Slot) -> None:
-        before = rank_time.begin(Activity.BACKWARD)
-        try:
-            slot.stage.backward_weight(slot.microbatch)
-        finally:
-            rank_time.end(before)
+        slot.stage.backward_weight(slot.microbatch)
 
     # Pending sends ---------------------------------------------------------------------------
 

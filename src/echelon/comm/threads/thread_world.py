@@ -122,10 +122,8 @@ class ThreadWorld:
 
     def step_counter(self, rank: int) -> StepCounter:
         """Counts the steps of a rank, and measures them by the clock of the rank."""
-        clock = self.order.clock
-        return StepCounter(
-            self.sightings[rank].note_step, clock=lambda: int(clock(rank) * 1_000_000_000)
-        )
+        note, clock = self.sightings[rank].note_step, self.order.clock
+        return StepCounter(note, clock=lambda: int(1e9 * clock(rank)), shares_heap=True)
 
     def note(self, call: CollectiveCall) -> None:
         """Record the last call of a rank."""
