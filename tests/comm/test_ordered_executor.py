@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+import torch
 
 from echelon.comm.ordered_executor import OrderedExecutor
 from echelon.diagnosis.collective_call import CallSignature, CallSite, CollectiveCall
@@ -29,6 +30,16 @@ def test_a_blocking_action_runs_on_its_caller_only_if_nothing_is_outstanding() -
     assert executor.close()
     assert [name for name, _ in ran] == ["first", "second", "third"]
     assert [thread == threading.get_ident() for _, thread in ran] == [True, False, False]
+
+
+def test_the_background_writes_to_a_view_that_was_made_without_gradients() -> None:
+    executor = OrderedExecutor("worker", lambda: ())
+    with torch.no_grad():
+        view = torch.zeros(4)[:2]
+    row = torch.ones(2, requires_grad=True)
+    executor.issue(call(blocking=False), lambda: view.copy_(row)).wait()
+    assert executor.close()
+    assert view.tolist() == [1, 1]
 
 
 def fail() -> None:

@@ -189,6 +189,8 @@ class OrderedExecutor:
         work.end(error)
 
     def _work(self) -> None:
+        # Of this thread. A view that was made without gradients is not written to with them.
+        torch.set_grad_enabled(False)
         while True:
             with self._changed:
                 while not self._queue:
