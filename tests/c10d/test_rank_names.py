@@ -2,6 +2,8 @@
 
 import builtins
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -87,3 +89,25 @@ def test_the_breakpoint_of_torch_opens_the_debugger_of_all_ranks(
     assert "tensor([6.])\n" in output
     assert prompts[:2] == ["(Pdb rank 1) ", "(Pdb rank 2) "]
     assert "ATTENTION" not in output
+
+
+PROGRAM = """
+import torch
+import echelon as ec
+
+def main(world):
+    torch.distributed.init_process_group("gloo")
+    from torch.distributed.nn import functional  # the first to come imports it
+    x = torch.full((2,), world.rank + 1.0, requires_grad=True)
+    functional.all_reduce(x * x).sum().backward()
+    return float(x.grad[0])
+
+print(ec.run(main, 3))
+"""
+
+
+@pytest.mark.slow
+def test_functions_with_gradients_reduce_in_the_group_of_each_rank() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "[6.0, 12.0, 18.0]\n"

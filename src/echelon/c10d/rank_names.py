@@ -13,6 +13,7 @@ from functools import wraps
 from typing import Any, final
 
 import torch.distributed as dist
+import torch.distributed.nn.functional  # noqa: F401  # defaults to the default group of its import
 from torch.distributed import device_mesh, distributed_c10d
 
 from echelon.c10d import (  # register state

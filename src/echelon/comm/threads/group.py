@@ -34,6 +34,7 @@ from echelon.comm.threads.pending import (
     PendingCondition,
     PendingMessage,
 )
+from echelon.comm.threads.rank_threads import require_of_rank
 from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.work import Window, Work
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall
@@ -91,6 +92,7 @@ class ThreadGroup(Group):
 
     def _note_call(self, call: CollectiveCall) -> None:
         self._world.order.require_running(call)
+        require_of_rank(self._world, call)
         self._world.note(call)
 
     @property
