@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import enable_wrap, wrap
+from torch.nn.utils import parametrize
 
 import echelon as ec
 from echelon.c10d.torch_globals import PLACES
@@ -157,3 +161,48 @@ def test_the_globals_are_back_after_an_error() -> None:
         ec.run(fails, 3)
     assert distributed_c10d._new_process_group_helper is helper
     assert not dist.is_initialized()
+
+
+def wraps_and_saves(world: ec.World) -> list[str]:
+    dist.init_process_group("gloo")
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, device_id=torch.device("cpu")):
+        layer = wrap(nn.Linear(2, 2, bias=False))
+        dist.barrier()
+        model = wrap(nn.Sequential(layer, nn.Linear(2, 1)))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return sorted(FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:`_get_pg_default_device`")
+def test_ranks_of_the_older_fsdp_wrap_and_save_side_by_side() -> None:
+    assert ec.run(wraps_and_saves, 2) == [["0.weight", "1.bias", "1.weight"]] * 2
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def reads_a_parametrized_weight_again(world: ec.World) -> list[float]:
+    dist.init_process_group("gloo")
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    parametrize.register_parametrization(layer, "weight", Doubled())
+    with parametrize.cached():
+        values = [layer.weight.item()]
+        dist.barrier()
+        if world.rank == 1:  # stays in its body while rank 0 leaves its own and enters another
+            dist.barrier()
+            return values
+    parts: Any = layer.parametrizations
+    nn.init.constant_(parts["weight"].original, 3)
+    with parametrize.cached():
+        values.append(layer.weight.item())
+    dist.barrier()
+    return values
+
+
+def test_a_parametrization_is_not_taken_from_a_cache_that_another_rank_keeps_open() -> None:
+    assert ec.run(reads_a_parametrized_weight_again, 2) == [[2, 6], [2]]

@@ -48,6 +48,8 @@ _C10D = "torch.distributed.distributed_c10d"
 _TENSOR = "torch.distributed.tensor"
 _CONTEXT = f"{_TENSOR}.experimental._context_parallel"
 _CHECKPOINT = "torch.distributed.checkpoint"
+_WRAP = "torch.distributed.fsdp.wrap"
+_IN_WRAP = "set while the body of enable_wrap runs, in which FSDP may communicate"
 _GROUPS = "each rank has process groups of its own, with the rank that it has in them"
 
 PLACES: tuple[Place, ...] = (
@@ -134,6 +136,33 @@ PLACES: tuple[Place, ...] = (
         ("_extensions",),
         _none,
         "tensor parallelism below FSDP of this rank's model, with its mesh",
+    ),
+    Place(_WRAP, ("_ConfigAutoWrap.in_autowrap_context",), _false, _IN_WRAP),
+    Place(_WRAP, ("_ConfigAutoWrap.wrapper_cls",), _none, _IN_WRAP),
+    Place(_WRAP, ("_ConfigAutoWrap.kwargs",), _empty, _IN_WRAP),
+    Place(
+        "torch.distributed.fsdp._debug_utils",
+        ("SimpleProfiler.profiling",),
+        _empty,
+        "what FSDP measures while it makes a state dict of an optimizer",
+    ),
+    Place(
+        "torch.distributed.fsdp._debug_utils",
+        ("SimpleProfiler.results",),
+        _copy,
+        "the seconds of it",
+    ),
+    Place(
+        "torch.nn.utils.parametrize",
+        ("_cache_enabled",),
+        _zero,
+        "counts the bodies of parametrize.cached that run",
+    ),
+    Place(
+        "torch.nn.utils.parametrize",
+        ("_cache",),
+        _empty,
+        "tensors that this rank has computed in the body of parametrize.cached",
     ),
     Place(
         f"{_CHECKPOINT}.planner",

@@ -224,7 +224,7 @@ def _restore_dtype(dtype: torch.dtype) -> None:
 
 register_state("default dtype", torch.get_default_dtype, _restore_dtype)
 
-_Flags = tuple[bool, bool, bool, bool, bool, str]
+_Flags = tuple[bool, bool, bool, bool, bool, str, tuple[bool, bool]]
 
 
 # What their public counterparts call, and nothing else.
@@ -245,18 +245,20 @@ def _save_flags() -> _Flags:
         _get_cudnn_deterministic(),
         _get_cudnn_benchmark(),
         _get_precision(),
+        (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
     )
 
 
 def _restore_flags(flags: _Flags) -> None:
     if flags == _save_flags():
         return
-    mode, warn_only, fill, cudnn_deterministic, cudnn_benchmark, precision = flags
+    mode, warn_only, fill, cudnn_deterministic, cudnn_benchmark, precision, anomaly = flags
     torch.use_deterministic_algorithms(mode, warn_only=warn_only)
     vars(torch.utils)["deterministic"].fill_uninitialized_memory = fill
     torch.backends.cudnn.deterministic = cudnn_deterministic
     torch.backends.cudnn.benchmark = cudnn_benchmark
     torch.set_float32_matmul_precision(precision)
+    torch.set_anomaly_enabled(*anomaly)
 
 
 register_state("determinism", _save_flags, _restore_flags)

@@ -38,7 +38,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import final
 
-from echelon.comm.threads import replaced_names  # noqa: F401  # registers state
+from echelon.comm.threads import global_hooks, replaced_names  # noqa: F401  # register state
 from echelon.comm.threads.blocking_calls import handing_on, renew_grace
 from echelon.comm.threads.process_state import OUTSIDE, StateOwner
 from echelon.comm.threads.rank_order import RankOrder, current_owner, set_current_owner
