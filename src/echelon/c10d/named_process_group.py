@@ -37,10 +37,6 @@ class NamedProcessGroup(dist.ProcessGroup):
         self._store = store
         self._name: str | None = None
 
-    def __repr__(self) -> str:
-        group = self._group
-        return f"<group {group.name!r} of {group.size} ranks as rank {group.rank} has it>"
-
     def getBackendName(self) -> str:
         """The name under which the backend is registered."""
         return BACKEND
