@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from echelon import checks
+from echelon.c10d.compiler_bypass import bypass_compiler
 from echelon.c10d.connection import Connection, connect, of_processes
 from echelon.c10d.dist_work import C10dWork, ReceiveFromAny
 from echelon.c10d.monitored_barrier import MonitoredBarrier
@@ -52,6 +53,7 @@ _Shown: TypeAlias = tuple[str, Sequence[Tensor]]
 
 
 @final
+@bypass_compiler
 class ProcessGroupEchelon(NamedProcessGroup):
     """A group of this library in the shape of a process group of c10d.
 
