@@ -164,4 +164,35 @@ def test_a_state_of_an_optimizer_that_differs_is_named_with_its_rank() -> None:
         (1,),
     )
     assert result.first.name.startswith("momentum_buffer of ")
-    assert result.causes == ()
+    assert [cause.kind for cause in result.causes] == [CauseKind.OPTIONS]
+    assert "momentum is 0.5 on rank 1 and 0.9 in one process" in result.causes[0].text
+
+
+@pytest.mark.parametrize(
+    ("option", "kind", "text"),
+    [
+        ("lr", ValueKind.PARAMETER, "in step 0 lr is 0.4 on ranks 0, 1, 2, 3 and 0.1 in one"),
+        ("momentum", ValueKind.STATE, "in step 1 momentum is 4 on ranks 0, 1, 2, 3 and 0.9 in one"),
+    ],
+)
+def test_options_of_the_optimizer_that_one_process_does_not_have_are_named(
+    option: str, kind: ValueKind, text: str
+) -> None:
+    def train(world: World, model: nn.Module, batches: list[Any], optimizer: Optimizer) -> None:
+        stepper = optimizer(model.parameters())
+        for group in stepper.param_groups:
+            group[option] = {"lr": 0.1 * world.size, "momentum": world.size}[option]
+        for x, y in batches:
+            mse_loss(model(my_rows(world, x)), my_rows(world, y)).backward()
+            average(world, model)
+            stepper.step()
+            stepper.zero_grad()
+
+    def with_momentum(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    result = Mutant(train, CauseKind.OPTIONS, "0.weight", text, optimizer=with_momentum).compare()
+    assert result.first is not None
+    assert result.first.kind is kind
+    assert [cause.kind for cause in result.causes] == [CauseKind.OPTIONS]
+    assert result.causes[0].text.startswith(text)

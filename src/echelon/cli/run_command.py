@@ -26,7 +26,10 @@ class WorldKind(StrEnum):
 Ranks = Annotated[
     int | None,
     typer.Option(
-        min=1, help="How many ranks to start; without it, those of a --plan among ARGUMENTS."
+        "--ranks",
+        "-n",
+        min=1,
+        help="How many ranks to start; without it, those of a --plan among ARGUMENTS.",
     ),
 ]
 World = Annotated[

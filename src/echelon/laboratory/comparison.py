@@ -41,6 +41,7 @@ class CauseKind(Enum):
     PRECISION = "a lower precision"
     ACCUMULATION = "accumulated gradients have a wrong scale"
     START = "ranks started from other weights"
+    OPTIONS = "the optimizer has other options"
 
 
 @final

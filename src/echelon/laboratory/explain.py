@@ -185,9 +185,33 @@ def _state_cause(
             f"{_ranks(difference.ranks)}",
             advice="Build the model from the same seed on all ranks, or broadcast it from one",
         )
+    if pair.kind is ValueKind.PARAMETER:
+        return _option_cause(trainings, step - 1)
+    if pair.kind is ValueKind.STATE:
+        return _option_cause(trainings, step)
     if pair.kind is ValueKind.BUFFER and step < len(trainings.seen.forwards[pair.rank]):
         return _buffer_cause(pair, trainings, step)
     return None
+
+
+def _option_cause(trainings: Trainings, step: int) -> Cause | None:
+    """Whether the optimizers of ranks made a step with options that one process does not have."""
+    texts = []
+    for name, values in trainings.expected.steps[step].options.items():
+        of_ranks = [training.steps[step].options.get(name, []) for training in trainings.ranks]
+        for other in dict.fromkeys(value for of_rank in of_ranks for value in of_rank):
+            if other not in values:
+                ranks = [rank for rank, of_rank in enumerate(of_ranks) if other in of_rank]
+                alone = " and ".join(dict.fromkeys(values))
+                texts.append(f"{name} is {other} on {_ranks(ranks)} and {alone} in one process")
+    if not texts:
+        return None
+    return Cause(
+        kind=CauseKind.OPTIONS,
+        text=f"in step {step} {'; '.join(texts)}",
+        advice="One process makes a step for the whole batch with what optimizer() gives: set "
+        "options there, and scale none of them by the number of ranks",
+    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -81,6 +81,7 @@ class StepValues:
         buffers: before the step, after its forwards.
         gradients: those that the optimizer got; ``values`` is None where there was none.
         states: of the optimizer, after the step.
+        options: such as ``lr``, as they are written, of all groups of parameters in this step.
     """
 
     roots: list[RootCall] = field(default_factory=list)
@@ -89,6 +90,7 @@ class StepValues:
     buffers: list[Piece] = field(default_factory=list)
     gradients: list[Piece] = field(default_factory=list)
     states: list[Piece] = field(default_factory=list)
+    options: dict[str, list[str]] = field(default_factory=dict)
 
 
 @final
@@ -292,6 +294,10 @@ class ValueRecorder:
         raw = self._step_of(optimizer)
         if not raw.buffers and not raw.parameters:
             self._note_model(raw)
+        for group in optimizer.param_groups:
+            for name, value in group.items():
+                if isinstance(value, int | float | tuple):
+                    raw.values.options.setdefault(name, []).append(repr(value))
         for param in _params_of(optimizer):
             raw.parameters.setdefault(param, _copy(param))
             raw.gradients[param] = None if param.grad is None else _copy(unmarked(param.grad))
