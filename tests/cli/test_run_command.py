@@ -56,7 +56,7 @@ def test_help_needs_no_torch_and_little_time() -> None:
         (["{script}", "--plan=tp=2"], "give each of pp, dp, shard at most once"),
         (["--ranks", "2", "--world", "mars", "{script}"], "--world"),
         (["--ranks", "2", "--bad", "{script}"], "No such option: --bad"),
-        (["-n", "0", "{script}"], "0 is not in the range"),
+        (["-n", "0", "{script}"], "greater than or equal to 1"),
         (["--ranks", "2"], "Missing argument"),
         (["--ranks", "2", "--max-restarts", "-1", "{script}"], "greater than or equal to 0"),
         (["--ranks", "2", "--grace", "-1", "{script}"], "greater than or equal to 0"),

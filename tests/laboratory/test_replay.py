@@ -8,7 +8,14 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.errors import ArgumentError, DeadlockError, ReplayMismatch, StateError, StepNotKept
+from echelon.errors import (
+    ArgumentError,
+    BlackboxCorrupt,
+    DeadlockError,
+    ReplayMismatch,
+    StateError,
+    StepNotKept,
+)
 from echelon.laboratory import job_facts
 from tests.laboratory.boxed_runs import Boxed, train_ddp, train_staged_shards
 from tests.worlds import run_world
@@ -150,6 +157,27 @@ def test_what_cannot_be_replayed_is_refused(
     ec.run(fail, 1, args=(tmp_path, ""))
     with pytest.raises(kind, match=sentence):
         ec.replay(tmp_path, fail, args=(tmp_path, ""), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ("stretch-000000004/checkpoint/*/rank-00001.safetensors", "has a damaged checkpoint: .*"),
+        ("stretch-000000004/rank-00001.steps", "the bytes of step .*are not those"),
+    ],
+)
+def test_a_damaged_file_is_no_error_of_the_step(files: str, sentence: str, tmp_path: Path) -> None:
+    boxed = Boxed(tmp_path / "run", bad_step=6)
+    with pytest.raises(ec.NonFiniteError):
+        ec.run(train_ddp, 2, args=(boxed,))
+    (path,) = (boxed.folder / "blackbox" / "attempt-0001").glob(files)
+    data = path.read_bytes()
+    for place in (300,) if path.suffix == ".steps" else range(300, len(data), 50):
+        data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+    path.write_bytes(data)
+    with pytest.raises(BlackboxCorrupt, match=sentence) as caught:
+        ec.replay(boxed.folder, train_ddp, args=(boxed,))
+    assert str(path) in str(caught.value)
 
 
 def test_a_script_that_swallows_its_end_has_still_ended(tmp_path: Path) -> None:

@@ -14,7 +14,15 @@ import torch
 
 from echelon import checks
 from echelon.comm.world import DEFAULT_TIMEOUT_S, World
-from echelon.errors import ArgumentError, CommError, ReplayMismatch, StateError
+from echelon.errors import (
+    ArgumentError,
+    BlackboxCorrupt,
+    BlackboxError,
+    CheckpointCorrupt,
+    CommError,
+    ReplayMismatch,
+    StateError,
+)
 from echelon.errors.message_text import message_of
 from echelon.laboratory.kept_run import KeptSteps, kept_steps
 from echelon.laboratory.rank_replay import NoteDifference, RankReplay, StepReplayed
@@ -196,6 +204,10 @@ class _Replaying:
         except StepReplayed:
             pass  # a script that leaves its world by it
         except BaseException as error:
+            if isinstance(error, BlackboxError):
+                raise  # of what was kept, and not of the step
+            if isinstance(error, CheckpointCorrupt) and kept.run in Path(error.path).parents:
+                raise BlackboxCorrupt(f"has a damaged checkpoint: {error}", kept.run) from error
             first_failed = self._rank_that_raised(error)
             if first_failed is None or not self._replays[first_failed].step:
                 raise  # not in a step: the run has come further than that
