@@ -2,7 +2,9 @@
 
 import ast
 import importlib
+import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,6 +155,29 @@ def fails(world: ec.World) -> None:
     if world.rank == 1:
         raise KeyError("boom")
     dist.barrier()
+
+
+def test_an_overtaken_rank_finds_its_own_groups_and_not_those_of_the_rank_that_runs() -> None:
+    left, right = socket.socketpair()
+    goes_on: list[int] = []
+
+    def main(world: ec.World) -> float:
+        dist.init_process_group("gloo")
+        if world.rank == 1:  # the last to come, which goes on
+            left.recv(1)  # in C code, so the other gets its turn
+            goes_on.append(dist.get_rank())
+        else:
+            right.send(b"x")
+            end_s = time.monotonic() + 0.5
+            while not goes_on and time.monotonic() < end_s:
+                pass  # and has it when rank 1 goes on
+        total = torch.tensor([world.rank + 1.0])
+        dist.all_reduce(total)
+        return total.item()
+
+    with left, right, pytest.warns(RuntimeWarning, match="rank 1 was blocked for 2 s"):
+        assert ec.run(main, 2, timeout=20) == [3, 3]
+    assert goes_on == [1]
 
 
 def test_the_globals_are_back_after_an_error() -> None:

@@ -65,6 +65,21 @@ if __name__ == "__main__":
     }
 
 
+def test_every_rank_has_code_of_its_own_by_which_torch_compile_keeps_what_it_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+def outer():
+    return lambda: 0
+
+print(id(outer.__code__), id(outer().__code__))
+ec.init().group.barrier()
+"""
+    done = run(tmp_path, body, monkeypatch, capsys)
+    assert done.code == 0
+    assert len({number for line in done.output for number in line.split()}) == 6
+
+
 def test_the_first_line_of_a_failure_names_the_rank_and_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,21 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from echelon.comm.threads.process_state import register_state
+from echelon.comm.threads.rank_order import take_turn
 from echelon.comm.threads.replaced_names import Names, Place, Values
+
+
+class GroupsOfTurn(distributed_c10d._World):
+    """What a rank finds behind ``_world``: its own groups, also if it was overtaken.
+
+    A rank that has blocked outside of groups goes on while another has its turn. It takes its turn
+    back here, before it could find the default group of the other.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        """Read from the world of the rank that has its turn then."""
+        take_turn()
+        return object.__getattribute__(distributed_c10d._world, name)
 
 
 def _none(_: object) -> None:
@@ -34,6 +48,10 @@ def _zero(_: object) -> int:
 
 def _false(_: object) -> bool:
     return False
+
+
+def _groups_of_turn(_: object) -> GroupsOfTurn:
+    return GroupsOfTurn()
 
 
 def _empty(value: Any) -> Any:
@@ -57,7 +75,12 @@ PLACES: tuple[Place, ...] = (
         _C10D, ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config"), _empty, _GROUPS
     ),
     Place(_C10D, ("_tags_to_pg", "_pg_to_tag"), _empty, _GROUPS),
-    Place(_C10D, ("_world",), _empty, "has the default group, and calls that are being coalesced"),
+    Place(
+        _C10D,
+        ("_world",),
+        _groups_of_turn,
+        "has the default group, and calls that are being coalesced",
+    ),
     Place("sys", ("excepthook",), reason="init_process_group has it print this rank's number"),
     Place(_C10D, ("_group_count",), _zero, "names the next group, alike on all ranks"),
     Place(_C10D, ("_backend", "_default_pg_init_method"), _none, "of the default group"),

@@ -93,8 +93,14 @@ def _reader(program: Program, *, by_rank: bool) -> _Reader:
     if program.is_module and by_rank:
         program.require_package()
         return program.read
-    source = program.read()
-    return lambda: source
+    code, names = program.read()
+    return lambda: (_copy_of(code), names)
+
+
+def _copy_of(code: CodeType) -> CodeType:
+    """Equal code, for ``torch.compile`` keeps what it has compiled for a ``__main__`` by the code."""
+    constants = (_copy_of(each) if isinstance(each, CodeType) else each for each in code.co_consts)
+    return code.replace(co_consts=tuple(constants))
 
 
 def _rank_main(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -199,3 +201,15 @@ def test_a_notification_is_not_lost_while_the_wait_gives_up_its_grace(handed: Ha
 def test_a_wait_without_the_lock_is_refused(handed: Handed) -> None:
     with pytest.raises(RuntimeError, match="un-acquired lock"):
         threading.Condition().wait()
+
+
+def test_a_rank_that_compiles_keeps_its_turn_while_it_waits(
+    handed: Handed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = SimpleNamespace(compile_lock=threading.RLock())
+    monkeypatch.setitem(sys.modules, "torch._dynamo.convert_frame", compiler)  # type: ignore[arg-type]
+    with compiler.compile_lock:
+        time.sleep(LONG_S)
+    assert handed.times == 0
+    time.sleep(LONG_S)
+    assert handed.times == 1

@@ -5,13 +5,15 @@ their turns. So while ranks take turns, ``Condition.wait`` (with all that is bui
 queues, futures), ``Thread.join``, ``time.sleep`` and the waits of ``selectors`` (with which
 multiprocessing and a ``DataLoader`` wait for processes) let other ranks run once they have taken
 ``GRACE_S``, together since the rank last waited for others. Most waits are shorter, and change
-nothing in the order of turns.
+nothing in the order of turns. A rank that waits inside of ``torch.compile``, as for a C++ compiler,
+keeps its turn.
 """
 
 from __future__ import annotations
 
 import os
 import selectors
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -47,7 +49,13 @@ def renew_grace() -> None:
 def _hand_on() -> HandOn | None:
     hand_on: HandOn | None = getattr(_current, "hand_on", None)
     # debugpy stops a rank by a wait, wherever it is; that rank keeps its turn.
-    return None if hand_on is None or is_in_debugpy() else hand_on
+    return None if hand_on is None or is_in_debugpy() or _compiles() else hand_on
+
+
+def _compiles() -> bool:
+    """Whether this thread has the lock of ``torch.compile``, for which others block in C code."""
+    lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    return lock is not None and bool(lock._is_owned())
 
 
 def _in_grace(wait: Callable[[float], bool], timeout: float | None) -> tuple[bool, float]:

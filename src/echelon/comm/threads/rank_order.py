@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -119,7 +119,7 @@ class RankOrder(ABC):
         return wait_for(self._wakeups[rank], seconds)
 
 
-_current = threading.local()  # .owner of what runs on a thread
+_current = threading.local()  # .owner of what runs on a thread, and .take_back of its turn
 
 
 def current_owner() -> Any:
@@ -127,6 +127,18 @@ def current_owner() -> Any:
     return getattr(_current, "owner", None)
 
 
-def set_current_owner(owner: Any) -> None:
-    """Say whose state the calling thread has from now on."""
-    _current.owner = owner
+def set_current_owner(owner: Any, take_back: Callable[[], None] | None = None) -> None:
+    """Say whose state the calling thread has from now on.
+
+    Args:
+        owner: the state; None for a thread that is no rank.
+        take_back: what ``take_turn`` calls on this thread.
+    """
+    _current.owner, _current.take_back = owner, take_back
+
+
+def take_turn() -> None:
+    """Wait for the turn of the rank on the calling thread, if it was overtaken."""
+    take_back: Callable[[], None] | None = getattr(_current, "take_back", None)
+    if take_back is not None:
+        take_back()

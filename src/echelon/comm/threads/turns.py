@@ -96,7 +96,7 @@ class Turns(RankOrder):
             self._threads[rank] = threading.get_ident()
             self._take(rank)
             was_left = self._closed  # so the process has the state of the caller again
-        set_current_owner(self._owners[rank])
+        set_current_owner(self._owners[rank], lambda: self._take_back(rank))
         try:
             if was_left:
                 raise StateError(f"rank {rank} does not start, because its world was left")
@@ -147,6 +147,11 @@ class Turns(RankOrder):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def _take_back(self, rank: int) -> None:
+        if rank in self._overtaken:
+            with self.lock:
+                self.resume(rank)
 
     def wake(self, rank: int, threads: Iterable[int]) -> None:
         """Let the rank have a turn, if one of these threads takes its turns."""
