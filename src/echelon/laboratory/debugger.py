@@ -7,6 +7,7 @@ waits for other ranks lets these run until the call has returned.
 from __future__ import annotations
 
 import pdb
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,12 +25,13 @@ from echelon.laboratory.debugger_host import current_host
 from echelon.laboratory.debugger_input import completing, read_line
 from echelon.laboratory.rank_commands import RankCommands
 from echelon.laboratory.rank_frames import RankView, place_of, stack_of_frame
+from echelon.laboratory.shared_breakpoints import SharedBreakpoints
 from echelon.launch.run import entered
 
 _here = threading.local()  # .debugger of a thread that has been stopped before
 
 
-class RankDebugger(RankCommands, pdb.Pdb):
+class RankDebugger(RankCommands, SharedBreakpoints, pdb.Pdb):
     """pdb in a simulated rank, or in another thread beside ranks.
 
     Args:
@@ -56,6 +58,13 @@ class RankDebugger(RankCommands, pdb.Pdb):
         """Let the other ranks run until each waits, or has come to a breakpoint of its own."""
         if self._thread_world is not None and self.stopped_rank is not None:
             self._thread_world.order.pause(self.stopped_rank)
+
+    def break_here(self, frame: FrameType) -> bool:
+        """Whether a line has a breakpoint; if so, the others have come where they wait."""
+        stops = super().break_here(frame)
+        if stops:
+            self.let_others_come()
+        return stops
 
     def rank_views(self) -> list[RankView]:
         """All ranks; of this one, the frames that the debugger has stopped in."""
@@ -101,6 +110,8 @@ class RankDebugger(RankCommands, pdb.Pdb):
             yield
             if self.stoplineno == -1:  # it goes on, and not step by step
                 host.leave(self)
+            if self._thread_world is not None and self.breaks:
+                self._thread_world.order.when_rank_runs = _follow_breaks
 
     def _quit(self) -> None:
         error = current_host().quit_error(self.stopped_rank, self._place)
@@ -143,12 +154,24 @@ def _asking(order: RankOrder) -> Iterator[None]:
         order.asking_thread = None
 
 
-def stop(frame: FrameType, header: str | None = None) -> None:
-    """Open the debugger in ``frame``, at the next line that runs there."""
-    world = entered()
+def _debugger_of(world: World | None) -> RankDebugger:
+    """The debugger of the calling thread, which this world's rank runs on."""
     debugger: RankDebugger | None = getattr(_here, "debugger", None)
     if debugger is None or debugger.world is not world:
         debugger = _here.debugger = RankDebugger(world)
+    return debugger
+
+
+def _follow_breaks() -> None:
+    """Let the rank that runs now on its thread stop at breakpoints of others."""
+    world = entered()
+    if world is not None:
+        _debugger_of(world).follow_breaks(sys._getframe(1))
+
+
+def stop(frame: FrameType, header: str | None = None) -> None:
+    """Open the debugger in ``frame``, at the next line that runs there."""
+    debugger = _debugger_of(entered())
     debugger.header = header
     debugger.let_others_come()
     debugger.set_trace(frame)

@@ -51,6 +51,7 @@ class FreeRunning(RankOrder):
             self._held.add(rank)
             self._doze(rank)
         self._held.discard(rank)
+        self.when_rank_runs()
 
     @contextmanager
     def hold(self, rank: int) -> Iterator[None]:

@@ -28,6 +28,7 @@ class RankOrder(ABC):
     Attributes:
         lock: of the world.
         asking_thread: the thread whose debugger asks for a command, if one does.
+        when_rank_runs: called by each rank on its thread before it goes on, with the lock.
     """
 
     def __init__(self, size: int) -> None:
@@ -35,6 +36,7 @@ class RankOrder(ABC):
         self._wakeups = [threading.Condition(self.lock) for _ in range(size)]
         self.asking_thread: int | None = None
         self._in_a_hurry = False
+        self.when_rank_runs: Callable[[], None] = _nothing
 
     @final
     def require_running(self, call: object) -> None:
@@ -117,6 +119,10 @@ class RankOrder(ABC):
     def _doze(self, rank: int, seconds: float | None = None) -> bool:
         """Release the lock until this rank is woken; whether it was before time was up."""
         return wait_for(self._wakeups[rank], seconds)
+
+
+def _nothing() -> None:
+    """Unless a debugger has breakpoints."""
 
 
 _current = threading.local()  # .owner of what runs on a thread, and .take_back of its turn

@@ -314,6 +314,7 @@ class Turns(RankOrder):
         self._start_clock(rank)
         if not self._closed:  # a rank that was left behind finds the state of others
             self._owners[rank].load()
+        self.when_rank_runs()
 
     def _overtake(self, rank: int | None = None) -> None:
         """Take the turn from its holder; see [Note: a rank that does not hand on]."""
