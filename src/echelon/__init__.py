@@ -12,7 +12,7 @@ from echelon.process import offered_debugger as _offered_debugger
 from echelon.version import __version__
 
 if TYPE_CHECKING:
-    from types import FrameType
+    from types import FrameType, TracebackType
 
     from echelon import errors, events, observe, pipeline, testing
     from echelon.checkpoint.api import async_save, load, save, steps
@@ -235,7 +235,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _open_debugger(frame: FrameType, header: str | None) -> None:
+def _open_debugger(frame: FrameType | TracebackType, header: str | None) -> None:
     importlib.import_module("echelon.laboratory.debugger").stop(frame, header)
 
 

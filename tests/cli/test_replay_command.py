@@ -1,5 +1,6 @@
 """echelon replay: a script that failed on processes, its step again, the debugger, and mistakes."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -98,12 +99,16 @@ def test_a_step_of_a_job_over_gloo_is_replayed(tmp_path: Path) -> None:
 
 def test_one_rank_the_debugger_another_batch_and_the_list(job: tuple[Path, list[str]]) -> None:
     folder, lines = job
-    code, output = call(folder, "--rank", 1, "--pdb", keys="p step, x[0, 0]\nq\n")
+    code, output = call(
+        folder, "--rank", 1, "--pdb", keys="p step, x[0, 0]\nranks\nrank 0\np world.rank\nq\n"
+    )
     assert code == 0
     assert losses(output.splitlines(), 5) == {f"rank 1 step 5 loss {float('nan').hex()}"}
     assert "rank 0 step" not in output
     assert "-> guard.allows_step(loss)" in output
     assert "(5, tensor(nan))" in output
+    assert "(Pdb rank 0) 0\n" in output
+    assert re.search(r"\n->    1 .*has raised NonFiniteError: step 5 is not finite:", output)
 
     code, output = call(folder, "--step", 3, "--pdb", "--rank", 0, keys="p step, world.rank\nq\n")
     assert code == 0

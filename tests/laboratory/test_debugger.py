@@ -1,9 +1,7 @@
 """breakpoint() in simulated ranks: who stops, what runs meanwhile, and how it ends."""
 
-import bdb
+import pdb
 import threading
-from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -111,63 +109,6 @@ def test_a_rank_that_has_stopped_before_keeps_its_breakpoints(typist: Typist) ->
     assert typist.prompts == ["(Pdb rank 1) "] * 6
 
 
-def loops(world: ec.World) -> list[int]:
-    sums = []
-    for number in range(3):
-        if number == 0:
-            world.breakpoint(rank=1)
-        values = torch.tensor([number])
-        world.group.all_reduce(values)
-        sums.append(int(values.item()))
-    return sums
-
-
-IN_LOOP = loops.__code__.co_firstlineno + 7
-
-
-@pytest.fixture
-def no_breakpoints() -> Iterator[None]:
-    """Remove what ``b`` has set, which pdb keeps as long as the process lives."""
-    yield
-    for each in bdb.Breakpoint.bpbynumber:
-        if each:
-            each.deleteMe()
-
-
-@pytest.mark.parametrize("concurrent", [False, True])
-@pytest.mark.usefixtures("no_breakpoints")
-def test_a_breakpoint_that_is_set_in_one_rank_stops_every_rank(
-    typist: Typist, concurrent: bool
-) -> None:
-    typist.types(f"b {IN_LOOP}", "c", *["c"] * 9)
-    assert ec.run(loops, 3, concurrent=concurrent) == [[0, 3, 6]] * 3
-    assert Counter(typist.prompts[2:]) == {f"(Pdb rank {rank}) ": 3 for rank in range(3)}
-    typist.reads()
-
-
-@pytest.mark.usefixtures("no_breakpoints")
-def test_the_first_rank_at_a_breakpoint_of_another_sees_where_all_are(typist: Typist) -> None:
-    typist.types(f"b {IN_LOOP}", "c", "ranks", *["c"] * 9)
-    ec.run(loops, 3)
-    assert typist.reads().count(f"test_debugger.py:{IN_LOOP}  waits for its turn") == 2
-
-
-@pytest.mark.usefixtures("no_breakpoints")
-def test_a_breakpoint_that_one_rank_clears_is_cleared_in_all(typist: Typist) -> None:
-    number = len(bdb.Breakpoint.bpbynumber)  # of the next one
-    typist.types(f"b {IN_LOOP}", "c", "c", "c", f"clear {number}", "c")
-    assert ec.run(loops, 3) == [[0, 3, 6]] * 3
-    assert "Deleted breakpoint" in typist.reads()
-
-
-@pytest.mark.usefixtures("no_breakpoints")
-def test_a_condition_chooses_the_rank_and_a_step_of_another_goes_on(typist: Typist) -> None:
-    typist.types("n", "n", f"b {IN_LOOP}, world.rank == 2 and number == 1", *["n"] * 5, "c", "c")
-    assert ec.run(loops, 3) == [[0, 3, 6]] * 3
-    assert Counter(typist.prompts) == {"(Pdb rank 1) ": 9, "(Pdb rank 2) ": 1}
-    assert typist.reads().count(f"({IN_LOOP})loops()") == 3
-
-
 def slow_commands(world: ec.World) -> float:
     total = torch.ones(1)
     if world.rank == 1:
@@ -262,7 +203,9 @@ def test_a_thread_of_a_rank_gets_pdb_and_all_clocks_stand(typist: Typist) -> Non
 
     typist.types("ranks", "import time; time.sleep(1)", "c")
     ec.run(main, 2, timeout=0.4)
-    assert "this thread is no rank" in typist.reads()
+    output = typist.reads()
+    assert "this thread is no rank" in output
+    assert "function" not in output
     assert typist.prompts == ["(Pdb) "] * 3
 
 
@@ -271,3 +214,34 @@ def test_the_world_of_a_script_alone_has_a_breakpoint(typist: Typist) -> None:
     typist.types("p world.size", "c")
     world.breakpoint()
     assert "(Pdb rank 0) p world.size\n1\n" in typist.reads()
+
+
+@pytest.mark.usefixtures("no_breakpoints")
+@pytest.mark.parametrize("sets_a_breakpoint", [False, True])
+def test_post_mortem_in_a_rank_shows_all_ranks_and_the_program_goes_on(
+    typist: Typist, sets_a_breakpoint: bool
+) -> None:
+    def main(world: ec.World) -> float:
+        value = torch.ones(1)
+        try:
+            value /= torch.ones(2 + world.rank)
+        except RuntimeError:
+            if world.rank == 1:
+                pdb.post_mortem()
+        world.group.all_reduce(value)
+        return value.item()
+
+    line = main.__code__.co_firstlineno + 8
+    breaks = [f"b {line}"] if sets_a_breakpoint else []
+    typist.types("p world.rank", "ranks", "where", *breaks, "c", *["c"] * 2 * len(breaks))
+    assert ec.run(main, 2) == [2.0] * 2
+    output = typist.reads()
+    assert "(Pdb rank 1) p world.rank\n1\n" in output
+    assert "waits in all_reduce(sum) float32[1] (#0 of group 'world') for rank 1" in output
+    assert "-> value /= torch.ones(2 + world.rank)" in output
+    assert pdb.post_mortem.__module__ == "pdb"
+
+
+def test_a_post_mortem_without_an_error_is_what_it_is_elsewhere() -> None:
+    with pytest.raises(ValueError, match="traceback"):
+        ec.run(lambda world: pdb.post_mortem(), 1)

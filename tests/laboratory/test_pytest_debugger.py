@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from echelon.laboratory.pytest_debugger import EndedRanks, PytestHost, show_ended_ranks
+from echelon.laboratory.pytest_debugger import PytestHost, show_ended_ranks
+from echelon.laboratory.rank_commands import EndedRanks
 from echelon.laboratory.rank_outcomes import RankOutcomes
 
 

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from echelon.launch import rank_program
 
 SCRIPT = """
@@ -21,7 +23,9 @@ if sys.argv[1:] == ["fail"]:
 
 def start(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, rank_program.__file__, *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, timeout=60, stdin=subprocess.DEVNULL
+    )
 
 
 def test_a_script_is_main_with_its_arguments_and_brings_no_torch(tmp_path: Path) -> None:
@@ -40,6 +44,19 @@ def test_a_traceback_begins_with_the_script(tmp_path: Path) -> None:
     first, second, *_ = done.stderr.splitlines()
     assert first == "Traceback (most recent call last):"
     assert second == f'  File "{script}", line 10, in <module>'
+
+
+def test_pdb_without_input_says_what_to_do_in_one_of_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("breakpoint()\nprint('on')\n")
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
+    for size, is_told in (("2", True), ("1", False)):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        done = start(str(script), cwd=tmp_path)
+        assert "bdb.BdbQuit" in done.stderr
+        assert ("or echelon run --world threads" in done.stderr) == is_told
 
 
 def test_a_module_of_a_package_is_run_by_its_name(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from traceback import walk_tb
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TextIO
 
 import typer
@@ -18,9 +17,16 @@ import typer
 from echelon import checks
 from echelon.diagnosis.failure_record import FailureRecord
 from echelon.diagnosis.failure_report import failure_report
-from echelon.diagnosis.stacks import is_user_file
 from echelon.errors import BlackboxError
+from echelon.errors.message_text import line_of
 from echelon.laboratory.kept_run import KeptAttempt, kept_attempts, kept_steps
+from echelon.laboratory.rank_commands import EndedRanks
+from echelon.laboratory.rank_frames import (
+    RankView,
+    Stack,
+    stack_of_traceback,
+    users_innermost,
+)
 from echelon.laboratory.rank_replay import RankReplay, StepReplayed
 from echelon.laboratory.replay import Replay, replay
 from echelon.launch.rank_lines import WholeLines
@@ -151,6 +157,21 @@ class _OfStep(io.TextIOBase):
 # The debugger ------------------------------------------------------------------------------------
 
 
+class _ReplayDebugger(EndedRanks, pdb.Pdb):
+    """pdb where a rank has ended, in the innermost frame of the user."""
+
+    def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[Stack, int]:
+        """The frames that are shown, and which of them is the current one."""
+        stack, _ = super().get_stack(f, t)
+        return stack, users_innermost(stack)
+
+
+def _view(rank: int, end: BaseException) -> RankView:
+    is_over = isinstance(end, StepReplayed)
+    what = "is at the end of the step" if is_over else f"has raised {line_of(end)}"
+    return RankView(rank, stack_of_traceback(end.__traceback__), what)
+
+
 def _open_pdb(result: Replay, rank: int) -> None:
     """Open the debugger in the innermost frame of the user where ``rank`` ended."""
     end = result.ends.get(rank)
@@ -160,14 +181,9 @@ def _open_pdb(result: Replay, rank: int) -> None:
         return
     what = "the end of the step" if isinstance(end, StepReplayed) else f"its {type(end).__name__}"
     typer.echo(f"pdb of rank {rank}, at {what}; its other frames are up and down")
-    debugger = pdb.Pdb()
+    debugger = _ReplayDebugger()
+    debugger.ended = [_view(each, error) for each, error in sorted(result.ends.items())]
+    debugger.stopped_rank = rank
+    debugger.shows(rank)
     debugger.reset()
-    if depth := _frames_below_user(trace):
-        debugger.cmdqueue.append(f"up {depth}")
     debugger.interaction(None, trace)
-
-
-def _frames_below_user(trace: TracebackType) -> int:
-    """How many frames of libraries are below the innermost one of the user."""
-    users = [is_user_file(frame.f_code.co_filename) for frame, _ in walk_tb(trace)]
-    return users[::-1].index(True) if True in users else 0

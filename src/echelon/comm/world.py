@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bdb import BdbQuit
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, final
@@ -16,23 +15,11 @@ from echelon.comm.threads.rank_breakpoints import stop_caller
 from echelon.diagnosis.rank_monitor import StepCounter
 from echelon.errors import RankError, UnsupportedError
 from echelon.process.forks import mark
+from echelon.process.offered_debugger import DEBUG_INSTEAD, no_debugger
 
 # The time that a rank waits for others in one call before it raises. It is longer than a slow first
 # step, and short enough that a user still watches.
 DEFAULT_TIMEOUT_S = 300.0
-
-
-_INSTEAD = (
-    'run the program with ec.run(..., world="threads") or echelon run --world threads, or attach a '
-    "debugger to one process: debugpy.listen(5678 + world.rank), debugpy.wait_for_client()"
-)
-
-
-def _no_debugger(error: BaseException) -> str | None:
-    """What to do where pdb has ended because nobody could type."""
-    if not isinstance(error, BdbQuit):
-        return None
-    return f"pdb has ended, or had no input in this process: {_INSTEAD}"
 
 
 @final
@@ -156,7 +143,8 @@ class World:
             raise RankError("rank", rank, self.size)
         if self.size > 1 and self.backend != "threads":
             raise UnsupportedError(
-                f"world.breakpoint() stops simulated ranks, and these are processes: {_INSTEAD}"
+                "world.breakpoint() stops simulated ranks, and these are processes: "
+                + DEBUG_INSTEAD
             )
         if rank is None or rank == self.rank:
             stop_caller()
@@ -165,7 +153,7 @@ class World:
         """Add notes with the known causes of an error of the user's code to the error."""
         hints = list(self.hints.values())
         if self.size > 1 and self.backend != "threads":
-            hints.append(_no_debugger)
+            hints.append(no_debugger)
         for hint in hints:
             text = hint(error)
             if text is not None and text not in getattr(error, "__notes__", ()):

@@ -65,6 +65,16 @@ def message_of(error: BaseException) -> str:
         return f"(its text raised {type(problem).__name__})"
 
 
+def line_of(error: BaseException) -> str:
+    """The class of an exception and the first line of what it says.
+
+    Example:
+        >>> line_of(ValueError("boom\\nand more")), line_of(KeyboardInterrupt())
+        ('ValueError: boom', 'KeyboardInterrupt')
+    """
+    return f"{type(error).__name__}: {message_of(error).partition(chr(10))[0]}".removesuffix(": ")
+
+
 def _shown(character: str) -> str:
     if character in "\n\t" or unicodedata.category(character) not in _HIDDEN:
         return character

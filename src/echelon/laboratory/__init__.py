@@ -35,6 +35,7 @@ Stopping ranks, ``breakpoint()`` and ``world.breakpoint()``:
 
 ``rank_frames``     frames of ranks as a user knows them, and the table of all ranks
 ``rank_commands``   what the debugger has beside the commands of pdb
+``shared_breakpoints``  breakpoints of ``b``, which stop every rank
 ``debugger_host``   where the debugger speaks with its user: a terminal, a cell, pytest
 ``debugger_input``  the lines that a user types, which the main thread reads
 ``debugger``        pdb in a rank, while no other rank and no limit of time runs

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from echelon.comm.threads.blocking_calls import keeping_turn
@@ -24,7 +24,7 @@ from echelon.comm.world import World
 from echelon.laboratory.debugger_host import current_host
 from echelon.laboratory.debugger_input import completing, read_line
 from echelon.laboratory.rank_commands import RankCommands
-from echelon.laboratory.rank_frames import RankView, place_of, stack_of_frame
+from echelon.laboratory.rank_frames import RankView, place_of, stack_of_frame, stack_of_traceback
 from echelon.laboratory.shared_breakpoints import SharedBreakpoints
 from echelon.launch.run import entered
 
@@ -87,7 +87,9 @@ class RankDebugger(RankCommands, SharedBreakpoints, pdb.Pdb):
             self.set_continue()  # the rank hears of it at its next call
             return
         with self._stopped():
-            self._place = place_of(stack_of_frame(frame))
+            self._place = place_of(
+                stack_of_traceback(args[0]) if frame is None else stack_of_frame(frame)
+            )
             if self.header is not None:
                 self.message(self.header)
             self.header = None
@@ -169,10 +171,18 @@ def _follow_breaks() -> None:
         _debugger_of(world).follow_breaks(sys._getframe(1))
 
 
-def stop(frame: FrameType, header: str | None = None) -> None:
-    """Open the debugger in ``frame``, at the next line that runs there."""
+def stop(place: FrameType | TracebackType, header: str | None = None) -> None:
+    """Open the debugger in a frame, at the next line that runs there, or where an error was."""
     debugger = _debugger_of(entered())
     debugger.header = header
     debugger.let_others_come()
-    debugger.set_trace(frame)
-    debugger.set_next(frame)  # not in what still runs between this line and ours
+    if isinstance(place, FrameType):
+        debugger.set_trace(place)
+        debugger.set_next(place)  # not in what still runs between this line and ours
+        return
+    if sys.gettrace() is None:
+        debugger.reset()
+    debugger.interaction(None, place)
+    debugger.set_continue()  # nothing is left to step through
+    debugger.follow_breaks(sys._getframe(1))
+    current_host().leave(debugger)

@@ -9,9 +9,9 @@ import pytest
 from _pytest.config import create_terminal_writer
 
 from echelon.laboratory.debugger_host import DebuggerHost
-from echelon.laboratory.rank_commands import RankCommands
+from echelon.laboratory.rank_commands import EndedRanks, RankCommands
 from echelon.laboratory.rank_frames import RankView, stack_of_traceback
-from echelon.laboratory.rank_outcomes import RankOutcomes
+from echelon.laboratory.rank_outcomes import RankEnd, RankOutcomes
 from echelon.laboratory.rank_streams import unrouted
 
 
@@ -71,22 +71,9 @@ class PytestHost(DebuggerHost):
         writer.sep(">", f"{what} ({capturing})" if is_capturing else what)
 
 
-class EndedRanks(RankCommands):
-    """Commands that show where each rank of a failed test has ended.
-
-    Attributes:
-        outcomes: of the test.
-    """
-
-    outcomes: RankOutcomes
-
-    def rank_views(self) -> list[RankView]:
-        """All ranks with the frames of their errors."""
-        views = []
-        for rank, end in sorted(self.outcomes.ends.items()):
-            trace = None if end.error is None else end.error.__traceback__
-            views.append(RankView(rank, stack_of_traceback(trace), end.what))
-        return views
+def _view(rank: int, end: RankEnd) -> RankView:
+    trace = None if end.error is None else end.error.__traceback__
+    return RankView(rank, stack_of_traceback(trace), end.what)
 
 
 def show_ended_ranks(debugger: pdb.Pdb, outcomes: RankOutcomes) -> None:
@@ -94,7 +81,8 @@ def show_ended_ranks(debugger: pdb.Pdb, outcomes: RankOutcomes) -> None:
     if isinstance(debugger, RankCommands):
         return
     kind = type(debugger)
-    debugger.__class__ = type(kind.__name__, (EndedRanks, kind), {"outcomes": outcomes})
+    debugger.__class__ = type(kind.__name__, (EndedRanks, kind), {})
     assert isinstance(debugger, EndedRanks)
+    debugger.ended = [_view(rank, end) for rank, end in sorted(outcomes.ends.items())]
     debugger.stopped_rank = outcomes.primary
     debugger.shows(outcomes.primary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pdb import Pdb
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
@@ -82,6 +83,7 @@ class RankCommands(_Base):
         views = self.rank_views()
         if not views:
             self.error("this thread is no rank")
+            return
         for line in table(views, self.shown_rank):
             self.message(line)
 
@@ -111,3 +113,17 @@ class RankCommands(_Base):
         self.message(f"frames of echelon are {'shown' if self.shows_echelon else 'left out'}")
         if self.shown_rank is not None:
             self.do_rank(str(self.shown_rank))
+
+
+class EndedRanks(RankCommands):
+    """Commands that show where each rank has ended.
+
+    Attributes:
+        ended: all ranks with the frames of their errors.
+    """
+
+    ended: Sequence[RankView] = ()
+
+    def rank_views(self) -> list[RankView]:
+        """All ranks, in their order."""
+        return list(self.ended)

@@ -33,7 +33,7 @@ class SharedBreakpoints(_Base):
                 setattr(self, name, _commands.setdefault(name, {}))
 
     @property
-    def breaks(self) -> dict[str, list[int]]:  # type: ignore[override]
+    def breaks(self) -> dict[str, list[int]]:
         """The lines that have breakpoints, by file."""
         return _breaks
 

@@ -6,6 +6,7 @@ program does.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -14,6 +15,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from echelon.launch.program import Program
+from echelon.process.offered_debugger import no_debugger
 
 _MODULE = "torch.distributed.distributed_c10d"
 
@@ -80,6 +82,8 @@ def _hide_frames() -> None:
     ) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename in ours:
             trace = trace.tb_next
+        if os.environ.get("WORLD_SIZE") != "1" and (note := no_debugger(error)):
+            error.add_note(note)
         show(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = show_program

@@ -98,7 +98,7 @@ def _reader(program: Program, *, by_rank: bool) -> _Reader:
 
 
 def _copy_of(code: CodeType) -> CodeType:
-    """Equal code, for ``torch.compile`` keeps what it has compiled for a ``__main__`` by the code."""
+    """Equal code of its own, by which ``torch.compile`` keeps what it has compiled for a rank."""
     constants = (_copy_of(each) if isinstance(each, CodeType) else each for each in code.co_consts)
     return code.replace(co_consts=tuple(constants))
 

@@ -10,7 +10,7 @@ from typing import Any, Self, final
 
 import torch
 
-from echelon.c10d.rank_limits import note_for
+from echelon.c10d.rank_limits import note_for, note_without_turns
 from echelon.c10d.rank_names import start_rank
 from echelon.comm.threads import rank_threads
 from echelon.comm.threads.blocking_calls import join_in_turn
@@ -143,6 +143,8 @@ class SimulatedRanks:
                 if isinstance(order, Turns):
                     start_rank(group)
                     rank_world.hints["simulated ranks"] = note_for
+                else:
+                    rank_world.hints["concurrent ranks"] = note_without_turns
                 try:
                     self.results[rank] = call(self.fn, rank_world, self._args)
                     rank_world.close()

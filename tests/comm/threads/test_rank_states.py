@@ -3,6 +3,7 @@
 import threading
 import time
 
+import pytest
 import torch
 
 import echelon as ec
@@ -70,3 +71,20 @@ def test_concurrent_ranks_that_run_are_not_said_to_be_stopped() -> None:
 
     texts = ec.run(main, 2, concurrent=True)[0]
     assert texts == ["runs, or blocks outside of groups", "stopped before its next call"]
+
+
+def test_a_rank_that_has_failed_has_its_error_and_others_have_its_number() -> None:
+    texts: list[str] = []
+
+    def main(world: ec.World) -> None:
+        if world.rank == 0:
+            raise ValueError("early\nand more")
+        if world.rank == 1:
+            world.group.barrier()
+        time.sleep(1)
+        texts.extend(state.doing for state in states(world))
+
+    with pytest.raises(ValueError, match="early"):
+        ec.run(main, 3)
+    assert texts[0] == "has raised ValueError: early"
+    assert texts[1] == "has ended, because rank 0 failed"

@@ -1,4 +1,4 @@
-"""Where ``breakpoint()`` and ``pdb.set_trace()`` lead while simulated ranks run.
+"""Where ``breakpoint()`` and functions of ``pdb`` lead while simulated ranks run.
 
 Whatever else a user has chosen is respected: ``PYTHONBREAKPOINT``, and the hook of a debugger that
 is attached, such as debugpy's.
@@ -11,7 +11,7 @@ import pdb
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import BuiltinFunctionType, FrameType
+from types import BuiltinFunctionType, FrameType, TracebackType
 from typing import Any
 
 from echelon.comm.threads.installation import Installation
@@ -55,11 +55,21 @@ def _set_trace(*_: Any, header: str | None = None, **__: Any) -> None:
     _open(sys._getframe(1), header)
 
 
+def _look_back(t: TracebackType | None = None) -> None:
+    """Stands for ``pdb.post_mortem``, and so for ``pdb.pm``, while ranks run."""
+    trace = sys.exc_info()[2] if t is None else t
+    if trace is None:
+        _post_mortem.original(t)  # raises what Python's own would
+        return
+    open_debugger(trace)
+
+
 def _breakpointhook(*args: Any, **options: Any) -> Any:
     """Stands for the hook of ``breakpoint()`` while ranks run."""
     return _stop(sys._getframe(1), *args, **options)
 
 
+_post_mortem = Replacement(pdb, "post_mortem", _look_back)
 _hook = Replacement(sys, "breakpointhook", _breakpointhook, over=_is_free)
 # Each rank enters ``of_rank`` of it.
-debugger_of_ranks = Installation.of(Replacement(pdb, "set_trace", _set_trace), _hook)
+debugger_of_ranks = Installation.of(Replacement(pdb, "set_trace", _set_trace), _post_mortem, _hook)

@@ -9,7 +9,7 @@ from typing import final
 
 from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.diagnosis.collective_call import CollectiveCall
-from echelon.errors.message_text import ranks_text
+from echelon.errors.message_text import line_of, ranks_text
 
 
 @final
@@ -47,11 +47,19 @@ def _doing(thread_world: ThreadWorld, rank: int, frame: FrameType | None) -> str
     if thread_world.has_finished(rank):
         return "has returned"
     if frame is None:
-        return "has ended"
+        return _end_text(thread_world, rank)
     waits = [_wait_text(call, absent) for call, absent in thread_world.waits_of(rank)]
     if waits:
         return ", and ".join(waits)
     return thread_world.order.not_running(rank) or "runs, or blocks outside of groups"
+
+
+def _end_text(thread_world: ThreadWorld, rank: int) -> str:
+    """Why a rank has ended that has not returned."""
+    failed, error = thread_world.failure or (rank, None)
+    if failed != rank:
+        return f"has ended, because rank {failed} failed"
+    return "has ended" if error is None else f"has raised {line_of(error)}"
 
 
 def _wait_text(call: CollectiveCall, absent: list[int]) -> str:
