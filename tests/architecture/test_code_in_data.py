@@ -21,6 +21,11 @@ MAY_RUN_DATA = {
     "launch.processes": {
         "multiprocessing": "starts these children, and makes their pipes",
     },
+    "comm.threads.process_messages": {
+        "pickle": "what multiprocessing reads anyway, between the program and processes of its own",
+        "multiprocessing": "the same",
+        "Unpickler": "the same",
+    },
     "checkpoint.convert.torch_files": {
         "torch.load": "with weights_only=True: torch reads tensors and plain values, and no class",
     },

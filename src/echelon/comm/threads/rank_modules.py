@@ -33,6 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, final
 
+from echelon.comm.threads.process_messages import messages_of_ranks
 from echelon.comm.threads.process_state import register_state
 from echelon.comm.threads.rank_order import current_owner
 
@@ -170,7 +171,8 @@ def importing_for_themselves(folder: str) -> Iterator[None]:
     sys.meta_path.insert(0, modules)
     remove = register_state("program", modules.save, modules.restore, _at_first)
     try:
-        yield
+        with messages_of_ranks(lambda: modules.save().modules):
+            yield
     finally:
         remove()
         sys.meta_path.remove(modules)
