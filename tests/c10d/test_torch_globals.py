@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -178,6 +179,35 @@ def test_an_overtaken_rank_finds_its_own_groups_and_not_those_of_the_rank_that_r
     with left, right, pytest.warns(RuntimeWarning, match="rank 1 was blocked for 2 s"):
         assert ec.run(main, 2, timeout=20) == [3, 3]
     assert goes_on == [1]
+
+
+def test_a_thread_that_a_rank_has_started_finds_the_groups_of_its_rank() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def main(world: ec.World) -> float:
+        dist.init_process_group("gloo")
+        pair = dist.new_group([0, 1])
+        total = torch.tensor([world.rank + 1.0])
+
+        def reduce() -> None:
+            time.sleep(0.3)  # the last rank has its turn then
+            seen.append((world.rank, dist.get_rank()))
+            dist.all_reduce(total)
+            if world.rank < 2:
+                dist.all_reduce(total, group=pair)
+
+        thread = Thread(target=reduce)
+        thread.start()
+        dist.barrier()
+        if world.rank == 2:
+            end_s = time.monotonic() + 0.6
+            while time.monotonic() < end_s:
+                pass
+        thread.join()
+        return total.item()
+
+    assert ec.run(main, 3, timeout=20) == [12.0, 12.0, 6.0]
+    assert sorted(seen) == [(0, 0), (1, 1), (2, 2)]
 
 
 def test_the_globals_are_back_after_an_error() -> None:

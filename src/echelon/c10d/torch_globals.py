@@ -20,6 +20,7 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
+from echelon.comm.threads.kept_by_threads import keep, kept
 from echelon.comm.threads.process_state import register_state
 from echelon.comm.threads.rank_order import take_turn
 from echelon.comm.threads.replaced_names import Names, Place, Values
@@ -29,12 +30,15 @@ class GroupsOfTurn(distributed_c10d._World):
     """What a rank finds behind ``_world``: its own groups, also if it was overtaken.
 
     A rank that has blocked outside of groups goes on while another has its turn. It takes its turn
-    back here, before it could find the default group of the other.
+    back here, before it could find the default group of the other. A thread that a rank has started
+    never has its turn, and finds what that rank had then.
     """
 
     def __getattribute__(self, name: str) -> Any:
         """Read from the world of the rank that has its turn then."""
         take_turn()
+        if (groups := kept("groups")) is not None and name in groups:
+            return groups[name]
         return object.__getattribute__(distributed_c10d._world, name)
 
 
@@ -234,3 +238,8 @@ def _restore(values: Values) -> None:
 register_state("torch.distributed", _globals.read, _restore, _globals.first_values)
 # How much C++ code says of its calls, which torch reads from a variable.
 register_state("debug level", c10d.get_debug_level, c10d.set_debug_level)
+_OF_THREADS = (
+    *("default_pg", "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config"),
+    *("tags_to_pg", "pg_to_tag", "pg_coalesce_state", "comms"),
+)
+keep("groups", lambda: {name: getattr(distributed_c10d._world, name) for name in _OF_THREADS})

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import io
 import pickle
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
@@ -19,13 +18,13 @@ from multiprocessing.reduction import ForkingPickler
 from types import FunctionType, ModuleType
 from typing import Any, final
 
-from echelon.comm.threads.rank_order import current_owner
+from echelon.comm.threads.kept_by_threads import keep, kept
 
 Modules = Mapping[str, ModuleType]
 
 
 def _modules_of_thread() -> Modules:
-    return getattr(threading.current_thread(), "echelon_modules", {})
+    return kept("modules") or {}
 
 
 def _member(module: ModuleType, name: str) -> Any:
@@ -50,7 +49,7 @@ def _reduce(_: object, value: Any) -> Any:
 
 
 @final
-class _Reader(pickle.Unpickler):
+class _MessageReader(pickle.Unpickler):
     """Reads a message with the modules of this thread's rank."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
@@ -62,13 +61,12 @@ class _Reader(pickle.Unpickler):
 
 
 _load = ForkingPickler.loads
-_start = threading.Thread.start
 
 
 def _loads(data: Any, /, **options: Any) -> Any:
     if not _modules_of_thread():
         return _load(data, **options)
-    return _Reader(io.BytesIO(data), **options).load()
+    return _MessageReader(io.BytesIO(data), **options).load()
 
 
 @contextmanager
@@ -78,19 +76,12 @@ def messages_of_ranks(modules: Callable[[], Modules]) -> Iterator[None]:
     Args:
         modules: those that the process has of the rank which runs now.
     """
-
-    def start(thread: threading.Thread) -> None:
-        is_rank = current_owner() is not None
-        vars(thread)["echelon_modules"] = modules() if is_rank else _modules_of_thread()
-        _start(thread)
-
     pickler: Any = ForkingPickler
-    threading.Thread.start = start  # type: ignore[method-assign]
+    forget = keep("modules", modules)
     pickler.reducer_override, pickler.loads = _reduce, staticmethod(_loads)
     try:
         yield
     finally:
-        if threading.Thread.start is start:  # and not what somebody else has put there
-            threading.Thread.start = _start  # type: ignore[method-assign]
+        forget()
         del pickler.reducer_override
         pickler.loads = _load

@@ -1,0 +1,55 @@
+"""What threads that a simulated rank starts keep of it.
+
+They run at any time, and so while the process has the state of another rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from echelon.comm.threads.installation import Installation
+from echelon.comm.threads.rank_order import current_owner
+from echelon.process.replacement import Replacement
+
+_NAME = "_kept_of_rank"
+
+_readers: dict[str, Callable[[], Any]] = {}
+
+
+def keep(name: str, read: Callable[[], Any]) -> Callable[[], None]:
+    """Let threads that ranks start from now on keep something.
+
+    Args:
+        name: by which ``kept`` finds it.
+        read: reads it, in the turn of the rank.
+
+    Returns:
+        A function that ends this.
+    """
+    _readers[name] = read
+
+    def forget() -> None:
+        _readers.pop(name, None)
+
+    return forget
+
+
+def kept(name: str) -> Any:
+    """What the calling thread keeps of the rank that has started it; None if none has."""
+    return vars(threading.current_thread()).get(_NAME, {}).get(name)
+
+
+def _start_and_keep(self: threading.Thread) -> None:
+    if current_owner() is not None:
+        vars(self)[_NAME] = {name: read() for name, read in _readers.items()}
+    else:
+        vars(self)[_NAME] = vars(threading.current_thread()).get(_NAME, {})
+    _thread_start.original(self)
+
+
+_thread_start = Replacement(threading.Thread, "start", _start_and_keep)
+
+# Each rank enters ``of_rank`` of it.
+keeping_threads = Installation.of(_thread_start)
