@@ -45,6 +45,7 @@ _OTHER, _FORWARD, _BACKWARD = int(Activity.OTHER), int(Activity.FORWARD), int(Ac
 _PROCESSOR, _BEFORE_BACKWARD = int(Activity.PROCESSOR), int(Activity.BEFORE_BACKWARD)
 # They interrupt a forward; all others show that it has ended.
 _INTERRUPTIONS = frozenset({COMMUNICATION, int(Activity.COLLECTING), _PROCESSOR})
+_NONE_YET = [0] * len(Activity)
 NOTHING = -1  # what ``begin`` gives where no rank is measured
 _READ_NS = 200_000
 _FIT_NS, _MOST_READS = 50_000, 5  # of two readings that belong together
@@ -89,7 +90,6 @@ class RankTime:
         shares_heap: with other ranks of its process.
 
     Attributes:
-        around: what the communication interrupts that is under way, or was the last.
         arrivals: at collectives.
         collecting: the activity that a garbage collection counts as.
     """
@@ -113,13 +113,12 @@ class RankTime:
         self._saw_forward = False
         # What was done for longest since the last collective.
         self._longest_ns, self._longest = 0, _OTHER
-        self.around = _OTHER
+        self._interrupted = _OTHER  # by the communication that is under way, or was the last
         self.arrivals = Arrivals()
         self._begin_row()
 
     def _begin_row(self) -> None:
-        self._spans = [0] * len(Activity)
-        self._blocked = [0] * len(Activity)
+        self._spans, self._blocked = _NONE_YET.copy(), _NONE_YET.copy()
         self._known_waits = 0
 
     def start(self) -> None:
@@ -168,9 +167,14 @@ class RankTime:
         """``begin`` for communication, which every call of a group pays for."""
         before = self._activity
         if before != COMMUNICATION:
-            self.around = before
+            self._interrupted = before
             self._switch(COMMUNICATION)
         return before
+
+    @property
+    def before_call(self) -> int:
+        """What the rank does apart from communication."""
+        return self._interrupted if self._activity == COMMUNICATION else self._activity
 
     def end(self, before: int) -> None:
         """End an activity, and go back to the one before."""
@@ -206,9 +210,11 @@ class RankTime:
         self._faults = usage.ru_minflt, usage.ru_majflt
         wall = self._mark - self._step_mark
         self._step_mark = self._mark
-        spans = [max(0, span) for span in self._spans]
-        faults = usage.ru_minflt - minor, usage.ru_majflt - major
-        self.rows.add((wall, *spans, *self._blocked, *faults))
+        spans = self._spans
+        if min(spans) < 0:
+            spans = [max(0, span) for span in spans]
+        minor, major = usage.ru_minflt - minor, usage.ru_majflt - major
+        self.rows.add((wall, *spans, *self._blocked, minor, major))
         self._saw_forward = False
         self._begin_row()
 
@@ -296,7 +302,7 @@ def end(before: int) -> None:
 def before_communication() -> Iterator[None]:
     """Count the body, which delays a call, as what the rank did before the call."""
     rank_time = current()
-    with during(Activity.OTHER if rank_time is None else Activity(rank_time.around)):
+    with during(Activity.OTHER if rank_time is None else Activity(rank_time.before_call)):
         yield
 
 

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from operator import add
 from typing import NamedTuple, Self, final
 
 _ROW_LENGTH, _HEADER_LENGTH = 24, 8  # in numbers of 8 bytes
@@ -159,7 +160,7 @@ class StepRows:
         number = self._longs[_NUM_STEPS]
         row = [number, *times]
         if number:
-            self._totals = [a + b for a, b in zip(self._totals, row, strict=True)]
+            self._totals = list(map(add, self._totals, row))
             self._write(0, self._totals)
         if number % self._longs[_STRIDE] == 0:
             if self._longs[_FILLED] == _NUM_ROWS:
@@ -177,12 +178,13 @@ class StepRows:
     def _thin_out(self) -> None:
         """Keep every second row."""
         for i in range(1, _NUM_ROWS // 2 + 1):
-            self._write(i, _ROW.unpack_from(self._bytes, self._place(2 * i - 1)))
+            self._write(i, _ROW.unpack_from(self._bytes, _place(2 * i - 1)))
         self._longs[_FILLED] = _NUM_ROWS // 2
         self._longs[_STRIDE] *= 2
 
     def _write(self, index: int, row: Sequence[int]) -> None:
-        _ROW.pack_into(self._bytes, self._place(index), *row)
+        _ROW.pack_into(self._bytes, _place(index), *row)
 
-    def _place(self, index: int) -> int:
-        return 8 * (_HEADER_LENGTH + index * _ROW_LENGTH)
+
+def _place(index: int) -> int:
+    return 8 * (_HEADER_LENGTH + index * _ROW_LENGTH)
