@@ -7,7 +7,7 @@ import torch
 
 from echelon.comm.ordered_executor import OrderedExecutor
 from echelon.diagnosis.collective_call import CallSignature, CallSite, CollectiveCall
-from echelon.errors import CommError, StateError
+from echelon.errors import CommError, CommTimeout, StateError
 
 
 def call(*, blocking: bool) -> CollectiveCall:
@@ -57,6 +57,27 @@ def test_an_executor_that_stops_raises_the_error_once_and_then_refuses() -> None
     with pytest.raises(StateError, match="an earlier call of this group failed"):
         executor.issue(call(blocking=True), lambda: None)
     executor.close()
+
+
+def test_all_threads_that_wait_for_a_work_return_and_a_wait_that_was_too_short_can_be_repeated() -> (
+    None
+):
+    executor = OrderedExecutor("worker", lambda: (3,))
+    go = threading.Event()
+    work = executor.issue(call(blocking=False), lambda: (go.wait(), None)[1])
+    for seconds in (0.01, 0.0, -1.0):
+        with pytest.raises(CommTimeout):
+            work.wait(seconds)
+    assert not work.done()
+    threads = [threading.Thread(target=work.wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert work.done()
+    work.wait(0.0)
+    assert executor.close()
 
 
 def test_a_closed_executor_refuses_and_drops_what_it_is_told_to() -> None:

@@ -150,6 +150,17 @@ def test_what_delays_a_call_counts_as_done_before_it(measured: RankTime, clock: 
     assert spans(measured) == {Activity.BACKWARD: 9}
 
 
+def test_what_delays_a_message_that_is_only_posted_counts_as_the_activity_around_it(
+    measured: RankTime, clock: Clock
+) -> None:
+    with waiting():
+        pass
+    with rank_time.during(Activity.BACKWARD), rank_time.before_communication():
+        clock.now += 9
+    measured.end_step()
+    assert spans(measured) == {Activity.BACKWARD: 9}
+
+
 def test_an_activity_goes_on_over_the_end_of_a_step(measured: RankTime, clock: Clock) -> None:
     with rank_time.during(Activity.BACKWARD):
         clock.now += 1

@@ -135,25 +135,26 @@ class TorchGroup(Group):
 
 @final
 class MessageWork(Work):
-    """A message under way. Its work of the engine can only be waited for, and only once."""
+    """A message under way. Its work of the engine can only be waited for, and only once.
+
+    Attributes:
+        has_ended: whether a wait has ended.
+        waiter: the thread that waits beside the caller, if one was needed.
+    """
 
     def __init__(self, call: CollectiveCall, wait: Callable[[], None], peer: int) -> None:
         super().__init__(call)
         self._await: Callable[[], None] | None = wait
         self._peer = peer
         self._error: BaseException | None = None
-        self._ended = threading.Event()
         self._lock = threading.Lock()
+        self.has_ended = False
         self.waiter: threading.Thread | None = None
-
-    def ended(self) -> bool:
-        """Whether a wait has ended; does not begin a wait."""
-        return self._ended.is_set()
 
     def done(self) -> bool:
         """Whether ``wait`` would return (or raise) at once."""
         self._wait_beside()
-        return self._ended.is_set()
+        return self.has_ended
 
     def _wait(self, timeout: float | None) -> None:
         if timeout is None:
@@ -161,13 +162,15 @@ class MessageWork(Work):
         else:
             # A wait of the engine that times out breaks its connections, so it must not be short.
             self._wait_beside()
-            if not self._ended.wait(timeout):
+            if self.waiter is not None:
+                self.waiter.join(timeout)
+            if not self.has_ended:
                 raise CommTimeout(str(self.call), (self._peer,), timeout)
         if self._error is not None:
             raise self._error
 
     def _wait_beside(self) -> None:
-        if self.waiter is None and not self._ended.is_set():
+        if self.waiter is None and not self.has_ended:
             self.waiter = threading.Thread(
                 target=self._wait_here, name="echelon message", daemon=True
             )
@@ -175,7 +178,7 @@ class MessageWork(Work):
 
     def _wait_here(self) -> None:
         with self._lock:
-            if self._ended.is_set():
+            if self.has_ended:
                 return
             step, self._await = self._await, None
             assert step is not None
@@ -183,7 +186,7 @@ class MessageWork(Work):
                 step()
             except BaseException as error:
                 self._error = error
-            self._ended.set()
+            self.has_ended = True
 
 
 @final
@@ -276,7 +279,7 @@ class PeerGroup(TorchGroup):
 
         work = MessageWork(call, wait, self.ranks[peer])
         if not call.blocking:
-            self._messages = [old for old in self._messages if not old.ended()]
+            self._messages = [old for old in self._messages if not old.has_ended]
             self._messages.append(work)
         return work
 
