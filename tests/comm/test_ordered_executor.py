@@ -59,9 +59,7 @@ def test_an_executor_that_stops_raises_the_error_once_and_then_refuses() -> None
     executor.close()
 
 
-def test_all_threads_that_wait_for_a_work_return_and_a_wait_that_was_too_short_can_be_repeated() -> (
-    None
-):
+def test_all_threads_that_wait_return_and_a_short_wait_can_be_repeated() -> None:
     executor = OrderedExecutor("worker", lambda: (3,))
     go = threading.Event()
     work = executor.issue(call(blocking=False), lambda: (go.wait(), None)[1])
