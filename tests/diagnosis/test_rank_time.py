@@ -4,11 +4,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
+from typing import cast
 
 import pytest
 
 from echelon.diagnosis import rank_time
-from echelon.diagnosis.rank_time import RankTime
+from echelon.diagnosis.rank_time import KernelTimes, RankTime
 from echelon.diagnosis.step_rows import Activity, RankSteps, StepTimes
 
 MS = 1_000_000
@@ -18,7 +19,7 @@ class Clock:
     """A clock that the test moves, and what the kernel counts of a thread that else runs."""
 
     def __init__(self) -> None:
-        self.now = self.idled = self.ready = 0
+        self.now = self.idled = self.ready = self.num_asked = 0
 
     def __call__(self) -> int:
         return self.now
@@ -29,9 +30,15 @@ class Clock:
         self.idled += ns
         self.ready += ready
 
-    def read(self) -> tuple[int, int]:
-        """As ``KernelTimes`` does."""
-        return self.now - self.idled, self.ready
+    def ran_ns(self) -> int:
+        return self.now - self.idled
+
+    def ready_ns(self) -> int:
+        self.num_asked += 1
+        return self.ready
+
+    def close(self) -> None:
+        """As ``KernelTimes`` has it."""
 
 
 @pytest.fixture
@@ -43,12 +50,18 @@ def clock() -> Clock:
 def measured(clock: Clock) -> Iterator[RankTime]:
     """The clock of a rank on this thread."""
     rank = RankTime(clock=clock)
-    rank.start()
-    assert rank._kernel is not None
-    rank._kernel.read = clock.read  # type: ignore[method-assign]
-    rank._kernel_mark = clock.read()
+    start(rank, clock)
     yield rank
     rank.stop()
+
+
+def start(rank: RankTime, clock: Clock) -> None:
+    """Measure this thread by a clock of the test."""
+    rank.start()
+    assert rank._kernel is not None
+    rank._kernel.close()
+    rank._kernel = cast(KernelTimes, clock)
+    rank._ran_mark, rank._ready_mark = clock.ran_ns(), clock.ready_ns()
 
 
 @contextmanager
@@ -201,6 +214,42 @@ def test_a_simulated_rank_that_is_ready_while_its_clock_stands_loses_no_time(
         clock.now += MS
     measured.end_step()
     assert spans(measured) == {Activity.BACKWARD: MS}
+
+
+def test_the_kernel_is_asked_only_where_an_idle_time_is_to_be_divided(
+    measured: RankTime, clock: Clock
+) -> None:
+    asked_before = clock.num_asked
+    for _ in range(5):
+        with rank_time.during(Activity.BACKWARD):
+            clock.now += MS
+        with waiting():
+            clock.idle(MS // 2)
+    measured.end_step()
+    assert clock.num_asked == asked_before
+    with rank_time.during(Activity.BACKWARD):
+        clock.idle(MS // 2)
+    with waiting():
+        clock.idle(2 * MS, ready=MS)
+    measured.end_step()
+    assert clock.num_asked == asked_before + 2
+    assert blocked(measured)[Activity.BACKWARD] == MS // 2
+    assert spans(measured)[Activity.PROCESSOR] == MS
+
+
+def test_a_simulated_rank_is_never_blocked_where_it_was_ready_between_two_turns(
+    clock: Clock,
+) -> None:
+    rank = RankTime(clock=clock, shares_heap=True)
+    start(rank, clock)
+    with waiting():
+        clock.ready += 7 * MS  # the clock stands
+        clock.now += MS
+    with rank_time.during(Activity.LOADING):
+        clock.idle(5 * MS)
+    rank.end_step()
+    rank.stop()
+    assert blocked(rank) == {Activity.LOADING: 5 * MS}
 
 
 def test_a_rank_that_computes_a_little_at_a_time_is_not_blocked_in_it() -> None:

@@ -12,15 +12,18 @@ garbage collections of a process with several ranks: they all leave garbage, and
 happens to start the collection is busy with that of all.
 
 Only the thread of the rank is measured: that of its world. Others call these functions in vain.
-Each change costs 0.3 µs. The kernel's numbers, which cost 1.3 µs, are read at most once in
-``_READ_NS``, and at the end of a step.
+Each change costs 0.3 µs. How long the thread has run is read at most once in ``_READ_NS``, and at
+the end of a step, which costs 1 µs. How long it was ready costs ten times as much within a step,
+where nothing of it is in a cache, so the kernel is asked only where there is time to divide.
 
 [Note: idle time]
 Between two readings the rank was idle as long as its clock went on and its thread did not run: it
 was ready without a processor, or it was blocked. Spans that end without a reading are short. So an
 idle time belongs to the last span, whose end is read, but for what may have been in communication,
 where ranks block by design. How long a thread was ready counts up to the idle time: a simulated
-rank is also ready while its clock stands, until the kernel lets it begin its turn.
+rank is also ready while its clock stands, until the kernel lets it begin its turn. For a rank that
+is a process, an idle time that is too short to be asked about counts as communication or as
+blocked, and what it was ready in it counts with the next one that is longer.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ _INTERRUPTIONS = frozenset({COMMUNICATION, int(Activity.COLLECTING), _PROCESSOR}
 _NONE_YET = [0] * len(Activity)
 NOTHING = -1  # what ``begin`` gives where no rank is measured
 _READ_NS = 200_000
+_IDLE_NS, _IDLE_IN_COMMUNICATION_NS = 100_000, 1_000_000
 _FIT_NS, _MOST_READS = 50_000, 5  # of two readings that belong together
 
 _current = threading.local()  # a simulated rank is a thread, and only it knows which one it is
@@ -63,15 +67,16 @@ class KernelTimes:
         except OSError:  # a kernel that does not count
             self._file = -1
 
-    def read(self) -> tuple[int, int]:
-        """Nanoseconds on a processor, and ready to run without one: 0 where nobody counts them.
+    def ran_ns(self) -> int:
+        """Nanoseconds on a processor.
 
-        The file has the former, too, but as of the last tick of the kernel, up to 10 ms ago.
+        The kernel's file has them, too, but as of its last tick, up to 10 ms ago.
         """
-        ran = time.thread_time_ns()
-        if self._file < 0:
-            return ran, 0
-        return ran, int(os.pread(self._file, 80, 0).split()[1])
+        return time.thread_time_ns()
+
+    def ready_ns(self) -> int:
+        """Nanoseconds ready to run without a processor: 0 where nobody counts them."""
+        return 0 if self._file < 0 else int(os.pread(self._file, 80, 0).split()[1])
 
     def close(self) -> None:
         """Close the kernel's file."""
@@ -103,11 +108,13 @@ class RankTime:
     ) -> None:
         self.rows = StepRows.private() if rows is None else rows
         self.collecting = Activity.PROCESSOR if shares_heap else Activity.COLLECTING
+        # Ranks of one process wait for their turns, so they are often ready while their clocks stand.
+        self._least_idle_ns = (0, 0) if shares_heap else (_IDLE_NS, _IDLE_IN_COMMUNICATION_NS)
         self._clock = clock
         self._kernel: KernelTimes | None = None
         self._activity = _OTHER
         self._mark = self._step_mark = self._read_mark = 0
-        self._kernel_mark = 0, 0
+        self._ran_mark = self._ready_mark = 0
         self._known_waits = 0  # in communication in this step, as of the last reading
         self._faults = 0, 0
         self._saw_forward = False
@@ -129,6 +136,7 @@ class RankTime:
         self._kernel = KernelTimes()
         self._activity = _OTHER
         self._mark = self._step_mark = self._read_kernel(self._clock())
+        self._ready_mark = self._kernel.ready_ns()
         self._begin_row()
         usage = getrusage(RUSAGE_THREAD)
         self._faults = usage.ru_minflt, usage.ru_majflt
@@ -239,22 +247,25 @@ class RankTime:
 
         Where the kernel runs something else between the two readings, they do not fit each other.
         """
-        assert self._kernel is not None
+        kernel = self._kernel
+        assert kernel is not None
         for _ in range(_MOST_READS):
-            before, (ran, waited), now = now, self._kernel.read(), self._clock()
+            before, ran, now = now, kernel.ran_ns(), self._clock()
             if now - before < _FIT_NS:
                 break
-        ran_before, waited_before = self._kernel_mark
         elapsed, span, activity = now - self._read_mark, now - self._mark, self._activity
-        self._kernel_mark, self._read_mark = (ran, waited), now
         # See [Note: idle time].
         waits = self._spans[COMMUNICATION]
-        idle = elapsed - (ran - ran_before) - (waits - self._known_waits)
+        idle = elapsed - (ran - self._ran_mark) - (waits - self._known_waits)
         idle = min(max(0, idle), span)
-        ready = min(waited - waited_before, idle)
-        self._blocked[activity] += idle - ready
-        self._spans[activity] -= ready
-        self._spans[_PROCESSOR] += ready
+        self._ran_mark, self._read_mark = ran, now
+        if idle >= self._least_idle_ns[activity == COMMUNICATION]:
+            ready_before, self._ready_mark = self._ready_mark, kernel.ready_ns()
+            ready = min(self._ready_mark - ready_before, idle)
+            self._spans[activity] -= ready
+            self._spans[_PROCESSOR] += ready
+            idle -= ready
+        self._blocked[activity] += idle
         self._known_waits = self._spans[COMMUNICATION] + (span if activity == COMMUNICATION else 0)
         return now
 
