@@ -222,12 +222,13 @@ def test_the_kernel_is_asked_only_where_an_idle_time_is_to_be_divided(
     asked_before = clock.num_asked
     for _ in range(5):
         with rank_time.during(Activity.BACKWARD):
-            clock.now += MS
+            clock.now += 2 * MS
         with waiting():
             clock.idle(MS // 2)
     measured.end_step()
     assert clock.num_asked == asked_before
     with rank_time.during(Activity.BACKWARD):
+        clock.now += MS
         clock.idle(MS // 2)
     with waiting():
         clock.idle(2 * MS, ready=MS)
@@ -244,7 +245,7 @@ def test_a_simulated_rank_is_never_blocked_where_it_was_ready_between_two_turns(
     start(rank, clock)
     with waiting():
         clock.ready += 7 * MS  # the clock stands
-        clock.now += MS
+        clock.now += 2 * MS
     with rank_time.during(Activity.LOADING):
         clock.idle(5 * MS)
     rank.end_step()

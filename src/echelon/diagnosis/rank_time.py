@@ -50,7 +50,7 @@ _PROCESSOR, _BEFORE_BACKWARD = int(Activity.PROCESSOR), int(Activity.BEFORE_BACK
 _INTERRUPTIONS = frozenset({COMMUNICATION, int(Activity.COLLECTING), _PROCESSOR})
 _NONE_YET = [0] * len(Activity)
 NOTHING = -1  # what ``begin`` gives where no rank is measured
-_READ_NS = 200_000
+_READ_NS = 1_000_000
 _IDLE_NS, _IDLE_IN_COMMUNICATION_NS = 100_000, 1_000_000
 _FIT_NS, _MOST_READS = 50_000, 5  # of two readings that belong together
 
@@ -108,7 +108,7 @@ class RankTime:
     ) -> None:
         self.rows = StepRows.private() if rows is None else rows
         self.collecting = Activity.PROCESSOR if shares_heap else Activity.COLLECTING
-        # Ranks of one process wait for their turns, so they are often ready while their clocks stand.
+        # Ranks of one process are often ready while their clocks stand, before their turns.
         self._least_idle_ns = (0, 0) if shares_heap else (_IDLE_NS, _IDLE_IN_COMMUNICATION_NS)
         self._clock = clock
         self._kernel: KernelTimes | None = None

@@ -187,6 +187,7 @@ class Executor:
         self._reset(batch)
         self.peak_num_alive = 0
         rank_time.call_stage()
+        before = rank_time.begin(Activity.OTHER)
         try:
             for action, run in self._program:
                 if action.kind is Kind.REDUCE and not finalize:
@@ -209,6 +210,8 @@ class Executor:
                 slot.values = _StepValues()
             self._reset(_NO_BATCH)
             raise
+        finally:
+            rank_time.end(before)
         assert not batch.training or self._is_empty()
         self._reset(_NO_BATCH)
 
@@ -234,8 +237,9 @@ class Executor:
             )
 
     def _run_action(self, action: Action, run: Callable[[], None]) -> None:
-        # What a message takes belongs to its pass: a stage has as many as its place demands.
-        before = rank_time.begin(_PASSES.get(action.kind, Activity.OTHER))
+        # What a message takes belongs to its pass: a stage has as many as its place demands. The
+        # next action ends the pass if it is of another one.
+        rank_time.begin(_PASSES.get(action.kind, Activity.OTHER))
         try:
             run()
         except (CommError, ModelMismatch, WorldError) as error:  # no stage is at fault
@@ -245,8 +249,6 @@ class Executor:
             raise StageError(
                 action.stage, action.microbatch, str(action), list(map(str, self._recent)), error
             ) from error
-        finally:
-            rank_time.end(before)
         self._recent.append(action)
 
     def _last_actions(self) -> str:
