@@ -82,7 +82,12 @@ def test_a_rank_that_has_failed_has_its_error_and_others_have_its_number() -> No
         if world.rank == 1:
             world.group.barrier()
         time.sleep(1)
+        others = [threading.Thread(target=time.sleep, args=(1,)) for _ in range(4)]
+        for thread in others:  # which may have the numbers of those that have ended
+            thread.start()
         texts.extend(state.doing for state in states(world))
+        for thread in others:
+            thread.join()
 
     with pytest.raises(ValueError, match="early"):
         ec.run(main, 3)

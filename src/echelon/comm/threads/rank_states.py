@@ -34,8 +34,7 @@ def rank_states(thread_world: ThreadWorld) -> list[RankState]:
     states = []
     with thread_world.lock:
         for rank, sighting in enumerate(thread_world.sightings):
-            # Another thread may have the number of one that has ended.
-            runs = sighting.thread and not thread_world.has_finished(rank)
+            runs = sighting.is_alive() and not thread_world.has_finished(rank)
             frame = frames.get(sighting.thread) if runs else None
             states.append(RankState(rank, frame, _doing(thread_world, rank, frame)))
     return states

@@ -66,9 +66,13 @@ class _Sighting:
         """Record how many optimizer steps the rank has made."""
         self.step = number
 
+    def is_alive(self) -> bool:
+        """Whether the thread runs: another may have the number of one that has ended."""
+        return any(thread.native_id == self.native_id for thread in threading.enumerate())
+
     def stack(self) -> list[str]:
         """The lines of the stack of the rank, with the innermost one last."""
-        return stacks.of_this_process(self.thread)
+        return stacks.of_this_process(self.thread) if self.is_alive() else []
 
     def finding(self, rank: int) -> StuckRank:
         """Describe a rank that does not wait."""
@@ -379,11 +383,8 @@ class ThreadWorld:
         waits = {rank: self._waited_for(rank) for rank in range(self.size)}
         roots = {held_up_by(rank, waits, reporter=reporter) for rank in error.missing}
         known_stacks = {rank: sighting.stack() for rank, sighting in enumerate(self.sightings)}
-        return explained(
-            error,
-            [self.sightings[rank].finding(rank) for rank in sorted(roots)],
-            {rank: stack for rank, stack in known_stacks.items() if stack},
-        )
+        findings = [self.sightings[rank].finding(rank) for rank in sorted(roots)]
+        return explained(error, findings, {rank: s for rank, s in known_stacks.items() if s})
 
     def _waited_for(self, rank: int) -> int | None:
         """The rank that ``rank`` waits for, or waited for until it timed out; None if none."""
