@@ -39,7 +39,7 @@ def keep(name: str, read: Callable[[], Any]) -> Callable[[], None]:
 def kept(name: str) -> Any:
     """What the calling thread keeps of the rank that has started it; None if none has.
 
-    A thread that is a rank itself has its own state, also if a rank of another world has started it.
+    A thread that is itself a rank has its own state, also where another rank has started it.
     """
     if current_owner() is not None:
         return None
