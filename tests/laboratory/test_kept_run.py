@@ -73,6 +73,11 @@ def test_a_rank_that_has_not_begun_a_step_is_named(run: Path) -> None:
     log.write_bytes(log.read_bytes()[:-6000])
     with pytest.raises(StepNotKept, match="step 8 was not kept: rank 1 has not begun it"):
         kept_steps(run, 8)
+    assert kept_attempts(run)[0].lost_after(7) == (
+        "step 7 is the last that was kept on all ranks. Some have begun step 8, which rank 1 has "
+        "not begun, or could not keep"
+    )
+    assert kept_attempts(run)[0].lost_after(8) == ""
     log.unlink()
     assert kept_steps(run, None).step == 6
 

@@ -99,6 +99,14 @@ def test_a_world_that_cannot_be_is_refused(arguments, words) -> None:
         ec.run(describe, **arguments)
 
 
+def test_a_coroutine_function_is_refused_because_nobody_would_await_it() -> None:
+    async def main(world: ec.World) -> int:
+        return world.rank
+
+    with pytest.raises(ArgumentError, match=r"nobody awaits it: call asyncio\.run in a function"):
+        ec.run(main, 2)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_timeout_of_the_world_is_the_timeout_of_its_groups(kind) -> None:
     assert ec.run(timeouts, 2, kind, timeout=12.5) == [(12.5, 12.5)] * 2

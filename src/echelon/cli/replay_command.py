@@ -61,9 +61,17 @@ def show(request: ReplayRequest) -> int:
         BlackboxError: the step cannot be replayed.
         ArgumentError: the program cannot be found, or there is no such rank.
     """
+    run = request.run.absolute()
+    kept = kept_steps(run, request.step)
     if request.rank is not None:
-        kept = kept_steps(request.run.absolute(), request.step)
         checks.rank("--rank", request.rank, kept.facts.ranks)
+    newest = kept_attempts(run)[-1]
+    if (
+        request.step is None
+        and newest.folder == kept.attempt
+        and (lost := newest.lost_after(kept.step))
+    ):
+        typer.echo(f"echelon: {lost}", err=True)
     with _output_of_step(request.rank):
         result = replay(
             request.run, step=request.step, batch_of=request.batch_of, anyway=request.anyway

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 from echelon.errors import BlackboxCorrupt, BlackboxError, StepNotKept
+from echelon.errors.message_text import ranks_text
 from echelon.laboratory import box_folder
 from echelon.laboratory.box_folder import AttemptFolder, StretchFolder
 from echelon.laboratory.job_facts import JobFacts
@@ -170,6 +171,22 @@ class KeptAttempt:
             return ""
         lack = [str(rank) for rank, last_step in last.items() if last_step < step]
         return f"rank {', '.join(lack)} has not begun it, or could not keep it" if lack else ""
+
+    def lost_after(self, step: int) -> str:
+        """Which later step some ranks have begun, and which ranks lack it; empty if none has."""
+        last = {
+            rank: max((stretch.last_step(rank) for stretch in self.stretches), default=0)
+            for rank in range(self.facts.ranks)
+        }
+        newest = max(last.values())
+        if newest <= step:
+            return ""
+        lack = ranks_text([rank for rank, last_step in last.items() if last_step < newest])
+        damage = [str(error) for stretch in self.stretches for error in stretch.damage]
+        return (
+            f"step {step} is the last that was kept on all ranks. Some have begun step {newest}, "
+            + "; ".join([f"which {lack} has not begun, or could not keep", *damage])
+        )
 
     def end_of(self, rank: int) -> tuple[int, dict[str, Any]] | None:
         """The step in which an error has ended a rank, with its class and text; None if unknown."""
