@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Thread, current_thread
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 
 import echelon as ec
 from echelon.c10d.torch_globals import PLACES
+from echelon.errors import CommTimeout
 
 # Globals that functions of torch.distributed assign and ranks may share, and why.
 SHARED = {
@@ -179,6 +180,26 @@ def test_an_overtaken_rank_finds_its_own_groups_and_not_those_of_the_rank_that_r
     with left, right, pytest.warns(RuntimeWarning, match="rank 1 was blocked for 2 s"):
         assert ec.run(main, 2, timeout=60) == [3, 3]
     assert goes_on == [1]
+
+
+def test_a_rank_that_is_left_behind_makes_no_groups_for_the_caller() -> None:
+    left, right = socket.socketpair()
+    threads: list[Thread] = []
+
+    def main(world: ec.World) -> None:
+        threads.append(current_thread())
+        dist.init_process_group("gloo")  # from which rank 0 does not come back
+        if world.rank == 1:
+            left.recv(1)
+
+    with left, right:
+        with pytest.raises(CommTimeout, match=r"turn of rank 0 waited .* for rank 1"):
+            ec.run(main, 2, timeout=0.5)
+        right.send(b"x")
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+    assert not dist.is_initialized()
 
 
 def test_a_thread_that_a_rank_has_started_finds_the_groups_of_its_rank() -> None:

@@ -139,7 +139,7 @@ class Turns(RankOrder):
         renew_grace()
         was_overtaken = rank in self._overtaken and not self._in_a_hurry
         self._stop_clock(rank)
-        self._take(rank, overtake=overtake)
+        self._take_again(rank, overtake=overtake)
         if was_overtaken:
             warnings.warn(
                 f"rank {rank} was blocked for {BLOCKED_S:g} s outside of echelon's calls, so other "
@@ -172,7 +172,7 @@ class Turns(RankOrder):
                 self._stop_clock(rank)
                 self._wanting.add(rank)
                 self._hand_on(rank)
-                self._take(rank)
+                self._take_again(rank)
 
     @contextmanager
     def hold(self, rank: int) -> Iterator[None]:
@@ -194,7 +194,7 @@ class Turns(RankOrder):
             if hands_on:
                 with self.lock:
                     self._stop_clock(rank)
-                    self._take(rank)
+                    self._take_again(rank)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -313,9 +313,19 @@ class Turns(RankOrder):
         self._running, self._turn_since_s = rank, self._now_s()
         self._overtaken.discard(rank)
         self._start_clock(rank)
-        if not self._closed:  # a rank that was left behind finds the state of others
+        if not self._closed:
             self._owners[rank].load()
         self.when_rank_runs()
+
+    def _take_again(self, rank: int, *, overtake: bool = False) -> None:
+        """Wait for the next turn of the rank, which must not go on with the state of the caller.
+
+        Raises:
+            StateError: the world was left while the rank had no turn.
+        """
+        self._take(rank, overtake=overtake)
+        if self._closed:
+            raise StateError(f"rank {rank} does not go on, because its world was left meanwhile")
 
     def _overtake(self, rank: int | None = None) -> None:
         """Take the turn from its holder; see [Note: a rank that does not hand on]."""
