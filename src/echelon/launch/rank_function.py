@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, final
 
+from echelon.errors import ArgumentError
+
 
 @final
 class WithoutWorld:
@@ -29,7 +31,12 @@ def taking_world(fn: Callable[..., Any], num_args: int) -> Callable[..., Any]:
         3
         >>> taking_world(lambda world: world, 0)("a world")
         'a world'
+
+    Raises:
+        ArgumentError: it is a coroutine function.
     """
+    if inspect.iscoroutinefunction(fn):
+        raise ArgumentError(f"fn is {fn!r:.80}; nobody awaits it: call asyncio.run in a function")
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # as of some functions in C

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import inspect
 import os
 import sys
 import threading
@@ -85,8 +84,6 @@ def run(
     """
     if not callable(fn):
         raise ArgumentError(f"fn is {fn!r:.80}; give a function that takes a World")
-    if inspect.iscoroutinefunction(fn):
-        raise ArgumentError(f"fn is {fn!r:.80}; nobody awaits it: call asyncio.run in a function")
     ranks = integer("ranks", ranks, low=1, high=MOST_RANKS)
     if not isinstance(args, list | tuple):
         raise ArgumentError(f"args is {args!r:.80}; give a tuple of what fn takes after the world")
