@@ -142,6 +142,8 @@ def main() -> None:
         for port in sorted(new):
             if mode == "store":
                 spoil_store(port, folder)
+            elif (folder / "enough").exists():
+                continue
             elif mode in KNOCKS and not held.get(port):  # a busy host may have been too slow
                 held[port] = knock(port, KNOCKS[mode])
                 if held[port]:

@@ -42,6 +42,8 @@ def create_knocked(**options):
     # gloo listens from here on, and no rank knows where yet: so a stranger is surely first.
     trials.append(backend)
     if len(trials) > 1:
+        # On a busy host he would win all three races now and then, which ends a job by name.
+        (knocked / "enough").touch()
         return create(**options)
     while True:
         before = listeners()
