@@ -62,16 +62,13 @@ def show(request: ReplayRequest) -> int:
         ArgumentError: the program cannot be found, or there is no such rank.
     """
     run = request.run.absolute()
-    kept = kept_steps(run, request.step)
     if request.rank is not None:
-        checks.rank("--rank", request.rank, kept.facts.ranks)
-    newest = kept_attempts(run)[-1]
-    if (
-        request.step is None
-        and newest.folder == kept.attempt
-        and (lost := newest.lost_after(kept.step))
-    ):
-        typer.echo(f"echelon: {lost}", err=True)
+        checks.rank("--rank", request.rank, kept_steps(run, request.step).facts.ranks)
+    if request.step is None:
+        newest = kept_attempts(run)[-1]
+        ranges = newest.ranges()
+        if ranges and (lost := newest.lost_after(ranges[-1][1])):
+            typer.echo(f"echelon: {lost}", err=True)
     with _output_of_step(request.rank):
         result = replay(
             request.run, step=request.step, batch_of=request.batch_of, anyway=request.anyway
