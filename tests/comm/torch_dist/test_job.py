@@ -37,6 +37,16 @@ def end_while_others_reduce(world: World, how: str) -> None:
     world.group.all_reduce(torch.ones(10), label="layer.3")
 
 
+def hear_late_of_a_rank_that_left(world: World) -> None:
+    time_limits.CLOSE_FAILED_WORLD_S = 0.1
+    world.group.barrier()
+    if world.rank == 1:
+        return
+    if world.rank == 2:
+        time.sleep(1.0)  # as if its host were busy
+    world.group.all_reduce(torch.ones(10))
+
+
 def come_late(world: World) -> None:
     if world.rank == 1:
         time.sleep(TIMEOUT_S + 2.0)
@@ -130,6 +140,12 @@ def test_a_rank_that_lives_is_given_time_to_say_why_its_connection_closed() -> N
     outcomes = gloo_errors(say_late_why_it_left, ranks=2, timeout=20.0)
     assert isinstance(outcomes[0], RankFailed)
     assert outcomes[0].cause == "raised ValueError: boom"
+
+
+def test_the_store_stays_for_a_rank_that_lives_and_has_yet_to_hear_of_a_failure() -> None:
+    for error in gloo_errors(hear_late_of_a_rank_that_left, timeout=20.0, native=True)[::2]:
+        assert isinstance(error, RankFailed)
+        assert (error.failed_rank, error.cause) == (1, "closed its world and left")
 
 
 def test_the_first_cause_is_found_behind_ranks_that_only_follow() -> None:

@@ -167,17 +167,29 @@ class Job:
         self._drop.clear()
         self.monitor.set_phase(Phase.CLOSING)
         self._ask(lambda: self.store.set(f"closed/{self.rank}", ""))
-        end = time.monotonic() + (
-            time_limits.CLOSE_FAILED_WORLD_S if failed else time_limits.CLOSE_WORLD_S
-        )
+        self._keep_store(failed)
+        self.monitor.set_phase(Phase.CLOSED)
+
+    def _keep_store(self, failed: bool) -> None:
+        """Wait for the ranks that may yet read the store, if this one holds it."""
         waiting = set(range(self._num_ranks)) if self._stay_for > 0 else set()
-        while self._num_ranks - len(waiting) < self._stay_for and time.monotonic() < end:
+        start_s = time.monotonic()
+        while self._num_ranks - len(waiting) < self._stay_for:
+            waited_s = time.monotonic() - start_s
+            if waited_s > time_limits.CLOSE_WORLD_S:
+                break
+            # A rank that lives on a busy host has perhaps yet to hear of the failure.
+            if failed and waited_s > time_limits.CLOSE_FAILED_WORLD_S and not self._lives(waiting):
+                break
             closed = self._ask(partial(self._closed, frozenset(waiting)))
             if closed is None:
                 break
             waiting -= closed
             time.sleep(0.02 if waiting else 0.0)
-        self.monitor.set_phase(Phase.CLOSED)
+
+    def _lives(self, ranks: Collection[int]) -> bool:
+        """Whether the process of one of them is known to live."""
+        return any(self._has_ended(rank) is False for rank in ranks if rank != self.rank)
 
     def _closed(self, ranks: Collection[int]) -> set[int]:
         return {rank for rank in ranks if self.store.check([f"closed/{rank}"])}
