@@ -75,8 +75,8 @@ def works_on_alone(world: ec.World) -> int:
     world.group.barrier()
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(6 if world.rank == 1 else 0):
-        time.sleep(0.3 * TIMEOUT_S)
+    for _ in range(8 if world.rank == 1 else 0):
+        time.sleep(0.3)
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     return world.step
@@ -84,7 +84,8 @@ def works_on_alone(world: ec.World) -> int:
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_rank_that_goes_on_making_steps_raises_no_alarm(kind: str) -> None:
-    assert ec.run(works_on_alone, 2, kind, timeout=TIMEOUT_S) == [0, 6]
+    # So much longer than a step that a busy machine, too, makes one in this time.
+    assert ec.run(works_on_alone, 2, kind, timeout=2.0) == [0, 8]
 
 
 @pytest.mark.slow
