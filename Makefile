@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 READY_BENCH := $(VENV)/.ready-bench
+READY_ALL := $(VENV)/.ready-all
 
 DEMO_ARGS ?= --verify
 # Many tests wait for ranks more than they compute, so four files at once suit two cores.
@@ -22,7 +23,7 @@ BENCHMARKS ?= collectives ddp fsdp pipeline checkpoint many_ranks pytest_ranks
 help:
 	@echo "make demo    train a GPT on real text over two local processes"
 	@echo "make test    checks, then all tests that are not slow"
-	@echo "make test-all  checks, then all tests: what .ci/run does"
+	@echo "make test-all  checks, then all tests: what .ci/run does, with all extras"
 	@echo "make test-long  what takes minutes to hours: every kill point, fuzzing, repetitions"
 	@echo "make check   format, lint, types and architecture"
 	@echo "make bench   echelon and its peers side by side, with ratios"
@@ -41,10 +42,12 @@ unexport PYTHONDONTWRITEBYTECODE
 # The checks have run tests/architecture already.
 test: export OMP_NUM_THREADS = 1
 test: check
-	$(BIN)/python -m pytest --ignore=tests/architecture -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore=tests/architecture --ignore=tests/integrations \
+	  -m "not slow" $(PYTEST_ARGS)
 
+# The tests of integrations need the trainers, trackers and data sets that they integrate.
 test-all: export OMP_NUM_THREADS = 1
-test-all: check
+test-all: $(READY_ALL) check
 	$(BIN)/python -m pytest --ignore=tests/architecture $(PYTEST_ARGS)
 
 # Everything that takes minutes to hours; CONTRIBUTING.md says when.
@@ -81,6 +84,11 @@ $(READY): pyproject.toml constraints.txt
 	  exit 1; }
 	@$(PIP) install -c constraints.txt setuptools
 	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,plots]"
+	@touch $@
+
+$(READY_ALL): $(READY)
+	@$(PIP) install -c constraints.txt --no-build-isolation \
+	  -e ".[dev,plots,lightning,transformers,ray,trackers,data,docs,hosts]"
 	@touch $@
 
 # MPICH is a peer in the tables, not a need: where it has no wheel, its column is left out.

@@ -1,0 +1,1 @@
+"""Echelon inside of trainers, launchers and trackers that others wrote."""
