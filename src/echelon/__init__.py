@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from echelon.checkpoint.api import async_save, load, save, steps
     from echelon.checkpoint.async_save import AsyncSave
     from echelon.checkpoint.loading import Loaded
+    from echelon.checkpoint.store_path import StorePath
     from echelon.comm.group import Group
     from echelon.comm.mesh import Mesh
     from echelon.comm.work import Window, Work
@@ -74,9 +75,12 @@ if TYPE_CHECKING:
     from echelon.plan.parallelize import parallelize
     from echelon.plan.plans import Plan
     from echelon.train.finite import FiniteGuard, NonFinite
+    from echelon.train.gathering import gather_samples
     from echelon.train.gradient_norm import clip_grad_norm_
+    from echelon.train.mapped_values import SharedColumn
     from echelon.train.sampling import ResumableSampler
     from echelon.train.scaling import GradScaler
+    from echelon.train.shared_data import shared_dataset
     from echelon.train.stopping import EXIT_RESUMABLE, StopSignals
 
 __all__ = [
@@ -124,6 +128,7 @@ __all__ = [
     "ReplayMismatch",
     "ResumableSampler",
     "ScheduleError",
+    "SharedColumn",
     "SharedMemoryError",
     "StageError",
     "StartMismatch",
@@ -133,6 +138,7 @@ __all__ = [
     "SteppedCall",
     "SteppedRun",
     "StopSignals",
+    "StorePath",
     "Strategy",
     "UnsupportedError",
     "ValueDifference",
@@ -147,6 +153,7 @@ __all__ = [
     "compare",
     "errors",
     "events",
+    "gather_samples",
     "init",
     "load",
     "observe",
@@ -155,6 +162,7 @@ __all__ = [
     "replay",
     "run",
     "save",
+    "shared_dataset",
     "show",
     "step_through",
     "steps",
@@ -164,6 +172,10 @@ __all__ = [
 
 # The module that defines each name; names that are not here are those of echelon.errors.
 _HOMES = {
+    "StorePath": "echelon.checkpoint.store_path",
+    "SharedColumn": "echelon.train.mapped_values",
+    "shared_dataset": "echelon.train.shared_data",
+    "gather_samples": "echelon.train.gathering",
     "AsyncSave": "echelon.checkpoint.async_save",
     "Loaded": "echelon.checkpoint.loading",
     "async_save": "echelon.checkpoint.api",

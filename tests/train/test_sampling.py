@@ -160,7 +160,7 @@ def test_the_parts_of_a_batch_differ_by_one_sample_and_the_last_may_be_none() ->
         weights = [rank.weight for rank in ranks]
         assert weights == ([9 / 8, 9 / 8, 6 / 8] if len(steps) == 1 else [1.5, 1.5, 0.0])
     assert steps == [[[0, 1, 2], [3, 4, 5], [6, 7]], [[8], [9], None]]
-    with pytest.raises(StateError, match="weight is that of a batch"):
+    with pytest.raises(StateError, match="weight are those of a batch"):
         assert ranks[0].weight
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from torch import nn
 from torch.optim import Optimizer
 
 from echelon import checks
-from echelon.checkpoint import files
 from echelon.checkpoint.async_save import AsyncSave, Background
 from echelon.checkpoint.coordinator import Coordinator, named
 from echelon.checkpoint.items import CheckpointItems
@@ -23,20 +20,19 @@ from echelon.checkpoint.loading import (
     load_step,
     was_removed,
 )
+from echelon.checkpoint.place import Folder, place_of, storage_of
 from echelon.checkpoint.records import MAX_STEP, step_name
 from echelon.checkpoint.saving import LeftOut, Saving
+from echelon.checkpoint.storage import Place
 from echelon.comm.group import Group
 from echelon.diagnosis.rank_time import during
 from echelon.diagnosis.step_rows import Activity
 from echelon.errors import (
-    ArgumentError,
     CheckpointCorrupt,
     CheckpointError,
     CheckpointNotFound,
 )
 from echelon.launch.run import entered
-
-Folder = str | os.PathLike[str]
 
 _MAX_TRIES = 10  # of a load whose steps another job removes meanwhile
 
@@ -52,7 +48,7 @@ def save(
     rng: bool = True,
     group: Group | None = None,
     **state: object,
-) -> Path:
+) -> Place:
     """Save the state of a training as one step. All ranks that share it call it.
 
     Law: after a crash at any instant the step is complete, or it does not exist.
@@ -60,7 +56,8 @@ def save(
     In a replay of a step (``ec.replay``) nothing is written.
 
     Args:
-        directory: of the run; each step is a folder in it. On several hosts, one that all see.
+        directory: of the run; each step is a folder in it. On several hosts, one that all see. A
+            path, or the URL of an object store, such as ``s3://bucket/runs/a``.
         step: number of the step; a step is never saved twice.
         model: plain, or shared by ``DDP``, ``FSDP``, ``Pipeline`` or any of them inside another.
         optimizer: over its parameters.
@@ -178,7 +175,7 @@ def load(
         ArgumentError: something given cannot take a state, or ranks ask for different loads.
     """
     items = _sorted_items({"model": model, "optimizer": optimizer}, state, group)
-    root = _folder(directory)
+    root = place_of(directory)
     request = Request(root=root, step=step, strict=strict, fallback=fallback, rng=rng)
     _check_request(request)
     _settle(items.group)
@@ -194,7 +191,7 @@ def load(
 
 
 def _load_first(
-    tried: Sequence[tuple[int, Path]],
+    tried: Sequence[tuple[int, Place]],
     coordinator: Coordinator,
     items: CheckpointItems,
     request: Request,
@@ -229,9 +226,9 @@ def steps(directory: Folder) -> list[int]:
         >>> steps("/nowhere")
         []
     """
-    root = _folder(directory)
+    root = place_of(directory)
     try:
-        return files.steps(root)
+        return storage_of(root).steps(root)
     except OSError as error:
         raise named(error, None) from error
 
@@ -279,7 +276,7 @@ def _begin(
     """Check the arguments of a save, and begin it on all ranks; not in a replay."""
     checks.flag("rng", rng)
     step = checks.integer("step", step, high=MAX_STEP)
-    root = _folder(directory)
+    root = place_of(directory)
     keep = None if keep is None else checks.integer("keep", keep, low=1)
     world = entered()
     if world is not None and world.is_replay:
@@ -288,15 +285,3 @@ def _begin(
     saving = Saving(Coordinator(items.group, root), root, step, keep)
     saving.begin(call, items, rng=rng)
     return saving
-
-
-def _folder(directory: Folder) -> Path:
-    path = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
-    try:
-        if isinstance(path, str) and path and b"\0" not in os.fsencode(path):
-            return Path(os.path.abspath(path))
-    except UnicodeEncodeError:
-        pass  # no file can have this name
-    except OSError as error:  # there is no current folder any more
-        raise named(error, None) from error
-    raise ArgumentError(f"directory is {directory!r:.80}; give the path of a folder")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import ClassVar, final
 
 import torch
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 
 from echelon import checks
 from echelon.checkpoint.saving import LeftOut, Saving
+from echelon.checkpoint.storage import Place
 from echelon.checkpoint.tensors import copy_aside
 from echelon.comm import streams
 from echelon.comm.group import Group
@@ -59,7 +59,7 @@ class AsyncSave:
     """
 
     def __init__(
-        self, saving: Saving | LeftOut, path: Path, optimizers: Sequence[Optimizer], at_end: AtEnd
+        self, saving: Saving | LeftOut, path: Place, optimizers: Sequence[Optimizer], at_end: AtEnd
     ) -> None:
         self.path = path
         self._error: BaseException | None = None
@@ -75,7 +75,7 @@ class AsyncSave:
         """Whether it has ended, with or without an error."""
         return not self._thread.is_alive()
 
-    def wait(self, timeout: float | None = None) -> Path:
+    def wait(self, timeout: float | None = None) -> Place:
         """Return when the step is committed.
 
         Args:
@@ -174,7 +174,7 @@ class Background:
             last.finish()
 
     def start(
-        self, saving: Saving, path: Path, optimizers: Sequence[Optimizer], device: torch.device
+        self, saving: Saving, path: Place, optimizers: Sequence[Optimizer], device: torch.device
     ) -> AsyncSave:
         """Copy what ``saving`` writes, and have it write the copies on another thread."""
         saving.hand_over(self.group)

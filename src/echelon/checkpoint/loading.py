@@ -20,22 +20,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
 import torch
 
 from echelon import events
-from echelon.checkpoint import files
 from echelon.checkpoint.coordinator import Coordinator
 from echelon.checkpoint.items import RANDOM, CheckpointItems
 from echelon.checkpoint.load_plan import LoadPlan, ReadItem
 from echelon.checkpoint.optimizers import OptimizerLoader
+from echelon.checkpoint.place import place_of, storage_of
 from echelon.checkpoint.random_states import GENERATORS, RandomStates
 from echelon.checkpoint.records import step_name, step_of
 from echelon.checkpoint.saved_step import PieceKey, SavedStep, Share
 from echelon.checkpoint.sections import Json
+from echelon.checkpoint.storage import Place
 from echelon.checkpoint.tensors import check_writable
 from echelon.errors import (
     ArgumentError,
@@ -67,7 +67,7 @@ class Loaded:
     """
 
     step: int
-    path: Path
+    path: Place
     values: Mapping[str, Any]
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ class Request:
         rng: whether random generators are restored.
     """
 
-    root: Path
+    root: Place
     step: int | None
     strict: bool
     fallback: bool
@@ -98,7 +98,7 @@ class Request:
 
 def folders_to_try(
     coordinator: Coordinator, items: CheckpointItems, request: Request
-) -> list[tuple[int, Path]]:
+) -> list[tuple[int, Place]]:
     """The steps to try, in that order, with their folders. All ranks call it.
 
     Raises:
@@ -121,14 +121,14 @@ def folders_to_try(
         return _steps_to_try(request) if coordinator.rank == 0 else None
 
     steps = coordinator.run_on_all("a request to load", look, fields)[0]
-    return [(step, Path(folder)) for step, folder in steps]
+    return [(step, place_of(folder)) for step, folder in steps]
 
 
-def was_removed(coordinator: Coordinator, tried: Sequence[tuple[int, Path]]) -> bool:
+def was_removed(coordinator: Coordinator, tried: Sequence[tuple[int, Place]]) -> bool:
     """Whether one of the steps was removed, as by a save with ``keep``. All ranks call it."""
 
     def look() -> Json:
-        return any(not folder.is_dir() for _, folder in tried)
+        return any(not storage_of(folder).is_step(folder) for _, folder in tried)
 
     removed: bool = coordinator.run_on_first("whether steps are still there", look)
     return removed
@@ -137,8 +137,10 @@ def was_removed(coordinator: Coordinator, tried: Sequence[tuple[int, Path]]) -> 
 def _steps_to_try(request: Request) -> list[tuple[int, str]]:
     root = request.root
     step_of_root = step_of(root.name)
-    known = files.steps(root)
-    if request.step is None and step_of_root is not None and root.is_dir() and not known:
+    storage = storage_of(root)
+    known = storage.steps(root)
+    is_step = step_of_root is not None and not known and storage.is_step(root)
+    if request.step is None and step_of_root is not None and is_step:
         return [(step_of_root, str(root))]
     newest = max(known, default=-1) if request.step is None else request.step
     if newest not in known:
@@ -153,7 +155,7 @@ def _steps_to_try(request: Request) -> list[tuple[int, str]]:
 
 
 def load_step(
-    coordinator: Coordinator, items: CheckpointItems, request: Request, folder: Path
+    coordinator: Coordinator, items: CheckpointItems, request: Request, folder: Place
 ) -> Loaded:
     """Load one step. All ranks call it.
 
@@ -161,7 +163,7 @@ def load_step(
         CheckpointCorrupt: it is damaged; nothing was changed.
         CheckpointMismatch: with ``strict``, it is of another model or state; nothing was changed.
     """
-    read = partial(files.read_manifest, folder)
+    read = partial(storage_of(folder).read_manifest, folder)
     data = coordinator.broadcast_bytes("the manifest of a load", read)
     with ExitStack() as stack:
         loading = _Loading(coordinator, items, request, folder)
@@ -184,7 +186,7 @@ class _Loading:
     """The load of one step: ``open``, ``compare``, ``verify``, ``install``, ``fill``."""
 
     def __init__(
-        self, coordinator: Coordinator, items: CheckpointItems, request: Request, folder: Path
+        self, coordinator: Coordinator, items: CheckpointItems, request: Request, folder: Place
     ) -> None:
         self._coordinator, self._items, self._request = coordinator, items, request
         self._folder = folder

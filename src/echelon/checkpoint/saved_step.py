@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, Self, final
 
 import torch
 from torch import Tensor
 
 from echelon.checkpoint.checksum import Checksum
-from echelon.checkpoint.files import SavedBytes, check_entries, read_manifest
 from echelon.checkpoint.format import Manifest
+from echelon.checkpoint.place import storage_of
 from echelon.checkpoint.records import MANIFEST, SavedPiece, SavedTensor, step_name
 from echelon.checkpoint.reshard import reads
 from echelon.checkpoint.sections import check_sections
+from echelon.checkpoint.storage import OpenFile, Place
 from echelon.checkpoint.tensors import land, landing, memory_of
 from echelon.errors import CheckpointCorrupt
 from echelon.values.value_types import DTYPES
 
 _CHUNK_NBYTES = 1 << 19  # read, and hashed while it is in the cache
-_MAX_OPEN_FILES = 64  # a step of many ranks has more files than a process may open
 
 # A piece, by the name of its tensor and its index there.
 PieceKey = tuple[str, int]
@@ -49,20 +48,23 @@ class SavedStep:
         CheckpointCorrupt: it is no step, or files are missing, unexpected or of another size.
     """
 
-    def __init__(self, folder: Path, data: bytes | None = None) -> None:
+    def __init__(self, folder: Place, data: bytes | None = None) -> None:
         self.folder = folder
-        if folder.is_symlink() or not folder.is_dir():
+        self._storage = storage_of(folder)
+        if not self._storage.is_step(folder):
             raise CheckpointCorrupt("is no folder of a checkpoint", folder)
         if data is None:
-            data = read_manifest(folder)
+            data = self._storage.read_manifest(folder)
         path = str(folder / MANIFEST)
         self.manifest = Manifest.parse(data, path)
         check_sections(self.manifest, path)
         self.sections: Mapping[str, Any] = self.manifest.sections  # their form was checked
         if folder.name.startswith("step-") and folder.name != step_name(self.manifest.step):
             raise CheckpointCorrupt(f"holds step {self.manifest.step}", folder)
-        check_entries(folder, {file.name: file.nbytes for file in self.manifest.files})
-        self._open: dict[int, SavedBytes] = {}
+        self._storage.check_entries(
+            folder, {file.name: file.nbytes for file in self.manifest.files}
+        )
+        self._open: dict[int, OpenFile] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -131,7 +133,7 @@ class SavedStep:
 
     def reach(self, tensor: SavedTensor, start: int, numel: int) -> None:
         """Open the files of a range, so that only a failing disk can prevent the read later."""
-        if len(self.manifest.files) <= _MAX_OPEN_FILES:
+        if len(self.manifest.files) <= self._storage.max_open_files:
             for read in reads(tensor.pieces, start, numel):
                 self._file(tensor.pieces[read.piece].file)
 
@@ -140,16 +142,16 @@ class SavedStep:
             for i, piece in enumerate(tensor.pieces):
                 yield tensor, i, piece
 
-    def _file(self, index: int) -> SavedBytes:
+    def _file(self, index: int) -> OpenFile:
         file = self._open.get(index)
         if file is None:
-            while len(self._open) >= _MAX_OPEN_FILES:
+            while len(self._open) >= self._storage.max_open_files:
                 self._open.pop(next(iter(self._open))).close()
             saved = self.manifest.files[index]
-            file = self._open[index] = SavedBytes(self._path(index), saved.nbytes)
+            file = self._open[index] = self._storage.open(self._path(index), saved.nbytes)
         return file
 
-    def _path(self, index: int) -> Path:
+    def _path(self, index: int) -> Place:
         return self.folder / self.manifest.files[index].name
 
     def _differs(self, tensor: SavedTensor, piece: SavedPiece) -> CheckpointCorrupt:
@@ -160,7 +162,7 @@ class SavedStep:
         )
 
 
-def is_whole(folder: Path) -> bool:
+def is_whole(folder: Place) -> bool:
     """Whether every byte of a step is as it was written.
 
     Raises:
@@ -175,7 +177,7 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
-def _hashed(file: SavedBytes, offset: int, nbytes: int, buffer: memoryview) -> str:
+def _hashed(file: OpenFile, offset: int, nbytes: int, buffer: memoryview) -> str:
     """Compute the checksum of a range of a file."""
     checksum = Checksum()
     for start in range(0, nbytes, len(buffer)):
@@ -185,7 +187,7 @@ def _hashed(file: SavedBytes, offset: int, nbytes: int, buffer: memoryview) -> s
     return checksum.hexdigest()
 
 
-def _read_hashed(file: SavedBytes, offset: int, target: memoryview) -> str:
+def _read_hashed(file: OpenFile, offset: int, target: memoryview) -> str:
     """Read a range of a file and compute its checksum."""
     checksum = Checksum()
     for start in range(0, len(target), _CHUNK_NBYTES):

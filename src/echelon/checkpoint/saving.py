@@ -15,29 +15,27 @@ with [4]: raised at once, it would leave the other ranks waiting.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import final
 
 import numpy as np
 import torch
 
 from echelon import events
-from echelon.checkpoint import files
 from echelon.checkpoint.coordinator import Coordinator
-from echelon.checkpoint.files import NewFile
 from echelon.checkpoint.format import Manifest
 from echelon.checkpoint.header import header
 from echelon.checkpoint.items import CheckpointItems
-from echelon.checkpoint.records import MANIFEST, SavedFile, file_name, step_name, step_of
+from echelon.checkpoint.place import storage_of
+from echelon.checkpoint.records import SavedFile, file_name, step_name
 from echelon.checkpoint.saved_step import is_whole
 from echelon.checkpoint.sections import Json, Section, merge_sections
+from echelon.checkpoint.storage import Place
 from echelon.checkpoint.write_items import WriteItem, merge_reports, plan_writes, report_items
 from echelon.comm.group import Group
 from echelon.errors import CheckpointError
@@ -52,10 +50,11 @@ class Saving:
         keep: how many steps are left afterwards; None: all.
     """
 
-    def __init__(self, coordinator: Coordinator, root: Path, step: int, keep: int | None) -> None:
+    def __init__(self, coordinator: Coordinator, root: Place, step: int, keep: int | None) -> None:
         self._coordinator, self._root, self._step, self._keep = coordinator, root, step, keep
+        self._storage = storage_of(root)
         self._lock = ExitStack()  # holds the lock of the folder, on rank 0
-        self._temporary: Path | None = None
+        self._temporary: Place | None = None
         self._replaces = False
         self._sections: dict[str, Section] = {}
         self._items: list[WriteItem] = []
@@ -122,26 +121,16 @@ class Saving:
                 self._facts[name] = section.facts
 
     def _make_folder(self) -> str:
-        real = Path(os.path.realpath(self._root))
-        for folder in (real, *real.parents):
-            if step_of(folder.name) is not None and (folder / MANIFEST).exists():
-                raise CheckpointError(
-                    "this is a step that was saved, and a file more in it would make it a damaged "
-                    f"one: save into the folder of the run, {folder.parent}, or into another",
-                    folder,
-                )
-        files.make_folder(self._root)
         try:
-            self._lock.enter_context(files.lock(self._root))
+            self._storage.prepare(self._root, self._lock)
         except BlockingIOError as error:
             raise self._refusal(
                 "another save into this folder is under way: wait for it, or give each job a "
                 "folder of its own",
                 self._root,
             ) from error
-        files.sweep(self._root)
         target = self.target
-        if target.is_symlink() or target.exists():
+        if self._storage.holds(target):
             if is_whole(target):
                 raise self._refusal(
                     "this step was saved already, and what is committed is never replaced: save "
@@ -149,10 +138,10 @@ class Saving:
                     target,
                 )
             self._replaces = True
-        self._temporary = files.make_temporary(self._root, self._step)
+        self._temporary = self._storage.make_temporary(self._root, self._step)
         return self._temporary.name
 
-    def _refusal(self, what: str, path: Path) -> CheckpointError:
+    def _refusal(self, what: str, path: Place) -> CheckpointError:
         """The error for a folder that is in use, perhaps by another rank of the same script."""
         if self._coordinator.group is None:
             what += ". Ranks that share a plain model save it together: give group= on all of them"
@@ -163,7 +152,7 @@ class Saving:
         self._coordinator = Coordinator(group, self._root)
 
     @property
-    def target(self) -> Path:
+    def target(self) -> Place:
         """The folder of the step."""
         return self._root / step_name(self._step)
 
@@ -181,7 +170,7 @@ class Saving:
         """What this rank writes. Each tensor is 1D, or a full one."""
         return [item.values for item in self._items]
 
-    def finish(self) -> Path:
+    def finish(self) -> Place:
         """[4] to [6]: write and commit, and return the folder of the step.
 
         Raises:
@@ -204,7 +193,7 @@ class Saving:
     def abandon(self) -> None:
         """Remove what was written, and release the lock."""
         if self._coordinator.rank == 0 and self._temporary is not None:
-            files.discard(self._temporary)
+            self._storage.discard(self._temporary)
         self._lock.close()
 
     def _write(self) -> Json:
@@ -214,7 +203,7 @@ class Saving:
         assert self._temporary is not None
         path = self._temporary / file_name(self._coordinator.rank)
         head = header([item.entry for item in self._items])
-        with NewFile(path) as file:
+        with self._storage.create(path) as file:
             head_checksum = file.write(memoryview(head))
             for item in self._items:
                 item.offset = file.nbytes
@@ -247,12 +236,14 @@ class Saving:
             tensors=merge_reports([report["tensors"] for report in reports], self._root),
             sections=sections,
         )
-        files.write_file(self._temporary / MANIFEST, manifest.dump())
-        target = files.commit(self._temporary, self._root, self._step, replaces=self._replaces)
+        target, sizes = self.target, {file.name: file.nbytes for file in manifest.files}
+        self._storage.commit(
+            self._temporary, target, manifest.dump(), sizes, replaces=self._replaces
+        )
         self._temporary = None
         if self._keep is not None:
             try:
-                files.prune(self._root, self._step, self._keep)
+                self._storage.prune(self._root, self._step, self._keep)
             except OSError as error:
                 raise CheckpointError(
                     f"is saved; but an older step could not be removed: {error}",
@@ -269,10 +260,10 @@ class LeftOut:
         target: the folder of the step, if it were saved.
     """
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Place) -> None:
         self.target = target
 
-    def finish(self) -> Path:
+    def finish(self) -> Place:
         """The folder of the step."""
         return self.target
 

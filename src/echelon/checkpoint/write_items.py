@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import final
 
 from torch import Tensor
@@ -135,7 +134,7 @@ def report_items(items: Sequence[WriteItem]) -> Json:
     return report
 
 
-def merge_reports(reports: Sequence[Json], path: Path) -> dict[str, SavedTensor]:
+def merge_reports(reports: Sequence[Json], path: object) -> dict[str, SavedTensor]:
     """The tensors of a checkpoint, from what the ranks have written.
 
     Raises:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from echelon.checkpoint.convert.convert import ConvertOptions
+    from echelon.checkpoint.storage import Place
 
 _MAX_ROWS = 40  # differences or names that are printed
 
@@ -48,32 +49,33 @@ class FormName(StrEnum):
 
 
 Folder = Annotated[
-    Path, typer.Argument(exists=True, file_okay=False, help="The folder of a run, or of a step.")
+    str, typer.Argument(help="The folder of a run, or of a step; or its URL in an object store.")
 ]
 
 
 @app.command("ls")
 def _ls(folder: Folder) -> None:
     """List the steps of a run."""
-    _run(lambda: _list_steps(folder))
+    _run(lambda: _list_steps(_place(folder)))
 
 
 @app.command("verify")
 def _verify(folder: Folder) -> None:
     """Compare every byte of each step with its checksum."""
-    _run(lambda: _verify_steps(folder))
+    _run(lambda: _verify_steps(_place(folder)))
 
 
 @app.command("convert")
 def _convert(
     source: Annotated[
-        Path,
+        str,
         typer.Argument(
-            exists=True, help="A run, a step, .safetensors, a folder of them, a DCP, or a .pt file."
+            help="A run or a step, also in an object store; .safetensors, a folder of them, a DCP, "
+            "or a .pt file."
         ),
     ],
     target: Annotated[
-        Path, typer.Argument(help="The path to write; its suffix may give the form.")
+        str, typer.Argument(help="The path or URL to write; its suffix may give the form.")
     ],
     to: Annotated[FormName | None, typer.Option(help="The form, if the suffix gives none.")] = None,
     step: Annotated[
@@ -91,6 +93,7 @@ def _convert(
 ) -> None:
     """Write a state in another form; what was written is read again and compared."""
     from echelon.checkpoint.convert.convert import ConvertOptions, Form
+    from echelon.checkpoint.place import place_of
 
     options = ConvertOptions(
         to=None if to is None else Form(to.value),
@@ -100,13 +103,13 @@ def _convert(
         shard_nbytes=None if shard_mib is None else shard_mib << 20,
         trust_pickle=trust_pickle,
     )
-    _run(lambda: _convert_state(source, target, options))
+    _run(lambda: _convert_state(_place(source, is_folder=False), place_of(target), options))
 
 
 @app.command("diff")
 def _diff(first: Folder, second: Folder) -> None:
     """Say how two steps differ; for the folder of a run, its newest step."""
-    _run(lambda: _compare_steps(first, second))
+    _run(lambda: _compare_steps(_place(first), _place(second)))
 
 
 def _run(command: Callable[[], int]) -> None:
@@ -119,7 +122,17 @@ def _run(command: Callable[[], int]) -> None:
     raise typer.Exit(code)
 
 
-def _list_steps(folder: Path) -> int:
+def _place(text: str, *, is_folder: bool = True) -> Place:
+    """What a user names, which is there; a store is asked later."""
+    from echelon.checkpoint.place import place_of
+
+    place = place_of(text)
+    if isinstance(place, Path) and not (place.is_dir() if is_folder else place.exists()):
+        raise typer.BadParameter(f"{'Folder' if is_folder else 'Path'} {text!r} does not exist.")
+    return place
+
+
+def _list_steps(folder: Place) -> int:
     """Print a row for each step; returns 1 if a step cannot be read."""
     from rich import box
     from rich.table import Table
@@ -154,7 +167,7 @@ def _list_steps(folder: Path) -> int:
     return code
 
 
-def _verify_steps(folder: Path) -> int:
+def _verify_steps(folder: Place) -> int:
     """Compare all bytes with their checksums, print a line a step; returns 1 if one is damaged."""
     from echelon.checkpoint.saved_step import SavedStep
 
@@ -173,7 +186,7 @@ def _verify_steps(folder: Path) -> int:
     return code
 
 
-def _convert_state(source: Path, target: Path, options: ConvertOptions) -> int:
+def _convert_state(source: Place, target: Place, options: ConvertOptions) -> int:
     """Write a state in another form, and print the paths that were written."""
     from echelon.checkpoint.convert.convert import convert
 
@@ -187,7 +200,7 @@ def _convert_state(source: Path, target: Path, options: ConvertOptions) -> int:
     return 0
 
 
-def _compare_steps(*folders: Path) -> int:
+def _compare_steps(*folders: Place) -> int:
     """Verify every byte of two steps and print how they differ; returns 1 if they do."""
     from echelon.checkpoint.convert.convert import step_at
     from echelon.checkpoint.saved_step import SavedStep, differences
@@ -206,20 +219,28 @@ def _compare_steps(*folders: Path) -> int:
     return 1 if rows else 0
 
 
-def _steps(folder: Path) -> Iterable[Path]:
-    from echelon.checkpoint import files
+def _steps(folder: Place) -> Iterable[Place]:
     from echelon.checkpoint.convert.convert import step_at
+    from echelon.checkpoint.place import storage_of
     from echelon.checkpoint.records import step_of
 
-    if step_of(folder.name) is not None and folder.is_dir():
+    storage = storage_of(folder)
+    if step_of(folder.name) is not None and storage.is_step(folder):
         return [folder]
-    committed = files.steps(folder)
+    committed = storage.steps(folder)
     if not committed:
-        inside = [path for path in folder.glob("*") if path.is_dir() and os.access(path, os.R_OK)]
-        below = sorted(path.name for path in inside if files.steps(path))
-        hint = f"; there are steps in {', '.join(map(repr, below[:10]))} below it" if below else ""
+        hint = _hint(folder) if isinstance(folder, Path) else ""
         raise CheckpointNotFound(f"no step was committed here{hint}", folder)
     return [step_at(folder, step) for step in committed]
+
+
+def _hint(folder: Path) -> str:
+    """The folders below one without steps that have some."""
+    from echelon.checkpoint import files
+
+    inside = [path for path in folder.glob("*") if path.is_dir() and os.access(path, os.R_OK)]
+    below = sorted(path.name for path in inside if files.steps(path))
+    return f"; there are steps in {', '.join(map(repr, below[:10]))} below it" if below else ""
 
 
 def _print(text: str) -> None:

@@ -36,6 +36,7 @@ READ_RECORD_OF_LOST_S = 2.0
 READ_RECORD_OF_LIVING_S = 10.0
 STORE_S = 2.0  # a store behind a cut link never answers: a call to it is given up after this time
 STACK_ANSWER_S = 1.0  # what a process gets to write its stack; it may have to wait for a core
+STORE_CALL_S = 120.0  # what an object store gets for one call of a save or a load
 
 # On request ------------------------------------------------------------------------------------
 

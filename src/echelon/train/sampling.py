@@ -19,8 +19,9 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from echelon.checks import integer
 from echelon.comm.group import Group
-from echelon.errors import ArgumentError, RankError, StateError
+from echelon.errors import ArgumentError, StateError
 from echelon.train.sample_order import SampleOrder
+from echelon.train.shares import rank_and_size, share_of, shares_of
 
 Batch = TypeVar("Batch")
 
@@ -108,7 +109,7 @@ class ResumableSampler(Sampler[Any]):
             drop_last=drop_last,
         )
         self._group = group if isinstance(group, Group) else None
-        self._rank, self._size = _rank_and_size(group)
+        self._rank, self._size = rank_and_size(group)
         if batch_size < self._size:
             raise ArgumentError(
                 f"a batch of {batch_size} samples has none for some of {self._size} ranks: "
@@ -116,7 +117,12 @@ class ResumableSampler(Sampler[Any]):
             )
         self._epoch = self._position = 0
         self._pass: _EpochPass | None = None
-        self._weight: float | None = None
+        self._shares: tuple[int, ...] = ()
+
+    @property
+    def group(self) -> Group | None:
+        """The ranks that share a batch; None where the sampler was given ``(rank, size)``."""
+        return self._group
 
     @property
     def epoch(self) -> int:
@@ -144,9 +150,22 @@ class ResumableSampler(Sampler[Any]):
         Raises:
             StateError: it is read outside of the loop over ``batches``.
         """
-        if self._weight is None:
-            raise StateError("weight is that of a batch: ask in the loop over batches(loader)")
-        return self._weight
+        shares = self.shares
+        return shares[self._rank] * self._size / sum(shares)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The number of samples of the current batch that each rank has.
+
+        Raises:
+            StateError: it is read outside of the loop over ``batches``.
+        """
+        if not self._shares:
+            raise StateError(
+                "the shares and the weight are those of a batch: ask in the loop over "
+                "batches(loader)"
+            )
+        return self._shares
 
     def batches(self, loader: Iterable[Batch], epochs: int | None = 1) -> Iterator[Batch | None]:
         """The batches that ``loader`` makes, from the position of the job to the end of an epoch.
@@ -211,7 +230,7 @@ class ResumableSampler(Sampler[Any]):
                 f"position of the state is {position}, inside a batch of {self._order.batch_size}"
             )
         self._epoch, self._position = epoch, position
-        self._pass = self._weight = None
+        self._pass, self._shares = None, ()
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch, so that ``len(loader)`` is ``num_batches``.
@@ -258,7 +277,7 @@ class ResumableSampler(Sampler[Any]):
             for whole_batch in self._order.batches(epoch_pass.position):
                 share = self._share(whole_batch)
                 batch = self._next(iterator, epoch_pass) if share else None
-                self._weight = len(share) * self._size / len(whole_batch)
+                self._shares = shares_of(len(whole_batch), self._size)
                 at_end = whole_batch.stop == self._order.end
                 self._epoch, self._position = (
                     (epoch_pass.epoch + 1, 0) if at_end else (epoch_pass.epoch, whole_batch.stop)
@@ -273,7 +292,7 @@ class ResumableSampler(Sampler[Any]):
                 raise StateError(f"the loader gives more batches than it asks for: {_USE_AS}")
         finally:
             if self._pass is epoch_pass:
-                self._pass = self._weight = None
+                self._pass, self._shares = None, ()
 
     def _next(self, iterator: Iterator[Batch], epoch_pass: _EpochPass) -> Batch:
         """The next batch of the loader, which must have asked for it."""
@@ -302,9 +321,7 @@ class ResumableSampler(Sampler[Any]):
 
     def _share(self, batch: range) -> range:
         """This rank's positions of a batch; of a shorter batch never more than of a longer one."""
-        each, more = divmod(len(batch), self._size)
-        start = batch.start + self._rank * each + min(self._rank, more)
-        return range(start, start + each + (self._rank < more))
+        return share_of(batch, self._rank, self._size)
 
     @contextmanager
     def _worker_seed(self) -> Iterator[None]:
@@ -359,18 +376,3 @@ class ResumableSampler(Sampler[Any]):
                 f"the ranks of group {group.name!r} do not read the same data:\n{rows}\n"
                 "Make the sampler alike on all of them, and load the same state."
             )
-
-
-def _rank_and_size(group: object) -> tuple[int, int]:
-    if isinstance(group, Group):
-        return group.rank, group.size
-    if not isinstance(group, tuple) or len(group) != 2:
-        raise ArgumentError(
-            f"group is {group!r:.80}; give a Group such as world.group or mesh['dp'], "
-            "or a tuple (rank, size)"
-        )
-    size = integer("size", group[1], low=1)
-    rank = integer("rank", group[0])
-    if rank >= size:
-        raise RankError("rank", rank, size)
-    return rank, size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -31,8 +31,11 @@ from echelon.checkpoint.convert.torch_files import (
     to_nested,
     write_torch,
 )
+from echelon.checkpoint.place import storage_of
 from echelon.checkpoint.records import step_name, step_of
 from echelon.checkpoint.saved_step import SavedStep
+from echelon.checkpoint.storage import Place
+from echelon.checkpoint.store_path import StorePath
 from echelon.comm.object_bytes import flat_bytes
 from echelon.errors import ArgumentError, CheckpointError, CheckpointNotFound
 
@@ -79,16 +82,18 @@ class Converted(NamedTuple):
         left_out: names in the source that the target lacks, though the options did not ask for it.
     """
 
-    written: list[Path]
+    written: Sequence[Place]
     left_out: tuple[str, ...]
 
 
-def form_of(path: Path) -> Form:
-    """The form of the state at ``path``.
+def form_of(path: Place) -> Form:
+    """The form of the state at ``path``; in a store there is only echelon's own.
 
     Raises:
         ArgumentError: nothing is there, or nothing of a known form.
     """
+    if isinstance(path, StorePath):
+        return Form.ECHELON
     if path.is_dir():
         if is_dcp(path):
             return Form.DCP
@@ -110,28 +115,33 @@ def form_of(path: Path) -> Form:
     )
 
 
-def step_at(path: Path, step: int | None = None) -> Path:
+def step_at(path: Place, step: int | None = None) -> Place:
     """The folder of a step: ``path`` itself, or a folder in it.
 
     Raises:
         CheckpointNotFound: there is no such step.
     """
-    if step is None and step_of(path.name) is not None and path.is_dir():
+    storage = storage_of(path)
+    if step is None and step_of(path.name) is not None and storage.is_step(path):
         return path
-    known = files.steps(path)
+    known = storage.steps(path)
     chosen = step if step is not None else max(known, default=None)
     if chosen is None or chosen not in known:
         raise CheckpointNotFound(f"step {chosen} is not there; committed: {known}", path)
     return path / step_name(chosen)
 
 
-def convert(source: Path, target: Path, options: ConvertOptions) -> Converted:
+def convert(source: Place, target: Place, options: ConvertOptions) -> Converted:
     """Write the state at ``source`` to ``target`` in another form, read it again, and compare.
 
     Raises:
         ArgumentError: one of them is of no known form, or ``target`` exists.
         CheckpointError: the source is damaged, or what was written is not what was read.
     """
+    if isinstance(target, StorePath):
+        if options.to not in (None, Form.ECHELON) or options.shard_nbytes is not None:
+            raise ArgumentError("only echelon's own format is written into an object store")
+        return _write_step(_read(source, options), target, options)
     made = _form_to_make(target, options)
     if made is not Form.ECHELON and target.exists():
         raise ArgumentError(f"{target} is there already: name a new one")
@@ -150,12 +160,7 @@ def convert(source: Path, target: Path, options: ConvertOptions) -> Converted:
     if made is Form.SAFETENSORS:
         raise ArgumentError("make a checkpoint of echelon of it first, and safetensors of that")
     if made is Form.ECHELON:
-        number = state.step if options.step is None else options.step
-        written = [write_step(state, target, number)]
-        with SavedStep(written[0]) as step:
-            _compare(state.model, SavedTensors(step, "model"), target)
-        nameless = sorted(state.values.keys() - names_that_fit(state.values))
-        return Converted(written, (*state.left_out, *nameless))
+        return _write_step(state, target, options)
     if made is Form.TORCH:
         write_torch(to_nested(state), target)
         _compare_nested(to_nested(state), read_torch(target), target, "")
@@ -163,6 +168,15 @@ def convert(source: Path, target: Path, options: ConvertOptions) -> Converted:
         write_dcp(to_nested(state), target)
         _compare_nested(_as_dcp_keeps(to_nested(state)), read_dcp(target), target, "")
     return Converted([target], state.left_out)
+
+
+def _write_step(state: PlainState, target: Place, options: ConvertOptions) -> Converted:
+    """Write a step of the run at ``target``, and compare it with the state."""
+    folder = write_step(state, target, state.step if options.step is None else options.step)
+    with SavedStep(folder) as step:
+        _compare(state.model, SavedTensors(step, "model"), target)
+    nameless = sorted(state.values.keys() - names_that_fit(state.values))
+    return Converted([folder], (*state.left_out, *nameless))
 
 
 def _as_dcp_keeps(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,20 +207,22 @@ def _form_to_make(target: Path, options: ConvertOptions) -> Form:
 
 
 @contextmanager
-def _verified(source: Path, options: ConvertOptions) -> Iterator[SavedStep]:
+def _verified(source: Place, options: ConvertOptions) -> Iterator[SavedStep]:
     """A step whose checksums were compared."""
     with SavedStep(step_at(source, options.step)) as step:
         step.verify()
         yield step
 
 
-def _read(source: Path, options: ConvertOptions) -> PlainState:
+def _read(source: Place, options: ConvertOptions) -> PlainState:
     """Read the state at ``source`` into memory."""
     form = form_of(source)
     if form is Form.ECHELON:
         with _verified(source, options) as step:
             state = read_step(step, options.section)
-    elif form is Form.SAFETENSORS:
+        return PlainState(model=state.model, step=state.step) if options.weights_only else state
+    assert isinstance(source, Path)
+    if form is Form.SAFETENSORS:
         state = PlainState(model=PlainFiles(source).tensors())
     elif form is Form.TORCH:
         content = read_torch(source)
@@ -227,7 +243,7 @@ def _without_optimizer(content: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in content.items() if not str(key).startswith("optim")}
 
 
-def _compare(tensors: Mapping[str, Tensor], made: PlainFiles | SavedTensors, path: Path) -> None:
+def _compare(tensors: Mapping[str, Tensor], made: PlainFiles | SavedTensors, path: Place) -> None:
     names = made.names() if isinstance(made, PlainFiles) else list(made)
     if set(names) != set(tensors):
         raise CheckpointError("has other tensors than it was made of", path)
@@ -236,7 +252,7 @@ def _compare(tensors: Mapping[str, Tensor], made: PlainFiles | SavedTensors, pat
         _compare_nested(tensors[name], again, path, name)
 
 
-def _compare_nested(expected: Any, actual: Any, path: Path, where: str) -> None:
+def _compare_nested(expected: Any, actual: Any, path: Place, where: str) -> None:
     """Refuse a state that is not equal to the expected one, bit for bit."""
     if isinstance(expected, Tensor):
         same = (

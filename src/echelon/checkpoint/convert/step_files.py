@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -18,6 +17,7 @@ from echelon.checkpoint import api
 from echelon.checkpoint.optimizers import number_of
 from echelon.checkpoint.saved_step import SavedStep
 from echelon.checkpoint.sections import PER_RANK_PREFIX
+from echelon.checkpoint.storage import Place
 from echelon.errors import ArgumentError
 from echelon.values.value_types import DTYPES
 
@@ -196,7 +196,7 @@ def names_that_fit(values: Mapping[str, Any]) -> set[str]:
     return {name for name in values if name.isidentifier()} - _RESERVED
 
 
-def write_step(state: PlainState, root: Path, step: int) -> Path:
+def write_step(state: PlainState, root: Place, step: int) -> Place:
     """Save a state as one step."""
     groups = [] if state.optimizer is None else list(state.optimizer["param_groups"])
     params = {param for group in groups for param in group["params"]}

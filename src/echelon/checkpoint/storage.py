@@ -1,0 +1,153 @@
+"""What saving and loading ask of the place that the steps of a run lie in.
+
+On a disk, a folder becomes a step by a rename (``place``). A store renames nothing, but shows an
+object only when all of it is there; so a step exists there when its manifest does, which is written
+last (``object_store``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, Protocol, Self, TypeVar, final
+
+from echelon.checkpoint.records import MANIFEST, MAX_MANIFEST_NBYTES
+from echelon.checkpoint.store_path import StorePath
+from echelon.errors import CheckpointCorrupt, CheckpointError
+
+Place = Path | StorePath
+PlaceType = TypeVar("PlaceType", Path, StorePath)
+
+
+class OpenFile(Protocol):
+    """A file of a checkpoint, open for reading."""
+
+    nbytes: int
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill ``target`` with the bytes from ``offset`` on."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+class FileInProgress(Protocol):
+    """A file of a checkpoint that is written; a context manager."""
+
+    nbytes: int
+
+    def write(self, data: memoryview) -> str:
+        """Append ``data`` and return its checksum."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+class Storage(ABC, Generic[PlaceType]):
+    """A kind of place for checkpoints.
+
+    Attributes:
+        max_open_files: how many files a step that is read may hold open.
+    """
+
+    max_open_files: int
+
+    @abstractmethod
+    def steps(self, root: PlaceType) -> list[int]:
+        """The committed steps of a run, oldest first; none where there is no folder."""
+
+    @abstractmethod
+    def is_step(self, folder: PlaceType) -> bool:
+        """Whether a folder that has the name of a step may be one."""
+
+    @abstractmethod
+    def open(self, path: PlaceType, nbytes: int | None = None) -> OpenFile:
+        """Open a file, which has ``nbytes`` unless None.
+
+        Raises:
+            CheckpointCorrupt: it is not there, or has another size.
+        """
+
+    @abstractmethod
+    def check_entries(self, folder: PlaceType, sizes: Mapping[str, int]) -> None:
+        """Refuse a step that does not have exactly its manifest and files of these sizes."""
+
+    # A save, in this order, on the first rank; only ``create`` is called on all.
+
+    @abstractmethod
+    def prepare(self, root: PlaceType, lock: ExitStack) -> None:
+        """Make the folder of a run ready for a save, and remove what killed saves have left.
+
+        Raises:
+            BlockingIOError: another save is under way.
+            CheckpointError: the folder is that of a step.
+        """
+
+    @abstractmethod
+    def holds(self, target: PlaceType) -> bool:
+        """Whether something is where the folder of a step would be."""
+
+    @abstractmethod
+    def make_temporary(self, root: PlaceType, step: int) -> PlaceType:
+        """The folder that the files of a step are written into."""
+
+    @abstractmethod
+    def create(self, path: PlaceType) -> FileInProgress:
+        """Begin to write a file."""
+
+    @abstractmethod
+    def commit(
+        self, temporary: PlaceType, target: PlaceType, manifest: bytes, sizes: Mapping[str, int],
+        *, replaces: bool
+    ) -> None:  # fmt: skip
+        """Make what was written the step ``target``, by one operation.
+
+        Args:
+            sizes: of the files that were written.
+            replaces: whether there is a damaged step of this number, which is removed.
+        """
+
+    @abstractmethod
+    def discard(self, temporary: PlaceType) -> None:
+        """Remove what a save that failed has written."""
+
+    @abstractmethod
+    def prune(self, root: PlaceType, step: int, keep: int) -> None:
+        """Remove all but the newest ``keep`` steps up to ``step``, which was just committed."""
+
+    @final
+    def read_manifest(self, folder: PlaceType) -> bytes:
+        """The bytes of the manifest of a step.
+
+        Raises:
+            CheckpointCorrupt: the step has none, or it is larger than any manifest.
+        """
+        path = folder / MANIFEST
+        file = self.open(path)
+        try:
+            if file.nbytes > MAX_MANIFEST_NBYTES:
+                raise CheckpointCorrupt(f"has {file.nbytes} bytes, too many for a manifest", path)
+            data = bytearray(file.nbytes)
+            file.read_into(memoryview(data), 0)
+        finally:
+            file.close()
+        return bytes(data)
+
+
+def refuse_steps(folders: Iterable[Place]) -> None:
+    """Refuse to save into a step."""
+    for folder in folders:
+        raise CheckpointError(
+            "this is a step that was saved, and a file more in it would make it a damaged "
+            f"one: save into the folder of the run, {folder.parent}, or into another",
+            folder,
+        )
