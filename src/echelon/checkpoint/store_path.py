@@ -7,7 +7,7 @@ fsspec keeps one for each process.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -131,15 +131,25 @@ class StorePath:
             depth: how many folders down to look.
         """
 
-        def find(file_system: Any, key: str) -> dict[str, int]:
-            start = len(key.rstrip("/")) + 1
-            entries = file_system.find(key, maxdepth=depth, detail=True)
-            return {name[start:]: entry["size"] for name, entry in entries.items() if name[start:]}
+        def entries(file_system: Any, key: str, level: int) -> Iterator[tuple[str, int]]:
+            try:
+                listing = file_system.ls(key, detail=True)
+            except FileNotFoundError:
+                return
+            for entry in listing:
+                name = entry["name"].rstrip("/")
+                if entry["type"] != "directory":
+                    yield name, entry["size"]
+                elif level < depth and name != key:
+                    yield from entries(file_system, name, level + 1)
 
-        try:
-            return self.call(find, FileNotFoundError)
-        except FileNotFoundError:
-            return {}
+        def find(file_system: Any, key: str) -> dict[str, int]:
+            start = len(key := key.rstrip("/")) + 1
+            # Not find(): it takes a listing that is refused for an empty one.
+            listing = entries(file_system, key, 1)
+            return {name[start:]: nbytes for name, nbytes in listing if name[start:]}
+
+        return self.call(find)
 
     def read(self, start: int, stop: int) -> bytes:
         """The bytes of a range of this file."""
@@ -167,7 +177,7 @@ class Upload:
     def __init__(self, path: StorePath) -> None:
         self.path = path
         self.nbytes = 0
-        self._file = path.call(lambda fs, key: fs.open(key, "wb", autocommit=False))
+        self._file = path.call(lambda fs, key: fs.open(key, "wb"))
 
     def write(self, data: memoryview) -> str:
         """Append ``data`` and return its checksum."""
@@ -189,16 +199,12 @@ class Upload:
         traceback: TracebackType | None,
     ) -> None:
         if error is None:
-            self.path.call(self._complete)
+            self.path.call(lambda fs, key: self._file.close())
         else:
             self.path.call(self._give_up)
 
     def _append(self, chunk: memoryview, *_: object) -> None:
         self._file.write(chunk)
-
-    def _complete(self, *_: object) -> None:
-        self._file.close()
-        self._file.commit()
 
     def _give_up(self, *_: object) -> None:
         """Discard the parts; a file that is only closed would appear with what it has."""
