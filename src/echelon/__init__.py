@@ -78,6 +78,9 @@ if TYPE_CHECKING:
     from echelon.train.gathering import gather_samples
     from echelon.train.gradient_norm import clip_grad_norm_
     from echelon.train.mapped_values import SharedColumn
+    from echelon.train.mixture import Mixture
+    from echelon.train.packing import PackedSequences
+    from echelon.train.sample_stream import SampleStream
     from echelon.train.sampling import ResumableSampler
     from echelon.train.scaling import GradScaler
     from echelon.train.shared_data import shared_dataset
@@ -114,11 +117,13 @@ __all__ = [
     "Loaded",
     "Mesh",
     "MixedPrecision",
+    "Mixture",
     "ModelMismatch",
     "NonFinite",
     "NonFiniteError",
     "NoteDifference",
     "Offload",
+    "PackedSequences",
     "Pipeline",
     "Plan",
     "RankError",
@@ -127,6 +132,7 @@ __all__ = [
     "Replay",
     "ReplayMismatch",
     "ResumableSampler",
+    "SampleStream",
     "ScheduleError",
     "SharedColumn",
     "SharedMemoryError",
@@ -172,6 +178,9 @@ __all__ = [
 
 # The module that defines each name; names that are not here are those of echelon.errors.
 _HOMES = {
+    "PackedSequences": "echelon.train.packing",
+    "Mixture": "echelon.train.mixture",
+    "SampleStream": "echelon.train.sample_stream",
     "StorePath": "echelon.checkpoint.store_path",
     "SharedColumn": "echelon.train.mapped_values",
     "shared_dataset": "echelon.train.shared_data",

@@ -6,15 +6,12 @@ number of ranks, so a job can be resumed on another number of ranks.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from typing import Any, TypeVar, cast, final
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from echelon.checks import integer
@@ -22,6 +19,7 @@ from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError
 from echelon.train.sample_order import SampleOrder
 from echelon.train.shares import rank_and_size, share_of, shares_of
+from echelon.train.worker_seed import seeded_workers
 
 Batch = TypeVar("Batch")
 
@@ -272,7 +270,7 @@ class ResumableSampler(Sampler[Any]):
     ) -> Iterator[Batch | None]:
         self._pass = epoch_pass
         try:
-            with self._worker_seed():
+            with seeded_workers(self._order.seed, self._epoch, self._position, self._rank):
                 iterator = iter(loader)
             for whole_batch in self._order.batches(epoch_pass.position):
                 share = self._share(whole_batch)
@@ -322,23 +320,6 @@ class ResumableSampler(Sampler[Any]):
     def _share(self, batch: range) -> range:
         """This rank's positions of a batch; of a shorter batch never more than of a longer one."""
         return share_of(batch, self._rank, self._size)
-
-    @contextmanager
-    def _worker_seed(self) -> Iterator[None]:
-        """Give the loader a seed for its workers that leaves the global generator as it was.
-
-        Otherwise a job that is resumed inside an epoch would draw once more than one without a
-        stop.
-        """
-        place = (self._order.seed, self._epoch, self._position, self._rank)
-        digest = hashlib.shake_256(f"workers {place}".encode()).digest(8)
-        generator = vars(torch.random)["default_generator"]  # every simulated rank has one
-        before = generator.get_state()
-        generator.manual_seed(int.from_bytes(digest, "little"))
-        try:
-            yield
-        finally:
-            generator.set_state(before)
 
     def _check_loader(self, loader: object) -> bool:
         """Whether ``loader`` asks for samples one by one; a loader of other samples is refused."""

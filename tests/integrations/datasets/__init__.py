@@ -1,0 +1,1 @@
+"""Streams of Hugging Face's ``datasets`` as sources."""

@@ -1,0 +1,1 @@
+"""The stateful loader of ``torchdata`` as a source."""
