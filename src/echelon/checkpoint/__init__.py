@@ -23,6 +23,10 @@
     checksum       XXH3-64
     reshard        arithmetic of ranges: the share that a copy writes, the pieces that a range is in
     tensors        the bytes of tensors
+    place          the place that a user names: a folder on a disk, or a URL
+    step_storage   what saving and loading ask of a place
+    object_store   steps in an object store
+    store_path     places in a store, and calls to it that end in time
     files          files and folders that are complete or do not exist, and the lock
     coordinator    an error on one rank is raised on all
     convert        checkpoints in the formats of other tools, and back

@@ -23,7 +23,7 @@ from echelon.checkpoint.loading import (
 from echelon.checkpoint.place import Folder, place_of, storage_of
 from echelon.checkpoint.records import MAX_STEP, step_name
 from echelon.checkpoint.saving import LeftOut, Saving
-from echelon.checkpoint.storage import Place
+from echelon.checkpoint.step_storage import Place
 from echelon.comm.group import Group
 from echelon.diagnosis.rank_time import during
 from echelon.diagnosis.step_rows import Activity

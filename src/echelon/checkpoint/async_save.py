@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from echelon import checks
 from echelon.checkpoint.saving import LeftOut, Saving
-from echelon.checkpoint.storage import Place
+from echelon.checkpoint.step_storage import Place
 from echelon.checkpoint.tensors import copy_aside
 from echelon.comm import streams
 from echelon.comm.group import Group

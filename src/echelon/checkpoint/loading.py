@@ -35,7 +35,7 @@ from echelon.checkpoint.random_states import GENERATORS, RandomStates
 from echelon.checkpoint.records import step_name, step_of
 from echelon.checkpoint.saved_step import PieceKey, SavedStep, Share
 from echelon.checkpoint.sections import Json
-from echelon.checkpoint.storage import Place
+from echelon.checkpoint.step_storage import Place
 from echelon.checkpoint.tensors import check_writable
 from echelon.errors import (
     ArgumentError,

@@ -8,7 +8,7 @@ from typing import final
 
 from echelon.checkpoint.format import PREFIX_NBYTES, newer_schema
 from echelon.checkpoint.records import MANIFEST, is_file_name, step_name, step_of
-from echelon.checkpoint.storage import FileInProgress, OpenFile, Storage, refuse_steps
+from echelon.checkpoint.step_storage import FileInProgress, OpenFile, StepStorage, refuse_steps
 from echelon.checkpoint.store_path import StorePath, Upload
 from echelon.errors import CheckpointCorrupt, CheckpointError
 
@@ -16,7 +16,7 @@ _BLOCK_NBYTES = 8 << 20  # a store takes some 50 ms for each call, however littl
 
 
 @final
-class ObjectStore(Storage[StorePath]):
+class ObjectStore(StepStorage[StorePath]):
     """Objects under a prefix of an object store.
 
     A store has no lock that ends with its holder, so two jobs that save into one run at the same

@@ -13,11 +13,11 @@ from echelon.checkpoint import files
 from echelon.checkpoint.coordinator import named
 from echelon.checkpoint.object_store import ObjectStore
 from echelon.checkpoint.records import MANIFEST, step_of
-from echelon.checkpoint.storage import (
+from echelon.checkpoint.step_storage import (
     FileInProgress,
     OpenFile,
     Place,
-    Storage,
+    StepStorage,
     refuse_steps,
 )
 from echelon.checkpoint.store_path import StorePath
@@ -30,7 +30,7 @@ _BROKEN_URL = re.compile(r"[a-z][a-z0-9+.-]+:/[^/].*")
 
 
 @final
-class Disk(Storage[Path]):
+class Disk(StepStorage[Path]):
     """Folders on a disk; ``files`` does the work."""
 
     max_open_files = 64  # a step of many ranks has more files than a process may open
@@ -87,7 +87,7 @@ _DISK = Disk()
 _OBJECT_STORE = ObjectStore()
 
 
-def storage_of(place: Place) -> Storage[Any]:
+def storage_of(place: Place) -> StepStorage[Any]:
     """The kind of place that ``place`` is in."""
     return _OBJECT_STORE if isinstance(place, StorePath) else _DISK
 

@@ -14,7 +14,7 @@ from echelon.checkpoint.place import storage_of
 from echelon.checkpoint.records import MANIFEST, SavedPiece, SavedTensor, step_name
 from echelon.checkpoint.reshard import reads
 from echelon.checkpoint.sections import check_sections
-from echelon.checkpoint.storage import OpenFile, Place
+from echelon.checkpoint.step_storage import OpenFile, Place
 from echelon.checkpoint.tensors import land, landing, memory_of
 from echelon.errors import CheckpointCorrupt
 from echelon.values.value_types import DTYPES

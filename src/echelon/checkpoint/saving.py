@@ -35,7 +35,7 @@ from echelon.checkpoint.place import storage_of
 from echelon.checkpoint.records import SavedFile, file_name, step_name
 from echelon.checkpoint.saved_step import is_whole
 from echelon.checkpoint.sections import Json, Section, merge_sections
-from echelon.checkpoint.storage import Place
+from echelon.checkpoint.step_storage import Place
 from echelon.checkpoint.write_items import WriteItem, merge_reports, plan_writes, report_items
 from echelon.comm.group import Group
 from echelon.errors import CheckpointError

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from echelon.checkpoint.convert.convert import ConvertOptions
-    from echelon.checkpoint.storage import Place
+    from echelon.checkpoint.step_storage import Place
 
 _MAX_ROWS = 40  # differences or names that are printed
 

@@ -12,6 +12,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import echelon as ec
 
+# torchdata 0.11 calls it, and torch 2.13 warns: https://github.com/meta-pytorch/data/issues
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
 
 class Shards(IterableDataset[int]):
     """Each worker reads its own numbers; with a state of its own."""

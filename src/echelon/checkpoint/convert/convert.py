@@ -34,7 +34,7 @@ from echelon.checkpoint.convert.torch_files import (
 from echelon.checkpoint.place import storage_of
 from echelon.checkpoint.records import step_name, step_of
 from echelon.checkpoint.saved_step import SavedStep
-from echelon.checkpoint.storage import Place
+from echelon.checkpoint.step_storage import Place
 from echelon.checkpoint.store_path import StorePath
 from echelon.comm.object_bytes import flat_bytes
 from echelon.errors import ArgumentError, CheckpointError, CheckpointNotFound

@@ -17,7 +17,7 @@ from echelon.checkpoint import api
 from echelon.checkpoint.optimizers import number_of
 from echelon.checkpoint.saved_step import SavedStep
 from echelon.checkpoint.sections import PER_RANK_PREFIX
-from echelon.checkpoint.storage import Place
+from echelon.checkpoint.step_storage import Place
 from echelon.errors import ArgumentError
 from echelon.values.value_types import DTYPES
 

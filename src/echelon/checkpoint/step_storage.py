@@ -52,7 +52,7 @@ class FileInProgress(Protocol):
     ) -> None: ...
 
 
-class Storage(ABC, Generic[PlaceType]):
+class StepStorage(ABC, Generic[PlaceType]):
     """A kind of place for checkpoints.
 
     Attributes:

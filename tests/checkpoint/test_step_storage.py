@@ -7,7 +7,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from echelon.checkpoint import storage
+from echelon.checkpoint import step_storage
 from echelon.checkpoint.place import place_of, storage_of
 from echelon.errors import CheckpointCorrupt
 from tests.checkpoint.stores import store
@@ -27,6 +27,6 @@ def test_a_manifest_that_is_too_large_is_not_read(
     with fsspec.open(f"{url}/manifest.json", "wb") as file:
         file.write(b"123456789")
     assert storage_of(place).read_manifest(place) == b"123456789"
-    monkeypatch.setattr(storage, "MAX_MANIFEST_NBYTES", 8)
+    monkeypatch.setattr(step_storage, "MAX_MANIFEST_NBYTES", 8)
     with pytest.raises(CheckpointCorrupt, match="has 9 bytes, too many for a manifest"):
         storage_of(place).read_manifest(place)
