@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.comm import streams
 from echelon.comm.group import Group
+from echelon.comm.streams import is_cpu
 from echelon.errors import ArgumentError
 
 # A node of a structure, as it is sent: its kind, and what belongs to the kind.
@@ -162,7 +162,7 @@ def _merged(nodes: Sequence[_Node], device: torch.device | None) -> Any:
     if kind == "tensor":
         joined = torch.cat([node[1] for node in nodes])
         source: torch.device = nodes[0][2]
-        return joined.to(source if streams.is_cpu(source) or device is None else device)
+        return joined.to(source if is_cpu(source) or device is None else device)
     if kind == "array":
         return np.concatenate([node[1] for node in nodes])
     if kind == "list":
