@@ -77,6 +77,7 @@ class ResumableSampler(Sampler[Any]):
         ArgumentError: the batch has fewer samples than there are ranks, or an epoch has no batch.
 
     Example:
+        >>> import torch
         >>> data = torch.arange(7)
         >>> sampler = ResumableSampler(len(data), 4, (0, 1), shuffle=False)
         >>> loader = DataLoader(data, batch_sampler=sampler)
