@@ -8,6 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 READY_BENCH := $(VENV)/.ready-bench
 READY_ALL := $(VENV)/.ready-all
+READY_DOCS := $(VENV)/.ready-docs
 
 DEMO_ARGS ?= --verify
 # Many tests wait for ranks more than they compute, so four files at once suit two cores.
@@ -18,7 +19,7 @@ BENCHMARKS ?= collectives ddp fsdp pipeline checkpoint many_ranks pytest_ranks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-long check bench gpu clean
+.PHONY: help demo docs test test-all test-long check bench gpu clean
 
 help:
 	@echo "make demo    train a GPT on real text over two local processes"
@@ -26,6 +27,7 @@ help:
 	@echo "make test-all  checks, then all tests: what .ci/run does, with all extras"
 	@echo "make test-long  what takes minutes to hours: every kill point, fuzzing, repetitions"
 	@echo "make check   format, lint, types and architecture"
+	@echo "make docs    the documentation site, in build/site"
 	@echo "make bench   echelon and its peers side by side, with ratios"
 	@echo "make gpu     tests and figures of one GPU, in 20 minutes, without a network"
 	@echo "make clean   remove $(VENV), caches and build outputs"
@@ -58,6 +60,11 @@ test-long: $(READY)
 check: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
 
+# Every warning is an error: a broken link, a page that is in no menu, a name without a docstring.
+docs: $(READY_DOCS)
+	$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "The site is in $(CURDIR)/build/site/index.html"
+
 # For a bare machine: no set-up, no network. See docs/cuda.md.
 gpu:
 	$(PYTHON) benchmarks/gpu.py $(GPU_ARGS)
@@ -89,6 +96,10 @@ $(READY): pyproject.toml constraints.txt
 $(READY_ALL): $(READY)
 	@$(PIP) install -c constraints.txt --no-build-isolation \
 	  -e ".[dev,plots,lightning,transformers,ray,trackers,data,docs,hosts]"
+	@touch $@
+
+$(READY_DOCS): $(READY)
+	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,plots,docs]"
 	@touch $@
 
 # MPICH is a peer in the tables, not a need: where it has no wheel, its column is left out.

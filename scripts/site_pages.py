@@ -1,0 +1,69 @@
+"""Hooks of mkdocs: pages from outside of docs/, and drawings that follow the colour scheme.
+
+GitHub shows the same files, so links and pictures are written for GitHub and changed here.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+# Pages of the repository that lie outside of docs/, by their names on the site.
+OUTSIDE = {
+    "contributing.md": ROOT / "CONTRIBUTING.md",
+    "changelog.md": ROOT / "CHANGELOG.md",
+    "benchmarks-method.md": ROOT / "benchmarks" / "README.md",
+}
+_LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)")
+_PICTURE = re.compile(r'<p>\s*<img alt="([^"]*)" src="[^"]*?(images/[\w-]+\.svg)"[^>]*>\s*</p>')
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages from outside, with links as they are on the site."""
+    for name, path in OUTSIDE.items():
+        content = _LINK.sub(lambda link: f"]({site_link(path, link[1])}", path.read_text())
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Let links that leave docs/ lead to the pages that were added."""
+    if page.file.src_uri in OUTSIDE:
+        return markdown
+    source = ROOT / "docs" / page.file.src_uri
+    depth = "../" * page.file.src_uri.count("/")
+
+    def change(link: re.Match[str]) -> str:
+        target = (source.parent / link[1]).resolve()
+        return f"]({depth}{_outside_name(target) or link[1]}" if _outside_name(target) else link[0]
+
+    return _LINK.sub(change, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Put drawings into the page itself, where its colours reach them."""
+
+    def drawing(image: re.Match[str]) -> str:
+        svg = (ROOT / "docs" / image[2]).read_text()
+        svg = re.sub(r"<style>.*?</style>", "", svg, flags=re.DOTALL)
+        svg = re.sub(r'(<svg[^>]*?) width="\d+" height="\d+"', r"\1", svg)
+        return f'<figure class="drawing" role="img" aria-label="{image[1]}">{svg}</figure>'
+
+    return _PICTURE.sub(drawing, html)
+
+
+def _outside_name(target: Path) -> str | None:
+    return next((name for name, path in OUTSIDE.items() if path == target), None)
+
+
+def site_link(page: Path, link: str) -> str:
+    """Where a link of a page from outside leads on the site."""
+    target = (page.parent / link).resolve()
+    name = _outside_name(target)
+    if name is None and target.is_relative_to(ROOT / "docs"):
+        name = target.relative_to(ROOT / "docs").as_posix()
+    return name or ("index.md" if target == ROOT / "README.md" else link)
