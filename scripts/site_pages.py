@@ -6,6 +6,7 @@ GitHub shows the same files, so links and pictures are written for GitHub and ch
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ _PICTURE = re.compile(r'<p>\s*<img alt="([^"]*)" src="[^"]*?(images/[\w-]+\.svg)
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages from outside, with links as they are on the site."""
     for name, path in OUTSIDE.items():
-        content = _LINK.sub(lambda link: f"]({site_link(path, link[1])}", path.read_text())
+        content = _LINK.sub(partial(_on_site, path), path.read_text())
         files.append(File.generated(config, name, content=content))
     return files
 
@@ -39,7 +40,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def change(link: re.Match[str]) -> str:
         target = (source.parent / link[1]).resolve()
-        return f"]({depth}{_outside_name(target) or link[1]}" if _outside_name(target) else link[0]
+        name = _outside_name(target)
+        return link[0] if name is None else f"]({depth}{name}"
 
     return _LINK.sub(change, markdown)
 
@@ -60,10 +62,11 @@ def _outside_name(target: Path) -> str | None:
     return next((name for name, path in OUTSIDE.items() if path == target), None)
 
 
-def site_link(page: Path, link: str) -> str:
-    """Where a link of a page from outside leads on the site."""
+def _on_site(page: Path, match: re.Match[str]) -> str:
+    """The link of a page from outside as it is on the site."""
+    link = match[1]
     target = (page.parent / link).resolve()
     name = _outside_name(target)
     if name is None and target.is_relative_to(ROOT / "docs"):
         name = target.relative_to(ROOT / "docs").as_posix()
-    return name or ("index.md" if target == ROOT / "README.md" else link)
+    return "](" + (name or ("index.md" if target == ROOT / "README.md" else link))

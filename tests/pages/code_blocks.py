@@ -98,12 +98,16 @@ def page_name(page: Path) -> str:
 
 
 def differing_line(shown: list[str], printed: list[str]) -> str | None:
-    """The first line that is shown and was not printed in its place; ``…`` is any text."""
+    """The first line that is shown and was not printed in its place.
+
+    ``…`` stands for any text, and a difference of rounding (``1.4e-16``) for any other one.
+    """
     rest = iter(printed)
     for line in shown:
         if line.strip() == "…":
             continue
         pattern = ".*".join(re.escape(piece) for piece in line.rstrip().split("…"))
+        pattern = re.sub(r"\d\\\.\de\\-1\d", r"\\d\\.\\de-1\\d", pattern)
         if not any(re.fullmatch(pattern, other.rstrip()) for other in rest):
             return line
     return None

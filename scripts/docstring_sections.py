@@ -1,0 +1,18 @@
+"""Reads the sections of our docstrings as mkdocstrings reads them."""
+
+import re
+from typing import Any
+
+import griffe
+
+
+class DocstringSections(griffe.Extension):
+    """Lets ``Example:`` be a section of code, and the drawing after ``::`` one as well."""
+
+    def on_object(self, *, obj: Any, **_: Any) -> None:
+        """Rewrite the docstring of an object that was read from a file."""
+        if obj.docstring is not None:
+            text = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.M)
+            obj.docstring.value = re.sub(
+                r"^::\n", "", re.sub(r"(\w)::$", r"\1:", text, flags=re.M), flags=re.M
+            )
