@@ -20,7 +20,7 @@ _COMMAND = re.compile(r"^(\$ |(echelon|make|mpirun|pip|pytest|python|srun|torchr
 _BLOCK = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```[ ]*\n"
     r"(?:\n?(?P=indent)<!-- (?P<mark>(?:not run: |run by )[^>]*?) -->)?"
-    r"|^<!-- python\n(?P<hidden>.*?)^-->",
+    r"|^(?P<hidden_indent> *)<!-- python\n(?P<hidden>.*?)^ *-->",
     re.M | re.S,
 )
 
@@ -33,12 +33,14 @@ class CodeBlock:
         line: where its text begins, from 1.
         language: as the page names it; empty for a drawing, an output or commands.
         mark: what the page says about running it; empty for nothing.
+        follows: whether nothing but empty lines is between it and the block before.
     """
 
     line: int
     language: str
     text: str
     mark: str = ""
+    follows: bool = False
 
     @property
     def is_python(self) -> bool:
@@ -72,8 +74,9 @@ def code_blocks(page: Path) -> list[CodeBlock]:
     """All blocks of ``page``, in its order."""
     text = page.read_text()
     blocks = []
+    end = 0
     for match in _BLOCK.finditer(text):
-        indent, hidden = match["indent"] or "", match["hidden"]
+        indent, hidden = match["indent"] or match["hidden_indent"] or "", match["hidden"]
         code = match["text"] if hidden is None else hidden
         blocks.append(
             CodeBlock(
@@ -81,8 +84,10 @@ def code_blocks(page: Path) -> list[CodeBlock]:
                 language=match["language"] if hidden is None else "python",
                 text=re.sub(rf"^{indent}", "", code, flags=re.M),
                 mark=match["mark"] or "",
+                follows=not text[end : match.start()].strip(),
             )
         )
+        end = match.end()
     return blocks
 
 

@@ -25,6 +25,7 @@ from tests.pages.code_blocks import (
     num_ranks,
     page_name,
 )
+from tests.pages.navigation import sections
 
 BLOCKS = {page: code_blocks(page) for page in PAGES}
 WITH_PYTHON = [page for page in PAGES if any(block.is_python for block in BLOCKS[page])]
@@ -35,10 +36,9 @@ WITH_COMMANDS = [
 ]
 # Pages that teach by doing: each has code that runs.
 TAUGHT = [
-    page
-    for page in PAGES
-    if page.parent.name in ("tutorial", "coming-from", "integrations")
-    or f"      - {page.name}" in (ROOT / "mkdocs.yml").read_text()
+    ROOT / "docs" / page
+    for title in ("Tutorial", "How-to", "Laboratory", "Integrations", "Coming from")
+    for page in sections().get(title, [])
 ]
 
 
@@ -63,10 +63,9 @@ def run_page(page: Path, world: ec.World | None) -> str | None:
             with contextlib.redirect_stdout(output) if world is None else contextlib.nullcontext():
                 execute(block, page, namespace)
             printed = output.getvalue().splitlines()
-        elif block.language == "" and not block.is_shell and printed and not block.mark:
+        elif block.language == "" and not block.is_shell and block.follows and printed:
             if (line := differing_line(block.text.splitlines(), printed)) is not None:
                 return f"{page_name(page)}:{block.line} shows {line!r}; printed were {printed}"
-            printed = []
     return None
 
 
