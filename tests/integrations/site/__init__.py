@@ -1,0 +1,1 @@
+"""The site is built, and the pages name what the trainers have."""
