@@ -64,7 +64,8 @@ def run_page(page: Path, world: ec.World | None) -> str | None:
                 execute(block, page, namespace)
             printed = output.getvalue().splitlines()
         elif block.language == "" and not block.is_shell and block.follows and printed:
-            if (line := differing_line(block.text.splitlines(), printed)) is not None:
+            line = differing_line(block.text.splitlines(), printed)
+            if line is not None:
                 return f"{page_name(page)}:{block.line} shows {line!r}; printed were {printed}"
     return None
 

@@ -1,4 +1,4 @@
-"""The documentation site is built without a warning and without the network, and its links lead somewhere."""
+"""The documentation site is built without warnings and the network; its links lead somewhere."""
 
 import re
 import subprocess
@@ -77,9 +77,8 @@ def broken(site: Path, pages: dict[str, PageParts]) -> Iterator[str]:
             key = target.resolve().relative_to(site.resolve()).as_posix()
             if not target.exists():
                 yield f"{name} links to {link}, which does not exist"
-            elif address.fragment and key in pages:
-                if unquote(address.fragment) not in pages[key].anchors:
-                    yield f"{name} links to {link}, and {key} has no such anchor"
+            elif key in pages and unquote(address.fragment) not in {"", *pages[key].anchors}:
+                yield f"{name} links to {link}, and {key} has no such anchor"
 
 
 def test_no_link_is_broken(site: Path, pages: dict[str, PageParts]) -> None:
