@@ -47,15 +47,25 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Put drawings into the page itself, where its colours reach them."""
+    """Put drawings into the page itself, where its colours reach them.
 
-    def drawing(image: re.Match[str]) -> str:
-        svg = (ROOT / "docs" / image[2]).read_text()
-        svg = re.sub(r"<style>.*?</style>", "", svg, flags=re.DOTALL)
-        svg = re.sub(r'(<svg[^>]*?) width="\d+" height="\d+"', r"\1", svg)
-        return f'<figure class="drawing" role="img" aria-label="{image[1]}">{svg}</figure>'
+    A drawing that has a narrow form, ``x-narrow.svg``, is replaced by it on a narrow screen.
+    """
 
-    return _PICTURE.sub(drawing, html)
+    def drawings(image: re.Match[str]) -> str:
+        path = ROOT / "docs" / image[2]
+        narrow = path.with_stem(f"{path.stem}-narrow")
+        if not narrow.exists():
+            return _figure(path, image[1], "drawing")
+        return _figure(path, image[1], "drawing wide") + _figure(narrow, image[1], "drawing narrow")
+
+    return _PICTURE.sub(drawings, html)
+
+
+def _figure(path: Path, label: str, classes: str) -> str:
+    svg = re.sub(r"<style>.*?</style>", "", path.read_text(), flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="\d+" height="\d+"', r"\1", svg)
+    return f'<figure class="{classes}" role="img" aria-label="{label}">{svg}</figure>'
 
 
 def _outside_name(target: Path) -> str | None:

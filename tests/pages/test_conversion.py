@@ -79,6 +79,6 @@ def test_a_converted_script_has_the_losses_and_weights_of_the_plain_one(
     assert len(plain_losses) == 2
     assert printed == [line for line in plain_losses for _ in range(ranks)]
     plain, converted = torch.load("plain.pt"), torch.load(f"{name}.pt")
-    assert list(plain) == list(converted)
+    assert set(plain) == set(converted)
     for key in plain:  # sums over ranks run in another order
         torch.testing.assert_close(converted[key], plain[key], rtol=1e-9, atol=1e-12)
