@@ -74,6 +74,7 @@ class PeakBytes:
 
 
 Listener = Callable[[Event], None]
+"""What ``listen`` takes: it is called with each event, on the thread that emits it."""
 
 _lock = threading.Lock()
 _listeners: tuple[Listener, ...] = ()  # replaced as a whole, so that emit needs no lock

@@ -48,6 +48,7 @@ from echelon.launch.run import run
 __all__ = ["FAULTS", "Fault", "FaultyGroup", "InjectedFault", "run_faulty", "run_ranks", "slow"]
 
 run_ranks = run
+"""``ec.run``, under the name that tests of many ranks use."""
 
 _FOR_EVER_S = 1e6
 _MESSAGES = ("send", "recv")
@@ -219,6 +220,7 @@ FAULTS: tuple[Fault, ...] = (
     _liar("has another root", _other_root),
     _liar("has another label", _other_label),
 )
+"""Every way to fail that a test can inject."""
 
 
 @final

@@ -17,6 +17,7 @@ from echelon.comm.group import Group
 from echelon.errors import StateError, UnsupportedError
 
 BACKEND = "echelon"
+"""The name under which ``torch.distributed`` knows the backend."""
 
 
 class _NoBackendError(UnsupportedError, RuntimeError):

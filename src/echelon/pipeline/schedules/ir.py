@@ -120,6 +120,7 @@ class Pair(NamedTuple):
 
 
 Item = Action | Pair
+"""One entry of the list of a rank."""
 
 
 def parse_item(text: str) -> Item:
