@@ -5,7 +5,6 @@ from typing import Any
 
 import griffe
 
-
 # Methods without an underscore that only other packages of echelon call.
 INTERNAL = {"before_close", "disown", "explain", "finish", "holdings", "parameter_shards"}
 INTERNAL |= {"prepare_close", "shared_over"}
