@@ -101,8 +101,8 @@ def _leave(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
     raise _Left
 
 
-def _signal(number: signal.Signals, call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
-    os.kill(os.getpid(), number)
+def _signal(name: str, call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
+    os.kill(os.getpid(), signal.Signals[name])
     return issue(call)
 
 
@@ -188,19 +188,19 @@ FAULTS: tuple[Fault, ...] = (
     Fault(name="exits", strike=_exit, ends_in=RankFailed, needs_process=True),
     Fault(
         name="is killed",
-        strike=partial(_signal, signal.SIGKILL),
+        strike=partial(_signal, "SIGKILL"),
         ends_in=RankFailed,
         needs_process=True,
     ),
     Fault(
         name="crashes",
-        strike=partial(_signal, signal.SIGSEGV),
+        strike=partial(_signal, "SIGSEGV"),
         ends_in=RankFailed,
         needs_process=True,
     ),
     Fault(
         name="is stopped",
-        strike=partial(_signal, signal.SIGSTOP),
+        strike=partial(_signal, "SIGSTOP"),
         ends_in=CommTimeout,
         needs_process=True,
         needs_timeout=True,

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from echelon.checkpoint import files
+from echelon.checkpoint import files, save_lock
+from echelon.process import file_lock
 
 __all__ = ["Call", "Disk", "FailAt", "KillAt", "Point", "Strike", "lets"]
 
@@ -156,12 +157,13 @@ class Disk:
         self.os, self.shutil, self.fcntl = _Os(self), _Shutil(self), _Fcntl(self)
 
     def __enter__(self) -> Self:
-        for name in ("os", "shutil", "fcntl"):
-            setattr(files, name, getattr(self, name))
+        files.os, files.shutil, save_lock.os = self.os, self.shutil, self.os
+        file_lock.fcntl = self.fcntl
         return self
 
     def __exit__(self, *_: object) -> None:
-        files.os, files.shutil, files.fcntl = os, shutil, fcntl
+        files.os, files.shutil, save_lock.os = os, shutil, os
+        file_lock.fcntl = fcntl
 
     def aim(self, strike: Strike) -> None:
         """Count from 0 again, with another strike."""

@@ -6,18 +6,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from torch._C import _distributed_c10d as c10d
 
 from echelon.c10d import simulated_rank
 from echelon.c10d.simulated_store import hub_of, wait_for_members
-from echelon.comm import shm
 from echelon.comm.group import Group
 from echelon.comm.threads.group import ThreadGroup
 from echelon.comm.threads.rank_order import RankOrder
 from echelon.diagnosis.collective_call import CallSignature
 from echelon.errors import CommTimeout
+from echelon.process.operating_system import require_linux
+
+if TYPE_CHECKING:
+    from echelon.comm.shm import ShmGroup
 
 # How often a receive from any rank looks for a message: often at first, later to spare the core.
 _LOOK_S = (0.00005, 0.001)
@@ -51,6 +54,9 @@ def connect(options: c10d._DistributedBackendOptions) -> Connection:
     world = simulated_rank.world_group()
     if world is not None:
         return _connect_threads(options, world)
+    require_linux("process groups of processes")
+    from echelon.comm import shm
+
     group = shm.connect(
         options.group_rank,
         options.group_size,
@@ -61,7 +67,7 @@ def connect(options: c10d._DistributedBackendOptions) -> Connection:
     return of_processes(group)
 
 
-def of_processes(group: shm.ShmGroup) -> Connection:
+def of_processes(group: ShmGroup) -> Connection:
     """The connection of a group of processes, which closes the group with it."""
     return Connection(
         group=group,
@@ -77,7 +83,7 @@ def _name(options: c10d._DistributedBackendOptions) -> str:
 
 
 def _look_for_message(
-    group: shm.ShmGroup, call: CallSignature, tag: int, timeout: float | None
+    group: ShmGroup, call: CallSignature, tag: int, timeout: float | None
 ) -> None:
     seconds = group.timeout if timeout is None else timeout
     start_s = time.monotonic()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from typing import TypeAlias, final
+from typing import TYPE_CHECKING, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,11 @@ from echelon.c10d.translate import (
     seconds_of,
 )
 from echelon.comm.profiler_spans import NO_SPAN, caller_span, profiler_runs
-from echelon.comm.shm import ShmGroup
 from echelon.comm.work import Work
 from echelon.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from echelon.comm.shm import ShmGroup
 
 # C++ always passes options; who calls a process group from Python may leave them out.
 _ALL_REDUCE = c10d.AllreduceOptions()
@@ -68,7 +70,7 @@ class ProcessGroupEchelon(NamedProcessGroup):
 
     @checks.also_named("group", "connection")
     def __init__(self, connection: Connection | ShmGroup, store: c10d.Store) -> None:
-        if isinstance(connection, ShmGroup):
+        if not isinstance(connection, Connection):
             connection = of_processes(connection)
         super().__init__(connection.group, store)
         self._connection = connection

@@ -27,7 +27,8 @@
     step_storage   what saving and loading ask of a place
     object_store   steps in an object store
     store_path     places in a store, and calls to it that end in time
-    files          files and folders that are complete or do not exist, and the lock
+    files          files and folders that are complete or do not exist
+    save_lock      one save at a time writes into a folder
     coordinator    an error on one rank is raised on all
     convert        checkpoints in the formats of other tools, and back
 

@@ -8,8 +8,8 @@
       .removing-7ab2…/           what retention takes away, or a damaged step
       step-000000010/            committed, and never written again
 
-Nothing else in this package writes to a disk. Every call may raise ``OSError``, which names the
-file or folder.
+But for the lock (``save_lock.py``), nothing else in this package writes to a disk. Every call may
+raise ``OSError``, which names the file or folder.
 
 [Note: early writeback]
 Without it the kernel keeps what was written until ``fsync``, and the disk is idle meanwhile: two
@@ -19,10 +19,10 @@ ranks that write 128 MiB each took a third longer (docs/design/checkpoint.md has
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import shutil
 import stat
+import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -34,9 +34,15 @@ from echelon.checkpoint.checksum import Checksum
 from echelon.checkpoint.format import PREFIX_NBYTES, newer_schema
 from echelon.checkpoint.records import MANIFEST, MAX_MANIFEST_NBYTES, step_name, step_of
 from echelon.errors import CheckpointCorrupt, CheckpointError
+from echelon.process.operating_system import c_function
 
-_LOCK, _SAVING, _REMOVING = ".lock", ".saving-", ".removing-"
+_SAVING, _REMOVING = ".saving-", ".removing-"
 _CHUNK_NBYTES = 1 << 20  # hashed and then written while it is in the cache
+_READ_NBYTES = 1 << 30  # macOS refuses to read 2 GiB at a time
+# Windows has the first and no other.
+BINARY, NOFOLLOW, _NONBLOCK = (
+    getattr(os, name, 0) for name in ("O_BINARY", "ONOFOLLOW", "O_NONBLOCK")
+)
 
 
 # Writing -------------------------------------------------------------------------------------
@@ -50,7 +56,8 @@ class NewFile:
         self.path = path
         self.nbytes = 0
         self._writeback_nbytes = 0  # how much the kernel was told to write back
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | BINARY
+        self._fd = os.open(path, flags, 0o644)
 
     def write(self, data: memoryview) -> str:
         """Append ``data`` and return its checksum."""
@@ -58,7 +65,7 @@ class NewFile:
         for start in range(0, len(data), _CHUNK_NBYTES):
             chunk = data[start : start + _CHUNK_NBYTES]
             checksum.update(chunk)
-            with _naming(self.path):
+            with naming(self.path):
                 while chunk:
                     written = os.write(self._fd, chunk)
                     chunk = chunk[written:]
@@ -79,7 +86,7 @@ class NewFile:
         traceback: TracebackType | None,
     ) -> None:
         fd, self._fd = self._fd, -1
-        with _naming(self.path):
+        with naming(self.path):
             try:
                 if error is None:
                     os.fsync(fd)
@@ -94,9 +101,11 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync the entries of a folder to disk."""
+    """Sync the entries of a folder to disk; Windows has no call for it."""
+    if sys.platform == "win32":
+        return
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    with _naming(path):
+    with naming(path):
         try:
             os.fsync(fd)
         finally:
@@ -104,7 +113,7 @@ def sync_folder(path: Path) -> None:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Add the path to an error; calls that take a descriptor do not know it."""
     try:
         yield
@@ -136,48 +145,8 @@ def steps(root: Path) -> list[int]:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    with _naming(folder), os.scandir(folder) as entries:
+    with naming(folder), os.scandir(folder) as entries:
         return list(entries)
-
-
-_locks: set[int] = set()
-
-
-def _drop_locks_after_fork() -> None:
-    """Close the locks in a fork, such as a data loader, which may outlive the parent."""
-    while _locks:
-        os.close(_locks.pop())
-
-
-os.register_at_fork(after_in_child=_drop_locks_after_fork)
-
-
-@contextmanager
-def lock(root: Path) -> Iterator[None]:
-    """Hold the lock of ``root``, so that nobody else saves into it; it ends with the process.
-
-    Raises:
-        BlockingIOError: another save holds it.
-    """
-    path = root / _LOCK
-    # Who may read a file may lock it, and could stop all saves: only the user may read this one.
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    _locks.add(fd)
-    try:
-        with _naming(path):
-            status = os.fstat(fd)
-            if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077:
-                os.fchmod(fd, 0o600)  # an earlier version made it
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)
-    finally:
-        if fd in _locks:
-            _locks.remove(fd)
-            os.close(fd)
 
 
 def make_temporary(root: Path, step: int) -> Path:
@@ -295,7 +264,7 @@ class SavedBytes:
     def __init__(self, path: Path, nbytes: int | None = None) -> None:
         self.path = path
         # Without O_NONBLOCK, opening a pipe would wait for its other end.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        flags = os.O_RDONLY | NOFOLLOW | _NONBLOCK | BINARY
         try:
             self._fd = os.open(path, flags)
         except FileNotFoundError as error:
@@ -306,7 +275,7 @@ class SavedBytes:
                 raise CheckpointCorrupt(problem, path) from error
             raise
         try:
-            with _naming(path):
+            with naming(path):
                 status = os.fstat(self._fd)
             problem = _problem(status, nbytes)
             if problem is not None:
@@ -318,9 +287,9 @@ class SavedBytes:
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill ``target`` with the bytes from ``offset`` on."""
-        with _naming(self.path):
+        with naming(self.path):
             while target:
-                count = os.preadv(self._fd, [target], offset)
+                count = _read_at(self._fd, target[:_READ_NBYTES], offset)
                 if not count:
                     raise CheckpointCorrupt(f"ends at byte {offset}", self.path)
                 target, offset = target[count:], offset + count
@@ -334,6 +303,16 @@ class SavedBytes:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _read_at(fd: int, target: memoryview, offset: int) -> int:
+    """Read into the start of ``target``; how many bytes."""
+    if sys.platform != "win32":
+        return os.preadv(fd, [target], offset)
+    os.lseek(fd, offset, os.SEEK_SET)
+    data = os.read(fd, len(target))
+    target[: len(data)] = data
+    return len(data)
 
 
 def read_manifest(folder: Path) -> bytes:
@@ -384,7 +363,7 @@ def _problem(status: os.stat_result, nbytes: int | None) -> str | None:
 
 _SYNC_FILE_RANGE_WRITE = 2  # begin to write, and do not wait
 
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
+_sync_file_range = c_function("sync_file_range")  # Linux has it
 if _sync_file_range is not None:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, final
 
-from echelon.checkpoint import files
+from echelon.checkpoint import files, save_lock
 from echelon.checkpoint.coordinator import named
 from echelon.checkpoint.object_store import ObjectStore
 from echelon.checkpoint.records import MANIFEST, step_of
@@ -55,7 +55,7 @@ class Disk(StepStorage[Path]):
             if step_of(folder.name) is not None and (folder / MANIFEST).exists()
         )
         files.make_folder(root)
-        lock.enter_context(files.lock(root))
+        lock.enter_context(save_lock.lock(root))
         files.sweep(root)
 
     def holds(self, target: Path) -> bool:

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from echelon.comm.buffers import available_nbytes
-from echelon.comm.shm.segment import Segment
 from echelon.errors import EchelonError
 from echelon.launch.run import run
 from echelon.page import bytes_text
+from echelon.process.operating_system import num_processors, require_linux
 
 if TYPE_CHECKING:
     from echelon.comm.world import World
@@ -76,14 +76,20 @@ def findings() -> Iterator[Finding]:
     yield _version("Python", platform.python_version(), LEAST_PYTHON)
     yield _version("torch", str(torch.__version__), LEAST_TORCH)
     yield _cores()
-    yield _memory()
-    yield _shared_memory()
+    try:
+        require_linux("local processes")
+    except EchelonError as error:
+        yield Finding(name="local processes", value=str(error), verdict=Verdict.NOTE)
+    else:
+        yield _memory()
+        yield _shared_memory()
     yield _interfaces()
     yield _port()
     yield from _backends()
     yield _extra("plotly", "plots", "report.html")
     yield _trial("threads")
-    yield _trial("processes")
+    if sys.platform == "linux":
+        yield _trial("processes")
 
 
 def _version(name: str, value: str, least: tuple[int, int]) -> Finding:
@@ -97,7 +103,7 @@ def _version(name: str, value: str, least: tuple[int, int]) -> Finding:
 
 
 def _cores() -> Finding:
-    cores = len(os.sched_getaffinity(0))
+    cores = num_processors()
     chosen = os.environ.get("OMP_NUM_THREADS")
     threads = f"{torch.get_num_threads()} torch threads"
     if chosen is not None:
@@ -116,6 +122,8 @@ def _memory() -> Finding:
 
 
 def _shared_memory() -> Finding:
+    from echelon.comm.shm.segment import Segment
+
     name = "shared memory"
     advice = "free memory, or raise the container's limit"
     try:

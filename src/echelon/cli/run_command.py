@@ -12,8 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
+from echelon.errors import UnsupportedError
 from echelon.launch.program import Launch, Program
 from echelon.process import time_limits
+from echelon.process.operating_system import require_linux
 
 
 class WorldKind(StrEnum):
@@ -153,7 +155,12 @@ def _step_through(fn: Callable[..., Any], ranks: int, **options: Any) -> None:
 def _refuse_for(
     world: WorldKind, of_processes: dict[str, bool], *, concurrent: bool, step: bool
 ) -> None:
-    """Refuse an option that was given and is for the other kind of ranks."""
+    """Refuse ranks that this system has not, and options that are for the other kind of ranks."""
+    if world is WorldKind.PROCESSES:
+        try:
+            require_linux("worlds of processes")
+        except UnsupportedError as error:
+            raise typer.BadParameter(str(error), param_hint="--world") from error
     if step and (concurrent or world is not WorldKind.THREADS):
         sentence = "it holds simulated ranks that take turns: use it with --world threads alone"
         raise typer.BadParameter(sentence, param_hint="--step")

@@ -13,7 +13,6 @@ used it, call ``wait_for_current`` first.
 
 from __future__ import annotations
 
-import resource
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -63,9 +62,16 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_peak(device: torch.device) -> int:
-    """The peak memory of this process in bytes: allocated on CUDA, resident on the CPU."""
+    """The peak memory of this process in bytes: allocated on CUDA, resident on the CPU.
+
+    On the CPU of Windows, which Python cannot ask, it is 0.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return 0
+    import resource
+
     unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -95,7 +96,7 @@ class RankMonitor:
 
     def share(self, job: JobEnvironment, store: Store) -> None:
         """Move to one flight recorder for all ranks of this host. All ranks call it."""
-        if self.is_shared or job.local_size == 1:
+        if self.is_shared or job.local_size == 1 or sys.platform != "linux":
             return
         key = f"flight_recorder/{_BOOT.read_text().strip()}"  # different on every host
         recorder: FlightRecorder | None

@@ -29,11 +29,11 @@ blocked, and what it was ready in it counts with the next one that is longer.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from resource import RUSAGE_THREAD, getrusage
 from typing import TYPE_CHECKING, final
 
 from echelon.diagnosis.arrivals import Arrivals
@@ -54,6 +54,21 @@ _READ_NS = 1_000_000
 _IDLE_NS, _IDLE_IN_COMMUNICATION_NS = 100_000, 1_000_000
 _FIT_NS, _MOST_READS = 50_000, 5  # of two readings that belong together
 
+if sys.platform == "linux":
+    from resource import RUSAGE_THREAD, getrusage
+
+    def page_faults() -> tuple[int, int]:
+        """Page faults of this thread: minor ones, and those that have waited for a disk."""
+        usage = getrusage(RUSAGE_THREAD)
+        return usage.ru_minflt, usage.ru_majflt
+
+else:
+
+    def page_faults() -> tuple[int, int]:
+        """Page faults of a thread are counted by Linux alone."""
+        return 0, 0
+
+
 _current = threading.local()  # a simulated rank is a thread, and only it knows which one it is
 
 
@@ -63,8 +78,8 @@ class KernelTimes:
 
     def __init__(self) -> None:
         try:
-            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # a kernel that does not count
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        except OSError:  # a kernel that does not count, or no Linux
             self._file = -1
 
     def ran_ns(self) -> int:
@@ -138,8 +153,7 @@ class RankTime:
         self._mark = self._step_mark = self._read_kernel(self._clock())
         self._ready_mark = self._kernel.ready_ns()
         self._begin_row()
-        usage = getrusage(RUSAGE_THREAD)
-        self._faults = usage.ru_minflt, usage.ru_majflt
+        self._faults = page_faults()
         _current.rank_time = self
         disown_in_forks(self)
 
@@ -213,15 +227,14 @@ class RankTime:
     def end_step(self) -> None:
         """Write what the step has taken."""
         self.read_kernel()
-        usage = getrusage(RUSAGE_THREAD)
         minor, major = self._faults
-        self._faults = usage.ru_minflt, usage.ru_majflt
+        self._faults = page_faults()
         wall = self._mark - self._step_mark
         self._step_mark = self._mark
         spans = self._spans
         if min(spans) < 0:
             spans = [max(0, span) for span in spans]
-        minor, major = usage.ru_minflt - minor, usage.ru_majflt - major
+        minor, major = self._faults[0] - minor, self._faults[1] - major
         self.rows.add((wall, *spans, *self._blocked, minor, major))
         self._saw_forward = False
         self._begin_row()

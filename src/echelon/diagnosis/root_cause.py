@@ -7,12 +7,12 @@ cause: rank 2 lost rank 1, rank 1 lost rank 0, rank 0 raised an error.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from echelon.diagnosis.failure_record import FailureRecord, Reason
 from echelon.errors import CollectiveMismatch, CommError, CommTimeout, RankFailed
+from echelon.process.process_end import EXIT_RESUMABLE
 
 # A rank that died and could not say why comes first, because the others only noticed it. Then come
 # exceptions that ranks raised themselves, then reports about others. A rank that waited in vain
@@ -42,7 +42,7 @@ def root_cause(records: Iterable[FailureRecord]) -> FailureRecord | None:
     def order(record: FailureRecord) -> tuple[object, ...]:
         return (
             _ORDER.index(record.reason),
-            record.exit_code == os.EX_TEMPFAIL,  # such a rank asks to be started again
+            record.exit_code == EXIT_RESUMABLE,  # such a rank asks to be started again
             not record.stuck,
             record.failed_rank is None or record.failed_rank in known,
             record.time_s,

@@ -13,7 +13,6 @@ in which a rank over gloo looked at itself, that crashed 3 processes of 40.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import re
@@ -29,10 +28,12 @@ from types import CodeType, FunctionType
 
 from echelon.diagnosis.flight_recorder import Phase, RankStatus
 from echelon.process import time_limits
+from echelon.process.operating_system import c_function
 from echelon.process.process_status import ProcessStatus
 
 _NAME = "echelon stacks"
-_SIGNAL = signal.SIGUSR2
+if sys.platform != "win32":
+    _SIGNAL = signal.SIGUSR2
 _LOOK_S = 0.02
 _RECENT_S = 5.0  # ranks that give up at once need one stack, not one each
 _NUM_FRAMES = 8  # of a stack that is shown with an error
@@ -48,7 +49,7 @@ _NOT_THE_USERS = (
     "<string>",  # as of multiprocessing's server
 )
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_tgkill = c_function("tgkill")  # Linux has it
 
 
 def is_user_file(path: str) -> bool:
@@ -58,7 +59,12 @@ def is_user_file(path: str) -> bool:
 
 @cache
 def offer() -> int | None:
-    """Answer the signal from now on; the descriptor of the file, None if the signal is taken."""
+    """Answer the signal from now on; the descriptor of the file.
+
+    None if the signal is taken, and where others could not read the file.
+    """
+    if sys.platform != "linux":
+        return None
     status = Path("/proc/self/status").read_text()
     masks = re.findall(r"^Sig(?:Cgt|Ign):\s*(\w+)", status, re.M)  # that are caught, or ignored
     if any(int(mask, 16) >> (_SIGNAL - 1) & 1 for mask in masks):
@@ -70,6 +76,8 @@ def offer() -> int | None:
 
 def is_ours() -> bool:
     """Whether the script has left the signal alone since ``offer``."""
+    if sys.platform == "win32":
+        return True
     return signal.getsignal(_SIGNAL) is signal.SIG_DFL  # Python does not see faulthandler's
 
 
@@ -156,7 +164,7 @@ def _send(status: RankStatus) -> bool:
     with suppress(OSError):  # it has ended meanwhile, or is not ours
         # A process that became another program has closed the file, and the signal would end it.
         if _NAME in os.readlink(f"/proc/{status.pid}/fd/{status.stacks_fd}"):
-            return bool(_libc.tgkill(status.pid, status.native_id, _SIGNAL) == 0)
+            return bool(_tgkill(status.pid, status.native_id, _SIGNAL) == 0)
     return False
 
 

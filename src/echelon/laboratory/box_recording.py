@@ -30,6 +30,7 @@ from echelon.checkpoint.async_save import AsyncSave, Background
 from echelon.checkpoint.coordinator import Coordinator
 from echelon.checkpoint.items import CheckpointItems
 from echelon.checkpoint.random_states import RandomChanges
+from echelon.checkpoint.save_lock import lock
 from echelon.checkpoint.saving import Saving
 from echelon.comm.group import Group
 from echelon.comm.world import World
@@ -170,7 +171,7 @@ class BoxRecording:
         """Lock the folder and make that of this attempt; its name."""
         files.make_folder(self._root)
         try:
-            self._lock.enter_context(files.lock(self._root))
+            self._lock.enter_context(lock(self._root))
         except BlockingIOError as error:
             raise StateError(
                 f"{self._root}: another black box is at work in this folder: give each run a "

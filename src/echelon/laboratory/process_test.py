@@ -23,7 +23,7 @@ from echelon.laboratory.process_rank import (
 )
 from echelon.laboratory.rank_outcomes import EndKind, RankEnd, RankOutcomes
 from echelon.launch import function_pickle
-from echelon.launch.processes import start_fork_server
+from echelon.process.operating_system import require_linux
 
 Run = Callable[[Callable[..., Any]], list[Any]]
 
@@ -50,7 +50,11 @@ def run_in_processes(
 
     Raises:
         ArgumentError: the test or a value cannot be sent.
+        UnsupportedError: this is no Linux.
     """
+    require_linux("tests on ranks that are processes")
+    from echelon.launch.processes import start_fork_server
+
     start_fork_server("echelon.laboratory.process_rank")
     with tempfile.TemporaryDirectory(prefix="echelon-test-") as folder:
         rank = ProcessRank(

@@ -65,7 +65,7 @@ def check_trusted(file: Path, run: Path, facts: JobFacts) -> None:
         ArgumentError: it is another user's, or brings its script with it.
     """
     owner = os.stat(file).st_uid
-    if owner != os.geteuid():
+    if sys.platform != "win32" and owner != os.geteuid():
         raise ArgumentError(
             f"{file} belongs to the user {owner}, who may have named any program in it: {_GIVE}"
         )

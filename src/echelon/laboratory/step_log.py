@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from echelon.checkpoint.checksum import Checksum
+from echelon.checkpoint.files import BINARY, NOFOLLOW
 from echelon.errors import BlackboxCorrupt
 from echelon.laboratory.kept_values import from_bytes, to_buffers
 
@@ -51,7 +52,7 @@ class StepLogWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | BINARY
         self._path = path
         # With a file of Python, it is closed where the box is forgotten.
         self._file = os.fdopen(os.open(path, flags, 0o644), "wb", buffering=0)

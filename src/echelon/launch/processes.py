@@ -38,8 +38,8 @@ from echelon.diagnosis.stragglers import (
 from echelon.errors import ArgumentError, CommError, EchelonError, RankFailed, WorldError
 from echelon.launch import function_pickle
 from echelon.launch.program import threads_per_rank
+from echelon.launch.rank_function import call
 from echelon.process import die_with_parent, time_limits
-from echelon.process.forks import ends_forks
 
 _LOOK_S = 0.2  # how soon a rank that does not follow the others is noticed
 
@@ -162,24 +162,6 @@ def _refuse_import() -> None:
         if process.name.startswith(_NAME):
             os._exit(_UNGUARDED)  # not a traceback of each rank: the caller raises, once
         raise ArgumentError(_ADVICE)
-
-
-def call(fn: Callable[..., Any], world: World, args: tuple[Any, ...]) -> Any:
-    """What ``fn(world, *args)`` returns; ``sys.exit(0)`` in it is a return of None.
-
-    Raised in the caller of ``run``, it would end the whole script as if all had gone well.
-    """
-    try:
-        with ends_forks():
-            return fn(world, *args)
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            world.group.prepare_close()  # this rank has not failed: it leaves
-            raise
-        return None
-    except BaseException as error:
-        world.explain(error)
-        raise
 
 
 def _collect(

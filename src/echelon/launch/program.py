@@ -15,6 +15,7 @@ from typing import Any
 
 from echelon.errors import ArgumentError
 from echelon.process import time_limits
+from echelon.process.operating_system import num_processors
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _spec_of(name: str) -> ModuleSpec:
 
 def threads_per_rank(ranks: int) -> int:
     """How many torch threads each rank gets when the ranks of one host share its cores."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+    return max(1, num_processors() // ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, final
 
+from echelon.comm.world import World
 from echelon.errors import ArgumentError
+from echelon.process.forks import ends_forks
 
 
 @final
@@ -52,3 +54,21 @@ def _takes(signature: inspect.Signature, num_args: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def call(fn: Callable[..., Any], world: World, args: tuple[Any, ...]) -> Any:
+    """What ``fn(world, *args)`` returns; ``sys.exit(0)`` in it is a return of None.
+
+    Raised in the caller of ``run``, it would end the whole script as if all had gone well.
+    """
+    try:
+        with ends_forks():
+            return fn(world, *args)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            world.group.prepare_close()  # this rank has not failed: it leaves
+            raise
+        return None
+    except BaseException as error:
+        world.explain(error)
+        raise

@@ -8,7 +8,6 @@ it whatever ends the launcher.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -17,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import TextIO, final
+
+from echelon.process.file_lock import lock_file
 
 HOLD_S = 15.0  # how long a traceback of rank 0 is held back: it may be the end of the run
 
@@ -182,7 +183,7 @@ class RunFolder:
         if parent is None:
             started = self.path / f"{_RUNNING}.part"  # no other launcher sees it unlocked
             self._lock = os.open(started, os.O_CREAT | os.O_RDWR, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            lock_file(self._lock)
             started.rename(self.path / _RUNNING)
 
     def keep(self) -> Path:
@@ -213,7 +214,7 @@ def _remove_abandoned(parent: Path) -> None:
         except OSError:
             continue  # kept after a failure, or just starting, or just removed by its launcher
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(lock)
         except OSError:
             continue  # it goes on
         else:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from echelon.checks import flag, integer, positive
-from echelon.comm import shm
 from echelon.comm.streams import is_cpu, local_device
 from echelon.comm.threads.free_running import FreeRunning
 from echelon.comm.threads.group import ThreadGroup
@@ -31,10 +30,10 @@ from echelon.diagnosis.flight_recorder import Phase
 from echelon.diagnosis.rank_monitor import RankMonitor, StepCounter
 from echelon.errors import ArgumentError, WorldError
 from echelon.launch.cell_output import shown_in_cell
-from echelon.launch.processes import run_processes
 from echelon.launch.rank_function import taking_world
 from echelon.launch.simulated_ranks import SimulatedRanks
 from echelon.process.environment import JobEnvironment, environment, timeout_wanted
+from echelon.process.operating_system import require_linux
 from echelon.process.process_end import failing_process
 
 MOST_RANKS = 1 << 16  # of one machine; more is a mistake
@@ -100,8 +99,7 @@ def run(
             raise ArgumentError(
                 f"processes share CPU memory, so device={device!r} needs torchrun and NCCL"
             )
-        with shown_in_cell(fn, ranks, world) as rank_fn:
-            return run_processes(rank_fn, ranks, args, timeout, enter)
+        return _run_processes(fn, ranks, args, timeout)
     raise ArgumentError(f"unknown world {world!r:.80}: use 'threads' or 'processes'")
 
 
@@ -114,6 +112,16 @@ def _run_threads(
     ):
         simulated.follow()
     return simulated.results
+
+
+def _run_processes(
+    fn: Callable[..., Any], ranks: int, args: tuple[Any, ...], timeout: float
+) -> list[Any]:
+    require_linux("worlds of processes")
+    from echelon.launch.processes import run_processes
+
+    with shown_in_cell(fn, ranks, "processes") as rank_fn:
+        return run_processes(rank_fn, ranks, args, timeout, enter)
 
 
 def usable_device(device: str | torch.device) -> torch.device:
@@ -233,16 +241,19 @@ def _meet_job(
 
     device = local_device(job.local_rank)
     if backend is None:
-        backend = "shm" if job.one_host else "gloo"
+        backend = "shm" if job.one_host and sys.platform == "linux" else "gloo"
         if not is_cpu(device):
             backend = "nccl"
     if backend == "shm":
+        require_linux("ranks over shared memory")
         if not job.one_host:
             raise WorldError(
                 f"backend 'shm' needs all ranks on one host, "
                 f"but this host has {job.local_size} of {job.size}: "
                 "use 'gloo' or 'nccl'"
             )
+        from echelon.comm import shm
+
         store = torch_dist.open_store(job, timeout)
         trusted = torch_dist.meet(store, job, backend, timeout, monitor).store
         name = f"world {job.attempt}"

@@ -23,7 +23,7 @@ from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.threads.turns import Turns
 from echelon.comm.world import World
 from echelon.diagnosis.stragglers import StragglerRule
-from echelon.launch.processes import call
+from echelon.launch.rank_function import call
 from echelon.process import time_limits
 from echelon.process.background_threads import run_in_background
 from echelon.process.main_thread import serve, serving

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import time
 from collections import deque
@@ -283,7 +284,7 @@ class Recorder:
             "comm": {op: asdict(total) for op, total in self.comm.totals.items()},
         }
         rows = self._trace.rows if self._trace is not None else None
-        host = os.uname().nodename
+        host = platform.node()
         ranks = self._world.group.all_gather_object((summary, rows, host))
         notes = {"Who held us up": "\n".join(map(str, held_up(self._world)))}
         # Simulated ranks run one after another, and clocks of hosts differ.

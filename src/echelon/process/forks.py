@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Protocol, final
 
 from echelon.errors import StateError
+from echelon.process.operating_system import at_fork
 from echelon.process.process_end import end_now, exit_code_of
 
 
@@ -91,4 +92,4 @@ def _disown() -> None:
     _owned.clear()
 
 
-os.register_at_fork(after_in_child=_disown)
+at_fork(after_in_child=_disown)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 
 from echelon.errors import SharedMemoryError
 
@@ -35,6 +34,8 @@ def memory_error(error: OSError, what: str, nbytes: int, available: int) -> Exce
         available: bytes that are free on the host.
     """
     if error.errno == errno.EFBIG:  # ulimit -f limits such memory like every file
+        import resource  # which Windows does not have
+
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         return SharedMemoryError(what, nbytes, limit, file_limit=True)
     if error.errno in (errno.ENOSPC, errno.ENOMEM):
@@ -54,7 +55,7 @@ def open_memory(path: str, name: str) -> int:
     """
     if os.readlink(path) != f"/memfd:{name} (deleted)":  # the process may be another by now
         raise OSError(f"{path} is no memory that is called {name!r}")
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDWR)
     owner, user = os.fstat(descriptor).st_uid, os.geteuid()
     # What was opened is asked, and not the path: that may lead elsewhere now.
     if owner != user or os.readlink(f"/proc/self/fd/{descriptor}") != f"/memfd:{name} (deleted)":

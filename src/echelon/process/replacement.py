@@ -6,15 +6,14 @@ gives ranks their random streams, and a user may do so, too. They come and go in
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, final
 
+from echelon.process.operating_system import at_fork
+
 _lock = threading.RLock()
-os.register_at_fork(
-    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
-)
+at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _put_in: list[Replacement] = []
 
 

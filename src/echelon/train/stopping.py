@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
-from typing import ClassVar, Final, Self, final
+from typing import ClassVar, Self, final
 
 import torch
 
@@ -21,13 +21,13 @@ from echelon.checks import instance, integer, positive
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError
 from echelon.process.main_thread import in_main_thread
-
-EXIT_RESUMABLE: Final = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
+from echelon.process.operating_system import signals_named
+from echelon.process.process_end import EXIT_RESUMABLE as EXIT_RESUMABLE
 
 ECHO_S = 1.0  # for so long after a signal, a further one of the same kind counts as its echo
 
-_DEFAULT = (signal.SIGTERM, signal.SIGUSR1)
-_CATCHABLE = set(map(int, signal.Signals)) - {signal.SIGKILL, signal.SIGSTOP}
+_DEFAULT = signals_named("SIGTERM", "SIGUSR1")
+_CATCHABLE = set(map(int, signal.Signals)) - set(signals_named("SIGKILL", "SIGSTOP"))
 
 _Handler = Callable[[int, FrameType | None], object] | int | None
 

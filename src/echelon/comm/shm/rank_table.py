@@ -33,6 +33,7 @@ from echelon.diagnosis.flight_recorder import Phase
 from echelon.diagnosis.rank_monitor import RankMonitor
 from echelon.errors import CommTimeout, RankFailed
 from echelon.errors.message_text import text_bytes
+from echelon.process.operating_system import num_processors
 
 _PAGE = 4096
 _WORDS = _PAGE // 4
@@ -72,7 +73,7 @@ class RankTable:
         self._pidfds: dict[int, int] = {}
         self._num_sleepers = {_OWNER: 0, _HELPERS: 0}
         self._sleep_lock = threading.Lock()
-        self.spin_s = _SPIN_S if size <= len(os.sched_getaffinity(0)) else _SPIN_S / 20
+        self.spin_s = _SPIN_S if size <= num_processors() else _SPIN_S / 20
 
     @staticmethod
     def nbytes(size: int) -> int:

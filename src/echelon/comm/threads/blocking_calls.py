@@ -11,7 +11,6 @@ keeps its turn.
 
 from __future__ import annotations
 
-import os
 import selectors
 import sys
 import threading
@@ -25,6 +24,7 @@ from typing import Any
 from echelon.comm.threads.debugger_watch import is_in_debugpy
 from echelon.comm.threads.installation import Installation
 from echelon.diagnosis import stacks
+from echelon.process.operating_system import at_fork
 from echelon.process.replacement import Replacement
 
 # Longer than the main thread needs to look what ranks want of it.
@@ -168,7 +168,7 @@ def _after_fork() -> None:
     _current.hand_on = None
 
 
-os.register_at_fork(after_in_child=_after_fork)
+at_fork(after_in_child=_after_fork)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ other.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ import torch
 
 from echelon.comm.threads.installation import Installation
 from echelon.errors import StateError
+from echelon.process.operating_system import at_fork
 from echelon.process.replacement import Replacement
 
 # The time that a rank waits for another one to end a call of torch.
@@ -143,7 +143,7 @@ def _after_fork() -> None:
     _ranks.differ = False
 
 
-os.register_at_fork(after_in_child=_after_fork)
+at_fork(after_in_child=_after_fork)
 
 
 @contextmanager

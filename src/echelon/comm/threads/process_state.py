@@ -30,6 +30,7 @@ import torch
 
 from echelon.comm.threads.numpy_stream import NumpyStream
 from echelon.comm.threads.python_stream import PythonStream
+from echelon.process.operating_system import at_fork
 
 # The waits of this file and of ``turns`` never hand on a turn, whatever replaces the method.
 wait_for = threading.Condition.wait
@@ -168,7 +169,7 @@ def _leave_ranks_after_fork() -> None:
 
 OUTSIDE = StateOwner()
 _loaded = OUTSIDE
-os.register_at_fork(after_in_child=_leave_ranks_after_fork)
+at_fork(after_in_child=_leave_ranks_after_fork)
 
 
 # The states that every process has ----------------------------------------------------------------

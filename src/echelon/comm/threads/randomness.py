@@ -13,7 +13,6 @@ Python's ``random``, NumPy's global generator, and the generators of CUDA device
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from echelon.comm.threads.default_dtype import RankDtype
 from echelon.comm.threads.installation import Installation
+from echelon.process.operating_system import at_fork
 from echelon.process.replacement import Replacement
 
 _DRAWS = {
@@ -106,7 +106,7 @@ class _Turns:
 
 
 _turns = _Turns()
-os.register_at_fork(after_in_child=_turns.free_after_fork)
+at_fork(after_in_child=_turns.free_after_fork)
 _current = threading.local()
 
 

@@ -30,7 +30,6 @@ latest of them shows. While somebody looks at the ranks (``held``), no clock run
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import warnings
@@ -46,6 +45,7 @@ from echelon.comm.threads.rank_order import RankOrder, current_owner, set_curren
 from echelon.comm.threads.running_time import running_s
 from echelon.comm.threads.transformers_contexts import own_contexts
 from echelon.errors import StateError
+from echelon.process.operating_system import at_fork
 from echelon.process.process_status import others_work
 
 OVERTAKE_S = 0.2
@@ -377,4 +377,4 @@ def _after_fork() -> None:
     set_current_owner(None)
 
 
-os.register_at_fork(after_in_child=_after_fork)
+at_fork(after_in_child=_after_fork)

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -221,6 +222,8 @@ def _trusted(
         return Rendezvous(store, None, is_kept=True)
     # From a store that anybody can write to, ranks of one host take a path and nothing else, and
     # the kernel says whose memory it leads to.
+    if sys.platform != "linux":  # a secret is the user's, as on several hosts
+        return Rendezvous(store, None, is_kept=env.agent_store)
     private = None
     if env.rank == 0:
         path, private = create_memory_store() if env.one_host else ("", None)
