@@ -2,13 +2,12 @@
 
 import os
 import re
-import runpy
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import chdir, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,18 @@ import pytest
 import torch
 
 import echelon as ec
-from tests.children import environ
+from tests.documented_jobs import (
+    DOCS,
+    RANKS,
+    SAVE_EVERY,
+    STEPS,
+    blocks,
+    children,
+    environ_of_job,
+    trains_on,
+    write_training,
+)
 from tests.processes import free_port, wait_until
-
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-RANKS = 2
-STEPS, SAVE_EVERY = 240, 20
-WORKERS = ", num_workers=2, persistent_workers=True"
 
 # Starts the ranks as the tasks of one host, tells them signals, and ends with the highest code.
 TASKS = f"""#!{sys.executable}
@@ -42,18 +46,6 @@ ONE_TASK = '#!/bin/bash\nexec "$@"\n'
 SCONTROL = """#!/bin/bash
 if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >>asked; fi
 """
-
-
-def blocks(name: str, language: str) -> list[str]:
-    """The code of one language in a document."""
-    return re.findall(rf"```{language}\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
-
-
-def write_training(folder: Path) -> None:
-    text = blocks("resume.md", "python")[0]
-    written = '"runs/a", 1000, 100'
-    assert written in text
-    (folder / "train.py").write_text(text.replace(written, f'"runs/a", {STEPS}, {SAVE_EVERY}'))
 
 
 def port_of_job() -> int:
@@ -78,13 +70,10 @@ def batch_job(folder: Path, script: str, srun: str) -> Iterator[subprocess.Popen
     slurm = {"JOB_ID": str(port_of_job()), "JOB_NODELIST": "n[1-2]", "JOB_NUM_NODES": "1"}
     env = {f"SLURM_{name}": value for name, value in slurm.items()}
     env |= {"SLURM_GPUS_ON_NODE": str(RANKS), "MASTER_PORT": str(free_port())}
-    path = (
-        f"{folder / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    )
     process = subprocess.Popen(
         ["bash", "job.sh"],
         cwd=folder,
-        env=environ(**env, PATH=path),
+        env=environ_of_job(folder / "bin", **env),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -97,11 +86,6 @@ def batch_job(folder: Path, script: str, srun: str) -> Iterator[subprocess.Popen
             os.killpg(process.pid, signal.SIGKILL)
         with process:  # which waits for it and closes its pipe
             pass
-
-
-def children(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children]
 
 
 @pytest.mark.parametrize("script", blocks("slurm.md", "bash"))
@@ -141,20 +125,6 @@ def test_a_torchrun_that_fails_after_a_signal_is_requeued(
             job.send_signal(signal.SIGUSR1)
         assert job.wait(timeout=60) == expected
     assert (tmp_path / "asked").exists() == (expected == 75)
-
-
-def trains_on(folder: Path) -> dict[str, Any]:
-    """The weights when the job of ``folder`` has gone on to its end, on simulated ranks."""
-    write_training(folder)
-    text = (folder / "train.py").read_text()
-    assert WORKERS in text
-    # Threads should not be forked, and who loads the data makes no difference.
-    (folder / "train.py").write_text(text.replace(WORKERS, ""))
-    with chdir(folder):
-        ec.run(runpy.run_path("train.py")["main"], RANKS)
-    model = torch.nn.Linear(8, 1)
-    assert ec.load(folder / "runs" / "a", model=model, rng=False).step == STEPS
-    return model.state_dict()
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,15 @@ SLURM = {
     "SLURM_JOB_ID": "123456",
     "SLURM_STEP_ID": "0",
 }
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "1442971649",
+    "PMIX_RANK": "0",
+}
+PALS = ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
 
 
 def test_the_timeout_is_read_from_the_environment_and_nonsense_is_refused() -> None:
@@ -144,3 +153,57 @@ def test_variables_that_are_missing_or_contradict_each_other_are_named(
 ) -> None:
     with pytest.raises(WorldError, match=sentence):
         environment(env)
+
+
+def test_the_ranks_of_mpirun_on_one_host_derive_where_they_meet() -> None:
+    ranks = [environment({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": str(rank)}) for rank in (0, 1)]
+    for rank, job in enumerate(ranks):
+        assert job is not None
+        assert (job.launcher, job.rank, job.size, job.one_host) == ("mpi", rank, 2, True)
+        assert job.master_addr == "127.0.0.1"
+        assert job.master_port == ranks[0].master_port  # type: ignore[union-attr]
+    other = environment({**OPEN_MPI, "PMIX_NAMESPACE": "1442971650"})
+    assert other is not None
+    assert other.master_port != ranks[0].master_port  # type: ignore[union-attr]
+    chosen = environment({**OPEN_MPI, "MASTER_PORT": "29500", "MASTER_ADDR": "node3"})
+    assert chosen is not None
+    assert (chosen.master_addr, chosen.master_port) == ("node3", 29500)
+
+
+@pytest.mark.parametrize("local", [("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), PALS])
+def test_mpich_intel_and_cray_are_read_and_their_port_is_asked_for(local: tuple[str, str]) -> None:
+    env = {"PMI_RANK": "3", "PMI_SIZE": "4", local[0]: "1", local[1]: "4"}
+    with pytest.raises(WorldError, match=r"MASTER_PORT is not set, and .* -genv MASTER_PORT 29500"):
+        environment(env)
+    job = environment({**env, "MASTER_PORT": "29500"})
+    assert job is not None
+    assert (job.rank, job.size, job.local_rank, job.local_size) == (3, 4, 1, 4)
+
+
+def test_mpi_on_several_hosts_asks_for_the_host_of_rank_0() -> None:
+    env = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}
+    with pytest.raises(WorldError, match=r"host of rank 0 is unknown.*mpirun -x MASTER_ADDR=HOST"):
+        environment(env)
+    job = environment({**env, "MASTER_ADDR": "node3"})
+    assert job is not None
+    assert (job.master_addr, job.one_host) == ("node3", False)
+
+
+def test_one_rank_of_mpirun_is_alone_and_half_a_rank_is_refused() -> None:
+    job = environment({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+    assert job is not None
+    assert (job.size, job.master_port) == (1, 0)
+    with pytest.raises(WorldError, match="PMI_SIZE is not set, but PMI_RANK=0"):
+        environment({"PMI_RANK": "0"})
+    with pytest.raises(WorldError, match=r"PMIX_RANK=1 says which rank .* no variable how many"):
+        environment({"PMIX_RANK": "1", "PMIX_NAMESPACE": "7"})
+
+
+def test_mpi_wins_over_slurm_where_it_has_started_the_ranks() -> None:
+    inside = {**SLURM, **OPEN_MPI}  # Slurm describes the daemons of mpirun
+    assert environment(inside).launcher == "mpi"  # type: ignore[union-attr]
+    srun = {**SLURM, "PMI_RANK": "5", "PMI_SIZE": "7", "PMIX_RANK": "5"}  # srun --mpi=...
+    assert environment(srun).launcher == "slurm"  # type: ignore[union-attr]
+    assert environment({**OPEN_MPI, **TORCHRUN}).launcher == "torchrun"  # type: ignore[union-attr]
+    with pytest.raises(WorldError, match="say rank 3 of 4 and MPI's say rank 0 of 2"):
+        environment({**OPEN_MPI, **BY_HAND})

@@ -1,16 +1,31 @@
-"""Which job this process belongs to, read from the variables that torchrun or Slurm set. Pure."""
+"""Which job this process belongs to, read from the variables of torchrun, Slurm or MPI. Pure."""
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from echelon.errors import WorldError
 
 _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Rank, size, rank on the host, ranks of the host: of Open MPI, of Hydra (MPICH and Intel MPI), and
+# of PALS (Cray).
+_MPI = (
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+)
+_MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # another text in each job
 _HOW = (
-    "Start the script with torchrun, srun or echelon run, or unset these variables to run it alone."
+    "Start the script with torchrun, srun, mpirun or echelon run, or unset these variables to run "
+    "it alone."
 )
 # Below Linux's range of ephemeral ports, so that no outgoing connection holds the port by chance.
 _FIRST_PORT, _NUM_PORTS = 12_000, 18_000
@@ -21,7 +36,7 @@ class JobEnvironment:
     """Where this process stands in its job.
 
     Attributes:
-        launcher: ``"torchrun"`` or ``"slurm"``: whose variables were read.
+        launcher: ``"torchrun"``, ``"slurm"`` or ``"mpi"``: whose variables were read.
         rank: this process in the job.
         size: number of processes in the job.
         local_rank: this process among those of its host.
@@ -53,8 +68,9 @@ class JobEnvironment:
 def environment(env: Mapping[str, str]) -> JobEnvironment | None:
     """The job that ``env`` describes, or None if it describes none and this process is alone.
 
-    torchrun's own variables (it sets ``TORCHELASTIC_RUN_ID``) win over Slurm's, because Slurm then
-    describes torchrun's agents. Without it, both may be set if they say the same.
+    torchrun's own variables (it sets ``TORCHELASTIC_RUN_ID``) win over all others, because these
+    then describe torchrun's agents, and MPI's win over Slurm's for the same reason. Others may be
+    set together if they say the same.
 
     Raises:
         WorldError: a variable is missing or no number, or two of them contradict each other.
@@ -68,10 +84,10 @@ def environment(env: Mapping[str, str]) -> JobEnvironment | None:
     torch_job = _torchrun(env) if any(env.get(name) for name in _TORCH[:4]) else None
     if torch_job is not None and "TORCHELASTIC_RUN_ID" in env:
         return torch_job
-    slurm_job = _slurm(env) if env.get("SLURM_PROCID") else None
-    if torch_job is not None and slurm_job is not None:
-        _compare(torch_job, slurm_job, env)
-    return torch_job or slurm_job
+    other = _mpi(env) or (_slurm(env) if env.get("SLURM_PROCID") else None)
+    if torch_job is not None and other is not None:
+        _compare(torch_job, other, env)
+    return torch_job or other
 
 
 def timeout_wanted(env: Mapping[str, str]) -> float | None:
@@ -99,12 +115,14 @@ def timeout_wanted(env: Mapping[str, str]) -> float | None:
     return seconds
 
 
-def _compare(torch_job: JobEnvironment, slurm_job: JobEnvironment, env: Mapping[str, str]) -> None:
-    if (torch_job.rank, torch_job.size) != (slurm_job.rank, slurm_job.size):
+def _compare(torch_job: JobEnvironment, other: JobEnvironment, env: Mapping[str, str]) -> None:
+    if (torch_job.rank, torch_job.size) != (other.rank, other.size):
+        whose = {"slurm": "Slurm's", "mpi": "MPI's"}[other.launcher]
+        names = ["SLURM_PROCID", "SLURM_NTASKS", *(name for names in _MPI for name in names[:2])]
         raise WorldError(
-            f"torchrun's variables say rank {torch_job.rank} of {torch_job.size} and Slurm's say "
-            f"rank {slurm_job.rank} of {slurm_job.size} "
-            f"({_shown(env, 'RANK', 'WORLD_SIZE', 'SLURM_PROCID', 'SLURM_NTASKS')}). "
+            f"torchrun's variables say rank {torch_job.rank} of {torch_job.size} and {whose} say "
+            f"rank {other.rank} of {other.size} "
+            f"({_shown(env, 'RANK', 'WORLD_SIZE', *dict.fromkeys(names))}). "
             "Unset RANK and WORLD_SIZE, or start the script with torchrun."
         )
 
@@ -134,6 +152,55 @@ def _private_store(env: Mapping[str, str]) -> str:
     """The path of the store of ``echelon run``; empty in another job that a rank has started."""
     path, _, run_id = env.get("ECHELON_STORE", "").partition(" ")
     return path if run_id == env.get("TORCHELASTIC_RUN_ID") else ""
+
+
+def _mpi(env: Mapping[str, str]) -> JobEnvironment | None:
+    """The job of mpirun or mpiexec; None where neither has started this process."""
+    by_rank = [names for names in _MPI if env.get(names[0])]
+    # Slurm sets PMI_RANK, too, and PMIx PMIX_RANK; then it has variables of its own for the rest.
+    full = [names for names in by_rank if all(map(env.get, names))]
+    if not full and env.get("SLURM_PROCID"):
+        return None
+    if not by_rank:
+        if env.get("PMIX_RANK"):
+            raise WorldError(
+                f"PMIX_RANK={env['PMIX_RANK']} says which rank this process is, and no variable "
+                f"how many there are. {_HOW}"
+            )
+        return None
+    names = (full or by_rank)[0]
+    rank, size, local_rank, local_size = (_number(env, name, names) for name in names)
+    job = JobEnvironment(
+        launcher="mpi",
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        master_addr=env.get("MASTER_ADDR", ""),
+    )
+    _check_ranks(env, job, names[:2], names[2:], names)
+    if size == 1:
+        return job
+    if not job.master_addr and not job.one_host:
+        raise WorldError(
+            "the host of rank 0 is unknown: MPI does not name it, and MASTER_ADDR is not set "
+            f"({_shown(env, *names)}). Set it for all ranks: mpirun -x MASTER_ADDR=HOST with "
+            "Open MPI, mpiexec -genv MASTER_ADDR HOST with others."
+        )
+    return replace(job, master_addr=job.master_addr or "127.0.0.1", master_port=_mpi_port(env))
+
+
+def _mpi_port(env: Mapping[str, str]) -> int:
+    """MASTER_PORT, or a port that all ranks of the job derive alike and other jobs do not."""
+    if env.get("MASTER_PORT"):
+        return _port(env, _number(env, "MASTER_PORT", ("MASTER_PORT",)))
+    job = next((env[name] for name in _MPI_JOB if env.get(name)), None)
+    if job is None:
+        raise WorldError(
+            "MASTER_PORT is not set, and this MPI does not name the job from which ranks would "
+            "derive a port. Set it to one free port for all ranks: mpiexec -genv MASTER_PORT 29500."
+        )
+    return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
 
 
 def _slurm(env: Mapping[str, str]) -> JobEnvironment:
