@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bdb import BdbQuit
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
@@ -40,6 +39,8 @@ def open_debugger(frame: FrameType | TracebackType, header: str | None = None) -
 
 def no_debugger(error: BaseException) -> str | None:
     """What to do where pdb has ended because nobody could type."""
+    from bdb import BdbQuit  # takes as long as all else that ``import echelon`` loads
+
     if not isinstance(error, BdbQuit):
         return None
     return f"pdb has ended, or had no input in this process: {DEBUG_INSTEAD}"
