@@ -1,6 +1,7 @@
-"""What runs on macOS and Windows, as a program: ``python -m tests.other_system darwin|win32``.
+"""What runs on macOS and Windows, as a program: ``python -m tests.other_system``.
 
-With the variables of torchrun it is a rank over gloo. It prints a line for each thing that works.
+With ``darwin`` or ``win32`` as an argument, it runs as if this was such a system. With the
+variables of torchrun it is a rank over gloo. It prints a line for each thing that works.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from tests.hidden_system import hide
 
 __all__: list[str] = []
 
@@ -192,10 +191,11 @@ def gloo_rank() -> None:
     """One rank of a job that torchrun has started."""
     import echelon as ec
 
-    try:
-        ec.init("shm")
-    except ec.UnsupportedError as error:
-        print("refused:", error)
+    if sys.platform != "linux":
+        try:
+            ec.init("shm")
+        except ec.UnsupportedError as error:
+            print("refused:", error)
     with ec.init() as world:
         model, optimizer = _wrapped(world, "fsdp")
         _train(model, optimizer, world.rank, world.size)
@@ -204,7 +204,10 @@ def gloo_rank() -> None:
 
 
 if __name__ == "__main__":
-    hide(sys.argv[1])
+    if sys.argv[1:]:
+        from tests.hidden_system import hide
+
+        hide(sys.argv[1])
     if "RANK" in os.environ:
         gloo_rank()
     else:

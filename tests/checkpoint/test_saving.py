@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,25 @@ import torch
 from torch import nn
 
 import echelon as ec
+from echelon.checkpoint import saving
 from echelon.comm.world import World
 from echelon.errors import CheckpointError
 from tests.checkpoint.disks import Act, Call, Disk
 
 SAVES = {"save": ec.save, "async_save": ec.async_save}
+
+
+def test_a_copy_that_is_on_the_path_and_not_installed_saves_with_its_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def not_installed(package: str) -> str:
+        raise metadata.PackageNotFoundError(package)
+
+    for module in (metadata, saving):
+        monkeypatch.setattr(module, "version", not_installed, raising=False)
+    step = ec.save(tmp_path, step=1, value=1)
+    manifest = json.loads((step / "manifest.json").read_text())
+    assert manifest["versions"]["echelon"] == ec.__version__
 
 
 def test_a_step_that_is_whole_is_never_replaced(tmp_path: Path) -> None:
@@ -25,9 +41,9 @@ def test_a_step_that_is_whole_is_never_replaced(tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in kept.iterdir()}
     with torch.no_grad():
         model.weight.zero_()
-    for saving in SAVES.values():
+    for save in SAVES.values():
         with pytest.raises(CheckpointError, match="was saved already, and what is committed is"):
-            saving(tmp_path, step=1, model=model)
+            save(tmp_path, step=1, model=model)
     assert {path.name: path.read_bytes() for path in kept.iterdir()} == files
 
 
@@ -39,9 +55,9 @@ def saves_into_a_step(world: World, folder: str) -> None:
     if world.rank == 0:
         link.symlink_to(kept)
     for inside in (kept, kept / "later" / "run", link):
-        for saving in SAVES.values():
+        for save in SAVES.values():
             with pytest.raises(CheckpointError, match="this is a step that was saved"):
-                saving(inside, step=2, model=model)
+                save(inside, step=2, model=model)
     assert ec.load(kept, model=model).step == 1
 
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
 from typing import final
 
 import numpy as np
@@ -39,6 +38,7 @@ from echelon.checkpoint.step_storage import Place
 from echelon.checkpoint.write_items import WriteItem, merge_reports, plan_writes, report_items
 from echelon.comm.group import Group
 from echelon.errors import CheckpointError
+from echelon.version import __version__
 
 
 @final
@@ -270,7 +270,7 @@ class LeftOut:
 
 def _versions() -> dict[str, str]:
     return {
-        "echelon": version("echelon"),
+        "echelon": __version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "numpy": np.__version__,

@@ -21,11 +21,12 @@ from echelon.comm.streams import local_device
 from echelon.comm.world import World
 from echelon.errors import BlackboxCorrupt, CheckpointCorrupt
 from echelon.values.untrusted_json import read_json, write_json
+from echelon.version import __version__
 
 FORMAT = 1
 _MAX_NBYTES = 1 << 20
 # What calls the function of ``ec.run``, and the program of simulated ranks.
-_CALL = ("echelon.launch.processes", "call")
+_CALL = ("echelon.launch.rank_function", "call")
 _SIMULATED_JOB = "echelon.launch.simulated_job"
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _KINDS = {"int": int, "str": str, "tuple": list, "dict": dict}  # in JSON, by annotation
@@ -141,7 +142,7 @@ class JobFacts:
 def versions() -> dict[str, str]:
     """What the bits of a step depend on, besides the code and the values."""
     return {
-        "echelon": metadata.version("echelon"),
+        "echelon": __version__,
         "torch": str(torch.__version__),
         "Python": platform.python_version(),
         "NumPy": metadata.version("numpy"),
