@@ -44,6 +44,7 @@ FOREIGN = {
     "Failed",
     "GraceTime",
     "KillWait",
+    "PyTorchJob",
     "PytestUnhandledThreadExceptionWarning",
     "Raises",
     "Returns",
