@@ -1,6 +1,7 @@
 """The CPU answers every question about devices; CUDA is asked where there is one."""
 
 import os
+import resource
 
 import pytest
 import torch
@@ -40,12 +41,12 @@ def test_the_memory_peak_is_at_least_what_is_resident_now() -> None:
     assert streams.memory_peak(CPU) >= resident - 2**22
 
 
-@pytest.mark.parametrize(("platform", "factor"), [("linux", 1024), ("darwin", 1)])
+@pytest.mark.parametrize(("platform", "factor"), [("linux", 1024), ("darwin", 1), ("win32", 0)])
 def test_the_resident_set_is_counted_in_the_unit_of_the_system(
     monkeypatch, platform, factor
 ) -> None:
     usage = type("Usage", (), {"ru_maxrss": 5000})
-    monkeypatch.setattr(streams.resource, "getrusage", lambda who: usage)
+    monkeypatch.setattr(resource, "getrusage", lambda who: usage)
     monkeypatch.setattr(streams.sys, "platform", platform)
     assert streams.memory_peak(CPU) == 5000 * factor
 
