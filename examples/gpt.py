@@ -27,6 +27,14 @@ class GPTConfig:
             raise ValueError(f"{self}: all must be positive, and width a multiple of heads")
 
 
+def flops_per_token(config: GPTConfig, num_parameters: int) -> float:
+    """The operations of a training step for each token: of the matrices, and of attention.
+
+    Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B.
+    """
+    return 6.0 * num_parameters + 12.0 * config.layers * config.width * config.context
+
+
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -41,8 +41,9 @@ def train(
     rank: int,
     size: int,
     first: int = 0,
-) -> Iterator[Tensor]:
-    """Take the optimizer steps, and yield each one's loss on this rank's part of the batch.
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Take the optimizer steps, and yield the loss of each on this rank's part of the batch, and
+    the norm of the gradient.
 
     With rank 0 of size 1 and a plain model, this is training in one process.
 
@@ -56,9 +57,9 @@ def train(
             data, args.context, args.batch_size, seed=args.seed, step=step, rank=rank, size=size
         )
         loss = gradients(model, tokens, targets)
-        ec.clip_grad_norm_(model, args.clip)
+        norm = ec.clip_grad_norm_(model, args.clip)
         optimizer.step()
-        yield loss
+        yield loss, norm
         optimizer.zero_grad()
 
 

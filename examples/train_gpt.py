@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import math
+from functools import partial
 
 import resuming
 import torch
-from gpt import GPT, GPTConfig
+from gpt import GPT, GPTConfig, flops_per_token
+from held_memory import held_bytes
 from optimizer import learning_rate, make_optimizer
 from steps import cross_entropy, evaluate, train
 from text import Text, load_text
@@ -126,6 +128,8 @@ def main(world: ec.World, args: argparse.Namespace) -> None:
         unit="bits per byte",
         references={"unigram entropy": text.unigram_entropy()},
         config={**vars(args), "parameters": f"{num_parameters:,}"},
+        flops_per_token=flops_per_token(plain.config, num_parameters),
+        peak_flops=ec.observe.matmul_flops(world.device, getattr(torch, args.dtype)),
     )
     with ec.observe.Recorder(world, f"runs/{args.name}", info, trace=args.trace) as recorder:
         recorder.note("text", f"{text.source}, {len(text.train) + len(text.held_out):,} bytes")
@@ -134,8 +138,8 @@ def main(world: ec.World, args: argparse.Namespace) -> None:
         if first:
             recorder.note("resumed", f"after step {first}")
         with timed(model) as measured, checkpoints.stopping(world) as stop:
-            losses = train(model, optimizer, text.train, args, *share(args, world), first)
-            for step, loss in enumerate(losses, start=first + 1):
+            steps = train(model, optimizer, text.train, args, *share(args, world), first)
+            for step, (loss, norm) in enumerate(steps, start=first + 1):
                 world.group.all_reduce(loss, "mean", label="loss")
                 recorder.measure(model, optimizer)
                 recorder.step(
@@ -143,15 +147,17 @@ def main(world: ec.World, args: argparse.Namespace) -> None:
                     loss.item() / math.log(2),
                     args.batch_size * args.context,
                     learning_rate=learning_rate(step - 1, args),
+                    gradient_norm=norm.item(),
                 )
                 if step % args.eval_every == 0 or step == args.steps:
                     recorder.evaluation(step, evaluate(model, text.held_out, args, world))
-                if step == WATCHED_STEP - 1 and isinstance(model, ec.FSDP):
-                    recorder.watch(lambda: model.memory_stats(optimizer).by_category())
+                if step == WATCHED_STEP - 1:
+                    recorder.watch(partial(held_bytes, model, optimizer))
                 checkpoints.after(step, stop)
         if measured is not None:
             planned, ran = measured.simulation.timeline, measured.timeline
-            recorder.timelines({"planned": planned.steps, "measured": ran.steps})
+            rows = {"planned": planned.steps, "measured": ran.steps}
+            recorder.timelines(rows, ranks=measured.ranks)
         with whole(model, plain, world) as trained:
             if world.rank == 0:
                 sample = trained.generate(b"def ", length=240, seed=args.seed)

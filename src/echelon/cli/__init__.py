@@ -72,18 +72,28 @@ app.command("run", context_settings={"allow_interspersed_args": False})(run_scri
 @app.command("report")
 def _report(
     folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/gpt.")],
+    other: Annotated[
+        Path | None, typer.Argument(help="Another run, to compare the first one with.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where to write the page that compares two runs.")
+    ] = None,
 ) -> None:
-    """Draw report.html again from a run's metrics.jsonl."""
-    from echelon.errors import ArgumentError
-    from echelon.observe.report import write_report
+    """Draw the page of a run from its metrics.jsonl, or one that compares two runs.
 
+    Prints where the page is: report.html in FOLDER, or compared-with-FOLDER.html in OTHER. The run
+    may still go on.
+    """
+    from echelon.errors import ArgumentError
+    from echelon.observe.report import write_comparison, write_report
+
+    if output is not None and other is None:
+        raise typer.BadParameter("it is for the page of two runs", param_hint="--output")
     try:
-        page = write_report(folder)
+        page = write_report(folder) if other is None else write_comparison(folder, other, output)
     except ArgumentError as error:
         raise typer.BadParameter(str(error), param_hint="FOLDER") from error
-    if page is None:
-        raise typer.Exit(1)
-    typer.echo(page)
+    typer.echo(page.resolve())
 
 
 @app.command("schedule")

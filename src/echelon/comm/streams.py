@@ -76,6 +76,11 @@ def memory_peak(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def device_name(device: torch.device) -> str:
+    """The product that a CUDA device is; of others what torch calls them."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
 def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory of the host that ``device`` can copy from and to asynchronously. 1D.
 

@@ -170,6 +170,10 @@ class StepRows:
                 self._write(self._longs[_FILLED], row)
         self._longs[_NUM_STEPS] = number + 1
 
+    def totals(self) -> StepTimes:
+        """What the rank did in all steps but the first."""
+        return StepTimes.of(self._totals)
+
     def numbers(self) -> list[int]:
         """All numbers of the table that have been written."""
         length = _HEADER_LENGTH + _ROW_LENGTH * (1 + self._longs[_FILLED])

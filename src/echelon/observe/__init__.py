@@ -6,8 +6,17 @@
 ``came_last``  which rank came last in collectives, and what it had done before
 ``metrics``   the lines of ``metrics.jsonl``
 ``progress``  the state of a run, for a person who watches
-``figures``   the drawings of ``metrics.jsonl``
-``report``    ``report.html``, which shows the drawings
+``recorded_run``  the lines of ``metrics.jsonl``, with the attempts of a restarted job in one
+``curves``    the drawings over steps and over time
+``rank_figures``  the drawings with a row for each rank
+``sections``  the parts of the page of one run
+``run_pair``  the parts of the page of two runs
+``report``    ``report.html``, which shows them
+``run_info``  what a script says of a run before its first step
+``run_folder``  a new folder, or that of a job that was restarted
+``provenance``  commit, versions, host and command
+``phases``    what a rank spent its time on
+``utilization``  how much a rank could compute
 ``recorder``  all of these together, for a training loop
 """
 
@@ -17,10 +26,12 @@ from echelon.observe.came_last import CallLateness, CameLast, Lateness, came_las
 from echelon.observe.meters import CommMeter, CommTotal, MemoryMeter, tensor_bytes
 from echelon.observe.metrics import MetricsWriter, read_metrics
 from echelon.observe.progress import Progress
-from echelon.observe.recorder import Recorder, RunInfo
-from echelon.observe.report import write_report
+from echelon.observe.recorder import Recorder
+from echelon.observe.report import write_comparison, write_report
+from echelon.observe.run_info import RunInfo
 from echelon.observe.slow_ranks import held_up
 from echelon.observe.trace import Trace, merge_traces
+from echelon.observe.utilization import matmul_flops
 
 __all__ = [
     "Activity",
@@ -38,8 +49,10 @@ __all__ = [
     "Trace",
     "came_last",
     "held_up",
+    "matmul_flops",
     "merge_traces",
     "read_metrics",
     "tensor_bytes",
+    "write_comparison",
     "write_report",
 ]

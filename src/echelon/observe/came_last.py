@@ -68,10 +68,13 @@ class CameLast:
     Attributes:
         ranks: the total of each rank, in rank order.
         calls: by line of the program, those first that cost the most.
+        waited_s: for each rank, in rank order, by how many seconds it was there before each rank
+            that came last.
     """
 
     ranks: Sequence[Lateness]
     calls: Sequence[CallLateness]
+    waited_s: Sequence[Sequence[float]] = ()
 
     def __str__(self) -> str:
         totals = [
@@ -89,6 +92,7 @@ def compare_arrivals(ranks: Mapping[int, Iterable[Arrival]]) -> CameLast:
         for arrival in arrivals:
             meetings.setdefault((arrival.group, arrival.position), {})[rank] = arrival
     totals = {rank: Lateness() for rank in ranks}
+    waited = {rank: dict.fromkeys(ranks, 0.0) for rank in ranks}
     calls: dict[tuple[str, str], CallLateness] = {}
     before: dict[tuple[str, int], float] = {}  # the lateness of each rank in each group
     for (group, _), meeting in sorted(meetings.items(), key=_begin):
@@ -104,10 +108,17 @@ def compare_arrivals(ranks: Mapping[int, Iterable[Arrival]]) -> CameLast:
         key = group, arrival.call
         calls.setdefault(key, CallLateness(*key)).growths.append(growth)
         calls[key].last[last, arrival.activity] += 1
+        for rank in late:
+            gap, gap_before = (
+                lateness.get(last, 0.0) - lateness.get(rank, 0.0)
+                for lateness in (late, {r: before.get((group, r), 0.0) for r in late})
+            )
+            waited[rank][last] += max(0.0, gap - max(0.0, gap_before))
         before |= {(group, rank): seconds for rank, seconds in late.items()}
     return CameLast(
         [totals[rank] for rank in sorted(totals)],
         sorted(calls.values(), key=lambda call: -sum(call.growths)),
+        [[waited[rank][last] for last in sorted(ranks)] for rank in sorted(ranks)],
     )
 
 

@@ -42,6 +42,7 @@ class CommMeter:
     Attributes:
         rank: the rank in the job whose events count.
         totals: the totals by operation, in the order of the first calls.
+        by_group: the same for each group, by its name.
 
     Example:
         >>> meter = CommMeter(rank=1)
@@ -54,6 +55,7 @@ class CommMeter:
     def __init__(self, rank: int) -> None:
         self.rank = checks.integer("rank", rank)
         self.totals: dict[str, CommTotal] = {}
+        self.by_group: dict[str, dict[str, CommTotal]] = {}
         self._lock = threading.Lock()  # hooks of a backward may issue from other threads
 
     def __call__(self, event: Event) -> None:
@@ -64,12 +66,14 @@ class CommMeter:
         if facts["rank"] != self.rank or facts["op"] in _SET_UP:
             return
         with self._lock:
-            total = self.totals.setdefault(facts["op"], CommTotal())
-            if event.name == "collective.wait":
-                total.wait_s += event.seconds
-            else:
-                total.calls += 1
-                total.nbytes += facts["nbytes"]
+            group = self.by_group.setdefault(facts.get("group", ""), {})
+            for totals in (self.totals, group):
+                total = totals.setdefault(facts["op"], CommTotal())
+                if event.name == "collective.wait":
+                    total.wait_s += event.seconds
+                else:
+                    total.calls += 1
+                    total.nbytes += facts["nbytes"]
 
 
 class MemoryMeter:
@@ -118,11 +122,43 @@ class MemoryMeter:
         return streams.memory_peak(device)
 
 
+class SaveMeter:
+    """A listener that keeps what one rank has saved since it was asked last.
+
+    Example:
+        >>> meter = SaveMeter(rank=0)
+        >>> meter(Event("checkpoint.save", 2.0, 0.5, dict(rank=0, step=9, nbytes=8)))
+        >>> meter.take()
+        [Event(name='checkpoint.save', start_s=2.0, seconds=0.5, facts={'rank': 0, 'step': 9, \
+'nbytes': 8})]
+        >>> meter.take()
+        []
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._saves: list[Event] = []
+        self._lock = threading.Lock()  # an asynchronous save ends on a thread of its own
+
+    def __call__(self, event: Event) -> None:
+        """Keep it, if it is a save of this rank."""
+        if event.name == "checkpoint.save" and event.facts["rank"] == self._rank:
+            with self._lock:
+                self._saves.append(event)
+
+    def take(self) -> list[Event]:
+        """The saves since the last call."""
+        with self._lock:
+            saves, self._saves = self._saves, []
+        return saves
+
+
 @final
 class MemoryTimeline:
     """A listener that records the bytes by category at every event of one rank.
 
-    ``look`` returns the bytes that are held now, by category.
+    It also records when which unit of an ``FSDP`` was unsharded: where ranks share memory, that
+    costs no bytes. ``look`` returns the bytes that are held now, by category.
 
     Example:
         >>> timeline = MemoryTimeline(0, lambda: {"gathered": 400})
@@ -138,23 +174,40 @@ class MemoryTimeline:
         self._start_s = time.perf_counter()
         self._times_s: list[float] = []
         self._looks: list[Mapping[str, int]] = []
+        self._whole: dict[str, float] = {}  # since when a unit has been unsharded
+        self._units: list[tuple[str, float, float]] = []
         self._note()
 
     def __call__(self, event: Event) -> None:
         """Record the bytes now, if it is an event of this rank."""
         if event.facts.get("rank") == self.rank:
-            self._note()
+            seconds = self._note()
+            if event.name.startswith("fsdp."):
+                self._note_unit(event, seconds)
 
-    def _note(self) -> None:
+    def _note(self) -> float:
         with self._lock:
             self._times_s.append(time.perf_counter() - self._start_s)
             self._looks.append(self._look())
+            return self._times_s[-1]
+
+    def _note_unit(self, event: Event, seconds: float) -> None:
+        unit = event.facts["unit"]
+        with self._lock:
+            if event.name != "fsdp.release":
+                self._whole.setdefault(unit, seconds)
+            elif unit in self._whole:
+                self._units.append((unit, self._whole.pop(unit), seconds))
 
     def record(self) -> dict[str, Any]:
-        """The recorded times in seconds since the start, and the bytes by category at each time."""
+        """What a line of ``memory`` says: times are in seconds since the start."""
         with self._lock:
             names = dict.fromkeys(name for look in self._looks for name in look)
+            end_s = self._times_s[-1]
+            still = [(unit, start_s, end_s) for unit, start_s in self._whole.items()]
+            units = sorted([*self._units, *still], key=lambda span: span[1])
             return {
+                "units": [[unit, round(start, 6), round(end, 6)] for unit, start, end in units],
                 "time_s": [round(seconds, 6) for seconds in self._times_s],
                 "nbytes": {name: [look.get(name, 0) for look in self._looks] for name in names},
             }

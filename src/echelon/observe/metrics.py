@@ -3,18 +3,26 @@
 ===============  =============================================================================
 ``kind``         fields
 ===============  =============================================================================
-``start``        ``version name time ranks backend device total_steps unit references config``
-``step``         ``step time_s loss tokens_per_s`` and the values that the script adds
+``start``        ``version name time ranks backend device total_steps unit references config``, and
+                 ``unix_s attempt job flops_per_token peak_flops environment``
+``step``         ``step time_s loss tokens_per_s``, ``process_peak memory phases`` of rank 0, and the
+                 values that the script adds
 ``evaluation``   ``step time_s loss``
 ``note``         ``title text``
-``memory``       ``step rank``, and lists: ``time_s`` since that step began, ``nbytes`` by category
+``save``         ``step time_s seconds nbytes``: a checkpoint of rank 0 was written until ``time_s``
+``memory``       ``step rank``, and lists: ``time_s`` since that step began, ``nbytes`` by category,
+                 ``units``: ``[unit, start, end]`` of the times for which a unit was unsharded
 ``timelines``    ``step timelines``: lists by name, of ``[rank, what, start, end]`` in seconds
-``ranks``        ``ranks``: for each, ``rank pid process_peak memory comm``
+``ranks``        ``ranks``: for each, ``rank pid process_peak memory comm groups phases``
+``waits``        ``waited_s``: for each rank, how long it was there before each other rank, which came
+                 last in collectives
+``failure``      ``text``: the error that ended the run
 ``end``          ``time_s steps``
 ===============  =============================================================================
 
 Seconds (``time_s``) count from the start of the run; bytes are plain numbers. Each line is written
-at once, so a run that was killed leaves a file that can be read.
+at once, so a run that was killed leaves a file that can be read. A job that its launcher restarts
+goes on in the same file, with another ``start``, from which seconds count again.
 """
 
 from __future__ import annotations
@@ -42,9 +50,12 @@ _FIELDS: dict[str, _Fields] = {
     "step": {"step": int, "time_s": _NUMBER, "loss": _LOSS, "tokens_per_s": _NUMBER},
     "evaluation": {"step": int, "time_s": _NUMBER, "loss": _LOSS},
     "note": {"title": str, "text": str},
+    "save": {"step": int, "time_s": _NUMBER, "seconds": _NUMBER, "nbytes": _NUMBER},
     "memory": {"step": int, "rank": int, "time_s": list, "nbytes": dict},
     "timelines": {"step": int, "timelines": dict},
     "ranks": {"ranks": list},
+    "waits": {"waited_s": list},
+    "failure": {"text": str},
     "end": {"time_s": _NUMBER, "steps": int},
 }
 _RANK_FIELDS: _Fields = {
@@ -57,11 +68,17 @@ _RANK_FIELDS: _Fields = {
 
 
 class MetricsWriter:
-    """A new ``metrics.jsonl``, to which lines are appended; a context manager that closes it."""
+    """A ``metrics.jsonl``, to which lines are appended; a context manager that closes it.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    Args:
+        append: to the lines of a file that is there, instead of to a new file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
         checks.path("path", path)
-        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        checks.flag("append", append)
+        mode = "a" if append else "w"
+        self._file = open(path, mode, encoding="utf-8")  # noqa: SIM115 (closed by close)
 
     def write(self, kind: str, **fields: Any) -> None:
         """Write a line; numbers that JSON does not have (NaN, infinity) become null."""
@@ -137,6 +154,17 @@ def _check_fields(line: Any, kind: str, fields: _Fields) -> None:
         if not isinstance(line.get(name), types) or (name not in line):
             value = f"{line[name]!r:.40}" if name in line else "missing"
             raise ArgumentError(f"{name!r} is {value} in this {kind!r} line: {line!r:.80}")
+
+
+def failure_text(error: BaseException) -> str:
+    """The first line of an error, with its class.
+
+    Example:
+        >>> failure_text(ValueError("no such file\\nlook again"))
+        'ValueError: no such file'
+    """
+    message = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {message}".rstrip(": ")
 
 
 def _finite(value: Any) -> Any:

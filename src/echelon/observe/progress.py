@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -82,6 +82,7 @@ class Progress:
         self._interval_s = checks.number("interval_s", interval_s, 0.0, math.inf)
         self._clock = clock
         self._shown_s = -float("inf")
+        self._shape = (0, 0)  # the width of the terminal, and how many forms were too long for it
         self._bar: Bar | None = None
 
     def __enter__(self) -> Self:
@@ -112,21 +113,37 @@ class Progress:
             f"  {tokens_per_s:,.0f} tokens/s  {bytes_text(nbytes)}  {left} left"
         )
         if self._bar is not None:
-            width = self._console.width
-            self._bar.columns = _WITH_BAR if len(text) + _BAR_WIDTH <= width else _WITHOUT_BAR
-            shorter = (
+            forms = (
+                text,
                 text,
                 f"step {done}  loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  {left} left",
                 f"{done}  {loss:.3f}  {tokens_per_s:,.0f} tok/s  {left} left",
                 f"{done} {loss:.2f} {_short(tokens_per_s)}/s {left}",
             )
-            text = next((line for line in shorter if len(line) <= width), shorter[-1])
-            self._bar.update(self._task, completed=step, total=self.total_steps, description=text)
+            form = self._form([len(form) for form in forms])
+            self._bar.columns = _WITH_BAR if form == 0 else _WITHOUT_BAR
+            self._bar.update(
+                self._task, completed=step, total=self.total_steps, description=forms[form]
+            )
             return
         now = self._clock()
         if now - self._shown_s >= self._interval_s or step >= self.total_steps:
             self._shown_s = now
             self._console.print(text)
+
+    def _form(self, lengths: Sequence[int]) -> int:
+        """Which form of the line to show; the first is with the bar.
+
+        A number that becomes a digit longer and shorter must not make the bar come and go, so a
+        form that was too long once is not taken again before the terminal changes.
+        """
+        width, first = self._shape
+        if width != self._console.width:
+            width, first = self._console.width, 0
+        while first < len(lengths) - 1 and lengths[first] + _BAR_WIDTH * (first == 0) > width:
+            first += 1
+        self._shape = width, first
+        return first
 
     def note(self, text: str) -> None:
         """Print a line that stays above the live one."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Self, final
@@ -19,50 +18,31 @@ from torch import nn
 
 from echelon import checks, events
 from echelon.comm.world import World
-from echelon.errors import ArgumentError, StateError
 from echelon.observe.came_last import came_last
 from echelon.observe.meters import (
     CommMeter,
     Look,
     MemoryMeter,
     MemoryTimeline,
+    SaveMeter,
     hidden_bytes,
     tensor_bytes,
 )
-from echelon.observe.metrics import MetricsWriter
+from echelon.observe.metrics import MetricsWriter, failure_text
+from echelon.observe.phases import phase_seconds
 from echelon.observe.progress import Progress
+from echelon.observe.provenance import provenance
 from echelon.observe.report import write_report
+from echelon.observe.run_folder import Attempt, RunFolder
+from echelon.observe.run_info import RunInfo
 from echelon.observe.slow_ranks import held_up
 from echelon.observe.trace import Trace, write_trace
 
 FORMAT_VERSION = 1
+FIRST_PAGE_S, PAGE_S = 10.0, 30.0  # seconds before the page is written first, and again
+_TIMES_OF_A_PAGE = 100  # at least so much time passes as the last page took, times this
 Span = tuple[int, object, float, float]  # rank, what ran, start, end
 _SHOWN_STEPS = 20  # the shown speed is the mean over so many steps, without the first of the run
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunInfo:
-    """The facts of a run that are known before its first step.
-
-    Attributes:
-        total_steps: the number of steps that are planned.
-        unit: the unit of the loss, such as ``"nats"``.
-        references: losses to compare with, by name; the page has a line for each.
-        config: the options of the script, which the page shows.
-    """
-
-    total_steps: int
-    unit: str = ""
-    references: Mapping[str, float] = field(default_factory=dict)
-    config: Mapping[str, object] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        checks.integer("total_steps", self.total_steps, low=1)
-        checks.instance("unit", self.unit, str)
-        checks.mapping("references", self.references)
-        checks.mapping("config", self.config)
-        for name, value in self.references.items():
-            checks.number(f"the reference {name!r}", value, -sys.float_info.max)
 
 
 @final
@@ -70,13 +50,15 @@ class Recorder:
     """Records a run in a folder: ``metrics.jsonl``, ``report.html`` and, if asked, ``trace.json``.
 
     Every rank makes a recorder and all leave it together: its end is a collective, which sends the
-    memory and communication of all ranks to rank 0. Only rank 0 writes and shows anything. If the
-    body raises, the written lines stay and nothing is collected; ``echelon report`` then draws the
-    page. In a replay of a step nothing is written or shown.
+    memory and communication of all ranks to rank 0. Only rank 0 writes and shows anything. While
+    the run goes on, rank 0 writes the page again after ``PAGE_S`` seconds or later, so that this
+    takes at most a hundredth of the time. If the body raises, nothing is collected, and the page
+    shows what there is. In a replay of a step nothing is written or shown.
 
     Args:
         folder: where to write. If it exists, the first of ``folder-2``, ``folder-3`` … that does
-            not exist is taken, so that no run overwrites another.
+            not exist is taken, so that no run overwrites another; but a job that its launcher
+            restarts goes on in the folder that it had.
         trace: whether to write a timeline of all events, for Perfetto.
 
     Attributes:
@@ -103,11 +85,17 @@ class Recorder:
         checks.flag("trace", trace)
         self.info = info
         self._world = world
+        attempt = Attempt.of(os.environ)
         self.memory = MemoryMeter(world.rank)
         self.comm = CommMeter(world.rank)
         self._trace = Trace(world.rank) if trace else None
         writes = world.rank == 0 and not world.is_replay
-        self.folder = _fresh(Path(folder)) if writes else None
+        self._place = RunFolder.take(Path(folder), attempt) if writes else None
+        self.folder = self._place.path if self._place is not None else None
+        self._attempt = attempt
+        self._saves = SaveMeter(world.rank)
+        self._phases: dict[str, float] = {}  # seconds so far, as of the last step
+        self._page_due_s = time.perf_counter() + FIRST_PAGE_S
         self._stack = ExitStack()
         self._writer: MetricsWriter | None = None
         self._progress: Progress | None = None
@@ -117,29 +105,37 @@ class Recorder:
         self._start_s = self._mark_s = time.perf_counter()
 
     def __enter__(self) -> Self:
-        for meter in (self.memory, self.comm, self._trace):
+        for meter in (self.memory, self.comm, self._trace, self._saves):
             if meter is not None:
                 self._stack.enter_context(events.listen(meter))
-        if self.folder is not None:
-            self._writer = self._stack.enter_context(MetricsWriter(self.folder / "metrics.jsonl"))
+        if self._place is not None:
+            path = self._place.path
+            self._writer = self._stack.enter_context(
+                MetricsWriter(path / "metrics.jsonl", append=self._place.is_continued)
+            )
             self._progress = self._stack.enter_context(
                 Progress(self.info.total_steps, unit=self.info.unit)
             )
-            self._writer.write(
-                "start",
-                version=FORMAT_VERSION,
-                name=self.folder.name,
-                time=time.strftime("%Y-%m-%d %H:%M:%S"),
-                ranks=self._world.size,
-                backend=self._world.backend,
-                device=str(self._world.device),
-                total_steps=self.info.total_steps,
-                unit=self.info.unit,
-                references=dict(self.info.references),
-                config=dict(self.info.config),
-            )
+            self._writer.write("start", **self._start_facts(path.name))
         self._start_s = self._mark_s = time.perf_counter()
         return self
+
+    def _start_facts(self, name: str) -> dict[str, object]:
+        return {
+            "version": FORMAT_VERSION,
+            "name": name,
+            "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "unix_s": time.time(),
+            "job": self._attempt.job,
+            "attempt": self._attempt.number,
+            "ranks": self._world.size,
+            "backend": self._world.backend,
+            "device": str(self._world.device),
+            **{item.name: getattr(self.info, item.name) for item in fields(self.info)},
+            "references": dict(self.info.references),
+            "config": dict(self.info.config),
+            "environment": provenance(self._world.device, self._world.size),
+        }
 
     def step(self, step: int, loss: float, num_tokens: int, **values: float) -> None:
         """Record that ``step`` steps are done.
@@ -147,7 +143,8 @@ class Recorder:
         Args:
             loss: the loss of this step, over all ranks.
             num_tokens: the number of tokens of this step on all ranks together.
-            values: further numbers to write, such as the learning rate.
+            values: further numbers, such as ``learning_rate`` and ``gradient_norm``; the page has
+                a curve of each.
         """
         seconds, self._steps = self._lap(), step
         self._end_timeline(step)
@@ -162,8 +159,12 @@ class Recorder:
             time_s=round(self._mark_s - self._start_s, 4),
             loss=loss,
             tokens_per_s=round(num_tokens / seconds, 1),
+            process_peak=self.memory.process_peak(self._world.device),
+            memory={name: total.live for name, total in self.memory.totals.items()},
+            phases=self._phases_of_step(),
             **values,
         )
+        self._write_saves()
         step_s = sum(self._recent_s) / len(self._recent_s)
         self._progress.update(
             step,
@@ -172,6 +173,33 @@ class Recorder:
             nbytes=self.memory.process_peak(self._world.device),
             left_s=(self.info.total_steps - step) * step_s,
         )
+        self._write_page_when_due()
+
+    def _phases_of_step(self) -> dict[str, float]:
+        """Seconds by phase since the step before; nothing for the first one, which warms up."""
+        before = self._phases
+        self._phases = phase_seconds(self._world.steps.time.rows.totals())
+        spans = {name: self._phases[name] - before.get(name, 0.0) for name in self._phases}
+        return {name: round(seconds, 6) for name, seconds in spans.items() if seconds > 0}
+
+    def _write_saves(self) -> None:
+        for save in self._saves.take() if self._writer is not None else ():
+            self._writer.write(
+                "save",
+                step=save.facts["step"],
+                time_s=round(save.start_s + save.seconds - self._start_s, 4),
+                seconds=round(save.seconds, 4),
+                nbytes=save.facts["nbytes"],
+            )
+
+    def _write_page_when_due(self) -> None:
+        start_s = time.perf_counter()
+        if self.folder is None or start_s < self._page_due_s:
+            return
+        write_report(self.folder, live=True)
+        now_s = time.perf_counter()
+        self._page_due_s = now_s + max(PAGE_S, _TIMES_OF_A_PAGE * (now_s - start_s))
+        self._lap()  # so that it counts for no step
 
     def evaluation(self, step: int, loss: float) -> None:
         """Record the validation loss after ``step`` steps; its time counts for no step."""
@@ -232,7 +260,9 @@ class Recorder:
             self._progress.note(f"{title}:\n{text}" if "\n" in text else f"{title}: {text}")
 
     def timelines(
-        self, timelines: Mapping[str, Iterable[tuple[int, object, float, float]]]
+        self,
+        timelines: Mapping[str, Iterable[tuple[int, object, float, float]]],
+        ranks: Sequence[int] | None = None,
     ) -> None:
         """Draw timelines of what ran on each rank, one below the other.
 
@@ -240,16 +270,22 @@ class Recorder:
             timelines: the timelines by name, from top to bottom. Each has tuples of the rank, what
                 ran, and when it began and ended, in seconds, as the ``steps`` of timelines of
                 ``echelon.pipeline``. Those of rank 0 are kept.
+            ranks: the ranks in the job that these ranks are, as ``measured.ranks``; None: they are
+                those of the job. In a plan the ranks of a pipeline are some of the job's.
 
         Example:
             >>> # planned, ran = measured.simulation.timeline, measured.timeline
-            >>> # recorder.timelines({"planned": planned.steps, "measured": ran.steps})
+            >>> # recorder.timelines({"planned": planned.steps, "measured": ran.steps},
+            >>> #                    ranks=measured.ranks)
         """
         self._lap()
         if self._writer is None:
             return
         rows = {
-            name: [[rank, str(what), start, end] for rank, what, start, end in steps]
+            name: [
+                [rank if ranks is None else ranks[rank], str(what), start, end]
+                for rank, what, start, end in steps
+            ]
             for name, steps in timelines.items()
         }
         self._writer.write("timelines", step=self._steps, timelines=rows)
@@ -267,12 +303,15 @@ class Recorder:
         traceback: TracebackType | None,
     ) -> None:
         with self._stack:
+            self._write_saves()
             if error is None:
                 self._collect()
-        if error is None and self.folder is not None:
-            page = write_report(self.folder)
-            if page is not None and self._progress is not None:
-                self._progress.note(f"the report of this run is {page}")
+            elif self._writer is not None:
+                self._writer.write("failure", text=failure_text(error))
+        if self.folder is None or self._progress is None:
+            return
+        page = write_report(self.folder)
+        self._progress.note(f"the report of this run is {page}")
 
     def _collect(self) -> None:
         """Gather what all ranks have counted, and write it on rank 0. All ranks call it."""
@@ -282,6 +321,11 @@ class Recorder:
             "process_peak": self.memory.process_peak(self._world.device),
             "memory": {name: asdict(total) for name, total in self.memory.totals.items()},
             "comm": {op: asdict(total) for op, total in self.comm.totals.items()},
+            "groups": {
+                group: {op: asdict(total) for op, total in totals.items()}
+                for group, totals in self.comm.by_group.items()
+            },
+            "phases": phase_seconds(self._world.steps.time.rows.totals()),
         }
         rows = self._trace.rows if self._trace is not None else None
         host = platform.node()
@@ -289,10 +333,14 @@ class Recorder:
         notes = {"Who held us up": "\n".join(map(str, held_up(self._world)))}
         # Simulated ranks run one after another, and clocks of hosts differ.
         shares_clock = self._world.backend not in ("threads", "single")
+        late = None
         if shares_clock and {host for *_, host in ranks} == {host}:
-            notes["Who came last"] = str(came_last(self._world))
+            late = came_last(self._world)
+            notes["Who came last"] = str(late)
         if self._writer is None or self.folder is None:
             return
+        if late is not None:
+            self._writer.write("waits", waited_s=late.waited_s)
         self._writer.write("ranks", ranks=[summary for summary, *_ in ranks])
         for title, text in notes.items():
             if text:
@@ -300,19 +348,3 @@ class Recorder:
         if self._trace is not None:
             write_trace(self.folder / "trace.json", [rows for _, rows, _ in ranks])
         self._writer.write("end", time_s=self._mark_s - self._start_s, steps=self._steps)
-
-
-def _fresh(folder: Path) -> Path:
-    """Make ``folder``, or the first of ``folder-2``, ``folder-3`` … that is free."""
-    for trial in range(1, 10_000):
-        path = folder if trial == 1 else folder.with_name(f"{folder.name}-{trial}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ArgumentError(
-                f"cannot make the folder {path} for this run: {error.strerror}"
-            ) from error
-        return path
-    raise StateError(f"{folder} and its numbered successors all exist; choose another name")

@@ -23,9 +23,12 @@ header p { margin: 4px 0 20px; color: var(--muted); }
 .fact b { display: block; font-size: 21px; font-weight: 600; white-space: nowrap; }
 .fact span { color: var(--muted); font-size: 13px; }
 section { margin-top: 16px; padding: 18px 22px; overflow-x: auto; }
+section, .fact, header { overflow-wrap: anywhere; }
+.scroll { overflow-x: auto; }
 h2 { margin: 0 0 2px; font-size: 18px; font-weight: 600; }
 h2::first-letter { text-transform: uppercase; }
-section > p { margin: 0 0 8px; color: var(--muted); font-size: 13.5px; }
+h3 { margin: 18px 0 0; font-size: 14.5px; font-weight: 600; }
+section p { margin: 0 0 8px; color: var(--muted); font-size: 13.5px; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
 th, td { padding: 5px 12px; text-align: right; border-top: 1px solid var(--rule);
   font-variant-numeric: tabular-nums; white-space: nowrap; }
@@ -35,10 +38,15 @@ th:first-child, td:first-child { text-align: left; padding-left: 0; }
 pre { margin: 8px 0 0; padding: 14px 16px; background: var(--code); border-radius: 8px;
   font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
   white-space: pre-wrap; overflow-wrap: anywhere; }
+details { margin-top: 8px; } summary { cursor: pointer; color: var(--muted); font-size: 13.5px; }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(210px, 1fr));
   gap: 6px 20px; margin: 8px 0 0; font-size: 13.5px; }
 dl div { display: flex; justify-content: space-between; gap: 10px; }
-dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; text-align: right; }
+dt { color: var(--muted); white-space: nowrap; overflow-wrap: normal; }
+dd { margin: 0; overflow-wrap: anywhere; text-align: right; }
+@media (max-width: 640px) { main { padding: 18px 10px 40px; } header h1 { font-size: 23px; }
+  .facts { grid-template-columns: 1fr 1fr; gap: 8px; } .fact { padding: 9px 11px; }
+  .fact b { font-size: 18px; white-space: normal; } section { padding: 14px 12px; } }
 """
 
 # For pages whose drawings can be read on a dark ground.
@@ -50,14 +58,20 @@ DARK_STYLE = """
 
 
 def page(
-    title: str, subtitle: str, body: Iterable[str], script: str = "", *, dark: bool = False
+    title: str,
+    subtitle: str,
+    body: Iterable[str],
+    script: str = "",
+    *,
+    style: str = "",
+    dark: bool = False,
 ) -> str:
     """The HTML of a page.
 
-    ``script`` is JavaScript that the drawings need. ``dark`` says that they can be read on a dark
-    ground, too.
+    ``script`` and ``style`` are JavaScript and CSS that the drawings need. ``dark`` says that they
+    can be read on a dark ground, too.
     """
-    style = STYLE + DARK_STYLE if dark else STYLE
+    style = STYLE + (DARK_STYLE if dark else "") + style
     name = escape(title)
     head = f"<script>{script}</script>\n" if script else ""
     parts = "\n".join(body)
@@ -94,9 +108,10 @@ def definitions(values: Iterable[tuple[str, str]]) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts."""
+    """A table of texts, which scrolls by itself where it is wider than the page."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
     body = "\n".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    rows_html = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="scroll" tabindex="0"><table>{rows_html}</table></div>'

@@ -88,6 +88,11 @@ class Measurement:
             by_rank = self._group.all_gather_object([tuple(run) for run in self._local])
             self._by_rank = [[_Run(*run) for run in runs] for runs in by_rank]
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks in the job that the ranks of the timeline are."""
+        return tuple(self._group.ranks)
+
     def _hear(self, event: events.Event) -> None:
         facts = event.facts
         if event.name != "pipeline.action" or facts["rank"] != self._rank or not facts["training"]:
