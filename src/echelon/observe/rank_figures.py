@@ -169,7 +169,7 @@ def waits_table(waited_s: Sequence[Sequence[float]]) -> str:
 
 def rank_name(rank: Line) -> str:
     """The name of a row."""
-    return str(rank.get("title", f"rank {rank['rank']}"))
+    return str(rank["title"]) if "title" in rank else f"rank {rank['rank']}"
 
 
 def _by_rank(ranks: Sequence[Line], value: Callable[[Line], float]) -> list[tuple[str, float]]:

@@ -27,7 +27,7 @@ MEANINGS = {
     "optimizer": Shade("#0c8599", "#3bc9db"),
     "data": Shade("#c2429c", "#f08cd2"),
     "saving": Shade("#7a1f3d", "#c9617f"),
-    "other": Shade("#7b8794", "#8895a3"),
+    "other": Shade("#66717d", "#8895a3"),
     "idle": Shade("#d5dbe2", "#3a4550"),
     # what memory and messages are for; communication is also what a rank waits in
     "parameters": Shade("#6741c9", "#8b6cf0"),
