@@ -161,15 +161,37 @@ def memory_chart(run: RecordedRun) -> Chart | None:
 def memory_of_step_chart(line: Line) -> Chart:
     """The bytes of each category during one step, stacked."""
     nbytes = {name: values for name, values in line["nbytes"].items() if any(values)}
-    divisor, unit = binary_unit(
-        max(map(sum, zip(*nbytes.values(), strict=True)), default=0)
-    )
+    mapped = [] if nbytes.keys() & {"gathered", "whole parameters"} else _mapped(line)
+    sums = [*map(sum, zip(*nbytes.values(), strict=True)), *(value for _, value in mapped)]
+    divisor, unit = binary_unit(max(sums, default=0))
+    curves = _areas([1e3 * s for s in line["time_s"]], nbytes, divisor, Stroke.STEPS)
+    if mapped:
+        curves.append(
+            Curve(
+                name="gathered units, mapped: no memory of this rank",
+                x=[1e3 * seconds for seconds, _ in mapped],
+                y=[value / divisor for _, value in mapped],
+                meaning="gathered",
+            )
+        )
     return Chart(
-        curves=_areas([1e3 * s for s in line["time_s"]], nbytes, divisor, Stroke.STEPS),
+        curves=curves,
         x_label="time since the step began (ms)",
         y_label=f"memory ({unit})",
         from_zero=True,
     )
+
+
+def _mapped(line: Line) -> list[tuple[float, float]]:
+    """The corners of the bytes of gathered units over a step."""
+    changes = [(start, nbytes) for _, start, _, nbytes in line.get("units", [])]
+    changes += [(end, -nbytes) for _, _, end, nbytes in line.get("units", [])]
+    corners, total = [(0.0, 0.0)] if changes else [], 0.0
+    for seconds, change in sorted(changes):
+        corners.append((seconds, total))
+        total += change
+        corners.append((seconds, total))
+    return corners
 
 
 def phases_chart(run: RecordedRun) -> Chart | None:

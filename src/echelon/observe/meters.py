@@ -174,8 +174,8 @@ class MemoryTimeline:
         self._start_s = time.perf_counter()
         self._times_s: list[float] = []
         self._looks: list[Mapping[str, int]] = []
-        self._whole: dict[str, float] = {}  # since when a unit has been unsharded
-        self._units: list[tuple[str, float, float]] = []
+        self._whole: dict[str, tuple[float, int]] = {}  # unsharded units: since when, bytes
+        self._units: list[tuple[str, float, float, int]] = []
         self._note()
 
     def __call__(self, event: Event) -> None:
@@ -195,19 +195,20 @@ class MemoryTimeline:
         unit = event.facts["unit"]
         with self._lock:
             if event.name != "fsdp.release":
-                self._whole.setdefault(unit, seconds)
+                self._whole.setdefault(unit, (seconds, event.facts["nbytes"]))
             elif unit in self._whole:
-                self._units.append((unit, self._whole.pop(unit), seconds))
+                start_s, nbytes = self._whole.pop(unit)
+                self._units.append((unit, start_s, seconds, nbytes))
 
     def record(self) -> dict[str, Any]:
         """What a line of ``memory`` says: times are in seconds since the start."""
         with self._lock:
             names = dict.fromkeys(name for look in self._looks for name in look)
             end_s = self._times_s[-1]
-            still = [(unit, start_s, end_s) for unit, start_s in self._whole.items()]
+            still = [(unit, start, end_s, n) for unit, (start, n) in self._whole.items()]
             units = sorted([*self._units, *still], key=lambda span: span[1])
             return {
-                "units": [[unit, round(start, 6), round(end, 6)] for unit, start, end in units],
+                "units": [[unit, round(start, 6), round(end, 6), n] for unit, start, end, n in units],
                 "time_s": [round(seconds, 6) for seconds in self._times_s],
                 "nbytes": {name: [look.get(name, 0) for look in self._looks] for name in names},
             }

@@ -11,7 +11,7 @@
 ``note``         ``title text``
 ``save``         ``step time_s seconds nbytes``: a checkpoint of rank 0 was written until ``time_s``
 ``memory``       ``step rank``, and lists: ``time_s`` since that step began, ``nbytes`` by category,
-                 ``units``: ``[unit, start, end]`` of the times for which a unit was unsharded
+                 ``units``: ``[unit, start, end, nbytes]`` of the times for which it was unsharded
 ``timelines``    ``step timelines``: lists by name, of ``[rank, what, start, end]`` in seconds
 ``ranks``        ``ranks``: for each, ``rank pid process_peak memory comm groups phases``
 ``waits``        ``waited_s``: for each rank, how long it was there before each other rank, which came

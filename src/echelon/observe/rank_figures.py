@@ -14,6 +14,7 @@ from echelon.observe.recorded_run import Line
 from echelon.page import Bar, BarRows, Row, bytes_text
 
 MOST_ROWS = 8
+LEAST_SHOWN = 1e-3  # of the largest volume
 
 # The names of the actions of a pipeline and the meaning of their colour, by the letter in their
 # text.
@@ -77,8 +78,8 @@ def timeline_rows(line: Line) -> BarRows:
             tip = f"{what}: {1e3 * start:,.3f} ms, for {1e3 * (end - start):,.3f} ms"
             bar = Bar(start=1e3 * start, end=1e3 * end, meaning=ACTIONS[letter][1], text=what, tip=tip)
             by_rank.setdefault(rank, []).append(bar)
+        end = max((bar.end for bars in by_rank.values() for bar in bars), default=0.0)
         for i, rank in enumerate(by_rank):
-            end = max(bar.end for bar in by_rank[rank])
             busy = sum(bar.end - bar.start for bar in by_rank[rank]) / end if end else 0.0
             rows.append(
                 Row(
@@ -95,26 +96,34 @@ def timeline_rows(line: Line) -> BarRows:
 def unit_rows(line: Line) -> BarRows:
     """When which unit of an ``FSDP`` was gathered in a step."""
     by_unit: dict[str, list[Bar]] = {}
-    for unit, start, end in line["units"]:
+    for unit, start, end, _ in line["units"]:
         tip = f"{unit}: gathered from {1e3 * start:,.2f} to {1e3 * end:,.2f} ms"
         bar = Bar(start=1e3 * start, end=1e3 * end, meaning="gathered", tip=tip)
         by_unit.setdefault(unit, []).append(bar)
     return BarRows(
         rows=[Row(name=unit, bars=bars, total=f"{len(bars)}×") for unit, bars in by_unit.items()],
-        legend={"gathered": "gathered: the whole unit can be used"},
+        legend={"gathered": "gathered: all parameters of the unit can be used"},
         axis="time since the step began (ms)",
+        end=1e3 * line["time_s"][-1],
     )
 
 
 def traffic_rows(ranks: Sequence[Line]) -> BarRows:
-    """The bytes of each collective of each group, for one rank of the group on average."""
-    rows = []
-    for i, (group, op, totals) in enumerate(traffic(ranks)):
-        nbytes = statistics.fmean(total["nbytes"] for total in totals)
+    """The bytes of each collective of each group, for one rank of the group on average.
+
+    Those with less than ``LEAST_SHOWN`` of the largest are left out.
+    """
+    rows, volumes, last_group = [], list[tuple[str, str, float]](), None
+    for group, op, totals in traffic(ranks):
+        volumes.append((group, op, statistics.fmean(total["nbytes"] for total in totals)))
+    least = LEAST_SHOWN * max((nbytes for *_, nbytes in volumes), default=0.0)
+    for group, op, nbytes in volumes:
+        if nbytes < least or not nbytes:
+            continue
         bar = Bar(start=0.0, end=nbytes, meaning="communication", tip=bytes_text(nbytes))
-        first = i == 0 or traffic(ranks)[i - 1][0] != group
-        title = f"group {group}, {members(ranks, group)}" if first else ""
+        title = f"group {group}, {members(ranks, group)}" if group != last_group else ""
         rows.append(Row(name=op, bars=[bar], total=bytes_text(nbytes), group=title))
+        last_group = group
     return BarRows(rows=rows, legend={})
 
 

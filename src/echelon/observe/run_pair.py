@@ -35,7 +35,7 @@ def pair_sections(runs: Pair) -> Iterator[str]:
     yield section("Throughput", "Medians of 21 steps, of all ranks together.", speed)
     rows = phase_rows_of_two(runs)
     if rows is not None:
-        yield section("Time by phase", "Of a step, the mean over all ranks.", rows.html())
+        yield section("Time by phase", "Of rank 0, the mean of all steps but the first.", rows.html())
     if all(run.ranks for run in runs):
         rows = _memory_rows(runs)
         yield section("Memory", "Of the rank that held most.", rows.html())
@@ -44,7 +44,7 @@ def pair_sections(runs: Pair) -> Iterator[str]:
     for title, field in (("Environment", "environment"), ("Options", "config")):
         rows_of_facts, same = _differences(runs, field)
         about = f"{same} more are the same." if rows_of_facts else f"All {same} are the same."
-        content = table(("", *names), rows_of_facts) if rows_of_facts else ""
+        content = table(("", *names), rows_of_facts, is_prose=True) if rows_of_facts else ""
         yield section(f"{title}: differences", about, content)
 
 
@@ -85,7 +85,7 @@ def speed_chart_of_two(runs: Pair) -> Chart:
 
 
 def phase_rows_of_two(runs: Pair) -> BarRows | None:
-    """What the ranks of both runs spent the time of a step on; None if it was not measured."""
+    """What rank 0 of both runs spent the time of a step on; None if it was not measured."""
     rows, phases_used = [], set()
     for run, name in zip(runs, pair_names(runs), strict=True):
         lines = [line["phases"] for line in run.kept if line.get("phases")]

@@ -67,7 +67,7 @@ def _notes(run: RecordedRun) -> list[Line]:
 
 def _over_steps(run: RecordedRun) -> Iterator[str]:
     if run.steps or run.evaluations:
-        yield section("Loss", "Lower is better.", curves.loss_chart(run).html())
+        yield section("Loss", "Smoothed: the mean of the steps so far, in which older ones count less.", curves.loss_chart(run).html())
     values = curves.values_charts(run)
     if values:
         drawings = "".join(chart.html() for _, chart in values)
@@ -126,8 +126,13 @@ def _of_memory(run: RecordedRun) -> Iterator[str]:
 
 def _of_communication(run: RecordedRun) -> Iterator[str]:
     if any(rank["comm"] for rank in run.ranks):
-        about = "Volume is the size of the tensors that calls of one rank were about, on average."
-        content = rank_figures.traffic_rows(run.ranks).html() + traffic_table(run.ranks)
+        about = (
+            "Volume is the size of the tensors that calls of one rank were about, on average. "
+            "Calls with less than a thousandth of the largest volume stand in the table only."
+        )
+        content = rank_figures.traffic_rows(run.ranks).html() + (
+            f"<details><summary>Calls and waiting</summary>{traffic_table(run.ranks)}</details>"
+        )
         yield section("Communication", about, content)
     for line in run.of_kind.get("waits", [])[-1:]:
         about = (

@@ -24,7 +24,7 @@ MEANINGS = {
     "backward": Shade("#cf6a24", "#ee935a"),
     "inputs": Shade("#d9a51f", "#f0c454"),
     "weights": Shade("#5c9650", "#86c078"),
-    "optimizer": Shade("#0c8599", "#3bc9db"),
+    "optimizer": Shade("#0b7285", "#3bc9db"),
     "data": Shade("#c2429c", "#f08cd2"),
     "saving": Shade("#7a1f3d", "#c9617f"),
     "other": Shade("#66717d", "#8895a3"),

@@ -34,10 +34,13 @@ th, td { padding: 5px 12px; text-align: right; border-top: 1px solid var(--rule)
   font-variant-numeric: tabular-nums; white-space: nowrap; }
 thead th { border-top: 0; color: var(--muted); font-weight: 500; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
+.prose th, .prose td { text-align: left; white-space: normal; overflow-wrap: anywhere;
+  vertical-align: top; }
+.prose td:first-child { white-space: nowrap; overflow-wrap: normal; }
 .key span { padding: 1px 7px; margin-right: 7px; border-radius: 3px; color: #fff; }
 pre { margin: 8px 0 0; padding: 14px 16px; background: var(--code); border-radius: 8px;
   font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
-  white-space: pre-wrap; overflow-wrap: anywhere; }
+  white-space: break-spaces; overflow-wrap: anywhere; }
 details { margin-top: 8px; } summary { cursor: pointer; color: var(--muted); font-size: 13.5px; }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(210px, 1fr));
   gap: 6px 20px; margin: 8px 0 0; font-size: 13.5px; }
@@ -46,7 +49,8 @@ dt { color: var(--muted); white-space: nowrap; overflow-wrap: normal; }
 dd { margin: 0; overflow-wrap: anywhere; text-align: right; }
 @media (max-width: 640px) { main { padding: 18px 10px 40px; } header h1 { font-size: 23px; }
   .facts { grid-template-columns: 1fr 1fr; gap: 8px; } .fact { padding: 9px 11px; }
-  .fact b { font-size: 18px; white-space: normal; } section { padding: 14px 12px; } }
+  .fact b { font-size: 18px; white-space: normal; } section { padding: 14px 12px; }
+  th, td { padding: 5px 6px; } td:first-child, th:first-child { white-space: normal; } }
 """
 
 # For pages whose drawings can be read on a dark ground.
@@ -107,11 +111,15 @@ def definitions(values: Iterable[tuple[str, str]]) -> str:
     return f"<dl>{rows}</dl>"
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts, which scrolls by itself where it is wider than the page."""
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, is_prose: bool = False) -> str:
+    """A table of numbers, which scrolls by itself where it is wider than the page.
+
+    ``is_prose`` says that the cells are longer texts, which are folded instead.
+    """
     head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
     body = "\n".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
+    kind = ' class="prose"' if is_prose else ""
     rows_html = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-    return f'<div class="scroll" tabindex="0"><table>{rows_html}</table></div>'
+    return f'<div class="scroll" tabindex="0"><table{kind}>{rows_html}</table></div>'

@@ -54,15 +54,17 @@ class BarRows:
         rows: from top to bottom.
         legend: the names of the colours, by meaning; may be empty.
         axis: the name of the axis, with its unit; empty for rows without one.
+        end: of the axis, if it is longer than all rows.
     """
 
     rows: Sequence[Row]
     legend: Mapping[str, str]
     axis: str = ""
+    end: float = 0.0
 
     def html(self) -> str:
         """The rows as a part of a page with ``CHART_STYLE``."""
-        most = max((bar.end for row in self.rows for bar in row.bars), default=0.0) or 1.0
+        most = max([self.end, *(bar.end for row in self.rows for bar in row.bars)]) or 1.0
         items = "".join(
             f'<li><i class="box" style="--c:{colour(meaning)}"></i>{escape(name)}</li>'
             for meaning, name in self.legend.items()
@@ -88,8 +90,9 @@ class BarRows:
 def _row(row: Row, most: float) -> str:
     group = f'<div class="group">{escape(row.group)}</div>' if row.group else ""
     bars = "".join(_bar(bar, most) for bar in row.bars if bar.end > bar.start)
+    name = escape(row.name).replace("_", "_<wbr>")
     return (
-        f'{group}<div class="name" title="{escape(row.name)}">{escape(row.name)}</div>'
+        f'{group}<div class="name">{name}</div>'
         f'<div class="track">{bars}</div><div class="total">{escape(row.total)}</div>'
     )
 
