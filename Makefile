@@ -90,12 +90,12 @@ $(READY): pyproject.toml constraints.txt
 	  echo "$(PYTHON) cannot make a virtual environment (Debian: apt install python3-venv)." >&2; \
 	  exit 1; }
 	@$(PIP) install -c constraints.txt setuptools
-	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,plots]"
+	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev]"
 	@touch $@
 
 $(READY_ALL): $(READY)
 	@$(PIP) install -c constraints.txt --no-build-isolation \
-	  -e ".[dev,plots,lightning,transformers,ray,trackers,data,docs,hosts]"
+	  -e ".[dev,lightning,transformers,ray,trackers,data,docs,hosts]"
 	@touch $@
 
 $(READY_DOCS): $(READY)

@@ -1,4 +1,5 @@
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -58,3 +59,37 @@ def test_a_narrow_terminal_keeps_speed_and_time_left(width: int, shown: str) -> 
     assert shown in output.getvalue()
     assert "123" in output.getvalue()
     assert "1m 05s" in output.getvalue()
+
+
+def test_a_number_that_becomes_longer_and_shorter_does_not_make_the_bar_come_and_go() -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=80, color_system=None)
+    shapes = []
+    with Progress(100, console=console) as progress:
+        for step, speed in enumerate((9_999, 10_000, 9_999, 10_000), start=1):
+            progress.update(step, loss=2.5, tokens_per_s=speed, nbytes=3, left_s=7)
+            shapes.append(len(progress._bar.columns))
+    assert shapes == [3, 1, 1, 1]
+
+
+def test_no_line_is_wider_than_a_terminal_of_80_columns() -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=80, color_system=None)
+    with Progress(1_000_000, unit="bits per byte", console=console) as progress:
+        for step in (1, 999_999):
+            progress.update(step, loss=2.5, tokens_per_s=9e9, nbytes=2**40, left_s=1e6)
+    lines = re.split(r"[\r\n]|\x1b\[[0-9;?]*[a-zA-Z]", output.getvalue())
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_pipe_gets_no_colour_whatever_the_terminal_of_the_user_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    with Progress(1) as progress:
+        progress.update(1, loss=2.5, tokens_per_s=1.0, nbytes=1, left_s=0)
+        progress.note("12 GiB [red]text[/red]")
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "[red]text[/red]" in shown

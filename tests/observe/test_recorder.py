@@ -1,4 +1,3 @@
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from echelon.observe import Recorder, RunInfo, read_metrics
 @pytest.fixture(autouse=True)
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes a second and has tests of its own."""
-    monkeypatch.setattr(recorder_module, "write_report", lambda folder: None)
+    monkeypatch.setattr(recorder_module, "write_report", lambda folder, live=False: None)
 
 
 def record(world: ec.World, folder: Path, steps: int = 3, **options: Any) -> Path | None:
@@ -74,10 +73,12 @@ def test_a_run_that_fails_keeps_its_steps_and_hangs_nobody(tmp_path: Path) -> No
 
     with pytest.raises(KeyError, match="boom"):
         ec.run(main, 2)
-    assert [line["kind"] for line in read_metrics(tmp_path / "run")] == ["start", "step"]
+    lines = read_metrics(tmp_path / "run")
+    assert [line["kind"] for line in lines] == ["start", "step", "failure"]
+    assert "rank 1" in lines[-1]["text"]
 
 
-def test_the_page_is_drawn_when_a_run_ends_well_and_only_then(
+def test_the_page_is_drawn_when_a_run_ends_also_by_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Path] = []
@@ -90,9 +91,105 @@ def test_the_page_is_drawn_when_a_run_ends_well_and_only_then(
 
     with pytest.raises(KeyError):
         ec.run(main, 2, args=(KeyError("boom"),))
-    assert drawn == []
+    assert drawn == [tmp_path / "run"]
+    assert read_metrics(tmp_path / "run")[-1] == {"kind": "failure", "text": "KeyError: 'boom'"}
     ec.run(main, 2, args=(None,))
-    assert drawn == [tmp_path / "run-2"]
+    assert drawn == [tmp_path / "run", tmp_path / "run-2"]
+
+
+def test_the_page_is_drawn_while_a_run_goes_on_for_at_most_a_hundredth_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, drawn = [0.0], []
+
+    def draw(folder: Path, *, live: bool = False) -> None:
+        drawn.append((round(now[0]), live))
+        now[0] += 2.0  # so long does it take
+
+    monkeypatch.setattr("echelon.observe.recorder.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(recorder_module, "write_report", draw)
+
+    def main(world: ec.World) -> None:
+        with Recorder(world, tmp_path / "run", RunInfo(total_steps=500)) as recorder:
+            for step in range(1, 501):
+                now[0] += 1.0
+                recorder.step(step, 1.0, num_tokens=10)
+
+    ec.run(main, 1)
+    assert drawn == [(10, True), (212, True), (414, True), (506, False)]
+    steps = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "step"]
+    assert {line["tokens_per_s"] for line in steps} == {10.0}  # drawing counts for no step
+
+
+def test_a_step_has_memory_phases_and_what_the_script_adds(tmp_path: Path) -> None:
+    ec.run(record, 2, args=(tmp_path / "run",))
+    start, *steps = (
+        line for line in read_metrics(tmp_path / "run") if line["kind"] in ("start", "step")
+    )
+    assert start["environment"]["torch"] == torch.__version__
+    assert steps[0]["memory"]["parameters"] == 20
+    assert steps[0]["process_peak"] > 0
+    assert steps[0]["phases"] == {}  # the first step warms up
+    assert 0 < sum(steps[2]["phases"].values()) < 60
+
+
+def test_a_save_stands_at_its_time(tmp_path: Path) -> None:
+    def main(world: ec.World) -> None:
+        model = nn.Linear(4, 1)
+        with Recorder(world, tmp_path / "run", RunInfo(total_steps=2)) as recorder:
+            recorder.step(1, 1.0, num_tokens=1)
+            ec.save(tmp_path / "checkpoints", step=1, model=ec.DDP(model, world.group))
+            recorder.step(2, 1.0, num_tokens=1)
+
+    ec.run(main, 2)
+    lines = read_metrics(tmp_path / "run")
+    (save,) = (line for line in lines if line["kind"] == "save")
+    assert (save["step"], save["nbytes"] > 0, save["seconds"] > 0) == (1, True, True)
+    first, second = (line["time_s"] for line in lines if line["kind"] == "step")
+    assert first <= save["time_s"] <= second
+
+
+def test_a_restarted_job_goes_on_in_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(world: ec.World, *, fails: bool) -> None:
+        with Recorder(world, tmp_path / "run", RunInfo(total_steps=1)) as recorder:
+            if fails:
+                raise KeyError("boom")
+            recorder.step(1, 1.0, num_tokens=1)
+
+    for attempt in range(2):
+        monkeypatch.setattr(
+            recorder_module, "Attempt", FixedAttempt(recorder_module.Attempt(job="j", number=attempt))
+        )
+        if attempt == 0:
+            with pytest.raises(KeyError):
+                ec.run(lambda world: main(world, fails=True), 1)
+        else:
+            ec.run(lambda world: main(world, fails=False), 1)
+    lines = read_metrics(tmp_path / "run")
+    assert [line["attempt"] for line in lines if line["kind"] == "start"] == [0, 1]
+    assert lines[-1]["kind"] == "end"
+
+
+class FixedAttempt:
+    """What the launcher says, whatever the environment is."""
+
+    def __init__(self, attempt: object) -> None:
+        self._attempt = attempt
+
+    def of(self, env: object) -> object:
+        return self._attempt
+
+
+def test_ranks_of_a_timeline_may_be_some_of_the_job(tmp_path: Path) -> None:
+    def main(world: ec.World) -> None:
+        with Recorder(world, tmp_path / "run", RunInfo(total_steps=1)) as recorder:
+            recorder.timelines({"planned": [(1, "1F0", 0.0, 1.0)]}, ranks=(0, 2))
+
+    ec.run(main, 1)
+    (line,) = (line for line in read_metrics(tmp_path / "run") if line["kind"] == "timelines")
+    assert line["timelines"] == {"planned": [[2, "1F0", 0.0, 1.0]]}
 
 
 def test_a_trace_is_written_when_asked(tmp_path: Path) -> None:
@@ -121,21 +218,3 @@ def test_evaluation_is_no_part_of_a_steps_time(tmp_path: Path, monkeypatch: Any)
     ec.run(main, 1)
     steps = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "step"]
     assert [line["tokens_per_s"] for line in steps] == [5.0, 5.0]
-
-
-def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ec.ArgumentError, match="cannot make the folder"):
-        ec.run(record, 1, args=(tmp_path / "file" / "run",))
-
-
-@pytest.mark.parametrize("steps", [0, -1, 1.5, None, True])
-def test_a_run_without_steps_is_refused(steps: object) -> None:
-    with pytest.raises(ec.ArgumentError, match="total_steps is"):
-        RunInfo(total_steps=steps)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, None, "4.5"])
-def test_a_reference_that_is_no_number_is_refused(value: object) -> None:
-    with pytest.raises(ec.ArgumentError, match="the reference 'unigram' is"):
-        RunInfo(total_steps=1, references={"unigram": value})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import socket
@@ -86,7 +84,6 @@ def findings() -> Iterator[Finding]:
     yield _interfaces()
     yield _port()
     yield from _backends()
-    yield _extra("plotly", "plots", "report.html")
     yield _trial("threads")
     if sys.platform == "linux":
         yield _trial("processes")
@@ -189,17 +186,6 @@ def _backends() -> Iterator[Finding]:
         )
     else:
         yield Finding(name="CUDA", value="no device; ranks run on the CPU")
-
-
-def _extra(module: str, extra: str, purpose: str) -> Finding:
-    if importlib.util.find_spec(module) is not None:
-        return Finding(name=module, value=importlib.metadata.version(module))
-    return Finding(
-        name=module,
-        value="not installed",
-        verdict=Verdict.NOTE,
-        advice=f"{purpose} needs it: pip install 'echelon[{extra}]'",
-    )
 
 
 def sum_of_ranks(world: World) -> int:

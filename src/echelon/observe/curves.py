@@ -10,7 +10,6 @@ from echelon.observe.recorded_run import Line, RecordedRun
 from echelon.page import Chart, Curve, Mark, Stroke
 
 _STRETCHES = 120  # of the figure of phases, at most
-_RESTART, _SAVE = "restart", "checkpoint saved"
 
 # What the categories of memory that are recorded mean, for their colours.
 CATEGORIES = {
@@ -93,7 +92,9 @@ def speed_chart(run: RecordedRun) -> Chart:
     """The tokens per second of all ranks together, over time, with what interrupted them."""
     x = [line["time_s"] for line in run.steps]
     y = [line["tokens_per_s"] for line in run.steps]
-    medians = [statistics.median(y[max(0, i - 10) : i + 11]) for i in range(len(y))]
+    medians = running_median(y)
+    # Between the attempts of a job that was restarted there were no steps.
+    gaps = {sum(time_s <= restart.time_s for time_s in x) for restart in run.restarts}
     unit, factor = "tokens per second", 1.0
     if run.utilization is not None:
         unit, factor = "utilization (%)", 100 * run.utilization
@@ -106,7 +107,10 @@ def speed_chart(run: RecordedRun) -> Chart:
             stroke=Stroke.DOTS,
         ),
         Curve(
-            name="median of 21 steps", x=x, y=[factor * value for value in medians], meaning="curve"
+            name="median of 21 steps",
+            x=x,
+            y=[None if i in gaps else factor * value for i, value in enumerate(medians)],
+            meaning="curve",
         ),
     ]
     return Chart(
@@ -230,14 +234,20 @@ def phases_chart(run: RecordedRun) -> Chart | None:
 
 def marks_over_steps(run: RecordedRun) -> list[Mark]:
     """Restarts and saves, by step."""
-    restarts = [Mark(x=r.step, name=_RESTART) for r in run.restarts if r.step is not None]
-    return [*(Mark(x=s["step"], name=_SAVE, meaning="saving") for s in run.saves), *restarts]
+    restarts = [restart.step for restart in run.restarts if restart.step is not None]
+    return _marks([save["step"] for save in run.saves], restarts)
 
 
 def marks_over_time(run: RecordedRun) -> list[Mark]:
     """Restarts and saves, by second."""
-    restarts = [Mark(x=restart.time_s, name=_RESTART) for restart in run.restarts]
-    return [*(Mark(x=s["time_s"], name=_SAVE, meaning="saving") for s in run.saves), *restarts]
+    return _marks(
+        [save["time_s"] for save in run.saves], [restart.time_s for restart in run.restarts]
+    )
+
+
+def _marks(saves: Sequence[float], restarts: Sequence[float]) -> list[Mark]:
+    ticks = [Mark(x=x, name="checkpoint saved", meaning="saving", is_small=True) for x in saves]
+    return [*ticks, *(Mark(x=x, name="restart", meaning="second") for x in restarts)]
 
 
 def smoothed(values: Sequence[float | None]) -> list[float | None]:
@@ -254,6 +264,11 @@ def smoothed(values: Sequence[float | None]) -> list[float | None]:
             total, weight = decay * total + value, decay * weight + 1.0
         means.append(total / weight if weight else None)
     return means
+
+
+def running_median(values: Sequence[float]) -> list[float]:
+    """The median of 21 values around each, of fewer at the ends."""
+    return [statistics.median(values[max(0, i - 10) : i + 11]) for i in range(len(values))]
 
 
 def binary_unit(nbytes: float) -> tuple[float, str]:

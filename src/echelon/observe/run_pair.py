@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from echelon.observe import rank_figures, sections
-from echelon.observe.curves import PHASE_NAMES, smoothed
+from echelon.observe.curves import PHASE_NAMES, running_median, smoothed
 from echelon.observe.phases import PHASES
 from echelon.observe.progress import duration_text
 from echelon.observe.recorded_run import Line, RecordedRun
@@ -77,8 +77,7 @@ def speed_chart_of_two(runs: Pair) -> Chart:
     """Both throughputs over steps."""
     curves = []
     for run, name, meaning in zip(runs, pair_names(runs), _MEANINGS, strict=True):
-        speeds = [line["tokens_per_s"] for line in run.kept]
-        medians = [statistics.median(speeds[max(0, i - 10) : i + 11]) for i in range(len(speeds))]
+        medians = running_median([line["tokens_per_s"] for line in run.kept])
         x = [line["step"] for line in run.kept]
         curves.append(Curve(name=name, x=x, y=medians, meaning=meaning))
     return Chart(curves=curves, x_label="step", y_label="tokens per second", from_zero=True)

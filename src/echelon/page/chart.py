@@ -20,6 +20,7 @@ from html import escape
 from echelon.page.colours import colour
 from echelon.page.ticks import number_text, thinned, ticks
 
+_TICK = 14  # pixels
 _WIDTH = 1000.0  # of the SVG in its own unit; its height is in pixels
 
 
@@ -65,11 +66,13 @@ class Mark:
         x: where it is.
         name: what it is, in the legend; marks of one name have one entry.
         meaning: of its colour.
+        is_small: a tick at the axis, for what happens often, instead of a line.
     """
 
     x: float
     name: str
-    meaning: str = "second"
+    meaning: str
+    is_small: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,7 @@ class Chart:
         curves: the later ones are drawn above the others.
         x_label: with its unit.
         y_label: with its unit.
-        marks: moments, as vertical lines.
+        marks: moments, as vertical lines or ticks.
         from_zero: whether the axis of values begins at 0.
         height: of the drawing, in pixels.
     """
@@ -195,7 +198,7 @@ def _shapes(chart: Chart, scale: _Scale) -> Iterator[str]:
         x = scale.right(mark.x)
         yield (
             f'<path class="mark" style="stroke:{colour(mark.meaning)}" '
-            f'd="M{x:.1f} 0V{chart.height}"><title>{escape(mark.name)}</title></path>'
+            f'd="M{x:.1f} {chart.height - _TICK if mark.is_small else 0}V{chart.height}"><title>{escape(mark.name)}</title></path>'
         )
 
 

@@ -23,7 +23,7 @@ CHART_STYLE = (
   background: var(--c); }
 .legend i.area, .legend i.steps, .legend i.box { width: 11px; height: 11px; border: 0;
   border-radius: 2px; background: var(--c); }
-.legend i.mark { width: 0; height: 13px; border: 0; border-left: 2px dotted var(--c); }
+.legend i.mark { width: 0; height: 13px; border: 0; border-left: 2px solid var(--c); }
 .plot { position: relative; margin: 0 14px 0 46px; border-bottom: 1px solid var(--edge); }
 .plot svg { display: block; width: 100%; height: 100%; overflow: visible; }
 .plot path { fill: none; fill-opacity: .88; vector-effect: non-scaling-stroke; stroke-linejoin: round; }
@@ -32,7 +32,7 @@ CHART_STYLE = (
 .plot .faint { stroke-width: 1px; opacity: .4; }
 .plot .dashed { stroke-width: 1.5px; stroke-dasharray: 5 4; }
 .plot .dots { stroke-width: 4.5px; stroke-linecap: round; }
-.plot .mark { stroke-width: 1.5px; stroke-dasharray: 1.5 3; }
+.plot .mark { stroke-width: 2px; }
 .ys span, .xs span { position: absolute; color: var(--muted); font-size: 12px; line-height: 16px;
   font-variant-numeric: tabular-nums; white-space: nowrap; }
 .ys span { right: calc(100% + 8px); transform: translateY(-50%); }
