@@ -39,6 +39,8 @@ _GIVE = {
     "Tensor": "a torch.Tensor",
     "Timeline": "the timeline of a simulation or measurement",
     "World": "the World that main() got",
+    "device": "a torch.device",
+    "dtype": "a torch.dtype",
     "str": "a text",
 }
 

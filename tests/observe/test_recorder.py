@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,15 +159,12 @@ def test_a_restarted_job_goes_on_in_its_file(
                 raise KeyError("boom")
             recorder.step(1, 1.0, num_tokens=1)
 
-    for attempt in range(2):
-        monkeypatch.setattr(
-            recorder_module, "Attempt", FixedAttempt(recorder_module.Attempt(job="j", number=attempt))
-        )
-        if attempt == 0:
-            with pytest.raises(KeyError):
-                ec.run(lambda world: main(world, fails=True), 1)
-        else:
-            ec.run(lambda world: main(world, fails=False), 1)
+    attempts = [recorder_module.Attempt(job="j", number=number) for number in range(2)]
+    monkeypatch.setattr(recorder_module, "Attempt", FixedAttempt(attempts[0]))
+    with pytest.raises(KeyError):
+        ec.run(partial(main, fails=True), 1)
+    monkeypatch.setattr(recorder_module, "Attempt", FixedAttempt(attempts[1]))
+    ec.run(partial(main, fails=False), 1)
     lines = read_metrics(tmp_path / "run")
     assert [line["attempt"] for line in lines if line["kind"] == "start"] == [0, 1]
     assert lines[-1]["kind"] == "end"

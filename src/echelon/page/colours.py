@@ -23,7 +23,7 @@ MEANINGS = {
     "forward": Shade("#3f73ad", "#6ea3d8"),
     "backward": Shade("#cf6a24", "#ee935a"),
     "inputs": Shade("#d9a51f", "#f0c454"),
-    "weights": Shade("#5c9650", "#86c078"),
+    "weights": Shade("#5c9650", "#7cc47c"),
     "optimizer": Shade("#0b7285", "#3bc9db"),
     "data": Shade("#c2429c", "#f08cd2"),
     "saving": Shade("#7a1f3d", "#c9617f"),
@@ -35,7 +35,7 @@ MEANINGS = {
     "gradients": Shade("#8b9a34", "#a9b84a"),
     "state": Shade("#94643a", "#b58456"),
     "communication": Shade("#e48f9f", "#f2a3b1"),
-    "buffers": Shade("#20545c", "#5f959e"),
+    "buffers": Shade("#124a3f", "#3f7f72"),
 }
 
 
