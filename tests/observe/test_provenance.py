@@ -37,6 +37,6 @@ def test_without_a_repository_or_git_there_is_no_commit(
 
 def test_a_run_knows_its_command_host_and_versions() -> None:
     facts = provenance(torch.device("cpu"), num_ranks=2)
-    assert list(facts)[0] == "command"
+    assert next(iter(facts)) == "command"
     assert {"host", "Python", "torch", "echelon", "device"} <= set(facts)
     assert facts["torch"] == torch.__version__

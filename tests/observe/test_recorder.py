@@ -159,11 +159,11 @@ def test_a_restarted_job_goes_on_in_its_file(
                 raise KeyError("boom")
             recorder.step(1, 1.0, num_tokens=1)
 
-    attempts = [recorder_module.Attempt(job="j", number=number) for number in range(2)]
-    monkeypatch.setattr(recorder_module, "Attempt", FixedAttempt(attempts[0]))
+    attempts = [recorder_module.JobAttempt(job="j", number=number) for number in range(2)]
+    monkeypatch.setattr(recorder_module, "JobAttempt", FixedAttempt(attempts[0]))
     with pytest.raises(KeyError):
         ec.run(partial(main, fails=True), 1)
-    monkeypatch.setattr(recorder_module, "Attempt", FixedAttempt(attempts[1]))
+    monkeypatch.setattr(recorder_module, "JobAttempt", FixedAttempt(attempts[1]))
     ec.run(partial(main, fails=False), 1)
     lines = read_metrics(tmp_path / "run")
     assert [line["attempt"] for line in lines if line["kind"] == "start"] == [0, 1]

@@ -62,9 +62,7 @@ def test_only_the_page_of_a_run_that_goes_on_loads_itself_again(tmp_path: Path) 
     assert "location.reload()" not in page_of(folder)
 
 
-def test_a_reader_never_sees_half_a_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_never_sees_half_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "run", ranks=2)
     before = page_of(folder)
 

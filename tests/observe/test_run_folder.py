@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 import echelon as ec
-from echelon.observe.run_folder import Attempt, RunFolder
+from echelon.observe.run_folder import JobAttempt, MetricsFolder
 from tests.observe.runs import run_lines
 
 TORCHRUN = {
@@ -25,18 +25,18 @@ def write(folder: Path, *, finished: bool, **facts: object) -> None:
 
 
 def test_an_attempt_is_what_the_launcher_says() -> None:
-    assert Attempt.of(TORCHRUN) == Attempt(job="job-7", number=2)
-    assert Attempt.of({}) == Attempt()
+    assert JobAttempt.of(TORCHRUN) == JobAttempt(job="job-7", number=2)
+    assert JobAttempt.of({}) == JobAttempt()
 
 
 def test_an_environment_that_nobody_reads_may_be_wrong() -> None:
-    assert Attempt.of({"RANK": "x", "WORLD_SIZE": "2"}) == Attempt()
+    assert JobAttempt.of({"RANK": "x", "WORLD_SIZE": "2"}) == JobAttempt()
 
 
 def test_a_restarted_job_goes_on_in_its_folder(tmp_path: Path) -> None:
     write(tmp_path / "run", finished=False, job="job-7", attempt=0)
-    taken = RunFolder.take(tmp_path / "run", Attempt(job="job-7", number=1))
-    assert taken == RunFolder(path=tmp_path / "run", is_continued=True)
+    taken = MetricsFolder.take(tmp_path / "run", JobAttempt(job="job-7", number=1))
+    assert taken == MetricsFolder(path=tmp_path / "run", is_continued=True)
 
 
 @pytest.mark.parametrize(
@@ -52,17 +52,17 @@ def test_any_other_run_gets_a_folder_of_its_own(
     tmp_path: Path, finished: bool, job: str, attempt: int, number: int
 ) -> None:
     write(tmp_path / "run", finished=finished, job=job, attempt=attempt)
-    taken = RunFolder.take(tmp_path / "run", Attempt(job="job-7", number=number))
-    assert taken == RunFolder(path=tmp_path / "run-2", is_continued=False)
+    taken = MetricsFolder.take(tmp_path / "run", JobAttempt(job="job-7", number=number))
+    assert taken == MetricsFolder(path=tmp_path / "run-2", is_continued=False)
 
 
 def test_a_folder_that_holds_no_run_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    taken = RunFolder.take(tmp_path / "run", Attempt(job="job-7", number=1))
+    taken = MetricsFolder.take(tmp_path / "run", JobAttempt(job="job-7", number=1))
     assert taken.path == tmp_path / "run-2"
 
 
 def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ec.ArgumentError, match="cannot make the folder"):
-        RunFolder.take(tmp_path / "file" / "run", Attempt())
+        MetricsFolder.take(tmp_path / "file" / "run", JobAttempt())

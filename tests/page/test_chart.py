@@ -41,9 +41,8 @@ def test_areas_lie_on_each_other() -> None:
 
 
 def test_steps_keep_a_value_until_the_next() -> None:
-    (path,) = re.findall(
-        r'style="fill:[^"]*" d="([^"]*)"', chart(line(x=[0, 5, 10], y=[2.0, 4.0, 4.0], stroke=Stroke.STEPS))
-    )
+    steps = line(x=[0, 5, 10], y=[2.0, 4.0, 4.0], stroke=Stroke.STEPS)
+    (path,) = re.findall(r'style="fill:[^"]*" d="([^"]*)"', chart(steps))
     heights = dict.fromkeys(y for _, y in corners(path))
     (left, low), (until, still_low) = corners(path)[:2]
     assert (left, until) == (0.0, 500.0)

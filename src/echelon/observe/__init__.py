@@ -9,7 +9,7 @@
 ``recorded_run``  the lines of ``metrics.jsonl``, with the attempts of a restarted job in one
 ``curves``    the drawings over steps and over time
 ``rank_figures``  the drawings with a row for each rank
-``sections``  the parts of the page of one run
+``run_sections``  the parts of the page of one run
 ``run_pair``  the parts of the page of two runs
 ``report``    ``report.html``, which shows them
 ``run_info``  what a script says of a run before its first step

@@ -139,7 +139,10 @@ def values_charts(run: RecordedRun) -> list[tuple[str, Chart]]:
             meaning="curve",
         )
         charts.append(
-            (title, Chart(curves=[curve], x_label="step", y_label=title, height=170, from_zero=True))
+            (
+                title,
+                Chart(curves=[curve], x_label="step", y_label=title, height=170, from_zero=True),
+            )
         )
     return charts
 

@@ -208,7 +208,9 @@ class MemoryTimeline:
             still = [(unit, start, end_s, n) for unit, (start, n) in self._whole.items()]
             units = sorted([*self._units, *still], key=lambda span: span[1])
             return {
-                "units": [[unit, round(start, 6), round(end, 6), n] for unit, start, end, n in units],
+                "units": [
+                    [unit, round(start, 6), round(end, 6), n] for unit, start, end, n in units
+                ],
                 "time_s": [round(seconds, 6) for seconds in self._times_s],
                 "nbytes": {name: [look.get(name, 0) for look in self._looks] for name in names},
             }

@@ -3,10 +3,10 @@
 ===============  =============================================================================
 ``kind``         fields
 ===============  =============================================================================
-``start``        ``version name time ranks backend device total_steps unit references config``, and
+``start``        ``version name time ranks backend device total_steps unit references config``
                  ``unix_s attempt job flops_per_token peak_flops environment``
-``step``         ``step time_s loss tokens_per_s``, ``process_peak memory phases`` of rank 0, and the
-                 values that the script adds
+``step``         ``step time_s loss tokens_per_s``, ``process_peak memory phases`` of rank 0,
+                 and the values that the script adds
 ``evaluation``   ``step time_s loss``
 ``note``         ``title text``
 ``save``         ``step time_s seconds nbytes``: a checkpoint of rank 0 was written until ``time_s``
@@ -14,8 +14,8 @@
                  ``units``: ``[unit, start, end, nbytes]`` of the times for which it was unsharded
 ``timelines``    ``step timelines``: lists by name, of ``[rank, what, start, end]`` in seconds
 ``ranks``        ``ranks``: for each, ``rank pid process_peak memory comm groups phases``
-``waits``        ``waited_s``: for each rank, how long it was there before each other rank, which came
-                 last in collectives
+``waits``        ``waited_s``: for each rank, how long it was there before each other rank, which
+                 came last in collectives
 ``failure``      ``text``: the error that ended the run
 ``end``          ``time_s steps``
 ===============  =============================================================================

@@ -6,7 +6,7 @@ Where there are more ranks than ``MOST_ROWS``, the lowest, the median and the hi
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from echelon.observe.curves import PHASE_NAMES, meaning_of
 from echelon.observe.phases import PHASES
@@ -37,7 +37,7 @@ def memory_rows(ranks: Sequence[Line]) -> BarRows:
     for category in categories:
         if not any(peak(rank, category) for rank in ranks):
             continue
-        values = _by_rank(ranks, lambda rank, category=category: peak(rank, category))
+        values = _by_rank(ranks, [peak(rank, category) for rank in ranks])
         for i, (name, nbytes) in enumerate(values):
             text = bytes_text(nbytes)
             bar = Bar(start=0.0, end=nbytes, meaning=meaning_of(category), tip=f"{name}: {text}")
@@ -64,7 +64,9 @@ def phase_rows(ranks: Sequence[Line]) -> BarRows | None:
             start += share
         rows.append(Row(name=rank_name(rank), bars=bars, total=f"{total:,.1f} s"))
     legend = {p: PHASE_NAMES[p] for p in PHASES if any(r["phases"].get(p) for r in measured)}
-    return BarRows(rows=rows, legend=legend, axis="share of the time of all steps but the first (%)")
+    return BarRows(
+        rows=rows, legend=legend, axis="share of the time of all steps but the first (%)"
+    )
 
 
 def timeline_rows(line: Line) -> BarRows:
@@ -76,7 +78,9 @@ def timeline_rows(line: Line) -> BarRows:
             letter = next((char for char in what if char in ACTIONS), "F")
             letters.add(letter)
             tip = f"{what}: {1e3 * start:,.3f} ms, for {1e3 * (end - start):,.3f} ms"
-            bar = Bar(start=1e3 * start, end=1e3 * end, meaning=ACTIONS[letter][1], text=what, tip=tip)
+            bar = Bar(
+                start=1e3 * start, end=1e3 * end, meaning=ACTIONS[letter][1], text=what, tip=tip
+            )
             by_rank.setdefault(rank, []).append(bar)
         end = max((bar.end for bars in by_rank.values() for bar in bars), default=0.0)
         for i, rank in enumerate(by_rank):
@@ -181,10 +185,10 @@ def rank_name(rank: Line) -> str:
     return str(rank["title"]) if "title" in rank else f"rank {rank['rank']}"
 
 
-def _by_rank(ranks: Sequence[Line], value: Callable[[Line], float]) -> list[tuple[str, float]]:
+def _by_rank(ranks: Sequence[Line], values: Sequence[float]) -> list[tuple[str, float]]:
     """The value of each rank, or of many ranks the lowest, the median and the highest."""
     if len(ranks) <= MOST_ROWS:
-        return [(rank_name(rank), value(rank)) for rank in ranks]
-    values = sorted(map(value, ranks))
-    kinds = (("lowest rank", 0), ("median rank", len(values) // 2), ("highest rank", -1))
-    return [(kind, values[place]) for kind, place in kinds]
+        return list(zip(map(rank_name, ranks), values, strict=True))
+    ordered = sorted(values)
+    kinds = (("lowest rank", 0), ("median rank", len(ordered) // 2), ("highest rank", -1))
+    return [(kind, ordered[place]) for kind, place in kinds]

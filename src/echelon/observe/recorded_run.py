@@ -1,4 +1,4 @@
-"""The lines of a ``metrics.jsonl`` by kind, with the attempts of a restarted job on one clock. Pure."""
+"""The lines of a ``metrics.jsonl`` by kind, attempts of a restarted job on one clock. Pure."""
 
 from __future__ import annotations
 

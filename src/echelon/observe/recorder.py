@@ -33,7 +33,7 @@ from echelon.observe.phases import phase_seconds
 from echelon.observe.progress import Progress
 from echelon.observe.provenance import provenance
 from echelon.observe.report import write_report
-from echelon.observe.run_folder import Attempt, RunFolder
+from echelon.observe.run_folder import JobAttempt, MetricsFolder
 from echelon.observe.run_info import RunInfo
 from echelon.observe.slow_ranks import held_up
 from echelon.observe.trace import Trace, write_trace
@@ -85,12 +85,12 @@ class Recorder:
         checks.flag("trace", trace)
         self.info = info
         self._world = world
-        attempt = Attempt.of(os.environ)
+        attempt = JobAttempt.of(os.environ)
         self.memory = MemoryMeter(world.rank)
         self.comm = CommMeter(world.rank)
         self._trace = Trace(world.rank) if trace else None
         writes = world.rank == 0 and not world.is_replay
-        self._place = RunFolder.take(Path(folder), attempt) if writes else None
+        self._place = MetricsFolder.take(Path(folder), attempt) if writes else None
         self.folder = self._place.path if self._place is not None else None
         self._attempt = attempt
         self._saves = SaveMeter(world.rank)
@@ -183,8 +183,10 @@ class Recorder:
         return {name: round(seconds, 6) for name, seconds in spans.items() if seconds > 0}
 
     def _write_saves(self) -> None:
-        for save in self._saves.take() if self._writer is not None else ():
-            self._writer.write(
+        writer = self._writer
+        for save in self._saves.take() if writer is not None else ():
+            assert writer is not None
+            writer.write(
                 "save",
                 step=save.facts["step"],
                 time_s=round(save.start_s + save.seconds - self._start_s, 4),

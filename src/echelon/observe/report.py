@@ -13,7 +13,7 @@ from echelon import checks
 from echelon.observe.metrics import read_metrics
 from echelon.observe.recorded_run import RecordedRun
 from echelon.observe.run_pair import pair_names, pair_sections
-from echelon.observe.sections import run_facts, run_sections
+from echelon.observe.run_sections import run_facts, run_sections
 from echelon.page import CHART_SCRIPT, CHART_STYLE, page
 
 _AGAIN_S = 15  # between two loads of a page whose run goes on

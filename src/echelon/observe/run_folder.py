@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ _MOST = 10_000  # folders of one name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
+class JobAttempt:
     """Which start of which job this is.
 
     Attributes:
@@ -42,7 +41,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFolder:
+class MetricsFolder:
     """Where a run is written.
 
     Attributes:
@@ -54,7 +53,7 @@ class RunFolder:
     is_continued: bool
 
     @classmethod
-    def take(cls, wanted: Path, attempt: Attempt) -> Self:
+    def take(cls, wanted: Path, attempt: JobAttempt) -> Self:
         """The folder of the same job, or the first of ``folder``, ``folder-2`` … that is free."""
         path = wanted
         for trial in range(1, _MOST):
@@ -73,7 +72,7 @@ class RunFolder:
         raise StateError(f"{wanted} and its numbered successors all exist; choose another name")
 
 
-def _is_of(path: Path, attempt: Attempt) -> bool:
+def _is_of(path: Path, attempt: JobAttempt) -> bool:
     """Whether the run in ``path`` is an attempt of the same job that has not come to its end."""
     if not attempt.job or attempt.number == 0:
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from echelon.observe import rank_figures, sections
+from echelon.observe import rank_figures, run_sections
 from echelon.observe.curves import PHASE_NAMES, running_median, smoothed
 from echelon.observe.phases import PHASES
 from echelon.observe.progress import duration_text
@@ -35,11 +35,16 @@ def pair_sections(runs: Pair) -> Iterator[str]:
     yield section("Throughput", "Medians of 21 steps, of all ranks together.", speed)
     rows = phase_rows_of_two(runs)
     if rows is not None:
-        yield section("Time by phase", "Of rank 0, the mean of all steps but the first.", rows.html())
+        yield section(
+            "Time by phase", "Of rank 0, the mean of all steps but the first.", rows.html()
+        )
     if all(run.ranks for run in runs):
         rows = _memory_rows(runs)
         yield section("Memory", "Of the rank that held most.", rows.html())
-        heads = ("operation, group", *(f"{n}: {what}" for n in names for what in ("calls", "bytes")))
+        heads = (
+            "operation, group",
+            *(f"{n}: {what}" for n in names for what in ("calls", "bytes")),
+        )
         yield section("Communication per rank", "", table(heads, _traffic(runs)))
     for title, field in (("Environment", "environment"), ("Options", "config")):
         rows_of_facts, same = _differences(runs, field)
@@ -95,9 +100,7 @@ def phase_rows_of_two(runs: Pair) -> BarRows | None:
             mean_ms = 1e3 * statistics.fmean(line.get(phase, 0.0) for line in lines)
             tip = f"{PHASE_NAMES[phase]}: {mean_ms:,.1f} ms"
             text = f"{mean_ms:,.0f}"
-            bars.append(
-                Bar(start=start, end=start + mean_ms, meaning=phase, text=text, tip=tip)
-            )
+            bars.append(Bar(start=start, end=start + mean_ms, meaning=phase, text=text, tip=tip))
             start += mean_ms
             phases_used |= {phase} if mean_ms else set()
         rows.append(Row(name=name, bars=bars, total=f"{start:,.0f} ms"))
@@ -139,7 +142,7 @@ def _numbers(runs: Pair) -> Iterator[tuple[str, str, str, str]]:
         row("steps", of_both(lambda run: run.kept[-1]["step"] if run.kept else None), "{:,}"),
         row(
             "tokens per second, median",
-            of_both(lambda run: sections.median_speed(run) if run.kept else None),
+            of_both(lambda run: run_sections.median_speed(run) if run.kept else None),
             "{:,.0f}",
         ),
         row("ranks", of_both(lambda run: run.start["ranks"]), "{:,}"),

@@ -10,7 +10,8 @@ from echelon import checks
 from echelon.comm import streams
 
 _SECONDS = 0.2  # enough for a clock that has gone down to come up
-_SIZE_ON_CPU, _SIZE = 1024, 8192  # rows and columns; a GPU needs larger ones to be busy
+_SIZES = (1024, 2048, 4096, 8192)  # rows and columns; a GPU needs large ones to be busy
+_BUSY_S = 0.005  # a product that takes so long keeps a device busy
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
@@ -26,14 +27,16 @@ def matmul_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> fl
     """
     checks.instance("device", device, torch.device)
     checks.instance("dtype", dtype, torch.dtype)
-    size = _SIZE_ON_CPU if streams.is_cpu(device) else _SIZE
-    left = torch.ones(size, size, device=device, dtype=dtype)
-    product = left @ left
-    streams.synchronize(device)
-    best_s, start_s = float("inf"), time.perf_counter()
-    while time.perf_counter() - start_s < _SECONDS:
-        before_s = time.perf_counter()
-        torch.mm(left, left, out=product)
-        streams.synchronize(device)
-        best_s = min(best_s, time.perf_counter() - before_s)
+    for size in _SIZES:
+        factor = torch.ones(size, size, device=device, dtype=dtype)
+        product = factor @ factor  # the first one also loads libraries
+        best_s, start_s = float("inf"), time.perf_counter()
+        while time.perf_counter() - start_s < _SECONDS:
+            streams.synchronize(device)
+            before_s = time.perf_counter()
+            torch.mm(factor, factor, out=product)
+            streams.synchronize(device)
+            best_s = min(best_s, time.perf_counter() - before_s)
+        if best_s >= _BUSY_S:
+            break
     return 2 * size**3 / best_s

@@ -171,7 +171,9 @@ class _Scale:
         left, right = min(xs, default=0.0), max(xs, default=1.0)
         if left > 0.0 and left <= 0.1 * right:
             left = 0.0
-        return cls((left, right if right > left else left + 1.0), (bottom, high + margin), chart.height)
+        return cls(
+            (left, right if right > left else left + 1.0), (bottom, high + margin), chart.height
+        )
 
     def right(self, x: float) -> float:
         return _WIDTH * (x - self.x[0]) / (self.x[1] - self.x[0])
@@ -195,10 +197,10 @@ def _shapes(chart: Chart, scale: _Scale) -> Iterator[str]:
             path = _path(curve, scale, is_dots=kind == "dots")
             yield f'<path class="{kind}" style="stroke:{paint}" d="{path}"/>'
     for mark in chart.marks:
-        x = scale.right(mark.x)
+        x, top = scale.right(mark.x), chart.height - _TICK if mark.is_small else 0
         yield (
             f'<path class="mark" style="stroke:{colour(mark.meaning)}" '
-            f'd="M{x:.1f} {chart.height - _TICK if mark.is_small else 0}V{chart.height}"><title>{escape(mark.name)}</title></path>'
+            f'd="M{x:.1f} {top}V{chart.height}"><title>{escape(mark.name)}</title></path>'
         )
 
 

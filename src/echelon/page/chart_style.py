@@ -26,7 +26,8 @@ CHART_STYLE = (
 .legend i.mark { width: 0; height: 13px; border: 0; border-left: 2px solid var(--c); }
 .plot { position: relative; margin: 0 14px 0 46px; border-bottom: 1px solid var(--edge); }
 .plot svg { display: block; width: 100%; height: 100%; overflow: visible; }
-.plot path { fill: none; fill-opacity: .88; vector-effect: non-scaling-stroke; stroke-linejoin: round; }
+.plot path { fill: none; fill-opacity: .88;
+  vector-effect: non-scaling-stroke; stroke-linejoin: round; }
 .plot .grid { stroke: var(--rule); stroke-width: 1px; }
 .plot .line { stroke-width: 2.25px; }
 .plot .faint { stroke-width: 1px; opacity: .4; }
@@ -52,8 +53,8 @@ CHART_STYLE = (
 .lanes .axis { grid-column: 1 / -1; }
 .lanes .xs { margin-top: 0; }
 .track { position: relative; height: 20px; background: var(--code); border-radius: 3px; }
-.track i { position: absolute; min-width: 2px; top: 0; bottom: 0; background: var(--c); border-radius: 2px;
-  container-type: inline-size; font-style: normal; box-shadow: inset -1px 0 0 var(--panel); }
+.track i { position: absolute; min-width: 2px; top: 0; bottom: 0; background: var(--c);
+  border-radius: 2px; container-type: inline-size; font-style: normal; box-shadow: inset -1px 0 0 var(--panel); }
 .rows + .scroll, .rows + h3 { margin-top: 18px; }
 .track b { display: none; font-weight: 500; font-size: 11px; line-height: 20px; text-align: center;
   color: var(--on-bar); }

@@ -81,10 +81,7 @@ class BarRows:
                 f'<div class="name"></div><div class="xs">{labels}</div><div></div>'
                 f'<div class="axis">{escape(self.axis)}</div>'
             )
-        return (
-            f'<div class="rows">{legend}'
-            f'<div class="lanes">{rows}{axis}</div></div>'
-        )
+        return f'<div class="rows">{legend}<div class="lanes">{rows}{axis}</div></div>'
 
 
 def _row(row: Row, most: float) -> str:

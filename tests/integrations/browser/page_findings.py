@@ -181,16 +181,20 @@ def shown(browser: Any, path: Path, width: int, theme: str) -> Iterator[ShownPag
         url = path.resolve().as_uri()
         view.page.on(
             "console",
-            lambda line: view.complaints.append(f"console: {line.text}")
-            if line.type in ("error", "warning")
-            else None,
+            lambda line: (
+                view.complaints.append(f"console: {line.text}")
+                if line.type in ("error", "warning")
+                else None
+            ),
         )
         view.page.on("pageerror", lambda error: view.complaints.append(f"error: {error}"))
         view.page.on(
             "request",
-            lambda request: view.complaints.append(f"the page asks for {request.url}")
-            if request.url != url
-            else None,
+            lambda request: (
+                view.complaints.append(f"the page asks for {request.url}")
+                if request.url != url
+                else None
+            ),
         )
         view.page.goto(url, wait_until="load")
         yield view

@@ -67,7 +67,11 @@ def _notes(run: RecordedRun) -> list[Line]:
 
 def _over_steps(run: RecordedRun) -> Iterator[str]:
     if run.steps or run.evaluations:
-        yield section("Loss", "Smoothed: the mean of the steps so far, in which older ones count less.", curves.loss_chart(run).html())
+        yield section(
+            "Loss",
+            "Smoothed: the mean of the steps so far, in which older ones count less.",
+            curves.loss_chart(run).html(),
+        )
     values = curves.values_charts(run)
     if values:
         drawings = "".join(chart.html() for _, chart in values)
@@ -77,9 +81,10 @@ def _over_steps(run: RecordedRun) -> Iterator[str]:
         about = f"{median_speed(run):,.0f} tokens per second of all ranks together, in the median."
         about += " Evaluation is not counted."
         if run.utilization is not None:
+            per_token, peak = (flops_text(run, f) for f in ("flops_per_token", "peak_flops"))
             about += (
-                f" Utilization (MFU) is the model's operations, {flops_text(run, 'flops_per_token')}"
-                f" a token, as a share of {flops_text(run, 'peak_flops')}/s that a rank could do."
+                f" Utilization (MFU) is the model's operations, {per_token} a token, as a share of "
+                f"{peak}/s that a rank could do."
             )
         yield section("Throughput", about, curves.speed_chart(run).html())
 

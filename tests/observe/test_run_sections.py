@@ -3,7 +3,7 @@ import re
 import pytest
 
 from echelon.observe.recorded_run import RecordedRun
-from echelon.observe.sections import VERDICT, note_html, run_facts, run_sections
+from echelon.observe.run_sections import VERDICT, note_html, run_facts, run_sections
 from tests.observe.runs import run_lines
 
 
