@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 from echelon.page import Chart, Curve, Mark, Stroke
 
@@ -67,6 +68,13 @@ def test_one_curve_needs_no_legend_and_marks_of_one_name_have_one_entry() -> Non
 def test_a_long_run_makes_no_long_page() -> None:
     long = line(x=list(range(100_000)), y=[float(i % 977) for i in range(100_000)])
     assert len(chart(long)) < 40_000
+    areas = [replace(long, stroke=Stroke.AREA), replace(long, stroke=Stroke.AREA)]
+    shown = chart(*areas)
+    assert len(shown) < 120_000
+    (content,) = re.findall(r'application/json">(.*?)</script>', shown)
+    first, second = (xs for _, xs, _ in json.loads(content)["curves"])
+    assert first == second
+    assert len(first) <= 600
 
 
 def test_a_chart_of_nothing_can_be_drawn() -> None:

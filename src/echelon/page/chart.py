@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from html import escape
 
 from echelon.page.colours import colour
 from echelon.page.ticks import number_text, thinned, ticks
 
+LONGEST = 600  # points of a curve; of more than that the highest and the lowest are kept
 _TICK = 14  # pixels
 _WIDTH = 1000.0  # of the SVG in its own unit; its height is in pixels
 
@@ -98,6 +99,8 @@ class Chart:
     def html(self) -> str:
         """The chart as a part of a page with ``CHART_STYLE``."""
         scale = _Scale.of(self)
+        if any(len(curve.y) > LONGEST for curve in self.curves if curve.stroke in _STACKED):
+            return self._with_thinned_areas().html()
         curves = self.curves if len(self.curves) > 1 else ()  # of one the axis says what it is
         legend = "".join(
             f'<li><i class="{curve.stroke.value}" style="--c:{colour(curve.meaning)}"></i>'
@@ -130,6 +133,19 @@ class Chart:
             f'<div class="xs">{x_labels}</div><div class="axis">{escape(self.x_label)}</div>'
             f"{self._points(scale)}</div>"
         )
+
+    def _with_thinned_areas(self) -> Chart:
+        """The same with fewer points in all areas, which must have theirs at the same places."""
+        areas = [curve for curve in self.curves if curve.stroke in _STACKED]
+        sums = [sum(y or 0.0 for y in column) for column in zip(*(a.y for a in areas), strict=True)]
+        places = thinned(sums, LONGEST)
+        thin = [
+            replace(curve, x=[curve.x[i] for i in places], y=[curve.y[i] for i in places])
+            if curve in areas
+            else curve
+            for curve in self.curves
+        ]
+        return replace(self, curves=thin)
 
     def _points(self, scale: _Scale) -> str:
         """The values, for the script that shows them under the pointer."""

@@ -54,7 +54,8 @@ CHART_STYLE = (
 .lanes .xs { margin-top: 0; }
 .track { position: relative; height: 20px; background: var(--code); border-radius: 3px; }
 .track i { position: absolute; min-width: 2px; top: 0; bottom: 0; background: var(--c);
-  border-radius: 2px; container-type: inline-size; font-style: normal; box-shadow: inset -1px 0 0 var(--panel); }
+  border-radius: 2px; container-type: inline-size; font-style: normal;
+  box-shadow: inset -1px 0 0 var(--panel); }
 .rows + .scroll, .rows + h3 { margin-top: 18px; }
 .track b { display: none; font-weight: 500; font-size: 11px; line-height: 20px; text-align: center;
   color: var(--on-bar); }
