@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import echelon as ec
 from echelon.cli import app
 from tests.children import environ
+from tests.observe.runs import write_run
 
 HELP_S = 0.3
 THREADS = ("--ranks", "2", "--world", "threads")
@@ -132,6 +133,19 @@ def test_a_report_is_drawn_again(tmp_path: Path) -> None:
     code, output = call("report", tmp_path)
     assert (code, output.strip()) == (0, str(tmp_path / "report.html"))
     assert (tmp_path / "report.html").exists()
+
+
+def test_two_runs_are_compared_where_the_user_wants(tmp_path: Path) -> None:
+    first, second = (write_run(tmp_path / name, ranks=1) for name in "ab")
+    page = second / "compared-with-a.html"
+    assert call("report", first, second) == (0, f"{page}\n")
+    assert page.exists()
+    chosen = tmp_path / "two.html"
+    assert call("report", first, second, "--output", chosen)[0] == 0
+    assert chosen.exists()
+    code, output = call("report", first, "--output", chosen)
+    assert code == 2
+    assert "page of two runs" in " ".join(output.split())
 
 
 # --- The command line: what it shows of other ranks, what it runs, and what it refuses ---------

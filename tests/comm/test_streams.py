@@ -127,3 +127,9 @@ def test_on_the_cpu_a_stream_is_the_current_order() -> None:
     stream.record_event().synchronize()
     assert not stream.queued
     assert not streams.host_memory(3, torch.float32, CPU).is_pinned()
+
+
+def test_a_device_has_the_name_of_its_product(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    assert streams.device_name(torch.device("cuda", 1)) == "GPU 1"
+    assert streams.device_name(torch.device("cpu")) == "cpu"

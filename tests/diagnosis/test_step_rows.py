@@ -50,3 +50,11 @@ def test_a_cleared_table_is_empty() -> None:
     rows.clear()
     steps = steps_of(rows)
     assert (steps.num_steps, steps.is_stage, steps.steps, steps.totals.wall_ns) == (0, False, {}, 0)
+
+
+def test_the_totals_are_known_without_the_rows() -> None:
+    rows = StepRows.private()
+    assert rows.totals().wall_ns == 0
+    for wall in (500, 10, 20):
+        rows.add(times(wall))
+        assert rows.totals() == steps_of(rows).totals

@@ -76,3 +76,14 @@ def test_a_rank_that_a_fault_delays_comes_late() -> None:
     (call,) = [call for call in result.calls if "barrier" in call.call]
     assert {rank for rank, _ in call.last} == {1}
     assert call.last.total() == 3
+
+
+def test_each_rank_waits_for_the_last_one_by_what_it_was_late_more_than_before() -> None:
+    ranks = {
+        0: [arrival(0, 0), arrival(100, 1), arrival(290, 2)],
+        1: [arrival(50, 0), arrival(170, 1), arrival(200, 2)],
+        2: [arrival(20, 0), arrival(100, 1), arrival(200, 2)],
+    }
+    waited_ms = [[round(1e3 * s) for s in row] for row in compare_arrivals(ranks).waited_s]
+    # Rank 1 came last twice, by 50 and 70 ms: of the 70 only 20 are new for rank 0.
+    assert waited_ms == [[0, 50 + 20, 0], [90, 0, 0], [90, 30 + 40, 0]]

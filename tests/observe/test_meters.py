@@ -8,7 +8,9 @@ from torch import nn
 
 import echelon as ec
 from echelon import events
+from echelon.events import Event
 from echelon.observe import CommMeter, CommTotal, MemoryMeter, tensor_bytes
+from echelon.observe.meters import MemoryTimeline, SaveMeter
 
 
 def test_live_follows_events_and_peak_keeps_the_most() -> None:
@@ -105,3 +107,45 @@ def test_the_rank_that_comes_first_is_the_one_that_waits() -> None:
     early, late = measure(2, body)
     assert early["barrier"].wait_s > 0.15
     assert late["barrier"].wait_s < early["barrier"].wait_s
+
+
+def test_bytes_are_counted_for_each_group() -> None:
+    meter = CommMeter(rank=0)
+    for group, nbytes in (("world", 8), ("world.1", 4), ("world", 2)):
+        facts = {"rank": 0, "op": "all_reduce", "nbytes": nbytes, "group": group}
+        meter(Event("collective.issue", 0.0, 0.0, facts))
+        meter(Event("collective.wait", 0.0, 0.5, facts))
+    assert meter.totals["all_reduce"] == CommTotal(calls=3, nbytes=14, wait_s=1.5)
+    assert meter.by_group == {
+        "world": {"all_reduce": CommTotal(calls=2, nbytes=10, wait_s=1.0)},
+        "world.1": {"all_reduce": CommTotal(calls=1, nbytes=4, wait_s=0.5)},
+    }
+
+
+def test_saves_of_this_rank_are_given_once() -> None:
+    meter = SaveMeter(rank=1)
+    for rank, step in ((0, 1), (1, 2)):
+        meter(Event("checkpoint.save", 0.0, 0.5, {"rank": rank, "step": step, "nbytes": 8}))
+    assert [save.facts["step"] for save in meter.take()] == [2]
+    assert meter.take() == []
+
+
+def test_units_that_were_gathered_twice_have_two_spans_and_open_ones_end_now() -> None:
+    timeline = MemoryTimeline(0, dict)
+    for name, unit in (
+        ("fsdp.prefetch", "a"),
+        ("fsdp.gather", "a"),  # it has been gathered already
+        ("fsdp.release", "a"),
+        ("fsdp.gather", "b"),
+        ("fsdp.gather", "a"),
+        ("fsdp.release", "a"),
+        ("fsdp.release", "c"),  # it was gathered before
+    ):
+        timeline(Event(name, 0.0, 0.0, {"rank": 0, "unit": unit, "nbytes": 8}))
+    record = timeline.record()
+    assert [(unit, nbytes) for unit, _, _, nbytes in record["units"]] == [
+        ("a", 8),
+        ("b", 8),
+        ("a", 8),
+    ]
+    assert record["units"][1][2] == record["time_s"][-1]

@@ -27,3 +27,11 @@ def test_a_broken_line_and_a_missing_run_are_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step"}\nnonsense\n{"kind": "step"}\n')
     with pytest.raises(ec.ArgumentError, match=r"metrics\.jsonl:2 is not JSON"):
         read_metrics(tmp_path)
+
+
+def test_lines_are_appended_after_what_a_kill_cut_off(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"kind": "step", "step": 1}\n{"kind": "st')
+    with MetricsWriter(file, append=True) as writer:
+        writer.write("step", step=2)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]

@@ -94,6 +94,16 @@ def every_rank_has_the_timeline_of_all(world: World) -> None:
     assert "measured" in ec.pipeline.to_page(measured.simulation, measured.timeline, unit="s")
 
 
+def ranks_of_a_measurement(world: World) -> tuple[int, ...]:
+    group = world.mesh(pp=2, dp=2)["pp"]
+    pipe = ec.Pipeline(build("plain", 2), group, microbatches=2, loss_fn=mse)
+    return pipe.measure().ranks
+
+
+def test_a_measurement_knows_the_ranks_of_the_job_that_it_is_about() -> None:
+    assert ec.run(ranks_of_a_measurement, 4) == [(0, 2), (1, 3), (0, 2), (1, 3)]
+
+
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_every_rank_has_the_timeline_of_all(kind: str) -> None:
     run_world(kind, every_rank_has_the_timeline_of_all, 2)

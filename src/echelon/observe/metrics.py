@@ -71,13 +71,16 @@ class MetricsWriter:
     """A ``metrics.jsonl``, to which lines are appended; a context manager that closes it.
 
     Args:
-        append: to the lines of a file that is there, instead of to a new file.
+        append: to the lines of a file that is there, instead of to a new file. A last line that was
+            cut off, because the run was killed while it was written, is removed.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
         checks.path("path", path)
         checks.flag("append", append)
         mode = "a" if append else "w"
+        if append:
+            _remove_cut_line(Path(path))
         self._file = open(path, mode, encoding="utf-8")  # noqa: SIM115 (closed by close)
 
     def write(self, kind: str, **fields: Any) -> None:
@@ -121,6 +124,11 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             f"cannot read {file}: {error.strerror}; give the folder of a run, such as runs/gpt"
         ) from error
     return list(_parse(file, text))
+
+
+def _remove_cut_line(file: Path) -> None:
+    with open(file, "r+b") as lines:
+        lines.truncate(lines.read().rfind(b"\n") + 1)
 
 
 def _parse(file: Path, text: str) -> Iterator[dict[str, Any]]:
