@@ -213,10 +213,10 @@ def _shapes(chart: Chart, scale: _Scale) -> Iterator[str]:
             path = _path(curve, scale, is_dots=kind == "dots")
             yield f'<path class="{kind}" style="stroke:{paint}" d="{path}"/>'
     for mark in chart.marks:
-        x, top = scale.right(mark.x), chart.height - _TICK if mark.is_small else 0
+        x, upper = scale.right(mark.x), chart.height - _TICK if mark.is_small else 0
         yield (
             f'<path class="mark" style="stroke:{colour(mark.meaning)}" '
-            f'd="M{x:.1f} {top}V{chart.height}"><title>{escape(mark.name)}</title></path>'
+            f'd="M{x:.1f} {upper}V{chart.height}"><title>{escape(mark.name)}</title></path>'
         )
 
 
