@@ -270,6 +270,8 @@ CALLS: dict[Callable[..., Any], Callable[[ec.World], dict[str, Any]]] = {
     ec.observe.held_up: lambda world: {"world": world},
     ec.observe.read_metrics: lambda world: {"path": os.devnull},
     ec.observe.write_report: lambda world: {"folder": os.devnull},
+    ec.observe.write_comparison: lambda world: {"first": os.devnull, "second": os.devnull},
+    ec.observe.matmul_flops: lambda world: {"device": world.device},
     ec.observe.merge_traces: lambda world: {
         "trace": os.devnull,
         "profiles": [],
