@@ -25,13 +25,13 @@ def provenance(device: torch.device, num_ranks: int) -> dict[str, str]:
 
     The command is written as it was given. Who puts a password into it finds it in the report.
     """
-    host = os.uname()
+    host = platform.uname()
     rows = {
         "command": command_text(sys.orig_argv, sys.argv, num_ranks),
         "folder": os.getcwd(),
         "commit": commit_text(Path.cwd()),
-        "host": host.nodename,
-        "system": f"{host.sysname} {host.release}, {host.machine}",
+        "host": host.node,
+        "system": f"{host.system} {host.release}, {host.machine}",
         "processors": str(os.cpu_count()),
         "device": streams.device_name(device),
         "threads of torch": str(torch.get_num_threads()),

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -91,7 +92,7 @@ def _host() -> tuple[object, ...]:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip(), os.stat("/proc/self/ns/pid").st_ino, os.geteuid()
     except OSError:  # only simulated ranks share memory there
-        return os.uname().nodename, os.getpid()
+        return platform.node(), os.getpid()
 
 
 def _build(build: Callable[[], Any], memory: MappedValues, group: Group) -> Exception | None:
