@@ -136,7 +136,7 @@ def give_nonsense(rank: int, size: int) -> list[str]:
     tensor = torch.zeros(3)
     calls = [
         lambda: dist.all_reduce(tensor, ReduceOp.BAND),
-        lambda: dist.all_reduce(torch.zeros(3, dtype=torch.int64), ReduceOp.AVG),
+        lambda: dist.all_reduce(torch.zeros(3, dtype=torch.bool), ReduceOp.AVG),
         lambda: dist.all_gather_into_tensor(torch.zeros(5), tensor),
         lambda: dist.reduce_scatter(tensor, [tensor]),
         lambda: dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [1, 1, 1, 2], [1] * 4),

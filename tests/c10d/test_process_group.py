@@ -69,6 +69,9 @@ def average_and_scale(rank: int, size: int) -> None:
     tensor = data(rank)
     dist.all_reduce(tensor, ReduceOp.AVG)
     assert torch.equal(tensor, parts.sum(0) / size)
+    counts = torch.tensor([7, -rank])
+    dist.all_reduce(counts, ReduceOp.AVG)  # rounded toward zero, as by NCCL
+    assert counts.tolist() == [7, -int(sum(range(size)) / size)]
     premultiplied = _make_nccl_premul_sum(0.5)
     tensor = data(rank)
     dist.all_reduce(tensor, premultiplied)

@@ -21,8 +21,10 @@ from echelon.c10d.monitored_barrier import MonitoredBarrier
 from echelon.c10d.named_process_group import BACKEND, NamedProcessGroup
 from echelon.c10d.sparse_reduction import SparseAllReduce
 from echelon.c10d.translate import (
+    INTEGERS,
     C10dOptions,
     copy_all,
+    divide_integers,
     joined,
     joined_by_dtype,
     reduction,
@@ -148,8 +150,10 @@ class ProcessGroupEchelon(NamedProcessGroup):
         if any(tensor.layout != torch.strided for tensor in tensors):
             return self._all_reduce_sparse(tensors, opts)
         op, sources = reduction(opts.reduceOp, tensors)
-        calls = [partial(self._group.all_reduce, source, op) for source in sources]
         finish = partial(copy_all, tensors, sources)
+        if op == "mean" and all(tensor.dtype in INTEGERS for tensor in tensors):
+            op, finish = "sum", partial(divide_integers, tensors, self._group.size)
+        calls = [partial(self._group.all_reduce, source, op) for source in sources]
         return self._issue(("all_reduce", tensors), opts, tensors, calls, finish)
 
     def _all_reduce_sparse(

@@ -25,6 +25,8 @@ _REDUCTIONS = {
     ReduceOp.BXOR: "bxor",
 }
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 class C10dOptions(Protocol):
     """What the options of all collectives of c10d have in common."""
@@ -88,3 +90,12 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         if target is not source:
             target.detach().copy_(source.view(target.shape))
+
+
+def divide_integers(tensors: Sequence[Tensor], size: int) -> None:
+    """Turn sums over ranks into means in place, rounded toward zero as by NCCL.
+
+    Lightning asks for such means of its counts of samples.
+    """
+    for tensor in tensors:
+        tensor.detach().div_(size, rounding_mode="trunc")

@@ -183,10 +183,13 @@ class DDP(Wrapper, HasShards):
         if self._reducer.buffers_changed and self.module.training:
             self._send_buffers()
         output = self.module(*args, **kwargs)
-        for tensor in tensors(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(self._begin)
+        self.reduce_in_backward_of(output)
         return output
+
+    def reduce_in_backward_of(self, output: Any) -> None:
+        """Reduce in a backward of ``output`` too, which begins before forward has returned."""
+        for tensor in (t for t in tensors(output) if t.grad_fn is not None):
+            tensor.register_hook(self._begin)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

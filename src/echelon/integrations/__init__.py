@@ -1,0 +1,6 @@
+"""Guests of other libraries: what lets their trainers use groups, wrappers and checkpoints of ours.
+
+Nothing in this library imports a host, or this package: a user who wants one imports its guest.
+
+``lightning``   strategies for the Trainer and for Fabric
+"""

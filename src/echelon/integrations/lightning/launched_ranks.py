@@ -1,0 +1,166 @@
+"""Ranks that a launcher has started, as the strategies of Lightning see them.
+
+``torch.distributed`` gets a default group, too, because metrics of ``torchmetrics``, collectives of
+Lightning and other guests of a script ask it: over shared memory, that of ``echelon.c10d``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    ReduceOp,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+
+import echelon.c10d
+from echelon.comm.world import World
+from echelon.errors import ArgumentError, UnsupportedError, WorldError
+from echelon.launch.run import init
+from echelon.process.environment import environment
+
+_Sent = TypeVar("_Sent")
+
+
+class LaunchedRanks:
+    """What both strategies have in common: a mixin before Lightning's ``ParallelStrategy``.
+
+    Attributes:
+        num_nodes: as the user gave it to the Trainer or to Fabric.
+        is_distributed: the Trainer gives each rank its share of the samples.
+    """
+
+    parallel_devices: list[torch.device] | None
+    cluster_environment: ClusterEnvironment | None
+    num_nodes = 1
+    is_distributed = True
+
+    def _prepare(self, timeout: timedelta | None) -> None:
+        self._timeout = timeout
+        self._job = environment(os.environ)
+        self._world: World | None = None
+
+    def _configure_launcher(self) -> None:
+        """Start nothing, and check that the launcher has started as many ranks as are asked for."""
+        assert self.parallel_devices is not None, "Lightning has set it"
+        if self._job is None:
+            asked = len(self.parallel_devices) * self.num_nodes
+            if asked > 1:
+                raise WorldError(
+                    f"devices={len(self.parallel_devices)} and num_nodes={self.num_nodes} ask for "
+                    f"{asked} ranks, and this strategy starts no processes: start the script with "
+                    f"`echelon run --ranks {asked} train.py`, torchrun or srun"
+                )
+            return
+        if len(self.parallel_devices) == 1:  # what devices="auto" means on the CPU
+            kind = self.parallel_devices[0].type
+            if kind == "cpu":
+                self.parallel_devices = self.parallel_devices * self._job.local_size
+        if len(self.parallel_devices) != self._job.local_size:
+            raise ArgumentError(
+                f"devices is {len(self.parallel_devices)}, and {self._job.local_size} ranks were "
+                "started on this host: leave devices out, or start as many ranks"
+            )
+        self._tell_rank()
+
+    def _tell_rank(self) -> None:
+        rank_zero_only.rank = utilities_rank_zero_only.rank = self.global_rank
+
+    def _meet(self) -> World:
+        """The world of all ranks. The first call meets the others."""
+        if self._world is not None and self._world.is_open:
+            return self._world
+        seconds = None if self._timeout is None else self._timeout.total_seconds()
+        world = init(timeout=seconds)
+        if world.backend == "threads":
+            raise UnsupportedError(
+                "Lightning keeps the rank of a process in its globals, so ranks must be processes: "
+                "use `echelon run --world processes`"
+            )
+        if world.device.type != self.root_device.type:
+            raise UnsupportedError(
+                f"Lightning uses {self.root_device} and echelon {world.device}: give the Trainer "
+                f"accelerator={world.device.type!r}, or hide the other devices "
+                "(CUDA_VISIBLE_DEVICES=)"
+            )
+        if world.size > 1:
+            self._meet_in_torch(world)
+        self._tell_rank()
+        self._world = world
+        return world
+
+    def _meet_in_torch(self, world: World) -> None:
+        if dist.is_initialized():
+            return
+        backend = echelon.c10d.BACKEND if world.backend == "shm" else world.backend
+        limit = timedelta(seconds=world.group.timeout)
+        assert self.cluster_environment is not None, "Lightning has set it"
+        _init_dist_connection(
+            self.cluster_environment, backend, world.rank, world.size, timeout=limit
+        )
+        atexit.register(_leave_torch)
+
+    # What Lightning asks of a strategy -------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None, "Lightning has set it"
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def global_rank(self) -> int:
+        """This rank in the job."""
+        return 0 if self._job is None else self._job.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its host."""
+        return 0 if self._job is None else self._job.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the job."""
+        return 1 if self._job is None else self._job.size
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks on this host."""
+        return 1 if self._job is None else self._job.local_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which share of the samples this rank reads."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if self._world is not None:
+            self._world.group.barrier(label=name or "")
+
+    def broadcast(self, obj: _Sent, src: int = 0) -> _Sent:
+        """The object of one rank, on all ranks."""
+        if self._world is None:
+            return obj
+        sent: _Sent = self._world.group.broadcast_object(obj, src, pickle=True)
+        return sent
+
+    def _reduce(self, value: Any, group: Any, reduce_op: ReduceOp | str | None) -> Any:
+        """A tensor reduced in place over ranks; other values as they are, as Lightning does."""
+        if isinstance(value, torch.Tensor):
+            return _sync_ddp_if_available(value, group, reduce_op=cast(Any, reduce_op))
+        return value
+
+
+def _leave_torch() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,282 @@
+"""``EchelonStrategy``: the Trainer of Lightning over ``DDP``, ``FSDP`` or a ``Plan``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, final
+from weakref import WeakKeyDictionary
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+
+from echelon.ddp import DDP
+from echelon.errors import UnsupportedError
+from echelon.fsdp import FSDP, MixedPrecision, Strategy
+from echelon.fsdp.units import Rule
+from echelon.integrations.lightning.checkpoint_folder import CheckpointFolder, remove_checkpoint
+from echelon.integrations.lightning.launched_ranks import LaunchedRanks
+from echelon.integrations.lightning.technique import Parallel, Technique
+
+_WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"  # keys of Lightning's checkpoints
+
+_wrappers: WeakKeyDictionary[nn.Module, tuple[Technique, nn.Module]] = WeakKeyDictionary()
+
+
+class ShardsOnRanks(dict[str, Any]):
+    """Stands for a state that ``ec.save`` writes from the ranks themselves; it stays empty."""
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(
+            f"{key}: the checkpoint of this strategy is written from the shards of the ranks, and "
+            "hooks see no weights in it; trainer.strategy.model.state_dict() gathers them"
+        )
+
+
+@final
+class EchelonStrategy(LaunchedRanks, ParallelStrategy):
+    """``Trainer(strategy=...)`` over ranks that ``echelon run``, torchrun or srun have started.
+
+    Law: after k steps the weights are those of one process on all batches together.
+
+    Checkpoints are folders that ``ec.save`` writes; they can be loaded on another number of ranks
+    and with another technique.
+
+    Args:
+        parallel: ``"ddp"``, ``"fsdp"``, or a ``Plan`` with ``dp`` and ``shard``.
+        units: which modules FSDP gathers at once.
+        sharding_strategy: for ``"fsdp"``: what is sharded.
+        mixed_precision: for ``"fsdp"``: dtypes of a step.
+        timeout: how long a rank waits for others in one call; None: as for ``ec.init``.
+        options: more options of ``ec.DDP`` or ``ec.FSDP``.
+
+    Raises:
+        ArgumentError: there is no option of that name or with that value.
+        UnsupportedError: the plan has a pipeline.
+
+    Example:
+        >>> EchelonStrategy("fsdp", sharding_strategy=Strategy.SHARD_GRAD_OP).parallel
+        'fsdp'
+    """
+
+    def __init__(
+        self,
+        parallel: Parallel = "ddp",
+        *,
+        units: Rule | None = None,
+        sharding_strategy: Strategy | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        timeout: timedelta | None = None,
+        **options: Any,
+    ) -> None:
+        self.parallel = parallel
+        self._technique = Technique.of(parallel, units, sharding_strategy, mixed_precision, options)
+        self._failed = False
+        self._prepare(timeout)
+        super().__init__()
+
+    # Setting up ------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Meet the other ranks."""
+        super().setup_environment()
+        reset_seed()
+        self._meet()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Wrap the model, and make the optimizers."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self._failed = False
+        self._check(trainer)
+        self.accelerator.setup(trainer)
+        self.model = self._wrapped(self.model)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self._reset_optimizers_and_schedulers()
+        if is_fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if is_fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _check(self, trainer: pl.Trainer) -> None:
+        assert self.lightning_module is not None
+        if self._layer_sync is not None:
+            raise UnsupportedError(
+                "sync_batchnorm=True: torch's SyncBatchNorm sums its statistics outside of this "
+                "library's groups; leave it out, or use layers without statistics of a batch"
+            )
+        if not self._technique.shards:
+            return
+        if not self.lightning_module.automatic_optimization:
+            raise UnsupportedError(
+                "automatic_optimization=False runs backwards and steps of optimizers inside of "
+                "the model's forward, where parameters of FSDP are unsharded: use 'echelon_ddp', "
+                "or Fabric with a model for each optimizer"
+            )
+        averages = (StochasticWeightAveraging, WeightAveraging)
+        for callback in trainer.callbacks:
+            if isinstance(callback, averages):
+                raise UnsupportedError(
+                    f"{type(callback).__name__} copies the model before it is sharded: use "
+                    "'echelon_ddp', or average shards with AveragedModel(trainer.strategy.model)"
+                )
+
+    def _wrapped(self, model: nn.Module) -> nn.Module:
+        """The wrapper of ``model``; one that an earlier fit has left is taken again."""
+        technique, wrapper = _wrappers.pop(model, (None, None))
+        if wrapper is not None and technique != self._technique:
+            wrapper.unwrap()
+            wrapper = None
+        if wrapper is None:
+            model = self.precision_plugin.convert_module(model)
+            self.model_to_device()
+            wrapper = self._technique.wrap(model, self._meet())
+        return wrapper
+
+    def model_to_device(self) -> None:
+        """Move the model to the device of this rank, except for what is on meta."""
+        assert self.model is not None
+        if not any(tensor.is_meta for tensor in self.model.parameters()):
+            self.model.to(self.root_device)
+
+    @property
+    def _layer_sync(self) -> Any:
+        return self.__dict__.get("_layer_sync_given")
+
+    @_layer_sync.setter
+    def _layer_sync(self, layer_sync: Any) -> None:
+        self.__dict__["_layer_sync_given"] = layer_sync
+
+    # Training --------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Keep gradients local, for accumulation."""
+        if isinstance(self.model, DDP | FSDP):
+            with self.model.no_sync():
+                yield
+        else:
+            yield
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Tell DDP of a backward that begins inside of its forward."""
+        assert self.lightning_module is not None
+        if isinstance(self.model, DDP) and not self.lightning_module.automatic_optimization:
+            self.model.reduce_in_backward_of(closure_loss)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """A tensor reduced in place over all ranks, or those of a process group of torch."""
+        return self._reduce(tensor, group, reduce_op)
+
+    # Checkpoints -----------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Ranks load into what is sharded."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Optimizers are loaded with the model."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Stands for the weights in a checkpoint that Lightning assembles."""
+        return ShardsOnRanks()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Stands for the state of an optimizer."""
+        return ShardsOnRanks()
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any | None = None,
+    ) -> None:
+        """Save through ``ec.save``. All ranks call it."""
+        if storage_options is not None:
+            raise UnsupportedError("storage_options are for a CheckpointIO, and ec.save uses none")
+        values = dict(checkpoint)
+        weights = values.pop(_WEIGHTS)
+        states = values.pop(_OPTIMIZERS, [])
+        for state in (weights, *states):
+            if not isinstance(state, ShardsOnRanks) or state:
+                raise UnsupportedError(
+                    "a hook has changed state_dict or optimizer_states of a checkpoint, which "
+                    "this strategy writes from the ranks: save what the hook adds under other keys"
+                )
+        objects = {_WEIGHTS: self.model, **(self._named_optimizers if states else {})}
+        folder = CheckpointFolder(self.broadcast(str(filepath)), self._meet().group)
+        folder.save(checkpoint["global_step"], objects, values)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load through ``ec.load``, or from a file of Lightning's. All ranks call it."""
+        path = self.broadcast(str(checkpoint_path))
+        assert self.lightning_module is not None
+        is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self._named_optimizers if is_fitting else {}
+        strict = self.lightning_module.strict_loading
+        folder = CheckpointFolder(path, self._meet().group)
+        values = folder.load({_WEIGHTS: self.model, **optimizers}, strict=strict, rng=is_fitting)
+        if is_fitting:
+            self._meet().step = values["global_step"]
+        return {**values, _WEIGHTS: ShardsOnRanks(), _OPTIMIZERS: []}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing is left to load."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing is left to load."""
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint, on rank 0."""
+        if self.is_global_zero:
+            remove_checkpoint(filepath)
+
+    @property
+    def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)}
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes files; not used for checkpoints."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        raise UnsupportedError(
+            f"{type(io).__name__}: this strategy saves through ec.save, not through a CheckpointIO"
+        )
+
+    # The end ---------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember that ranks may be at different points."""
+        self._failed = True
+
+    def teardown(self) -> None:
+        """Take DDP off the model. FSDP stays, so that its shards can be saved and tested."""
+        module = self.lightning_module
+        if isinstance(self.model, DDP):
+            self.model.unwrap()
+            self.model = module
+        elif module is not None and isinstance(self.model, FSDP) and not self._failed:
+            _wrappers[module] = (self._technique, self.model)
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
