@@ -351,3 +351,17 @@ def test_a_command_ends_with_the_benchmark_that_started_it() -> None:
         command = int(benchmark.stdout.readline())
         benchmark.kill()
     assert becomes_true(lambda: has_ended(command), 5.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["lightning"])
+def test_steps_of_trainers_are_measured_in_turns(host: str, tmp_path: Path) -> None:
+    pytest.importorskip(host)
+    import trainers
+
+    options = {"rounds": 2, "steps": 2, "layers": 1, "ranks": 2, "variant": None}
+    result = written(trainers.main, tmp_path, host=trainers.Host(host), **options)
+    (samples,) = result["tasks"]
+    assert {len(times) for times in samples["seconds"].values()} == {2}
+    assert len({len(losses) for losses in result["losses"].values()}) == 1
+    assert len(result["bars"]) == 3
