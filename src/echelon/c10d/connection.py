@@ -57,10 +57,11 @@ def connect(options: c10d._DistributedBackendOptions) -> Connection:
     require_linux("process groups of processes")
     from echelon.comm import shm
 
+    number = _times_made(options)
     group = shm.connect(
         options.group_rank,
         options.group_size,
-        options.store,
+        c10d.PrefixStore(str(number), options.store),
         timeout=options.timeout.total_seconds(),
         name=_name(options),
     )
@@ -76,6 +77,12 @@ def of_processes(group: ShmGroup) -> Connection:
         close=group.close,
         is_simulated=False,
     )
+
+
+def _times_made(options: c10d._DistributedBackendOptions) -> int:
+    """How often this rank has made the group: the same store may see it made again."""
+    times: int = options.store.add(f"times/{options.group_rank}", 1)
+    return times
 
 
 def _name(options: c10d._DistributedBackendOptions) -> str:
@@ -98,7 +105,7 @@ def _look_for_message(
 def _connect_threads(options: c10d._DistributedBackendOptions, world: ThreadGroup) -> Connection:
     """Learn through the store which simulated rank is which rank of the group."""
     store, rank, size = options.store, options.group_rank, options.group_size
-    number = store.add(f"times/{rank}", 1)  # the same store may see the group made again
+    number = _times_made(options)
     keys = [f"{number}/{member}" for member in range(size)]
     if rank == 0:
         store.set(f"{number}/name", hub_of(world).unused_name(_name(options)))

@@ -5,7 +5,7 @@ Importing this package registers ``"echelon_ddp"`` and ``"echelon_fsdp"`` with b
 ``technique``          how a model is wrapped, from the arguments of a strategy
 ``launched_ranks``     ranks that a launcher has started, and small collectives among them
 ``checkpoint_folder``  a checkpoint of Lightning as a folder of steps
-``optimizer_file``     optimizer states in files that Lightning itself has written
+``lightning_file``     a checkpoint in one file, which Lightning itself has written
 ``trainer_strategy``   ``EchelonStrategy``
 ``fabric_strategy``    ``EchelonFabricStrategy``
 """

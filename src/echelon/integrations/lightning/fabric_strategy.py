@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, final
 
 import torch
-from lightning.fabric.strategies import ParallelStrategy
+from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 from torch.optim import Optimizer
@@ -85,7 +85,10 @@ class EchelonFabricStrategy(LaunchedRanks, ParallelStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Wrap a model."""
-        return self._technique.wrap(module, self._meet())
+        wrapper = self._technique.wrap(module, self._meet())
+        if self._technique.shards:
+            self._share_scaler(self.precision)
+        return wrapper
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move a model to the device of this rank, except for what is on meta."""
@@ -129,6 +132,9 @@ class EchelonFabricStrategy(LaunchedRanks, ParallelStrategy):
     ) -> dict[str, Any]:
         """Load through ``ec.load``, or from a file of Lightning's. All ranks call it."""
         path = self.broadcast(str(path))
+        if os.path.isfile(path):
+            self._check_file(state)
+            return super().load_checkpoint(path, state, strict, weights_only)
         if not isinstance(state, dict):
             raise UnsupportedError(
                 "a folder of ec.save is loaded into objects: call fabric.load(path, "
@@ -142,6 +148,14 @@ class EchelonFabricStrategy(LaunchedRanks, ParallelStrategy):
             raise KeyError(f"{path} has no value {missing[0]!r}; it has {sorted(values)}")
         state.update({name: values.pop(name) for name in asked if name in values})
         return values
+
+    def _check_file(self, state: object) -> None:
+        items = state.values() if isinstance(state, dict) else [state]
+        if self._technique.shards and any(isinstance(item, Optimizer) for item in items):
+            raise UnsupportedError(
+                "an optimizer over shards cannot take its state from a file: leave it out of "
+                "state, or load the file with 'echelon_ddp' and save it again"
+            )
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The full state of a model. All ranks call it."""

@@ -14,19 +14,16 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    ReduceOp,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from lightning.fabric.utilities import rank_zero
+from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
+from lightning_utilities.core import rank_zero as rank_zero_of_utilities
 
 import echelon.c10d
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, UnsupportedError, WorldError
 from echelon.launch.run import init
 from echelon.process.environment import environment
+from echelon.train.scaling import GradScaler
 
 _Sent = TypeVar("_Sent")
 
@@ -73,7 +70,8 @@ class LaunchedRanks:
         self._tell_rank()
 
     def _tell_rank(self) -> None:
-        rank_zero_only.rank = utilities_rank_zero_only.rank = self.global_rank
+        for module in (rank_zero, rank_zero_of_utilities):
+            cast(Any, module).rank_zero_only.rank = self.global_rank
 
     def _meet(self) -> World:
         """The world of all ranks. The first call meets the others."""
@@ -108,6 +106,18 @@ class LaunchedRanks:
             self.cluster_environment, backend, world.rank, world.size, timeout=limit
         )
         atexit.register(_leave_torch)
+
+    def _share_scaler(self, precision: Any) -> None:
+        """Let ranks that hold shards skip a step together: each sees gradients of its own."""
+        scaler = getattr(precision, "scaler", None)
+        if type(scaler) is torch.amp.GradScaler and scaler.is_enabled():
+            precision.scaler = GradScaler(
+                self._meet().group,
+                init_scale=scaler.get_scale(),
+                growth_factor=scaler.get_growth_factor(),
+                backoff_factor=scaler.get_backoff_factor(),
+                growth_interval=scaler.get_growth_interval(),
+            )
 
     # What Lightning asks of a strategy -------------------------------------------------------
 
@@ -154,10 +164,10 @@ class LaunchedRanks:
         sent: _Sent = self._world.group.broadcast_object(obj, src, pickle=True)
         return sent
 
-    def _reduce(self, value: Any, group: Any, reduce_op: ReduceOp | str | None) -> Any:
+    def _reduce(self, value: Any, group: Any, reduce_op: Any) -> Any:
         """A tensor reduced in place over ranks; other values as they are, as Lightning does."""
         if isinstance(value, torch.Tensor):
-            return _sync_ddp_if_available(value, group, reduce_op=cast(Any, reduce_op))
+            return _sync_ddp_if_available(value, group, reduce_op=reduce_op)
         return value
 
 

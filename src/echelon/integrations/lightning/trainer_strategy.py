@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, cast, final
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
@@ -25,6 +25,7 @@ from echelon.fsdp import FSDP, MixedPrecision, Strategy
 from echelon.fsdp.units import Rule
 from echelon.integrations.lightning.checkpoint_folder import CheckpointFolder, remove_checkpoint
 from echelon.integrations.lightning.launched_ranks import LaunchedRanks
+from echelon.integrations.lightning.lightning_file import load_states
 from echelon.integrations.lightning.technique import Parallel, Technique
 
 _WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"  # keys of Lightning's checkpoints
@@ -105,6 +106,8 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
         if is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        if self._technique.shards:
+            self._share_scaler(self.precision_plugin)
         if is_fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
 
@@ -124,7 +127,7 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
                 "or Fabric with a model for each optimizer"
             )
         averages = (StochasticWeightAveraging, WeightAveraging)
-        for callback in trainer.callbacks:
+        for callback in cast(Any, trainer).callbacks:
             if isinstance(callback, averages):
                 raise UnsupportedError(
                     f"{type(callback).__name__} copies the model before it is sharded: use "
@@ -135,7 +138,7 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
         """The wrapper of ``model``; one that an earlier fit has left is taken again."""
         technique, wrapper = _wrappers.pop(model, (None, None))
         if wrapper is not None and technique != self._technique:
-            wrapper.unwrap()
+            cast(FSDP, wrapper).unwrap()
             wrapper = None
         if wrapper is None:
             model = self.precision_plugin.convert_module(model)
@@ -226,9 +229,14 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
         """Load through ``ec.load``, or from a file of Lightning's. All ranks call it."""
         path = self.broadcast(str(checkpoint_path))
         assert self.lightning_module is not None
+        assert self.model is not None
         is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self._named_optimizers if is_fitting else {}
         strict = self.lightning_module.strict_loading
+        if os.path.isfile(path):
+            file = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            load_states(self.model, [*optimizers.values()], file, strict=strict)
+            return file
         folder = CheckpointFolder(path, self._meet().group)
         values = folder.load({_WEIGHTS: self.model, **optimizers}, strict=strict, rng=is_fitting)
         if is_fitting:
