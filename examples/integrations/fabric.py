@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import echelon.integrations.lightning  # registers "echelon_ddp" and "echelon_fsdp"
+import echelon.integrations.lightning  # noqa: F401  # registers "echelon_fsdp"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of Lightning run: ``echelon run trainees.py FUNCTION RESULT ARGUMENTS``.
+"""What the ranks of tests run: ``echelon run trainees.py FUNCTION RESULT ARGUMENTS``.
 
 Rank 0 writes what the function returns to the file RESULT, with ``torch.save``.
 """
@@ -7,14 +7,20 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -91,7 +97,7 @@ def batches(batch_size: int, num: int = 90, dtype: torch.dtype = torch.float64) 
 def strategy_of(name: str) -> Any:
     """A strategy by its name here."""
     if name in ("gloo", "echelon"):
-        return DDPStrategy(process_group_backend=name)
+        return DDPStrategy(process_group_backend=name, find_unused_parameters=True)
     kind, _, choice = name.partition(" ")
     if kind == "plan":
         options = {"fsdp": {"min_num_params": 0}} if "shard" in choice else {}
@@ -105,6 +111,7 @@ def strategy_of(name: str) -> Any:
 
 def trainer_of(strategy: str, **options: Any) -> L.Trainer:
     """A Trainer that prints nothing."""
+    has_saves = any(isinstance(c, ModelCheckpoint) for c in options.get("callbacks", ()))
     given: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": WORLD_SIZE if strategy in ("gloo", "echelon") else "auto",
@@ -113,7 +120,7 @@ def trainer_of(strategy: str, **options: Any) -> L.Trainer:
         "accumulate_grad_batches": 2,
         "gradient_clip_val": 0.1,
         "logger": False,
-        "enable_checkpointing": "callbacks" in options,
+        "enable_checkpointing": has_saves,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
@@ -134,15 +141,21 @@ def train(strategy: str, **options: Any) -> dict[str, Any]:
     L.seed_everything(5, verbose=False)
     model = LitNet()
     trainer = trainer_of(strategy, max_steps=20, **options)
-    trainer.fit(model, batches(4))
+    dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
+    trainer.fit(model, batches(4, dtype=dtype))
     if strategy in ("gloo", "echelon"):
         dist.destroy_process_group()  # so that the next strategy makes its own
     return {"weights": weights_of(trainer), "losses": model.losses}
 
 
-def compare(*strategies: str, precision: str = "64-true", clip: str = "norm") -> Any:
+def compare(*strategies: str) -> Any:
     """The same training with each strategy."""
-    options = {"precision": precision, "gradient_clip_algorithm": clip}
+    return {strategy: train(strategy) for strategy in strategies}
+
+
+def compare_in(precision: str, *strategies: str) -> Any:
+    """The same training with each strategy, clipped by value."""
+    options = {"precision": precision, "gradient_clip_algorithm": "value"}
     return {strategy: train(strategy, **options) for strategy in strategies}
 
 
@@ -186,6 +199,150 @@ def fit_and_save(
         "step": trainer.global_step,
         "best": best.best_model_path,
     }
+
+
+class LitPair(LitNet):
+    """Two optimizers in turn, as of a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.automatic_optimization = False
+        self.critic = nn.Linear(8, 1)
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:  # type: ignore[override]
+        first, second = self.optimizers()  # type: ignore[misc]
+        self.toggle_optimizer(first)
+        self.manual_backward(self.loss(batch) + self.critic(self.net(batch[0])).mean())
+        self.clip_gradients(first, 0.1, "norm")
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        self.manual_backward(self.critic(self.net(batch[0]).detach()).square().mean())
+        second.step()
+        second.zero_grad()
+        self.untoggle_optimizer(second)
+
+    def configure_optimizers(self) -> Any:
+        trained = [param for param in self.net.parameters() if param.requires_grad]
+        return [torch.optim.SGD(of, lr=0.1) for of in (trained, self.critic.parameters())]
+
+
+def train_pair(strategy: str) -> dict[str, Tensor]:
+    """The weights after manual optimization."""
+    L.seed_everything(5, verbose=False)
+    options = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    trainer = trainer_of(strategy, max_epochs=1, **options)
+    trainer.fit(LitPair(), batches(4))
+    if strategy == "gloo":
+        dist.destroy_process_group()
+    return weights_of(trainer)
+
+
+def train_pairs(*strategies: str) -> dict[str, dict[str, Tensor]]:
+    return {strategy: train_pair(strategy) for strategy in strategies}
+
+
+class ChangesWeights(Callback):
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {"x": torch.ones(1)}
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The class and the sentence of the error of a call."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def refusals(folder: str) -> dict[str, str]:
+    """What cannot work, each with its sentence."""
+    trainer = trainer_of("echelon_ddp", max_steps=2, callbacks=[ChangesWeights()])
+    trainer.fit(LitNet(), batches(4))
+    options = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    fsdp = trainer_of("echelon_fsdp", max_steps=2, **options)
+    averaging = [StochasticWeightAveraging(swa_lrs=1e-2)]
+    fresh = EchelonStrategy()
+    return {
+        "hook": refusal(lambda: trainer.save_checkpoint(f"{folder}/hook.ckpt")),
+        "storage": refusal(lambda: trainer.save_checkpoint(f"{folder}/a.ckpt", storage_options=1)),
+        "remote": refusal(lambda: trainer_of("echelon_ddp", max_steps=1).fit(
+            LitNet(), batches(4), ckpt_path="memory://a.ckpt")),
+        "manual": refusal(lambda: fsdp.fit(LitPair(), batches(4))),
+        "averaging": refusal(
+            lambda: trainer_of("echelon_fsdp", max_steps=2, callbacks=averaging).fit(
+                LitNet(), batches(4))),
+        "devices": refusal(lambda: trainer_of("echelon_ddp", devices=3)),
+        "batchnorm": refusal(lambda: trainer_of("echelon_ddp", sync_batchnorm=True)),
+        "io": refusal(lambda: trainer_of("echelon_ddp", plugins=[AsyncCheckpointIO()])),
+        "before": refusal(lambda: setattr(fresh, "checkpoint_io", AsyncCheckpointIO())),
+    }  # fmt: skip
+
+
+def odd_cases(folder: str) -> dict[str, Any]:
+    """Fit, then evaluate; files of Lightning; links; weights alone; another technique."""
+    L.seed_everything(5, verbose=False)
+    plain = trainer_of("gloo", max_epochs=2)
+    plain_model = LitNet(dropout=0.0)
+    plain.fit(plain_model, batches(4))
+    plain.save_checkpoint(f"{folder}/plain.ckpt")
+    dist.destroy_process_group()
+    results: dict[str, Any] = {"plain": weights_of(plain)}
+    more = trainer_of("gloo", max_epochs=3)
+    more.fit(LitNet(dropout=0.0), batches(4), ckpt_path=f"{folder}/plain.ckpt", weights_only=False)
+    dist.destroy_process_group()
+    results["plain, one more epoch"] = weights_of(more)
+    for strategy in ("echelon_ddp", "fsdp"):
+        goes_on = trainer_of(strategy, max_epochs=3)
+        goes_on.fit(
+            LitNet(dropout=0.0), batches(4), ckpt_path=f"{folder}/plain.ckpt", weights_only=False
+        )
+        results[f"{strategy}, one more epoch"] = weights_of(goes_on)
+        saves = ModelCheckpoint(
+            dirpath=f"{folder}/{strategy}", save_last="link", save_weights_only=True
+        )
+        trainer = trainer_of(strategy, max_epochs=2, callbacks=[saves])
+        L.seed_everything(5, verbose=False)
+        model = LitNet(dropout=0.0)
+        trainer.fit(model, batches(4), batches(4))
+        results[strategy] = weights_of(trainer)
+        other = trainer_of("fsdp" if strategy == "echelon_ddp" else "echelon_ddp")
+        last = f"{folder}/{strategy}/last.ckpt"
+        results[f"{strategy}, evaluated"] = [
+            trainer.validate(model, batches(4), verbose=False)[0]["validation"],
+            trainer.test(model, batches(4), verbose=False)[0]["test"],
+            len(trainer.predict(model, batches(4)) or []),
+            other.validate(LitNet(), batches(4), ckpt_path=last, verbose=False)[0]["validation"],
+            os.path.islink(last),
+        ]
+        results[f"{strategy}, after the fit"] = refusal(lambda m=model: m(torch.ones(1, 8)))
+    return results
+
+
+def mixed(strategy: str) -> str:
+    """The class of the scaler after a training with float16."""
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
+    options = {"precision": None, "plugins": [precision], "gradient_clip_val": None}
+    trainer = trainer_of(strategy, max_steps=2, **options)
+    trainer.fit(LitNet(), batches(4, dtype=torch.float32))
+    assert precision.scaler is not None
+    return f"{type(precision.scaler).__module__} {precision.scaler.get_scale()}"
+
+
+class LitFailing(LitNet):
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        if index == 3 and self.global_rank == 1:
+            raise ValueError("this batch is broken")
+        return super().training_step(batch, index)
+
+
+def fail_on_one_rank(strategy: str) -> None:
+    """An error of the user's code on rank 1 alone."""
+    callbacks: list[Callback] = [ModelCheckpoint(dirpath="failed", save_on_exception=True)]
+    trainer = trainer_of(strategy, max_epochs=1, callbacks=callbacks)
+    trainer.fit(LitFailing(), batches(4))
 
 
 def main(function: str, result: str, *arguments: str) -> None:

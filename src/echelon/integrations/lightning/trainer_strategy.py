@@ -87,6 +87,14 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
 
     # Setting up ------------------------------------------------------------------------------
 
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._layer_sync is not None:
+            raise UnsupportedError(
+                "sync_batchnorm=True: torch's SyncBatchNorm sums its statistics outside of this "
+                "library's groups; leave it out, or use layers without statistics of a batch"
+            )
+
     def setup_environment(self) -> None:
         """Meet the other ranks."""
         super().setup_environment()
@@ -113,11 +121,6 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
 
     def _check(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
-        if self._layer_sync is not None:
-            raise UnsupportedError(
-                "sync_batchnorm=True: torch's SyncBatchNorm sums its statistics outside of this "
-                "library's groups; leave it out, or use layers without statistics of a batch"
-            )
         if not self._technique.shards:
             return
         if not self.lightning_module.automatic_optimization:
@@ -151,14 +154,6 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
         assert self.model is not None
         if not any(tensor.is_meta for tensor in self.model.parameters()):
             self.model.to(self.root_device)
-
-    @property
-    def _layer_sync(self) -> Any:
-        return self.__dict__.get("_layer_sync_given")
-
-    @_layer_sync.setter
-    def _layer_sync(self, layer_sync: Any) -> None:
-        self.__dict__["_layer_sync_given"] = layer_sync
 
     # Training --------------------------------------------------------------------------------
 
