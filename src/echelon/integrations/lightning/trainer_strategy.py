@@ -214,7 +214,7 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
                     "a hook has changed state_dict or optimizer_states of a checkpoint, which "
                     "this strategy writes from the ranks: save what the hook adds under other keys"
                 )
-        objects = {_WEIGHTS: self.model, **(self._named_optimizers if states else {})}
+        objects = {"model": self.model, **(self._named_optimizers if states else {})}
         folder = CheckpointFolder(self.broadcast(str(filepath)), self._meet().group)
         folder.save(checkpoint["global_step"], objects, values)
 
@@ -233,7 +233,7 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
             load_states(self.model, [*optimizers.values()], file, strict=strict)
             return file
         folder = CheckpointFolder(path, self._meet().group)
-        values = folder.load({_WEIGHTS: self.model, **optimizers}, strict=strict, rng=is_fitting)
+        values = folder.load({"model": self.model, **optimizers}, strict=strict, rng=is_fitting)
         if is_fitting:
             self._meet().step = values["global_step"]
         return {**values, _WEIGHTS: ShardsOnRanks(), _OPTIMIZERS: []}
@@ -251,7 +251,8 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
 
     @property
     def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        return {f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)}
+        optimizers = enumerate(self.optimizers)
+        return {f"optimizer_{i}" if i else "optimizer": each for i, each in optimizers}
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
