@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 SCRIPT = Path(__file__).with_name("trainees.py")
-LIMIT_S = 100
+LIMIT_S = 300
 
 
 def command_of(ranks: int, function: str, result: Path, *arguments: Any) -> list[str]:

@@ -41,6 +41,11 @@ class LaunchedRanks:
     num_nodes = 1
     is_distributed = True
 
+    @property
+    def _is_interrupted(self) -> bool:
+        """Whether this rank is ending by an error, so that others may be anywhere."""
+        return False
+
     def _prepare(self, timeout: timedelta | None) -> None:
         self._timeout = timeout
         self._job = environment(os.environ)
@@ -154,19 +159,19 @@ class LaunchedRanks:
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
-        if self._world is not None:
+        if self._world is not None and not self._is_interrupted:
             self._world.group.barrier(label=name or "")
 
     def broadcast(self, obj: _Sent, src: int = 0) -> _Sent:
         """The object of one rank, on all ranks."""
-        if self._world is None:
+        if self._world is None or self._is_interrupted:
             return obj
         sent: _Sent = self._world.group.broadcast_object(obj, src, pickle=True)
         return sent
 
     def _reduce(self, value: Any, group: Any, reduce_op: Any) -> Any:
         """A tensor reduced in place over ranks; other values as they are, as Lightning does."""
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not self._is_interrupted:
             return _sync_ddp_if_available(value, group, reduce_op=reduce_op)
         return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +17,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 
 from echelon.ddp import DDP
@@ -81,7 +82,6 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
     ) -> None:
         self.parallel = parallel
         self._technique = Technique.of(parallel, units, sharding_strategy, mixed_precision, options)
-        self._failed = False
         self._prepare(timeout)
         super().__init__()
 
@@ -105,7 +105,6 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
         """Wrap the model, and make the optimizers."""
         assert self.accelerator is not None
         assert self.model is not None
-        self._failed = False
         self._check(trainer)
         self.accelerator.setup(trainer)
         self.model = self._wrapped(self.model)
@@ -203,6 +202,12 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
         storage_options: Any | None = None,
     ) -> None:
         """Save through ``ec.save``. All ranks call it."""
+        if self._is_interrupted:
+            warnings.warn(
+                f"{filepath} was not saved: this rank ends by an error, and others may be anywhere",
+                stacklevel=2,
+            )
+            return
         if storage_options is not None:
             raise UnsupportedError("storage_options are for a CheckpointIO, and ec.save uses none")
         values = dict(checkpoint)
@@ -267,9 +272,12 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
 
     # The end ---------------------------------------------------------------------------------
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Remember that ranks may be at different points."""
-        self._failed = True
+    @property
+    def _is_interrupted(self) -> bool:
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        is_shared = self.world_size > 1 and trainer is not None
+        return is_shared and trainer.state.status == TrainerStatus.INTERRUPTED
 
     def teardown(self) -> None:
         """Take DDP off the model. FSDP stays, so that its shards can be saved and tested."""
@@ -277,7 +285,7 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
         if isinstance(self.model, DDP):
             self.model.unwrap()
             self.model = module
-        elif module is not None and isinstance(self.model, FSDP) and not self._failed:
+        elif module is not None and isinstance(self.model, FSDP) and not self._is_interrupted:
             _wrappers[module] = (self._technique, self.model)
         assert self.cluster_environment is not None
         assert self.accelerator is not None
