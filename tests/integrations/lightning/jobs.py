@@ -1,4 +1,4 @@
-"""Starts a job of ``trainees.py``, and returns what its function returned."""
+"""Starts a job of ``trainees.py`` or ``fabric_trainees.py``, and returns what its function returned."""
 
 import json
 import os
@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-SCRIPT = Path(__file__).with_name("trainees.py")
-LIMIT_S = 300
+HERE = Path(__file__).resolve().parent
+LIMIT_S = 100
 
 
 def command_of(ranks: int, function: str, result: Path, *arguments: Any) -> list[str]:
     """The command line of a job."""
-    script = [str(SCRIPT), function, str(result), *map(json.dumps, arguments)]
+    file = HERE / ("fabric_trainees.py" if function.startswith("fabric") else "trainees.py")
+    script = [str(file), function, str(result), *map(json.dumps, arguments)]
     return [sys.executable, "-m", "echelon", "run", "--ranks", str(ranks), *script]
 
 
@@ -26,7 +27,7 @@ def environment_of(**variables: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "ECHELON_OWN_BACKENDS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONWARNINGS": "default",
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[2]), os.environ.get("PYTHONPATH", "")]),
         **variables,
     }
 
