@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["find_mpiexec", "on_ranks", "run_to_end"]
+__all__ = ["die_with_parent", "find_mpiexec", "on_ranks", "run_to_end"]
 
 RANK_SCRIPT = Path(__file__).resolve().parent / "peers.py"
 SHARED_MEMORY = Path("/dev/shm")
@@ -86,7 +86,7 @@ def run_to_end(command: Sequence[str], limit_s: float) -> None:
         command,
         env={**os.environ, **ENVIRONMENT},
         start_new_session=True,
-        preexec_fn=_die_with_parent,
+        preexec_fn=die_with_parent,
     )
     try:
         if code := process.wait(limit_s):
@@ -105,7 +105,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Runs in the child: a benchmark that is killed must not leave ranks behind."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 

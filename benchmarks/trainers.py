@@ -28,6 +28,7 @@ from typing import Annotated, Any
 import typer
 from bars import Bar, bar_table, judge
 from pairs import Samples
+from ranks import die_with_parent
 from report import console_for_tables, markdown_table, write_report
 from rich.table import Table
 from trainer_turns import Driver
@@ -69,7 +70,12 @@ def jobs(
                 log = (folder / "log").open("wb")
                 environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
                 started[variant] = job = subprocess.Popen(
-                    command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=root
+                    command,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    cwd=root,
+                    preexec_fn=die_with_parent,
                 )
                 log.close()
                 drivers[variant] = Driver(folder, ranks, lambda job=job: job.poll() is None)

@@ -1,4 +1,4 @@
-"""Starts a job of ``trainees.py`` or ``fabric_trainees.py``, and returns what its function returned."""
+"""Starts a job of ``trainees.py`` or ``fabric_trainees.py``; returns what its function returned."""
 
 import json
 import os
