@@ -276,8 +276,9 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
     def _is_interrupted(self) -> bool:
         module = self.lightning_module
         trainer = None if module is None else module._trainer
-        is_shared = self.world_size > 1 and trainer is not None
-        return is_shared and trainer.state.status == TrainerStatus.INTERRUPTED
+        if trainer is None or self.world_size == 1:
+            return False
+        return trainer.state.status == TrainerStatus.INTERRUPTED
 
     def teardown(self) -> None:
         """Take DDP off the model. FSDP stays, so that its shards can be saved and tested."""
