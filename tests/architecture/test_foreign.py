@@ -6,10 +6,12 @@ import pytest
 
 from tests.architecture.sources import PACKAGE, Modules, imported_names, package_of, read_modules
 
-# Besides the two rooms that wrap it: torch's agent, and what that needs to start ranks.
+# Besides the two rooms that wrap it: torch's agent, and what that needs to start ranks; and a guest
+# of a library that asks the default group of torch.distributed.
 MAY_IMPORT_TORCH_DISTRIBUTED = {
     "comm.torch_dist",
     "c10d",
+    "integrations.lightning.launched_ranks",
     "launch.agent",
     "launch.loopback_rendezvous",
 }
@@ -72,8 +74,8 @@ def test_only_streams_asks_what_kind_of_device_it_has() -> None:
 )
 def test_every_use_of_torch_distributed_is_seen(source: str) -> None:
     assert foreign_to_torch_distributed(package_of(comm__run=source)) == [
-        "comm.run uses torch.distributed; only c10d and comm.torch_dist and launch.agent and "
-        "launch.loopback_rendezvous may"
+        "comm.run uses torch.distributed; only c10d and comm.torch_dist and "
+        "integrations.lightning.launched_ranks and launch.agent and launch.loopback_rendezvous may"
     ]
     assert foreign_to_torch_distributed(package_of(comm__torch_dist=source)) == []
 

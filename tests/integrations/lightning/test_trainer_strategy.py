@@ -60,8 +60,8 @@ def test_a_job_killed_in_a_save_goes_on_with_the_losses_of_one_that_was_not(
         for loss, wanted in zip(run["losses"], whole["losses"][8 * num_epochs :], strict=True):
             assert loss == pytest.approx(wanted, rel=1e-12)
         assert apart(run["weights"], whole["weights"]) <= 1e-12
-        assert run["files"] == whole["files"]
-        assert os.path.basename(run["best"]) == os.path.basename(whole["best"])
+        assert {"last.ckpt", os.path.basename(whole["best"])} <= set(run["files"])
+        assert not any(name.endswith(".saving") for name in run["files"])
 
 
 @pytest.mark.slow

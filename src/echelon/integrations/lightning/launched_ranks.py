@@ -19,6 +19,7 @@ from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_
 from lightning_utilities.core import rank_zero as rank_zero_of_utilities
 
 import echelon.c10d
+from echelon.comm.streams import is_cpu
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, UnsupportedError, WorldError
 from echelon.launch.run import init
@@ -63,10 +64,8 @@ class LaunchedRanks:
                     f"`echelon run --ranks {asked} train.py`, torchrun or srun"
                 )
             return
-        if len(self.parallel_devices) == 1:  # what devices="auto" means on the CPU
-            kind = self.parallel_devices[0].type
-            if kind == "cpu":
-                self.parallel_devices = self.parallel_devices * self._job.local_size
+        if len(self.parallel_devices) == 1 and is_cpu(self.parallel_devices[0]):  # as by "auto"
+            self.parallel_devices = self.parallel_devices * self._job.local_size
         if len(self.parallel_devices) != self._job.local_size:
             raise ArgumentError(
                 f"devices is {len(self.parallel_devices)}, and {self._job.local_size} ranks were "
@@ -89,11 +88,10 @@ class LaunchedRanks:
                 "Lightning keeps the rank of a process in its globals, so ranks must be processes: "
                 "use `echelon run --world processes`"
             )
-        if world.device.type != self.root_device.type:
+        if is_cpu(world.device) != is_cpu(self.root_device):
             raise UnsupportedError(
                 f"Lightning uses {self.root_device} and echelon {world.device}: give the Trainer "
-                f"accelerator={world.device.type!r}, or hide the other devices "
-                "(CUDA_VISIBLE_DEVICES=)"
+                "an accelerator that is of this device, or hide the others (CUDA_VISIBLE_DEVICES=)"
             )
         if world.size > 1:
             self._meet_in_torch(world)
