@@ -57,6 +57,8 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of weights and of the order of the data")
     add("--eval-every", type=int, default=100, help="steps between evaluations")
     add("--trace", action="store_true", help="also write a timeline for Perfetto")
+    add("--tracker", action="append", default=[], help="also send the numbers there; repeatable")
+    add("--track-each-rank", action="store_true", help="as a run of its own")
     add("--verify", action="store_true", help="compare some steps with one process")
     resuming.add_options(parser)
     add_options(parser)
@@ -131,7 +133,8 @@ def main(world: ec.World, args: argparse.Namespace) -> None:
         flops_per_token=flops_per_token(plain.config, num_parameters),
         peak_flops=ec.observe.matmul_flops(world.device, getattr(torch, args.dtype)),
     )
-    with ec.observe.Recorder(world, f"runs/{args.name}", info, trace=args.trace) as recorder:
+    options = {"trace": args.trace, "to": args.tracker, "per_rank": args.track_each_rank}
+    with ec.observe.Recorder(world, f"runs/{args.name}", info, **options) as recorder:
         recorder.note("text", f"{text.source}, {len(text.train) + len(text.held_out):,} bytes")
         if verified is not None:
             recorder.note("verified", verified)

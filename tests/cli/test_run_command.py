@@ -148,6 +148,22 @@ def test_two_runs_are_compared_where_the_user_wants(tmp_path: Path) -> None:
     assert "page of two runs" in " ".join(output.split())
 
 
+def test_a_run_is_sent_to_a_tracker_or_a_sentence_says_why_not(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra 'trackers' is not installed")
+    start = {"kind": "start", "name": "a", "ranks": 1, "backend": "threads", "device": "cpu"}
+    start |= {"version": 1, "time": "", "total_steps": 1, "unit": "", "references": {}}
+    step = {"kind": "step", "step": 1, "time_s": 0.5, "loss": 2.0, "tokens_per_s": 8.0}
+    lines = (json.dumps(line) + "\n" for line in (start | {"config": {}}, step))
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    code, output = call("report", "--to", "tensorboard", tmp_path)
+    assert (code, output.strip()) == (0, f"tensorboard: 1 steps of {tmp_path}")
+    assert list((tmp_path / "tensorboard").glob("events*"))
+    assert not (tmp_path / "report.html").exists()
+    code, output = call("report", "--to", "comet", tmp_path)
+    assert code == 2
+    assert "there is no tracker 'comet'" in " ".join(output.split())
+
+
 # --- The command line: what it shows of other ranks, what it runs, and what it refuses ---------
 
 

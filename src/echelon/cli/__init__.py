@@ -78,8 +78,15 @@ def _report(
     output: Annotated[
         Path | None, typer.Option(help="Where to write the page that compares two runs.")
     ] = None,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Send the run to this tracker instead: tensorboard, wandb, mlflow or trackio, "
+            "each also with =PLACE; may be given several times."
+        ),
+    ] = None,
 ) -> None:
-    """Draw the page of a run from its metrics.jsonl, or one that compares two runs.
+    """Draw the page of a run from its metrics.jsonl, or compare two runs, or send one to a tracker.
 
     Prints where the page is: report.html in FOLDER, or compared-with-FOLDER.html in OTHER. The run
     may still go on.
@@ -87,6 +94,11 @@ def _report(
     from echelon.errors import ArgumentError
     from echelon.observe.report import write_comparison, write_report
 
+    if to:
+        if other is not None:
+            raise typer.BadParameter("send each run by a command of its own", param_hint="--to")
+        _send(folder, to)
+        return
     if output is not None and other is None:
         raise typer.BadParameter("it is for the page of two runs", param_hint="--output")
     try:
@@ -94,6 +106,17 @@ def _report(
     except ArgumentError as error:
         raise typer.BadParameter(str(error), param_hint="FOLDER") from error
     typer.echo(page.resolve())
+
+
+def _send(folder: Path, trackers: list[str]) -> None:
+    from echelon.errors import ArgumentError
+    from echelon.observe.trackers.tracking import send_run
+
+    try:
+        num_steps = send_run(folder, *trackers)
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(f"{', '.join(trackers)}: {num_steps} steps of {folder}")
 
 
 @app.command("schedule")

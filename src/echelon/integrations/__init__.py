@@ -3,4 +3,5 @@
 Nothing in this library imports a host, or this package: a user who wants one imports its guest.
 
 ``lightning``   strategies for the Trainer and for Fabric
+``ray``         groups in the workers of Ray Train, and checkpoints that it knows
 """

@@ -17,6 +17,7 @@
 ``provenance``  commit, versions, host and command
 ``phases``    what a rank spent its time on
 ``utilization``  how much a rank could compute
+``trackers``  the numbers of a run for TensorBoard, W&B, MLflow, Trackio and Prometheus
 ``recorder``  all of these together, for a training loop
 """
 
@@ -31,6 +32,8 @@ from echelon.observe.report import write_comparison, write_report
 from echelon.observe.run_info import RunInfo
 from echelon.observe.slow_ranks import held_up
 from echelon.observe.trace import Trace, merge_traces
+from echelon.observe.trackers.tracker import Tracker
+from echelon.observe.trackers.tracking import Tracking, send_run, track
 from echelon.observe.utilization import matmul_flops
 
 __all__ = [
@@ -47,12 +50,16 @@ __all__ = [
     "Recorder",
     "RunInfo",
     "Trace",
+    "Tracker",
+    "Tracking",
     "came_last",
     "held_up",
     "matmul_flops",
     "merge_traces",
     "read_metrics",
+    "send_run",
     "tensor_bytes",
+    "track",
     "write_comparison",
     "write_report",
 ]

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import nn
@@ -37,6 +37,9 @@ from echelon.observe.run_folder import JobAttempt, MetricsFolder
 from echelon.observe.run_info import RunInfo
 from echelon.observe.slow_ranks import held_up
 from echelon.observe.trace import Trace, write_trace
+from echelon.observe.trackers.tracked_values import tracked_config, tracked_values
+from echelon.observe.trackers.tracker import Tracker
+from echelon.observe.trackers.tracking import Tracking, chosen_trackers, open_trackers
 
 FORMAT_VERSION = 1
 FIRST_PAGE_S, PAGE_S = 10.0, 30.0  # seconds before the page is written first, and again
@@ -60,6 +63,8 @@ class Recorder:
             not exist is taken, so that no run overwrites another; but a job that its launcher
             restarts goes on in the folder that it had.
         trace: whether to write a timeline of all events, for Perfetto.
+        to: trackers that get the numbers too, as those of ``track``.
+        per_rank: track each rank as a run of its own, instead of rank 0 alone.
 
     Attributes:
         folder: where rank 0 writes; None on the others.
@@ -78,11 +83,17 @@ class Recorder:
         info: RunInfo,
         *,
         trace: bool = False,
+        to: Sequence[str | Tracker] = (),
+        per_rank: bool = False,
     ) -> None:
         checks.instance("world", world, World)
         checks.path("folder", folder)
         checks.instance("info", info, RunInfo)
         checks.flag("trace", trace)
+        checks.flag("per_rank", per_rank)
+        self._trackers = chosen_trackers(to)
+        self._per_rank = per_rank
+        self._tracking = Tracking([], {})
         self.info = info
         self._world = world
         attempt = JobAttempt.of(os.environ)
@@ -104,10 +115,22 @@ class Recorder:
         self._recent_s: deque[float] = deque(maxlen=_SHOWN_STEPS)
         self._start_s = self._mark_s = time.perf_counter()
 
+    def _open_trackers(self) -> Tracking:
+        folder = self.folder
+        if self._per_rank and self._trackers:
+            folder = Path(self._world.group.broadcast_object(str(folder), src=0))
+        remedy = (
+            " metrics.jsonl has all numbers; send them again with: "
+            f"echelon report --to {{name}} {folder}"
+        )
+        return open_trackers(self._world, folder or Path(), self._trackers, self._per_rank, remedy)
+
     def __enter__(self) -> Self:
+        self._tracking = self._stack.enter_context(self._open_trackers())
         for meter in (self.memory, self.comm, self._trace, self._saves):
             if meter is not None:
                 self._stack.enter_context(events.listen(meter))
+        facts = self._start_facts()
         if self._place is not None:
             path = self._place.path
             self._writer = self._stack.enter_context(
@@ -116,14 +139,14 @@ class Recorder:
             self._progress = self._stack.enter_context(
                 Progress(self.info.total_steps, unit=self.info.unit)
             )
-            self._writer.write("start", **self._start_facts(path.name))
+            self._writer.write("start", name=path.name, **facts)
+        self._tracking.config(tracked_config(facts))
         self._start_s = self._mark_s = time.perf_counter()
         return self
 
-    def _start_facts(self, name: str) -> dict[str, object]:
+    def _start_facts(self) -> dict[str, Any]:
         return {
             "version": FORMAT_VERSION,
-            "name": name,
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
             "unix_s": time.time(),
             "job": self._attempt.job,
@@ -136,6 +159,13 @@ class Recorder:
             "config": dict(self.info.config),
             "environment": provenance(self._world.device, self._world.size),
         }
+
+    def _write(self, kind: str, **values: Any) -> None:
+        """Write a line on rank 0, and send its numbers to the trackers of this rank."""
+        if self._writer is not None:
+            self._writer.write(kind, **values)
+        if numbers := tracked_values({"kind": kind, **values}):
+            self._tracking.log(numbers, values["step"])
 
     def step(self, step: int, loss: float, num_tokens: int, **values: float) -> None:
         """Record that ``step`` steps are done.
@@ -151,9 +181,7 @@ class Recorder:
         if len(self._recent_s) == 1 and step == 2:
             self._recent_s.clear()  # the first step also allocates and warms up
         self._recent_s.append(seconds)
-        if self._writer is None or self._progress is None:
-            return
-        self._writer.write(
+        self._write(
             "step",
             step=step,
             time_s=round(self._mark_s - self._start_s, 4),
@@ -165,6 +193,8 @@ class Recorder:
             **values,
         )
         self._write_saves()
+        if self._progress is None:
+            return
         step_s = sum(self._recent_s) / len(self._recent_s)
         self._progress.update(
             step,
@@ -206,10 +236,10 @@ class Recorder:
     def evaluation(self, step: int, loss: float) -> None:
         """Record the validation loss after ``step`` steps; its time counts for no step."""
         self._lap()
-        if self._writer is not None and self._progress is not None:
-            self._writer.write(
-                "evaluation", step=step, time_s=round(self._mark_s - self._start_s, 4), loss=loss
-            )
+        self._write(
+            "evaluation", step=step, time_s=round(self._mark_s - self._start_s, 4), loss=loss
+        )
+        if self._progress is not None:
             compared = "".join(
                 f"  ({name} {value:.3f})" for name, value in self.info.references.items()
             )
@@ -339,11 +369,14 @@ class Recorder:
         if shares_clock and {host for *_, host in ranks} == {host}:
             late = came_last(self._world)
             notes["Who came last"] = str(late)
+        summaries = [summary for summary, *_ in ranks]
+        tracked = {"kind": "ranks", "ranks": [summary] if self._per_rank else summaries}
+        self._tracking.log(tracked_values(tracked), self._steps)
         if self._writer is None or self.folder is None:
             return
         if late is not None:
             self._writer.write("waits", waited_s=late.waited_s)
-        self._writer.write("ranks", ranks=[summary for summary, *_ in ranks])
+        self._writer.write("ranks", ranks=summaries)
         for title, text in notes.items():
             if text:
                 self._writer.write("note", title=title, text=text)

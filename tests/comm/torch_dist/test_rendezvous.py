@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed import HashStore
 
 import echelon
@@ -98,6 +100,34 @@ def test_processes_that_contradict_each_other_end_with_the_same_sentence(tmp_pat
         assert process.exitcode == 1
         text = (tmp_path / str(rank)).read_text()
         assert "WorldError: the ranks were told different things" in text
+
+
+def start_beside_a_process_group(variables: dict[str, str], errors: Path) -> None:
+    """What a script does whose launcher, as Ray Train, has made the default process group."""
+    os.environ.update(variables)
+    sys.stderr = errors.open("w")
+    dist.init_process_group("gloo")
+    with echelon.init(timeout=60) as world:
+        total = torch.tensor([world.rank + 1])
+        world.group.all_reduce(total)
+        assert (world.backend, total.item()) == ("shm", 3)
+    dist.destroy_process_group()
+
+
+def test_ranks_meet_in_the_store_of_a_process_group_that_has_the_port_already(
+    tmp_path: Path,
+) -> None:
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    context = multiprocessing.get_context("forkserver")
+    ranks = []
+    for rank in ("0", "1"):
+        variables = common | {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+        target = start_beside_a_process_group
+        ranks.append(context.Process(target=target, args=(variables, tmp_path / rank)))
+        ranks[-1].start()
+    for rank, process in enumerate(ranks):
+        process.join(60)
+        assert process.exitcode == 0, (tmp_path / str(rank)).read_text()
 
 
 def test_a_port_where_something_else_listens_is_named_in_time() -> None:

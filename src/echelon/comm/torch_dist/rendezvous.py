@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, final
 
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from echelon.comm import secret as secrets
@@ -57,8 +58,9 @@ def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
     """The store in which ranks meet.
 
     Under ``echelon run`` this is a store that only processes of this user can open. Otherwise it is
-    the TCP store of torchrun's agent, or one that rank 0 opens; these authenticate nobody. If all
-    ranks are on one host, rank 0's store listens on the loopback interface only, otherwise on the
+    the TCP store of torchrun's agent, that of the default process group if the script or its
+    launcher has made it, or one that rank 0 opens; these authenticate nobody. If all ranks are on
+    one host, rank 0's store listens on the loopback interface only, otherwise on the
     interface of ``env.master_addr``, which is announced. If the user has set a secret, the values
     that ranks write are sealed with it.
 
@@ -73,6 +75,10 @@ def open_store(env: JobEnvironment, timeout: float) -> c10d.Store:
     if env.private_store:
         return c10d.PrefixStore(name, open_memory_store(env.private_store))
     secret = Secret.of(os.environ)
+    if dist.is_initialized() and dist.get_world_size() == env.size:
+        # Its store has the port of MASTER_PORT; a launcher such as Ray Train has made both.
+        numbered = _numbered(dist.distributed_c10d._get_default_store(), name, env.rank)
+        return numbered if secret is None else SealedStore(numbered, secret, name)
     host = LOOPBACK if env.one_host and not env.agent_store else env.master_addr
     if env.rank == 0 and not env.agent_store:
         with announced(env.rank, "the store", one_host=env.one_host):
