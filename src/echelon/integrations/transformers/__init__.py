@@ -2,7 +2,7 @@
 
 ``trainer``                ``EchelonTrainer`` and ``EchelonSeq2SeqTrainer``
 ``stage_training``         a training step of a pipeline
-``checkpoint_folder``      a folder of ``Trainer`` that exists completely or not at all
+``trainer_checkpoint``      a folder of ``Trainer`` that exists completely or not at all
 ``unsupported_arguments``  options of ``TrainingArguments`` that are refused, and why
 """
 

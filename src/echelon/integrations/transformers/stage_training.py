@@ -8,12 +8,14 @@ length.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, nn
 
 from echelon.errors import ArgumentError
 from echelon.pipeline.api import Pipeline
+from echelon.plan.plans import Plan
 
 # Called with the output of the last stage, the labels and the number of tokens of the step.
 TokenLoss = Callable[[Any, Tensor, Any], Tensor]
@@ -78,3 +80,13 @@ def causal_loss(model: nn.Module) -> TokenLoss:
         return value
 
     return loss
+
+
+def of_tokens(plan: Plan) -> Plan:
+    """The plan with losses of microbatches that are added up."""
+    if "loss_reduction" in plan.pipeline:
+        raise ArgumentError(
+            "the plan has loss_reduction, and EchelonTrainer adds up losses over tokens: leave it "
+            "out, and let compute_loss_func divide by num_items_in_batch"
+        )
+    return replace(plan, pipeline={**plan.pipeline, "loss_reduction": "sum"})

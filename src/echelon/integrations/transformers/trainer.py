@@ -26,13 +26,13 @@ from echelon.fsdp.units import Rule
 from echelon.integrations.accelerate import EchelonAccelerator
 from echelon.integrations.accelerate.state_items import plain_optimizer
 from echelon.integrations.sharing import Sharing, Wrapper
-from echelon.integrations.transformers.checkpoint_folder import (
+from echelon.integrations.transformers.trainer_checkpoint import (
     PREFIX,
     new_folder,
     state_folder,
     state_in,
 )
-from echelon.integrations.transformers.stage_training import StageTraining, causal_loss
+from echelon.integrations.transformers.stage_training import StageTraining, causal_loss, of_tokens
 from echelon.integrations.transformers.unsupported_arguments import refuse_arguments
 from echelon.pipeline.api import Pipeline
 from echelon.plan.plans import Plan
@@ -74,6 +74,8 @@ class EchelonTraining(_Base):
         options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        if isinstance(plan, Plan) and plan.pp > 1:
+            plan = of_tokens(plan)
         self._sharing = Sharing(plan=plan, units=units, options=options or {})
         self._stages: StageTraining | None = None
         self._num_parameters: int | None = None
@@ -217,6 +219,11 @@ class EchelonTraining(_Base):
             super().save_model(output_dir, _internal_call)
             return
         state = self.accelerator.get_state_dict(self.model_wrapped)
+        if isinstance(self.model_wrapped, Pipeline):
+            once = {name for name, _ in self.model.named_parameters()}
+            each = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+            # Names of one parameter, which from_pretrained ties again.
+            state = {name: value for name, value in state.items() if name not in each - once}
         self._save(output_dir, state_dict=state)
         self.accelerator.world.group.barrier()
 

@@ -1,0 +1,127 @@
+"""Accelerate on ``DDP``, ``FSDP`` and plans: the weights of Accelerate in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import echelon as ec
+from tests.integrations.accelerate.accelerated_training import Training, train
+from tests.integrations.jobs import run_job
+
+pytest.importorskip("accelerate")
+HERE = "tests.integrations.accelerate.test_accelerator"
+
+
+def plain() -> Any:
+    from accelerate import Accelerator
+
+    return train(Accelerator, cpu=True)
+
+
+def restarted() -> Any:
+    """The class under test, with no state of one that was there before."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    from echelon.integrations.accelerate import EchelonAccelerator
+
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    return EchelonAccelerator
+
+
+def ways() -> dict[str, dict[str, Any]]:
+    small = {"min_num_params": 0}
+    strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIMIZER", "NO_SHARD")
+    return {
+        "ddp": {"plan": "ddp"},
+        **{
+            name: {"plan": "fsdp", "options": {**small, "strategy": ec.Strategy[name]}}
+            for name in strategies
+        },
+        "units": {"plan": "fsdp", "options": small, "units": ec.units.by_type(nn.Linear)},
+        "a plan": {"plan": ec.Plan(shard=2, fsdp=small)},
+        "split": {"plan": "fsdp", "options": small, "loading": {"split_batches": True}},
+        "dispatched": {
+            "plan": "fsdp",
+            "options": small,
+            "loading": {"split_batches": True, "dispatch_batches": True},
+        },
+    }
+
+
+def in_every_way() -> dict[str, Any]:
+    return {name: train(restarted(), **options) for name, options in ways().items()}
+
+
+def of_hybrid_plan() -> Any:
+    return train(restarted(), plan=ec.Plan(dp=2, shard=2, fsdp={"min_num_params": 0}))
+
+
+def check_equal(result: Any, expected: Any, *, has_weights: bool) -> None:
+    losses, weights = result
+    assert losses == pytest.approx(expected[0], rel=1e-12)
+    if has_weights:
+        assert weights.keys() == expected[1].keys()
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected[1][name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_every_plan_has_the_weights_of_accelerate_in_one_process() -> None:
+    [expected] = run_job(f"{HERE}:plain", 1)
+    for rank, results in enumerate(run_job(f"{HERE}:in_every_way", 2)):
+        assert len(results) == 9
+        for name, result in results.items():
+            check_equal(result, expected, has_weights=rank == 0 or name == "ddp")
+    for rank, result in enumerate(run_job(f"{HERE}:of_hybrid_plan", 4)):
+        check_equal(result, expected, has_weights=rank == 0)
+
+
+# --- one rank alone ------------------------------------------------------------------------------
+
+
+def alone(plan: Any = "ddp", **options: Any) -> Any:
+    return restarted()(plan=plan, **options)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_it_works_without_a_launcher(plan: str) -> None:
+    training = Training(restarted(), plan=plan)
+    assert len(list(training.steps(1))) == 7
+    plain_model = training.accelerator.unwrap_model(training.models[1])
+    assert isinstance(plain_model, nn.Linear)
+
+
+def test_what_accelerate_would_do_to_shards_is_refused() -> None:
+    refused = [
+        ({"mixed_precision": "fp16"}, "use 'bf16'"),
+        ({"dynamo_backend": "inductor"}, "compile its blocks"),
+        ({"plan": "zero"}, "give 'ddp', 'fsdp' or an ec.Plan"),
+        ({"plan": ec.Plan(shard=2)}, "for pp"),
+        ({"units": ec.units.whole()}, "shards nothing"),
+        ({"plan": ec.Plan(), "options": {"init": "trust"}}, "give them in the ec.Plan"),
+    ]
+    for options, message in refused:
+        with pytest.raises(ec.ArgumentError, match=message):
+            alone(**options)
+    accelerator = alone()
+    for call in (
+        lambda: accelerator.register_save_state_pre_hook(print),
+        lambda: accelerator.register_load_state_pre_hook(print),
+        lambda: accelerator.save_state("x", safe_serialization=False),
+        lambda: accelerator.load_state("x", load_kwargs={"map_location": "cpu"}),
+    ):
+        with pytest.raises(ec.errors.UnsupportedError):
+            call()
+
+
+def test_a_model_that_was_evaluated_before_is_shared_when_it_is_trained() -> None:
+    accelerator = alone()
+    model = nn.Linear(2, 1)
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+    assert isinstance(accelerator.prepare(model), ec.DDP)
+    assert len(accelerator._models) == 1
