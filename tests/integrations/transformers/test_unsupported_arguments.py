@@ -1,0 +1,47 @@
+"""Options that do not work raise, and say what does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import echelon as ec
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"push_to_hub": True}, "upload the folder"),
+        ({"fp16": True}, "use bf16"),
+        ({"auto_find_batch_size": True}, "go back alone"),
+        ({"optim": "adafactor"}, "more of a parameter than a shard"),
+        ({"ddp_bucket_cap_mb": 5}, "bucket_bytes"),
+        ({"torch_compile": True}, "compile its blocks"),
+        ({"save_on_each_node": True}, "all hosts"),
+    ],
+)
+def test_arguments_that_do_not_work_are_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    from tests.integrations.transformers.test_trainer import kind_of, make
+
+    with pytest.raises(ec.errors.UnsupportedError, match=message):
+        make(kind_of("fsdp"), str(tmp_path), **options)
+
+
+def test_the_best_model_needs_the_state_of_the_training(tmp_path: Path) -> None:
+    from tests.integrations.transformers.test_trainer import kind_of, make, rows
+
+    steps = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
+    with pytest.raises(ec.errors.UnsupportedError, match="save_only_model"):
+        make(
+            kind_of("ddp"),
+            str(tmp_path),
+            save_only_model=True,
+            **steps,
+            own={"eval_dataset": rows(4)},
+        )
