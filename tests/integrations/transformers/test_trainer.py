@@ -211,6 +211,56 @@ def evaluate_in_every_way(folder: str) -> dict[str, Any]:
     return found
 
 
+def as_trainer_on_two_ranks(folder: str) -> dict[str, Any]:
+    """Batches that do not fill the ranks, and samplers, by ``Trainer`` itself and under FSDP."""
+    cases = {
+        "uneven": {"eval_strategy": "steps", "eval_steps": 10},
+        "by length": {"train_sampling_strategy": "group_by_length"},
+        "dispatched": {"accelerator_config": {"dispatch_batches": True, "split_batches": True}},
+    }
+    results = {}
+    for name, options in cases.items():
+        own = {"train_dataset": rows(90), "eval_dataset": rows(31, seed=2)}
+        for kind in (transformers.Trainer, kind_of("fsdp", options=SMALL)):
+            trained = train(kind, f"{folder}/{name}", **options, own=own)
+            kept = [
+                {key: entry[key] for key in ("loss", "grad_norm", "eval_loss") if key in entry}
+                for entry in trained["log"]
+            ]
+            results.setdefault(name, []).append(kept)
+    return results
+
+
+@pytest.mark.slow
+def test_uneven_batches_and_samplers_are_those_of_trainer_on_as_many_ranks(tmp_path: Path) -> None:
+    for results in run_job(f"{HERE}:as_trainer_on_two_ranks", 2, str(tmp_path)):
+        assert len(results) == 3
+        for expected, found in results.values():
+            assert len(found) == len(expected) > 20
+            for entry, other in zip(found, expected, strict=True):
+                assert entry == pytest.approx(other, rel=1e-6)
+
+
+class Fails(transformers.TrainerCallback):
+    """Fails on one rank."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3 and args.process_index == 1:
+            raise ValueError("a callback of rank 1 fails")
+
+
+def fail_on_rank_1(folder: str) -> None:
+    make(kind_of("fsdp", options=SMALL), folder, own=callbacks(Fails())).train()
+
+
+@pytest.mark.slow
+def test_an_exception_on_one_rank_ends_the_job_and_is_named_first(tmp_path: Path) -> None:
+    job = start_job(f"{HERE}:fail_on_rank_1", 2, str(tmp_path), folder=str(tmp_path))
+    _, errors = job.communicate(timeout=100)
+    assert job.returncode == 1
+    assert "rank 1 raised ValueError: a callback of rank 1 fails" in errors
+
+
 def t5() -> Any:
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "vocab_size": 32}

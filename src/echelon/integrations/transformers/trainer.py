@@ -243,16 +243,19 @@ class EchelonTraining(_Base):
             self.save_model(str(folder), _internal_call=True)
             if not self.args.save_only_model:
                 save(state_in(folder), step=step, group=group, **self._training_state())
+            self._note_best(run)
             if self.args.should_save:
-                self._write_trainer_state(run, folder)
+                self._write_trainer_state(folder)
         if self.args.should_save:
             best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
             rotate_checkpoints(str(run), limit, best, use_mtime=True)
 
-    def _write_trainer_state(self, run: Path, folder: Path) -> None:
+    def _note_best(self, run: Path) -> None:
         best = self.state.best_global_step
         if best and (best == self.state.global_step or (run / f"{PREFIX}-{best}").exists()):
             self.state.best_model_checkpoint = str(run / f"{PREFIX}-{best}")
+
+    def _write_trainer_state(self, folder: Path) -> None:
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
                 name, callbacks = type(callback).__name__, self.state.stateful_callbacks
