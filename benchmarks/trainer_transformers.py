@@ -1,4 +1,4 @@
-"""``Trainer`` of transformers for ``trainers.py``: DDP and FSDP over gloo, and ``EchelonTrainer``."""
+"""``Trainer`` of transformers for ``trainers.py``: its own DDP and FSDP, and ``EchelonTrainer``."""
 
 from __future__ import annotations
 

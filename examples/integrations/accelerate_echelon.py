@@ -6,10 +6,11 @@
 from pathlib import Path
 
 import torch
-from echelon.integrations.accelerate import EchelonAccelerator
 from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from echelon.integrations.accelerate import EchelonAccelerator
 
 STATE = Path("runs/accelerate")
 NUM_EPOCHS = 3

@@ -5,6 +5,7 @@
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
 from echelon.integrations.transformers import EchelonTrainer
 
 VOCABULARY = 64

@@ -4,8 +4,8 @@
 """
 
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-from transformers import Trainer
 
 VOCABULARY = 64
 
@@ -41,7 +41,7 @@ def main() -> None:
         load_best_model_at_end=True,
         report_to=[],
     )
-    trainer = Trainer(
+    trainer = transformers.Trainer(
         model=LlamaForCausalLM(config),
         args=arguments,
         train_dataset=rows(512, seed=1),

@@ -23,9 +23,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 def start_job(
     target: str, ranks: int, *args: Any, folder: str, launcher: tuple[str, ...] = OWN
 ) -> subprocess.Popen[str]:
-    """Start ``target`` (``module:function``) with ``args`` on each rank; one rank needs no launcher.
+    """Start ``target`` (``module:function``) with ``args`` on each rank.
 
-    Results of ranks are left in ``folder``.
+    One rank needs no launcher. Results of ranks are left in ``folder``.
     """
     # Python looks for modules beside the script, and here are packages with the names of libraries.
     program = Path(folder, "program.py")
@@ -68,4 +68,3 @@ def main(target: str, folder: str, args: str) -> None:
     module, _, name = target.partition(":")
     result = getattr(importlib.import_module(module), name)(*json.loads(args))
     torch.save(result, Path(folder, f"rank-{os.environ.get('RANK', '0')}.pt"))
-

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,10 +110,10 @@ class Training:
         }
 
 
-def train(make: Callable[..., Accelerator], **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+def train(
+    make: Callable[..., Accelerator], **options: Any
+) -> tuple[list[float], dict[str, Tensor]]:
     """Three epochs: 12 steps of each optimizer."""
     training = Training(make, **options)
     losses = list(training.steps(3))
     return losses, training.weights()
-
-

@@ -36,7 +36,10 @@ class Position:
 
 def save_and_die(folder: str) -> None:
     """Save a state, and be killed while the next is written."""
-    training, position = Training(restarted(), plan="fsdp", options={"min_num_params": 0}), Position()
+    training, position = (
+        Training(restarted(), plan="fsdp", options={"min_num_params": 0}),
+        Position(),
+    )
     accelerator = training.accelerator
     accelerator.register_for_checkpointing(position)
     for number, _ in enumerate(training.steps(3), 1):

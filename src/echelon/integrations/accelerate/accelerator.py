@@ -1,8 +1,8 @@
-"""``EchelonAccelerator``: an ``Accelerator`` whose models are shared by ``DDP``, ``FSDP`` or a plan.
+"""``EchelonAccelerator``: an ``Accelerator`` whose models ``DDP``, ``FSDP`` or a plan shares.
 
-Accelerate has no plug-in for a wrapper. It leaves a model alone that is marked as prepared, and asks
-a wrapper for ``no_sync``; what else it does to models of its own wrappers is overridden here. Its
-other collectives, such as ``gather``, run on the default group of ``torch.distributed``.
+Accelerate has no plug-in for a wrapper. It leaves a model alone that is marked as prepared, and
+asks a wrapper for ``no_sync``; what else it does to models of its own wrappers is overridden here.
+Its other collectives, such as ``gather``, run on the default group of ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class EchelonAccelerator(Accelerator):
     Law: with the same global batches, weights are those of ``Accelerator`` in one process.
 
     ``backward``, ``accumulate``, ``no_sync``, ``clip_grad_norm_``, ``gather_for_metrics`` and the
-    data loaders are Accelerate's. ``save_state`` and ``load_state`` are ``ec.save`` and ``ec.load``,
-    so a state may be loaded on another number of ranks or with another plan.
+    data loaders are Accelerate's. ``save_state`` and ``load_state`` are ``ec.save`` and
+    ``ec.load``, so a state may be loaded on another number of ranks or with another plan.
 
     Args:
         args: of ``Accelerator``.
@@ -186,19 +186,23 @@ class EchelonAccelerator(Accelerator):
                     f"{type(model).__name__} needs the same number of batches on all ranks: keep "
                     "even_batches=True, or use plan='ddp'"
                 )
-        before = [getattr(loader, "batch_sampler", None) for loader in self._dataloaders]
-        samplers = [sampler for sampler in before if hasattr(sampler, "even_batches")]
-        kept = [sampler.even_batches for sampler in samplers]
+        samplers: list[Any] = [
+            getattr(loader, "batch_sampler", None) for loader in self._dataloaders
+        ]
+        kept = {sampler: getattr(sampler, "even_batches", None) for sampler in samplers}
         with ExitStack() as stack:
             for model in joinables:
-                stack.enter_context(model.join()) if isinstance(model, DDP) else None
+                if isinstance(model, DDP):
+                    stack.enter_context(model.join())
             try:
-                for sampler in samplers if even_batches is not None else ():
-                    sampler.even_batches = even_batches
+                for sampler, value in kept.items():
+                    if value is not None and even_batches is not None:
+                        sampler.even_batches = even_batches
                 yield
             finally:
-                for sampler, value in zip(samplers, kept, strict=True):
-                    sampler.even_batches = value
+                for sampler, value in kept.items():
+                    if value is not None:
+                        sampler.even_batches = value
 
     def gather(self, tensor: Any) -> Any:
         """The values of all ranks with batches of their own, one after the other."""

@@ -1,14 +1,14 @@
 """``EchelonTrainer``: the ``Trainer`` of transformers on ``DDP``, ``FSDP`` or a plan.
 
-``Trainer`` has no plug-in either. To it, every plan is what it calls distributed training: ``model``
-stays the plain model, and ``model_wrapped`` is what trains and evaluates. Its checkpoints get the
-state of the training by ``ec.save``, beside the weights that ``from_pretrained`` reads.
+``Trainer`` has no plug-in either. To it, every plan is what it calls distributed training:
+``model`` stays the plain model, and ``model_wrapped`` is what trains and evaluates. Its checkpoints
+get the state of the training by ``ec.save``, beside the weights that ``from_pretrained`` reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,19 +26,22 @@ from echelon.fsdp.units import Rule
 from echelon.integrations.accelerate import EchelonAccelerator
 from echelon.integrations.accelerate.state_items import plain_optimizer
 from echelon.integrations.sharing import Sharing, Wrapper
+from echelon.integrations.transformers.stage_training import StageTraining, causal_loss, of_tokens
 from echelon.integrations.transformers.trainer_checkpoint import (
     PREFIX,
     new_folder,
     state_folder,
     state_in,
 )
-from echelon.integrations.transformers.stage_training import StageTraining, causal_loss, of_tokens
 from echelon.integrations.transformers.unsupported_arguments import refuse_arguments
 from echelon.pipeline.api import Pipeline
 from echelon.plan.plans import Plan
 from echelon.train.gradient_norm import clip_grad_norm_
 
-_Base = Trainer if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
 # What a callback may ask for; the ranks do it together if one of them asks.
 _REQUESTS = (
     "should_training_stop",
@@ -125,7 +128,9 @@ class EchelonTraining(_Base):
         else:
             loss = causal_loss(self.accelerator.unwrap_model(self.model))
         num_replicas = self.accelerator.num_processes // self._sharing.num_stages
-        return StageTraining(loss, num_replicas, getattr(self.model, "main_input_name", "input_ids"))
+        return StageTraining(
+            loss, num_replicas, getattr(self.model, "main_input_name", "input_ids")
+        )
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
@@ -196,11 +201,13 @@ class EchelonTraining(_Base):
             num_items = self._get_num_items_in_batch([inputs], self.args.device)
             return self._stages.evaluate(model, inputs, num_items), None, None
         generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
-        is_whole = generates and isinstance(model, FSDP)
-        with model.full_parameters() if is_whole else nullcontext():
-            inner = model.module if is_whole else model
+        whole: AbstractContextManager[object] = nullcontext()
+        if generates and isinstance(model, FSDP):
+            whole = model.full_parameters()
+            model = model.module
+        with whole:
             return super().prediction_step(
-                inner, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs
+                model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs
             )
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
