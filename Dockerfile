@@ -7,7 +7,7 @@ WORKDIR /home/trainer
 
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src src
-RUN pip install --no-cache-dir -c constraints.txt ".[plots]"
+RUN pip install --no-cache-dir -c constraints.txt .
 
 COPY examples examples
 RUN chown trainer /home/trainer

@@ -99,7 +99,7 @@ $(READY_ALL): $(READY)
 	@touch $@
 
 $(READY_DOCS): $(READY)
-	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,plots,docs]"
+	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,docs]"
 	@touch $@
 
 # MPICH is a peer in the tables, not a need: where it has no wheel, its column is left out.

@@ -30,7 +30,7 @@ def register_backend() -> None:
 
 
 @final
-class EchelonBackend(_TorchBackend):  # type: ignore[misc]
+class EchelonBackend(_TorchBackend):
     """Starts the default process group of the workers, as Ray's own does."""
 
     def on_start(self, worker_group: Any, backend_config: EchelonConfig) -> None:
@@ -41,7 +41,7 @@ class EchelonBackend(_TorchBackend):  # type: ignore[misc]
 
 @final
 @dataclass
-class EchelonConfig(TorchConfig):  # type: ignore[misc]
+class EchelonConfig(TorchConfig):
     """A ``TorchConfig`` whose default process group is of the backend ``"echelon"``.
 
     PyTorch's own DDP and FSDP in the training function, also by ``ray.train.torch.prepare_model``,

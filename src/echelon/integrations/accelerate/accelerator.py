@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from echelon.c10d.default_group import start_default_group
-from echelon.checkpoint.api import Folder, load, save, steps
+from echelon.checkpoint.api import load, save, steps
+from echelon.checkpoint.place import Folder
 from echelon.comm.streams import is_cpu
 from echelon.ddp import DDP
 from echelon.errors import ArgumentError, UnsupportedError

@@ -70,6 +70,8 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
         'fsdp'
     """
 
+    model: nn.Module | None  # the base class has it, whose types are not read
+
     def __init__(
         self,
         parallel: Parallel = "ddp",
