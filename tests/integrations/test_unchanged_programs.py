@@ -32,6 +32,7 @@ def train_in(backend: str, folder: str) -> Any:
         dist.init_process_group(echelon.c10d.BACKEND)
     losses, weights = accelerated_training.train(Accelerator, cpu=True)
     gpt_training.train(Trainer, folder)
+    dist.barrier()  # rank 0 has written the weights
     return dist.get_backend(), losses, {**weights, **gpt_training.weights_in(folder)}
 
 
