@@ -1,0 +1,17 @@
+"""Which plan fits and which is fastest, on a cluster that is not here, and why.
+
+In reading order::
+
+    device           a processor with memory: its rates, as data with their sources
+    cluster          hosts of devices, and the links inside of and between them
+    transformer      the sizes of a decoder, which parameters and operations follow from
+    layout           how ranks share the model: the degree of each axis, and what is sharded
+    software_stack   the constants of the software that trains, as data that a script has fitted
+    operations       what one block computes and moves for one microbatch
+    compute_time     how long a device takes for that
+    collective_time  how long collectives take inside of and between hosts
+    stage_time       how long one microbatch takes in each stage of a pipeline
+    step_time        the time of a step as a sum of named terms
+
+Nothing here needs torch: a plan for 10,000 devices is found on a laptop.
+"""

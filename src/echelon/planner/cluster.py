@@ -1,0 +1,109 @@
+"""``Cluster``: hosts of equal devices, and the network between them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, final
+
+from echelon.checks import integer, positive
+from echelon.errors import ArgumentError
+from echelon.planner.device import Device
+
+_FORM = re.compile(r"(?:(\d+)\s*[x×]\s*)?(\d+)\s*[x×]?\s+(\S+)(?:\s*@\s*([\d.]+)\s*Gb/s)?")
+_USUAL_GBIT = {"V100": 400.0, "A100": 1600.0, "A800": 800.0, "MI300X": 3200.0}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Hosts, each with as many devices.
+
+    Attributes:
+        hosts: number of hosts.
+        devices_per_host: number of devices in each.
+        device: what they are.
+        network: bytes/s one way between a host and the others, all its network cards together.
+    """
+
+    hosts: int
+    devices_per_host: int
+    device: Device
+    network: float
+
+    def __post_init__(self) -> None:
+        integer("hosts", self.hosts, low=1)
+        integer("devices_per_host", self.devices_per_host, low=1)
+        positive("network", self.network)
+
+    @property
+    def num_devices(self) -> int:
+        """All devices."""
+        return self.hosts * self.devices_per_host
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """The cluster of a text or of a file of JSON.
+
+        Args:
+            text: hosts x devices and a known device, such as ``8x8 H100``, with the rate between
+                hosts where it is not the usual one: ``8x8 A100 @ 800 Gb/s``; or the path of a JSON
+                file with the fields of this class, of which ``device`` is a name or an object with
+                the fields of ``Device``.
+
+        Raises:
+            ArgumentError: the text has another form, the device is unknown, or a number is wrong.
+
+        Example:
+            >>> cluster = Cluster.parse("2x8 A100 @ 800 Gb/s")
+            >>> cluster.num_devices, cluster.network
+            (16, 100000000000.0)
+        """
+        if text.endswith(".json"):
+            return cls._of_file(Path(text))
+        match = _FORM.fullmatch(text.strip())
+        if match is None:
+            raise ArgumentError(
+                f"cluster is {text!r:.80}: give hosts x devices and a device, such as '8x8 H100' "
+                "or '2x8 A100 @ 800 Gb/s', or the path of a JSON file"
+            )
+        hosts, devices, name, gbit = match.groups()
+        device = Device.preset(name)
+        usual = _USUAL_GBIT.get(device.name.split("-")[0], 3200.0)
+        rate = float(gbit) if gbit else usual * int(devices) / 8
+        return cls(
+            hosts=int(hosts or 1),
+            devices_per_host=int(devices),
+            device=device,
+            network=rate * 1e9 / 8,
+        )
+
+    @classmethod
+    def _of_file(cls, path: Path) -> Cluster:
+        try:
+            value = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ArgumentError(f"cluster {str(path)!r:.200} cannot be read: {error}") from error
+        known = {field.name for field in fields(cls)}
+        if not isinstance(value, Mapping) or set(value) != known:
+            raise ArgumentError(
+                f"cluster {str(path)!r:.200} must be an object with the fields "
+                f"{', '.join(sorted(known))}"
+            )
+        values: dict[str, Any] = dict(value)
+        device = values.pop("device")
+        if isinstance(device, str):
+            return cls(device=Device.preset(device), **values)
+        wanted = {field.name for field in fields(Device)}
+        if not isinstance(device, Mapping) or set(device) - wanted:
+            raise ArgumentError(
+                f"device in {str(path)!r:.200} must be the name of a known one or an object with "
+                f"the fields {', '.join(sorted(wanted))}"
+            )
+        missing = wanted - set(device) - {"source"}
+        if missing:
+            raise ArgumentError(f"device in {str(path)!r:.200} has no {sorted(missing)[0]!r}")
+        return cls(device=Device(**device), **values)

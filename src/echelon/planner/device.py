@@ -1,0 +1,109 @@
+"""``Device``: a processor with memory and its rates; presets are data with their sources."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import final
+
+from echelon.checks import positive
+from echelon.errors import ArgumentError
+
+_GIGA, _TERA = 1e9, 1e12
+# Short names that people use, and the preset that they mean.
+_ALSO = {
+    "V100": "V100-SXM-32",
+    "A100": "A100-SXM-80",
+    "A100-40": "A100-SXM-40",
+    "A100-80": "A100-SXM-80",
+    "A800": "A800-SXM-80",
+    "H100": "H100-SXM",
+    "H800": "H800-SXM",
+    "H200": "H200-SXM",
+    "B200": "B200-SXM",
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator.
+
+    Attributes:
+        name: what it is called.
+        memory: bytes.
+        peak: dense FLOP/s with 16-bit inputs, as its maker prints it.
+        peak_8bit: the same with 8-bit inputs; that of 16 bits where it has none.
+        matmul: FLOP/s of the best large multiplication of 16-bit matrices that was measured.
+        attention: FLOP/s of fused attention in its forward.
+        bandwidth: bytes/s of its memory.
+        link: bytes/s one way to the other devices of its host.
+        bus: bytes/s of the bus in an all-reduce among the devices of a host: what each rank sends,
+            2 (n - 1) / n times the bytes, over the time.
+        processors: multiprocessors, among which a multiplication is dealt in tiles.
+        source: where the numbers are from.
+    """
+
+    name: str
+    memory: float
+    peak: float
+    peak_8bit: float
+    matmul: float
+    attention: float
+    bandwidth: float
+    link: float
+    bus: float
+    processors: int
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("memory", "peak", "peak_8bit", "matmul", "attention", "bandwidth", "bus"):
+            positive(f"{field} of device {self.name!r}", getattr(self, field))
+
+    @classmethod
+    def preset(cls, name: str) -> Device:
+        """A known device by its name.
+
+        Raises:
+            ArgumentError: there is none of this name; the sentence has the names.
+
+        Example:
+            >>> Device.preset("A100").peak
+            312000000000000.0
+        """
+        known = presets()
+        found = known.get(_ALSO.get(name.upper(), name)) or known.get(name.upper())
+        if found is None:
+            names = ", ".join([*known, *(short for short in _ALSO if short not in known)])
+            raise ArgumentError(
+                f"device is {name!r:.80}, which is not known: give one of {names}, or a file of "
+                "JSON that describes the cluster"
+            )
+        return found
+
+
+@cache
+def presets() -> Mapping[str, Device]:
+    """The known devices by name."""
+    text = resources.files("echelon.planner").joinpath("devices.csv").read_text("utf-8")
+    return {row["name"]: _device(row) for row in csv.DictReader(text.splitlines())}
+
+
+def _device(row: Mapping[str, str]) -> Device:
+    peak = float(row["peak_16bit"]) * _TERA
+    return Device(
+        name=row["name"],
+        memory=float(row["memory_gb"]) * _GIGA,
+        peak=peak,
+        peak_8bit=float(row["peak_8bit"]) * _TERA if row["peak_8bit"] else peak,
+        matmul=float(row["matmul_16bit"]) * _TERA,
+        attention=float(row["attention_16bit"]) * _TERA,
+        bandwidth=float(row["memory_tb_s"]) * _TERA,
+        link=float(row["link_gb_s"]) * _GIGA,
+        bus=float(row["bus_gb_s"]) * _GIGA,
+        processors=int(row["processors"]),
+        source=row["source"],
+    )

@@ -1,0 +1,98 @@
+"""``Layout``: how ranks share a model and a batch, with the axes that a ``Plan`` has and more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import final
+
+from echelon.checks import integer, one_of
+from echelon.errors import ArgumentError
+
+
+class Sharded(Enum):
+    """What the ranks of a shard group keep parts of.
+
+    The stages are those of ZeRO (Rajbhandari et al., arXiv 1910.02054, section 5).
+    """
+
+    NOTHING = 0
+    OPTIMIZER = 1
+    GRADIENTS = 2
+    PARAMETERS = 3
+
+
+class Recompute(Enum):
+    """What is computed again in the backward instead of kept."""
+
+    NOTHING = "none"
+    ATTENTION = "selective"
+    BLOCKS = "full"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The degree of each axis, and what is sharded.
+
+    Ranks are ordered with ``tp`` fastest, then ``cp``, ``shard``, ``dp``, and ``pp`` slowest, so
+    that the ranks that talk most are neighbours.
+
+    Attributes:
+        tp: ranks that share each matrix.
+        cp: ranks that share each sequence.
+        ep: ranks, of those that share the batch, that share the experts.
+        shard: ranks that share what ``sharded`` says.
+        dp: replicas of that; ``dp * shard`` ranks have batches of their own.
+        pp: stages on so many ranks.
+        chunks: stages for each rank.
+        microbatch: sequences of one microbatch on one rank of ``dp * shard``.
+        microbatches: in one step.
+        sharded: what the ranks of ``shard`` keep parts of.
+        recompute: what the backward computes again.
+        sequence_parallel: whether norms and residuals are shared over ``tp``, too.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    shard: int = 1
+    dp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    microbatch: int = 1
+    microbatches: int = 1
+    sharded: Sharded = Sharded.NOTHING
+    recompute: Recompute = Recompute.NOTHING
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        degrees = ("tp", "cp", "ep", "shard", "dp", "pp", "chunks")
+        for name in (*degrees, "microbatch", "microbatches"):
+            integer(name, getattr(self, name), low=1)
+        one_of("sharded", self.sharded, list(Sharded))
+        one_of("recompute", self.recompute, list(Recompute))
+        if (self.dp * self.shard) % self.ep:
+            raise ArgumentError(
+                f"ep is {self.ep}, which does not divide dp * shard, {self.dp * self.shard}"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the job."""
+        return self.tp * self.cp * self.shard * self.dp * self.pp
+
+    @property
+    def num_batches(self) -> int:
+        """Ranks that have batches of their own."""
+        return self.dp * self.shard
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of a step.
+
+        Example:
+            >>> Layout(dp=2, shard=4, microbatch=2, microbatches=8).global_batch
+            128
+        """
+        return self.num_batches * self.microbatch * self.microbatches

@@ -1,0 +1,132 @@
+"""How long one microbatch takes in each stage, with the collectives inside of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from echelon.planner.cluster import Cluster
+from echelon.planner.collective_time import Rings
+from echelon.planner.compute_time import Seconds, work_seconds
+from echelon.planner.layout import Layout, Recompute, Sharded
+from echelon.planner.operations import WIDTH, block_work, head_work
+from echelon.planner.software_stack import SoftwareStack
+from echelon.planner.transformer import Transformer
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class BlockTime:
+    """One microbatch in one block, or in the head.
+
+    Attributes:
+        forward: its computation.
+        backward: its computation, with what is computed again.
+        exchanged: seconds of collectives of ``tp``, ``cp`` and ``ep``, which nothing hides.
+        waiting: seconds in which it waits for gathered parameters or for reductions.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    exchanged: float
+    waiting: float
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward.total + self.backward.total + self.exchanged + self.waiting
+
+
+def block_time(
+    model: Transformer, layout: Layout, cluster: Cluster, stack: SoftwareStack, rings: Rings
+) -> BlockTime:
+    """One microbatch through one block, in a forward and a backward.
+
+    With ``tp``, a forward has two all-reduces of the residual stream, and so has a backward
+    (Shoeybi et al., arXiv 1909.08053, section 3). With sequence parallelism each is a
+    reduce-scatter and an all-gather, which move as much (Korthikanti et al., arXiv 2205.05198,
+    section 4.2.2).
+    """
+    passes = block_work(model, layout, stack)
+    device = cluster.device
+    forward = work_seconds(passes.forward, device, stack)
+    backward = work_seconds(passes.backward, device, stack)
+    tokens = layout.microbatch * model.seq / layout.cp
+    exchange = _exchanges(model, layout, rings, tokens)
+    runs = 2  # one in the forward, one in the backward
+    if layout.recompute is Recompute.BLOCKS:
+        backward = backward.plus(forward)
+        runs += 1
+    elif layout.recompute is Recompute.ATTENTION:
+        backward = backward.plus(Seconds(attention=forward.attention))
+    waiting = 0.0
+    if layout.shard > 1 and layout.sharded in (Sharded.PARAMETERS, Sharded.GRADIENTS):
+        waiting = _waiting(model, layout, stack, rings, (forward.total, backward.total))
+    return BlockTime(
+        forward=forward, backward=backward, exchanged=runs * exchange, waiting=waiting
+    )
+
+
+def head_time(
+    model: Transformer, layout: Layout, cluster: Cluster, stack: SoftwareStack
+) -> Seconds:
+    """One microbatch through embedding, head and loss, in a forward and a backward."""
+    return work_seconds(head_work(model, layout, stack.rates), cluster.device, stack)
+
+
+def blocks_of_stages(layers: int, stages: int) -> list[int]:
+    """The numbers of blocks of stages that are cut evenly; the first ones have those left over.
+
+    Example:
+        >>> blocks_of_stages(10, 4)
+        [3, 3, 2, 2]
+    """
+    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+
+
+def stage_seconds(blocks: Sequence[int], block: float, head: float, hop: float) -> list[float]:
+    """One microbatch in each stage: its blocks, in the last one the head, and two messages."""
+    times = [count * block + 2 * hop for count in blocks]
+    times[-1] += head
+    return times
+
+
+def _exchanges(model: Transformer, layout: Layout, rings: Rings, tokens: float) -> float:
+    """Seconds of one pass through a block, forward or backward."""
+    nbytes = WIDTH * tokens * model.hidden
+    seconds = 2 * rings.tp.all_reduce(nbytes)
+    if layout.cp > 1:  # keys and values go round (Liu et al., arXiv 2310.01889, section 3)
+        kv_bytes = 2 * WIDTH * tokens * model.kv_heads * model.head_dim / layout.tp
+        seconds += rings.cp.one_pass(kv_bytes * layout.cp)
+    if layout.ep > 1:  # tokens go to their experts and back
+        seconds += 2 * rings.ep.one_pass(nbytes * model.active_experts)
+    return seconds
+
+
+def _waiting(
+    model: Transformer,
+    layout: Layout,
+    stack: SoftwareStack,
+    rings: Rings,
+    computing: tuple[float, float],
+) -> float:
+    """Seconds in which a block waits for its parameters or for the reduction of its gradients.
+
+    The next block's gather and the last one's reduction run while this block computes, so the
+    longer one counts, and part of the shorter one, because they share memory and processors.
+    """
+    forward, backward = computing
+    elements = model.block_parameters / layout.tp
+    gather = rings.shard.one_pass(WIDTH * elements)
+    reduce = rings.shard.one_pass(stack.gradient_bytes * elements)
+    reduce += rings.dp.all_reduce(stack.gradient_bytes * elements / layout.shard)
+    gathers_again = layout.sharded is Sharded.PARAMETERS
+    contention = stack.rates.contention
+
+    def lost(compute: float, collective: float) -> float:
+        return max(0.0, collective - compute) + contention * min(compute, collective)
+
+    if not gathers_again and layout.microbatches > 1:
+        return lost(backward, reduce)  # parameters stay whole from one microbatch to the next
+    return lost(forward, gather) + lost(backward, gather * gathers_again + reduce)
