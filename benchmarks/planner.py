@@ -1,0 +1,108 @@
+"""Judges the planner on published runs: times, what fits, and the choice among plans.
+
+    python benchmarks/planner.py                    # benchmarks/data/published_runs.csv
+    python benchmarks/planner.py FILE.csv           # rows of anybody, with the same columns
+
+Nothing is fitted here: the constants are those of ``src/echelon/planner/rates.json``. Beside each
+error stands that of one FLOP rate, the best one for just these rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from published_runs import PATH, PublishedRun, read_runs
+
+from echelon.planner.layout import Recompute
+from echelon.planner.software_stack import rates_of
+from echelon.planner.step_time import step_time
+
+
+def predicted(run: PublishedRun) -> float:
+    """Seconds of a step."""
+    stack = run.stack(rates_of(run.stack_name))
+    return step_time(run.model, run.layout, run.cluster, stack, run.blocks).total
+
+
+def flop_seconds(run: PublishedRun) -> float:
+    """Seconds of a step at the peak of the device, recomputation included."""
+    passes = 4 / 3 if run.layout.recompute is Recompute.BLOCKS else 1.0
+    flops = run.model.flops() * run.layout.global_batch * passes
+    return flops / (run.layout.num_ranks * run.cluster.device.peak)
+
+
+def errors_of(times: Sequence[float], runs: Sequence[PublishedRun]) -> list[float]:
+    """Predicted over published, less one."""
+    return [time / run.step_s - 1 for time, run in zip(times, runs, strict=True) if run.step_s]
+
+
+def line(name: str, errors: Sequence[float]) -> str:
+    """The figures of one source as text."""
+    sizes = [abs(error) for error in errors]
+    within = sum(size <= 0.15 for size in sizes) / len(sizes)
+    return (
+        f"{name:<30} {len(sizes):>5} {statistics.fmean(sizes):>8.1%} "
+        f"{statistics.median(sizes):>8.1%} {within:>6.0%}"
+    )
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's: that of the ranks."""
+    order_a, order_b = (sorted(range(len(x)), key=x.__getitem__) for x in (a, b))
+    rank_a, rank_b = [0.0] * len(a), [0.0] * len(b)
+    for place, index in enumerate(order_a):
+        rank_a[index] = place
+    for place, index in enumerate(order_b):
+        rank_b[index] = place
+    return statistics.correlation(rank_a, rank_b)
+
+
+def judge_choices(runs: Sequence[PublishedRun]) -> None:
+    """For runs that differ in their plan alone: what choosing by prediction would have cost."""
+    groups: dict[tuple[object, ...], list[PublishedRun]] = {}
+    for run in runs:
+        groups.setdefault(run.plan_group, []).append(run)
+    by_source: dict[str, list[tuple[float, float]]] = {}
+    for rows in groups.values():
+        if len(rows) < 3:
+            continue
+        times = [predicted(run) for run in rows]
+        real = [run.step_s or 0.0 for run in rows]
+        chosen = real[min(range(len(rows)), key=times.__getitem__)]
+        by_source.setdefault(rows[0].source, []).append(
+            (chosen / min(real) - 1, rank_correlation(times, real))
+        )
+    print(f"\n{'choice among plans':<30} {'groups':>6} {'regret':>8} {'worst':>8} {'rank corr.':>10}")
+    for source, pairs in by_source.items():
+        regrets = [regret for regret, _ in pairs]
+        print(
+            f"{source:<30} {len(pairs):>6} {statistics.fmean(regrets):>8.1%} {max(regrets):>8.1%} "
+            f"{statistics.fmean(corr for _, corr in pairs):>10.2f}"
+        )
+
+
+def main() -> None:
+    """Read rows, and print the figures of each source."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", nargs="?", type=Path, default=PATH)
+    runs = read_runs(parser.parse_args().file)
+    timed = [run for run in runs if run.step_s is not None]
+    sources: dict[str, list[PublishedRun]] = {}
+    for run in timed:
+        sources.setdefault(run.source, []).append(run)
+    print(f"{'time of a step':<30} {'rows':>5} {'mean':>8} {'median':>8} {'15 %':>6}")
+    for source, rows in sources.items():
+        print(line(source, errors_of([predicted(run) for run in rows], rows)))
+        ideal = [flop_seconds(run) for run in rows]
+        rate = statistics.median(
+            run.step_s / time for run, time in zip(rows, ideal, strict=True) if run.step_s
+        )
+        print(line("  one FLOP rate", errors_of([rate * time for time in ideal], rows)))
+    judge_choices(timed)
+
+
+if __name__ == "__main__":
+    main()
