@@ -120,9 +120,10 @@ def stacks_of(runs: Sequence[PublishedRun]) -> dict[str, list[PublishedRun]]:
 def report(name: str, errors: np.ndarray) -> None:
     """One line of figures."""
     size = np.abs(errors)
+    within = (size <= 0.15).mean()
     print(
         f"{name:<28} {len(errors):>4} rows  mean error {size.mean():6.1%}  median "
-        f"{np.median(size):6.1%}  bias {errors.mean():+6.1%}  within 15 % {(size <= 0.15).mean():4.0%}"
+        f"{np.median(size):6.1%}  bias {errors.mean():+6.1%}  within 15 % {within:4.0%}"
     )
 
 

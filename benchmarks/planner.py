@@ -75,7 +75,9 @@ def judge_choices(runs: Sequence[PublishedRun]) -> None:
         by_source.setdefault(rows[0].source, []).append(
             (chosen / min(real) - 1, rank_correlation(times, real))
         )
-    print(f"\n{'choice among plans':<30} {'groups':>6} {'regret':>8} {'worst':>8} {'rank corr.':>10}")
+    print(
+        f"\n{'choice among plans':<30} {'groups':>6} {'regret':>8} {'worst':>8} {'rank corr.':>10}"
+    )
     for source, pairs in by_source.items():
         regrets = [regret for regret, _ in pairs]
         print(

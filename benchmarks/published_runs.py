@@ -13,7 +13,7 @@ from pathlib import Path
 
 from echelon.planner.cluster import Cluster
 from echelon.planner.device import Device
-from echelon.planner.layout import Layout, Recompute, Sharded
+from echelon.planner.layout import Layout, Recompute, ShardedStates
 from echelon.planner.software_stack import Attention, Rates, SoftwareStack
 from echelon.planner.transformer import Transformer
 
@@ -111,7 +111,9 @@ def _layout(row: Mapping[str, str]) -> Layout:
     zero = row["zero"]
     dp = int(_number(row, "dp", 1))
     shard = int(_number(row, "shard", 1))
-    stage = 3 if zero.startswith(("3", "hsdp")) else int(zero[0]) if zero[:1] in "123" and zero else 0
+    stage = (
+        3 if zero.startswith(("3", "hsdp")) else int(zero[0]) if zero[:1] in "123" and zero else 0
+    )
     if dp % shard:
         shard = 1
     microbatch = max(1, round(_number(row, "mbs", 1)))
@@ -126,7 +128,7 @@ def _layout(row: Mapping[str, str]) -> Layout:
         dp=dp // shard,
         microbatch=microbatch,
         microbatches=microbatches,
-        sharded=Sharded(stage) if shard > 1 else Sharded.NOTHING,
+        sharded=ShardedStates(stage) if shard > 1 else ShardedStates.NOTHING,
         recompute=(
             Recompute.BLOCKS
             if recompute == "full"
@@ -176,7 +178,9 @@ def _run(row: Mapping[str, str]) -> PublishedRun:
     attention = row["attention"]
     fused = not attention.startswith("unfused")
     gradients = row["grad_dtype"]
-    in_full = "fp32" in gradients and "bf16 reduce" not in gradients and "and reduce" not in gradients
+    in_full = (
+        "fp32" in gradients and "bf16 reduce" not in gradients and "and reduce" not in gradients
+    )
     group = (
         row["source"], row["model"], row["layers"], row["hidden"], row["seq"], row["gpus"],
         row["gpu"], row["gbs"],
@@ -204,5 +208,3 @@ def _run(row: Mapping[str, str]) -> PublishedRun:
         blocks=_blocks(row, layout),
         plan_group=group,
     )
-
-

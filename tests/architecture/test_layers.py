@@ -31,7 +31,7 @@ LAYERS: list[set[str]] = [
     {"testing", "train"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
     {"plan"},
-    {"laboratory", "integrations"},
+    {"integrations", "laboratory", "planner"},
     {"cli"},
     {"__main__"},
     {PACKAGE},  # __init__.py: the public names

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from echelon.planner.device import Device
-from echelon.planner.operations import Multiplication, Work
+from echelon.planner.operations import Multiplication, RankWork
 from echelon.planner.software_stack import Attention, SoftwareStack
 
 _TILE = 128  # rows and columns of the output that one multiprocessor computes at once
@@ -49,7 +49,7 @@ def matmul_seconds(product: Multiplication, device: Device, stack: SoftwareStack
     rates = stack.rates
     tiles = math.ceil(product.rows / _TILE) * math.ceil(product.columns / _TILE)
     waves = math.ceil(tiles / device.processors) * device.processors / tiles
-    lost = min(waves, _MOST_LOST) ** rates.waves
+    lost: float = min(waves, _MOST_LOST) ** rates.waves
     return (
         lost * product.flops / (device.matmul * rates.matmul)
         + product.nbytes / (device.bandwidth * rates.memory)
@@ -57,7 +57,7 @@ def matmul_seconds(product: Multiplication, device: Device, stack: SoftwareStack
     )
 
 
-def work_seconds(work: Work, device: Device, stack: SoftwareStack) -> Seconds:
+def work_seconds(work: RankWork, device: Device, stack: SoftwareStack) -> Seconds:
     """The time of the device, or that of the host where launching takes longer."""
     rates = stack.rates
     fused = stack.attention is Attention.FUSED

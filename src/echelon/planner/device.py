@@ -75,14 +75,14 @@ class Device:
             312000000000000.0
         """
         known = presets()
-        found = known.get(_ALSO.get(name.upper(), name)) or known.get(name.upper())
-        if found is None:
+        device = known.get(_ALSO.get(name.upper(), name)) or known.get(name.upper())
+        if device is None:
             names = ", ".join([*known, *(short for short in _ALSO if short not in known)])
             raise ArgumentError(
                 f"device is {name!r:.80}, which is not known: give one of {names}, or a file of "
                 "JSON that describes the cluster"
             )
-        return found
+        return device
 
 
 @cache

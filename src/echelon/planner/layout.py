@@ -10,7 +10,7 @@ from echelon.checks import integer, one_of
 from echelon.errors import ArgumentError
 
 
-class Sharded(Enum):
+class ShardedStates(Enum):
     """What the ranks of a shard group keep parts of.
 
     The stages are those of ZeRO (Rajbhandari et al., arXiv 1910.02054, section 5).
@@ -62,7 +62,7 @@ class Layout:
     chunks: int = 1
     microbatch: int = 1
     microbatches: int = 1
-    sharded: Sharded = Sharded.NOTHING
+    sharded: ShardedStates = ShardedStates.NOTHING
     recompute: Recompute = Recompute.NOTHING
     sequence_parallel: bool = False
 
@@ -70,7 +70,7 @@ class Layout:
         degrees = ("tp", "cp", "ep", "shard", "dp", "pp", "chunks")
         for name in (*degrees, "microbatch", "microbatches"):
             integer(name, getattr(self, name), low=1)
-        one_of("sharded", self.sharded, list(Sharded))
+        one_of("sharded", self.sharded, list(ShardedStates))
         one_of("recompute", self.recompute, list(Recompute))
         if (self.dp * self.shard) % self.ep:
             raise ArgumentError(

@@ -40,7 +40,7 @@ class Multiplication(NamedTuple):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class RankWork:
     """Of one rank.
 
     Attributes:
@@ -59,8 +59,8 @@ class Work:
 class Passes(NamedTuple):
     """The work of a forward and of a backward."""
 
-    forward: Work
-    backward: Work
+    forward: RankWork
+    backward: RankWork
 
 
 def block_work(model: Transformer, layout: Layout, stack: SoftwareStack) -> Passes:
@@ -80,13 +80,13 @@ def block_work(model: Transformer, layout: Layout, stack: SoftwareStack) -> Pass
     score_bytes = 0.0 if fused else _score_bytes(stack, scores)
     kernels = _KERNELS[stack.attention] + (5 * layout.ep if model.experts > 1 else 0)
     return Passes(
-        Work(
+        RankWork(
             multiplications=forward,
             attention_flops=flops / 2 if fused else flops,
             moved=moved + score_bytes,
             kernels=kernels,
         ),
-        Work(
+        RankWork(
             multiplications=backward,
             attention_flops=2.5 * flops / 2 if fused else 2 * flops,
             moved=1.6 * moved + 1.2 * score_bytes,
@@ -95,13 +95,13 @@ def block_work(model: Transformer, layout: Layout, stack: SoftwareStack) -> Pass
     )
 
 
-def head_work(model: Transformer, layout: Layout, rates: Rates) -> Work:
+def head_work(model: Transformer, layout: Layout, rates: Rates) -> RankWork:
     """Of the embedding, the head and the loss, in a forward and a backward together."""
     tokens = layout.microbatch * model.seq / layout.cp
     columns = model.vocab / layout.tp
     forward = Multiplication(tokens, model.hidden, columns)
     moved = 2 * tokens * columns * rates.logit_bytes + 16 * tokens * model.hidden
-    return Work(
+    return RankWork(
         multiplications=(forward, *_transposed((forward,))),
         attention_flops=0.0,
         moved=moved,

@@ -11,7 +11,7 @@ from typing import final
 from echelon.checks import integer
 from echelon.errors import ArgumentError
 from echelon.planner.cluster import Cluster
-from echelon.planner.layout import Layout, Recompute, Sharded
+from echelon.planner.layout import Layout, Recompute, ShardedStates
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.step_memory import StepMemory, step_memory
 from echelon.planner.step_time import StepTime, step_time
@@ -163,7 +163,7 @@ def layouts(model: Transformer, cluster: Cluster, limits: SearchLimits) -> Itera
 
     devices = cluster.num_devices
     for tp in values("tp", _divisors(min(cluster.devices_per_host, model.heads))):
-        if model.kv_heads % tp and tp % model.kv_heads or devices % tp:
+        if (model.kv_heads % tp and tp % model.kv_heads) or devices % tp:
             continue
         for pp in values("pp", [p for p in _divisors(devices // tp) if p <= model.layers]):
             for cp in values("cp", [c for c in _divisors(devices // tp // pp) if c <= 8]):
@@ -190,7 +190,7 @@ def _with_batches(
         chosen["dp"] = batches // shard
         if any(fixed.get(name, value) != value for name, value in chosen.items()):
             continue
-        what = [Sharded.NOTHING] if shard == 1 else _sharded(pp)
+        what = [ShardedStates.NOTHING] if shard == 1 else _sharded(pp)
         for sharded, recompute in itertools.product(what, (Recompute.NOTHING, Recompute.BLOCKS)):
             yield Layout(
                 tp=tp,
@@ -204,11 +204,11 @@ def _with_batches(
             )
 
 
-def _sharded(pp: int) -> list[Sharded]:
+def _sharded(pp: int) -> list[ShardedStates]:
     """In a pipeline, parameters that are gathered stay whole from one microbatch to the next."""
     if pp > 1:
-        return [Sharded.OPTIMIZER, Sharded.GRADIENTS]
-    return [Sharded.OPTIMIZER, Sharded.GRADIENTS, Sharded.PARAMETERS]
+        return [ShardedStates.OPTIMIZER, ShardedStates.GRADIENTS]
+    return [ShardedStates.OPTIMIZER, ShardedStates.GRADIENTS, ShardedStates.PARAMETERS]
 
 
 def _divisors(number: int) -> list[int]:

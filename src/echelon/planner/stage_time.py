@@ -9,7 +9,7 @@ from typing import final
 from echelon.planner.cluster import Cluster
 from echelon.planner.collective_time import Rings
 from echelon.planner.compute_time import Seconds, work_seconds
-from echelon.planner.layout import Layout, Recompute, Sharded
+from echelon.planner.layout import Layout, Recompute, ShardedStates
 from echelon.planner.operations import WIDTH, block_work, head_work
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.transformer import Transformer
@@ -61,11 +61,9 @@ def block_time(
     elif layout.recompute is Recompute.ATTENTION:
         backward = backward.plus(Seconds(attention=forward.attention))
     waiting = 0.0
-    if layout.shard > 1 and layout.sharded in (Sharded.PARAMETERS, Sharded.GRADIENTS):
+    if layout.shard > 1 and layout.sharded in (ShardedStates.PARAMETERS, ShardedStates.GRADIENTS):
         waiting = _waiting(model, layout, stack, rings, (forward.total, backward.total))
-    return BlockTime(
-        forward=forward, backward=backward, exchanged=runs * exchange, waiting=waiting
-    )
+    return BlockTime(forward=forward, backward=backward, exchanged=runs * exchange, waiting=waiting)
 
 
 def head_time(
@@ -121,7 +119,7 @@ def _waiting(
     gather = rings.shard.one_pass(WIDTH * elements)
     reduce = rings.shard.one_pass(stack.gradient_bytes * elements)
     reduce += rings.dp.all_reduce(stack.gradient_bytes * elements / layout.shard)
-    gathers_again = layout.sharded is Sharded.PARAMETERS
+    gathers_again = layout.sharded is ShardedStates.PARAMETERS
     contention = stack.rates.contention
 
     def lost(compute: float, collective: float) -> float:

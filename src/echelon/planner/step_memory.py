@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from echelon.planner.layout import Layout, Recompute, Sharded
+from echelon.planner.layout import Layout, Recompute, ShardedStates
 from echelon.planner.operations import WIDTH
 from echelon.planner.software_stack import Attention, SoftwareStack
 from echelon.planner.stage_time import blocks_of_stages
@@ -75,19 +75,19 @@ def stage_memory(
     sharded, shard = layout.sharded, layout.shard
     block_bytes = WIDTH * _block_elements(model, layout)
     tokens = layout.microbatch * model.seq / layout.cp
-    whole_parameters = sharded is not Sharded.PARAMETERS
+    whole_parameters = sharded is not ShardedStates.PARAMETERS
     keep = block_activations(model, layout, stack)
     under_way = microbatches_under_way(layout, stage)
     activations = under_way * blocks[stage] * keep / layout.chunks
     inside = block_activations(model, layout, stack, recompute=Recompute.NOTHING)
     gradient_bytes = stack.gradient_bytes
-    divided = shard if sharded in (Sharded.GRADIENTS, Sharded.PARAMETERS) else 1
+    divided = shard if sharded in (ShardedStates.GRADIENTS, ShardedStates.PARAMETERS) else 1
     is_last = stage == layout.pp - 1
     return StepMemory(
         rank_stage=stage,
         parameters=WIDTH * elements / (1 if whole_parameters else shard),
         gradients=gradient_bytes * elements / divided,
-        optimizer=_OPTIMIZER_BYTES * elements / (1 if sharded is Sharded.NOTHING else shard),
+        optimizer=_OPTIMIZER_BYTES * elements / (1 if sharded is ShardedStates.NOTHING else shard),
         gathered=0.0 if whole_parameters or shard == 1 else 2 * block_bytes,
         activations=activations,
         working=(inside - keep) + (gradient_bytes / WIDTH * block_bytes if divided > 1 else 0.0),

@@ -10,7 +10,7 @@ from typing import final
 from echelon.planner.cluster import Cluster
 from echelon.planner.collective_time import Rings, rings_of
 from echelon.planner.compute_time import Seconds
-from echelon.planner.layout import Layout, Sharded
+from echelon.planner.layout import Layout, ShardedStates
 from echelon.planner.operations import WIDTH
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.stage_time import (
@@ -139,7 +139,10 @@ def _hop(
 def _edges(model: Transformer, layout: Layout, stack: SoftwareStack, rings: Rings) -> float:
     """Gathers and reductions of embedding and head, and those of the first block: nothing is
     computed meanwhile."""
-    if layout.shard == 1 or layout.sharded not in (Sharded.PARAMETERS, Sharded.GRADIENTS):
+    if layout.shard == 1 or layout.sharded not in (
+        ShardedStates.PARAMETERS,
+        ShardedStates.GRADIENTS,
+    ):
         return 0.0
     edge = (model.embedding_parameters + model.head_parameters) / layout.tp / layout.pp
     block = model.block_parameters / layout.tp
@@ -156,7 +159,7 @@ def _reduce(
     backward: float,
 ) -> float:
     """Waiting for the reduction of gradients that no backward hides; 0 where shards are reduced."""
-    if layout.shard > 1 and layout.sharded in (Sharded.PARAMETERS, Sharded.GRADIENTS):
+    if layout.shard > 1 and layout.sharded in (ShardedStates.PARAMETERS, ShardedStates.GRADIENTS):
         return 0.0
     elements = (count * model.block_parameters + model.embedding_parameters) / layout.tp
     nbytes = stack.gradient_bytes * elements
@@ -171,8 +174,8 @@ def _optimizer(
     model: Transformer, layout: Layout, cluster: Cluster, stack: SoftwareStack, count: int
 ) -> float:
     elements = (count * model.block_parameters + model.embedding_parameters) / layout.tp
-    shard = elements / (layout.shard if layout.sharded is not Sharded.NOTHING else 1)
+    shard = elements / (layout.shard if layout.sharded is not ShardedStates.NOTHING else 1)
     nbytes = _OPTIMIZER_BYTES * shard + _WEIGHT_BYTES * elements
-    if layout.sharded is Sharded.PARAMETERS:
+    if layout.sharded is ShardedStates.PARAMETERS:
         nbytes = (_OPTIMIZER_BYTES + _WEIGHT_BYTES) * shard
     return nbytes / (cluster.device.bandwidth * stack.rates.optimizer)

@@ -77,7 +77,8 @@ class Transformer:
     def block_parameters(self) -> int:
         """Of one block."""
         router = self.hidden * self.experts if self.experts > 1 else 0
-        return self.attention_parameters + self.experts * self.expert_parameters + router + self._norm
+        ffn = self.experts * self.expert_parameters + router
+        return self.attention_parameters + ffn + self._norm
 
     @property
     def embedding_parameters(self) -> int:

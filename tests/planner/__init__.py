@@ -1,0 +1,1 @@
+"""The planner: terms by hand, published runs, and the search against all layouts."""

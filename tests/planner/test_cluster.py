@@ -1,0 +1,50 @@
+import json
+from pathlib import Path
+
+import pytest
+
+import echelon as ec
+from echelon.planner.cluster import Cluster
+
+
+def test_a_text_names_hosts_devices_and_the_rate_between_hosts() -> None:
+    cluster = Cluster.parse("4x8 H100 @ 1600 Gb/s")
+    assert (cluster.hosts, cluster.devices_per_host, cluster.device.name) == (4, 8, "H100-SXM")
+    assert cluster.network == 200e9
+
+
+def test_one_host_needs_no_number_of_hosts() -> None:
+    assert Cluster.parse("8 A100").num_devices == 8
+
+
+def test_a_file_describes_a_device_of_ones_own(tmp_path: Path) -> None:
+    device = {
+        "name": "mine", "memory": 1e9, "peak": 1e12, "peak_8bit": 1e12, "matmul": 8e11,
+        "attention": 5e11, "bandwidth": 1e10, "link": 1e9, "bus": 1e9, "processors": 10,
+    }  # fmt: skip
+    path = tmp_path / "cluster.json"
+    path.write_text(
+        json.dumps({"hosts": 1, "devices_per_host": 2, "device": device, "network": 1e9})
+    )
+    assert Cluster.parse(str(path)).device.name == "mine"
+    del device["bus"]
+    path.write_text(
+        json.dumps({"hosts": 1, "devices_per_host": 2, "device": device, "network": 1e9})
+    )
+    with pytest.raises(ec.ArgumentError, match="has no 'bus'"):
+        Cluster.parse(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("8x8 H900", "device is 'H900', which is not known"),
+        ("many H100", "give hosts x devices and a device"),
+        ("8x8 H100 @ 0 Gb/s", "network"),
+        ("0x8 H100", "hosts"),
+        ("nowhere.json", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said(text: str, sentence: str) -> None:
+    with pytest.raises(ec.ArgumentError, match=sentence):
+        Cluster.parse(text)

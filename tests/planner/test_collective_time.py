@@ -1,0 +1,32 @@
+import pytest
+
+from echelon.planner.collective_time import ring, rings_of
+from echelon.planner.layout import Layout
+from tests.planner.sizes import RATES, cluster
+
+
+def test_a_ring_inside_of_a_host_has_the_bus() -> None:
+    inside = ring(4, 2, cluster(2, 8), RATES)
+    assert not inside.between_hosts
+    assert inside.one_pass(4e9) == pytest.approx(3 / 4 * 4e9 / 100e9)
+
+
+def test_a_ring_with_one_rank_in_each_host_has_its_share_of_the_network() -> None:
+    between = ring(2, 8, cluster(2, 8), RATES)
+    assert between.between_hosts
+    assert between.rate == pytest.approx(100e9 / 8)
+
+
+def test_a_ring_with_all_ranks_of_a_host_has_the_whole_network() -> None:
+    assert ring(16, 1, cluster(2, 8), RATES).rate == pytest.approx(100e9)
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert ring(1, 1, cluster(1, 8), RATES).all_reduce(1e9) == 0.0
+
+
+def test_tp_is_innermost_and_pp_outermost() -> None:
+    rings = rings_of(Layout(tp=8, shard=2, pp=2), cluster(4, 8), RATES)
+    assert not rings.tp.between_hosts
+    assert rings.shard.between_hosts
+    assert rings.message.between_hosts
