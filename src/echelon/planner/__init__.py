@@ -12,6 +12,9 @@ In reading order::
     collective_time  how long collectives take inside of and between hosts
     stage_time       how long one microbatch takes in each stage of a pipeline
     step_time        the time of a step as a sum of named terms
+    step_memory      what a rank keeps at the peak of a step, by category
+    plan_search      all layouts of a cluster, those that fit, and the fastest
+    model_file       a model's sizes from a file
 
 Nothing here needs torch: a plan for 10,000 devices is found on a laptop.
 """

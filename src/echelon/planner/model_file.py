@@ -1,0 +1,99 @@
+"""Reads a ``Transformer`` from a file: our own sizes, or the configuration of a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import ArgumentError
+from echelon.planner.transformer import Transformer
+
+# Families whose blocks have two matrices in the feed-forward part, and those that have three.
+_TWO = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "mpt", "phi", "falcon", "starcoder2")
+_THREE = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2",
+    "gemma3_text", "phi3", "olmo", "olmo2", "granite", "smollm3", "stablelm", "cohere", "yi",
+)  # fmt: skip
+_WITH_BIASES = ("gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "phi", "starcoder2")
+_WITH_POSITIONS = ("gpt2", "gpt_neo", "opt")
+# Our name of a size, and the names that configurations have for it.
+_NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "vocab": ("vocab_size",),
+    "seq": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
+}
+_INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+
+
+def read_transformer(path: Path, seq: int | None = None) -> Transformer:
+    """The model of a file.
+
+    Args:
+        path: JSON with the fields of ``Transformer``, or with the configuration of a model of
+            ``transformers``, or a folder that has the latter as ``config.json``.
+        seq: tokens of a sequence; None: as many as the file says.
+
+    Raises:
+        ArgumentError: the file cannot be read, or does not say all sizes.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        value = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"model {str(file)!r:.200} cannot be read: {error}") from error
+    if not isinstance(value, Mapping):
+        raise ArgumentError(f"model {str(file)!r:.200} must be an object of JSON")
+    sizes = _of_config(value, str(file)) if "model_type" in value else _of_fields(value, str(file))
+    if seq is not None:
+        sizes["seq"] = seq
+    return Transformer(**sizes)
+
+
+def _of_fields(value: Mapping[str, Any], file: str) -> dict[str, Any]:
+    known = {field.name for field in fields(Transformer)}
+    needed = {field.name for field in fields(Transformer) if field.default is MISSING}
+    unknown, missing = sorted(set(value) - known), sorted(needed - set(value))
+    if unknown or missing:
+        wrong = f"has {unknown[0]!r}" if unknown else f"has no {missing[0]!r}"
+        raise ArgumentError(
+            f"model {file!r:.200} {wrong}: give the fields {', '.join(sorted(known))}, or the "
+            "configuration of a model, which has 'model_type'"
+        )
+    return dict(value)
+
+
+def _of_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
+    family = config["model_type"]
+    if family not in (*_TWO, *_THREE):
+        raise ArgumentError(
+            f"model {file!r:.200} is of the family {family!r:.40}, which is not known: write the "
+            f"fields {', '.join(field.name for field in fields(Transformer))} into a JSON file"
+        )
+    sizes = {name: _first(config, names, file) for name, names in _NAMES.items()}
+    hidden, heads = sizes["hidden"], sizes["heads"]
+    experts = config.get("num_local_experts") or config.get("num_experts") or 1
+    inner = next((config[name] for name in _INNER if config.get(name)), 4 * hidden)
+    return {
+        **sizes,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or hidden // heads,
+        "ffn": config.get("moe_intermediate_size", inner) if experts > 1 else inner,
+        "gated": family in _THREE,
+        "tied": config.get("tie_word_embeddings", family in ("gpt2", "gemma", "gemma2")),
+        "positions": sizes["seq"] if family in _WITH_POSITIONS else 0,
+        "biases": family in _WITH_BIASES,
+        "experts": experts,
+        "active_experts": config.get("num_experts_per_tok", 1) if experts > 1 else 1,
+    }
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...], file: str) -> int:
+    for name in names:
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    raise ArgumentError(f"model {file!r:.200} does not say {names[0]}")

@@ -1,0 +1,63 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import echelon as ec
+from echelon.planner.model_file import read_transformer
+
+SMALL = {
+    "llama": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    "mistral": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},
+    "gemma": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    "mixtral": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    "olmo2": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+}
+FIELDS = {
+    "layers": 2, "hidden": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "ffn": 16, "gated": True,
+    "vocab": 10, "seq": 4, "tied": False,
+}  # fmt: skip
+
+
+def write(folder: Path, value: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+    return path
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma", "mixtral"])
+def test_the_parameters_of_a_configuration_are_those_of_its_model(
+    family: str, tmp_path: Path
+) -> None:
+    config = AutoConfig.for_model(family, vocab_size=100, **SMALL[family])
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    expected = sum(param.numel() for param in model.parameters())
+    assert read_transformer(tmp_path).num_parameters == expected
+
+
+def test_our_own_fields_are_taken_as_they_are(tmp_path: Path) -> None:
+    model = read_transformer(write(tmp_path, FIELDS), seq=128)
+    assert (model.layers, model.ffn, model.seq) == (2, 16, 128)
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "must be an object of JSON"),
+        ({**FIELDS, "depth": 3}, "has 'depth': give the fields"),
+        ({"layers": 2}, "has no 'ffn'"),
+        ({"model_type": "resnet"}, "family 'resnet', which is not known"),
+        ({"model_type": "llama", "hidden_size": 8}, "does not say num_hidden_layers"),
+        ({**FIELDS, "heads": 0}, "heads is 0"),
+    ],
+)
+def test_what_is_wrong_is_said(value: Any, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ec.ArgumentError, match=sentence):
+        read_transformer(write(tmp_path, value))
