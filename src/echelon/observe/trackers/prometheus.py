@@ -82,6 +82,7 @@ class PrometheusFile:
         path = run.folder / "metrics.prom" if place is None else Path(place)
         if run.rank is not None:
             path = path.with_name(f"{path.stem}-rank-{run.rank}{path.suffix}")
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._values = PrometheusValues(run)
 
