@@ -63,7 +63,7 @@ def values_in_metrics(folder: Path) -> Values:
                 values["validation/loss"].append((line["step"], line["loss"]))
             case "ranks":
                 peak = max(rank["process_peak"] for rank in line["ranks"])
-                values["memory/process_peak_bytes"].append((STEPS, peak))
+                values["memory/greatest_process_peak_bytes"].append((STEPS, peak))
                 for field, name in {"calls": "calls", "wait_s": "wait_seconds"}.items():
                     most = max(rank["comm"]["barrier"][field] for rank in line["ranks"])
                     values[f"comm/barrier_{name}"].append((STEPS, most))

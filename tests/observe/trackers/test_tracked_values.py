@@ -40,7 +40,7 @@ def test_of_the_numbers_of_ranks_the_greatest_counts() -> None:
         return {"rank": 0, "pid": 1, "process_peak": peak + 1, "memory": memory, "comm": comm}
 
     assert tracked_values({"kind": "ranks", "ranks": [rank(10, 0.5), rank(20, 0.25)]}) == {
-        "memory/process_peak_bytes": 21,
+        "memory/greatest_process_peak_bytes": 21,
         "memory/optimizer_state_peak_bytes": 20,
         "comm/all_reduce_calls": 2,
         "comm/all_reduce_bytes": 40,

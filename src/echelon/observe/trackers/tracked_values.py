@@ -68,7 +68,7 @@ def _greatest(ranks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Memory and communication of a run: of each number the greatest of all ranks."""
     values: dict[str, float] = {}
     for rank in ranks:
-        numbers = {"memory/process_peak_bytes": rank["process_peak"]}
+        numbers = {"memory/greatest_process_peak_bytes": rank["process_peak"]}
         for category, total in rank["memory"].items():
             numbers[f"memory/{_as_name(category)}_peak_bytes"] = total["peak"]
         for op, total in rank["comm"].items():
