@@ -41,6 +41,8 @@ class Host(Enum):
     """A library whose trainer is measured."""
 
     LIGHTNING = "lightning"
+    ACCELERATE = "accelerate"
+    TRANSFORMERS = "transformers"
 
 
 @contextmanager
