@@ -25,6 +25,7 @@ RANKS, STEPS, ROWS = 4, 3, 8
 _OF_LINUX = (
     "echelon.__main__",
     "echelon.comm.shm",
+    "echelon.integrations",  # the hosts load what was built for the system that is really there
     "echelon.launch.agent",
     "echelon.launch.attempt",
     "echelon.launch.local_job",

@@ -364,7 +364,7 @@ def test_steps_of_trainers_are_measured_in_turns(host: str, tmp_path: Path) -> N
     result = written(trainers.main, tmp_path, host=trainers.Host(host), **options)
     (samples,) = result["tasks"]
     assert {len(times) for times in samples["seconds"].values()} == {2}
-    assert len({len(losses) for losses in result["losses"].values()}) == 1
+    assert len({len(losses) for losses in result["settings"]["losses"].values()}) == 1
     assert len(result["bars"]) == 3
 
 

@@ -109,7 +109,7 @@ def test_any_number_of_ranks_trains_the_same_model(
     tmp_path: Path, prose: Path, example: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("echelon.observe.recorder.write_report", lambda folder: None)
+    monkeypatch.setattr("echelon.observe.recorder.write_report", lambda folder, **options: None)
     script, curves = example("train_gpt"), []
     pipeline = ["--technique", "pipeline", "--schedule", "zb-h1"]
     plan = ["--plan", "pp=2,shard=2", "--microbatches", "2"]

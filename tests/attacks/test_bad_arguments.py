@@ -239,6 +239,14 @@ CALLS: dict[Callable[..., Any], Callable[[ec.World], dict[str, Any]]] = {
     ec.GradScaler: lambda world: {"group": world.group},
     ec.StopSignals: lambda world: {"group": world.group},
     ec.ResumableSampler: lambda world: {"num_samples": 4, "batch_size": 2, "group": world.group},
+    ec.SampleStream: lambda world: {
+        "source": [1, 2, 3, 4],
+        "batch_size": 2,
+        "group": world.group,
+    },
+    ec.Mixture: lambda world: {"sources": {"a": [1, 2]}},
+    ec.PackedSequences: lambda world: {"source": [torch.ones(3, dtype=torch.int64)], "length": 2},
+    ec.shared_dataset: lambda world: {"build": lambda: torch.ones(1), "group": world.group},
     ec.Plan: lambda world: {},
     ec.MixedPrecision: lambda world: {},
     ec.parallelize: lambda world: {
@@ -271,6 +279,8 @@ CALLS: dict[Callable[..., Any], Callable[[ec.World], dict[str, Any]]] = {
     ec.observe.read_metrics: lambda world: {"path": os.devnull},
     ec.observe.write_report: lambda world: {"folder": os.devnull},
     ec.observe.write_comparison: lambda world: {"first": os.devnull, "second": os.devnull},
+    ec.observe.track: lambda world: {"world": world, "folder": os.devnull},
+    ec.observe.send_run: lambda world: {"folder": os.devnull},
     ec.observe.matmul_flops: lambda world: {"device": world.device},
     ec.observe.merge_traces: lambda world: {
         "trace": os.devnull,
@@ -323,7 +333,7 @@ CALLS: dict[Callable[..., Any], Callable[[ec.World], dict[str, Any]]] = {
     ec.units.by_size: lambda world: {"num_parameters": 3},
 }
 
-# What takes any values (show), has no arguments or only those of torch (whole, by_type), is made
+# What takes any values (show, gather_samples), has no arguments or only those of torch (whole, by_type), is made
 # by the library and not by users, or is called too often to look at what it gets (events).
 UNCHECKED = {
     *("AsyncSave", "Cause", "Comparison", "Group", "Loaded", "Mesh", "NoteDifference", "Window"),
@@ -332,6 +342,7 @@ UNCHECKED = {
     *("CallLateness", "CameLast", "CommTotal", "HeldUp", "Lateness"),
     *("Action", "Choice", "Idle", "Measurement", "Pair", "Schedule", "ScheduleVerdict"),
     *("Simulation", "Step", "Timeline", "Wait"),
+    *("SharedColumn", "StorePath", "Tracker", "Tracking", "gather_samples"),
 }
 
 

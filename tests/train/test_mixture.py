@@ -74,9 +74,9 @@ def test_ranks_read_one_mixture(tmp_path: Any) -> None:
     [
         ({}, None, "give a dict of sources by name"),
         ({"a": [1]}, {"b": 1}, r"weights are of \['b'\], and sources \['a'\]"),
-        ({"a": [1]}, {"a": -1}, "give finite ones of 0 or more"),
-        ({"a": [1]}, {"a": 0}, "not all 0"),
-        ({"a": [1]}, {"a": float("nan")}, "give finite ones"),
+        ({"a": [1]}, {"a": -1}, "weight of 'a' is -1; it must be a number of at least 0"),
+        ({"a": [1]}, {"a": 0}, "give some that are not 0"),
+        ({"a": [1]}, {"a": float("nan")}, "weight of 'a' is nan"),
         ({"a": iter([1])}, None, "a is a list_iterator, which can be read only once"),
     ],
 )

@@ -41,7 +41,7 @@ _CHUNK_NBYTES = 1 << 20  # hashed and then written while it is in the cache
 _READ_NBYTES = 1 << 30  # macOS refuses to read 2 GiB at a time
 # Windows has the first and no other.
 BINARY, NOFOLLOW, _NONBLOCK = (
-    getattr(os, name, 0) for name in ("O_BINARY", "ONOFOLLOW", "O_NONBLOCK")
+    getattr(os, name, 0) for name in ("O_BINARY", "O_NOFOLLOW", "O_NONBLOCK")
 )
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any, final
 
-from echelon.checks import integer
+from echelon.checks import integer, mapping, number
 from echelon.errors import ArgumentError, StateError
 from echelon.train.source_cursor import END, Source, SourceCursor
 
@@ -50,13 +49,16 @@ class Mixture:
     ) -> None:
         if not isinstance(sources, Mapping) or not sources:
             raise ArgumentError(f"sources is {sources!r:.80}; give a dict of sources by name")
-        weights = dict.fromkeys(sources, 1.0) if weights is None else dict(weights)
+        weights = dict.fromkeys(sources, 1.0) if weights is None else weights
+        mapping("weights", weights)
         if set(weights) != set(sources):
             raise ArgumentError(f"weights are of {sorted(weights)}, and sources {sorted(sources)}")
-        self._weights = {name: float(weights[name]) for name in sources}
+        self._weights = {
+            name: number(f"weight of {name!r}", weights[name], 0.0) for name in sources
+        }
         numbers = self._weights.values()
-        if not all(math.isfinite(weight) and weight >= 0 for weight in numbers) or not sum(numbers):
-            raise ArgumentError(f"weights are {weights}; give finite ones of 0 or more, not all 0")
+        if not sum(numbers):
+            raise ArgumentError(f"weights are {weights}; give some that are not 0")
         self._seed = integer("seed", seed, high=2**64 - 1)
         self._ends = list(accumulate(numbers))
         self._cursors = {name: SourceCursor(source, name) for name, source in sources.items()}

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from torch.utils.data import default_collate
 
-from echelon.checks import flag, integer
+from echelon.checks import flag, function, integer
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError
 from echelon.train.shares import rank_and_size, share_of, shares_of
@@ -67,6 +67,8 @@ class SampleStream:
     ) -> None:
         self._batch_size = integer("batch_size", batch_size, low=1)
         flag("drop_last", drop_last)
+        function("transform", transform, "a sample", or_none=True)
+        function("collate", collate, "a list of samples")
         self._drop_last = drop_last
         self._transform, self._collate = transform, collate
         self._cursor = SourceCursor(source)

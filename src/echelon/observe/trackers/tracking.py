@@ -182,7 +182,7 @@ def chosen_trackers(trackers: Sequence[str | Tracker]) -> list[TrackerChoice | T
     Raises:
         ArgumentError: there is no such tracker, or its package is not installed.
     """
-    if isinstance(trackers, str):
+    if isinstance(trackers, str) or not isinstance(trackers, Sequence):
         raise ArgumentError(f"the trackers are {trackers!r:.80}; give a list of names")
     return [
         tracker
