@@ -333,8 +333,9 @@ CALLS: dict[Callable[..., Any], Callable[[ec.World], dict[str, Any]]] = {
     ec.units.by_size: lambda world: {"num_parameters": 3},
 }
 
-# What takes any values (show, gather_samples), has no arguments or only those of torch (whole, by_type), is made
-# by the library and not by users, or is called too often to look at what it gets (events).
+# What takes any values (show, gather_samples), has no arguments or only those of torch (whole,
+# by_type), is made by the library and not by users, or is called too often to look at what it gets
+# (events).
 UNCHECKED = {
     *("AsyncSave", "Cause", "Comparison", "Group", "Loaded", "Mesh", "NoteDifference", "Window"),
     *("RecordedCall", "Replay", "SteppedCall", "SteppedRun", "ValueDifference", "Work", "World"),
