@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from models import GPTConfig, gpt_task
-from trainer_turns import TurnLoader
+from trainer_turns import TurnLoader, leave
 
 __all__ = ["main"]
 
@@ -27,7 +27,7 @@ def main(host: str, variant: str, folder: str, settings: str) -> None:
         folder=Path(folder), rank=rank, steps=options["steps"], batches=task.batches
     )
     losses = importlib.import_module(f"trainer_{host}").train(variant, task, loader)
-    Path(folder, f"losses-{rank}").write_text(json.dumps(losses))
+    leave(Path(folder, f"losses-{rank}"), json.dumps(losses))
 
 
 if __name__ == "__main__":

@@ -21,12 +21,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-__all__ = ["Driver", "TurnLoader"]
+__all__ = ["Driver", "TurnLoader", "leave", "wait_until"]
 
 _LOOK_S = 0.002
 
 
-def _await(is_there: Callable[[], bool], limit_s: float = 120.0) -> None:
+def wait_until(is_there: Callable[[], bool], limit_s: float = 120.0) -> None:
+    """Sleep until something is there; raise a TimeoutError if it does not come."""
     end_s = time.monotonic() + limit_s
     while not is_there():
         if time.monotonic() > end_s:
@@ -34,7 +35,8 @@ def _await(is_there: Callable[[], bool], limit_s: float = 120.0) -> None:
         time.sleep(_LOOK_S)
 
 
-def _write(path: Path, text: str) -> None:
+def leave(path: Path, text: str) -> None:
+    """Write a file that nobody sees before it has all of its text."""
     path.with_suffix(".new").write_text(text)
     path.with_suffix(".new").rename(path)
 
@@ -58,7 +60,7 @@ class TurnLoader:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         turn = 0
         while True:
-            _await((self.folder / f"go-{turn}").exists)
+            wait_until((self.folder / f"go-{turn}").exists)
             if (self.folder / f"go-{turn}").read_text() == "stop":
                 return
             start_s, start_cpu_s = time.perf_counter(), time.process_time()
@@ -66,7 +68,7 @@ class TurnLoader:
                 yield self.batches[(turn * self.steps + step) % len(self.batches)]
             seconds = time.perf_counter() - start_s
             times = [seconds / self.steps, (time.process_time() - start_cpu_s) / self.steps]
-            _write(self.folder / f"done-{turn}-{self.rank}", json.dumps(times))
+            leave(self.folder / f"done-{turn}-{self.rank}", json.dumps(times))
             turn += 1
 
 
@@ -88,7 +90,7 @@ class Driver:
 
     def run(self) -> tuple[float, float]:
         """Let the job run one turn; wall and processor seconds a step, of the slowest rank."""
-        _write(self.folder / f"go-{self.turn}", "go")
+        leave(self.folder / f"go-{self.turn}", "go")
         paths = [self.folder / f"done-{self.turn}-{rank}" for rank in range(self.ranks)]
 
         def is_over() -> bool:
@@ -96,11 +98,11 @@ class Driver:
                 raise RuntimeError(f"the job of {self.folder.name} ended in its turn {self.turn}")
             return all(path.exists() for path in paths)
 
-        _await(is_over)
+        wait_until(is_over)
         times = [json.loads(path.read_text()) for path in paths]
         self.turn += 1
         return max(wall for wall, _ in times), max(cpu for _, cpu in times)
 
     def stop(self) -> None:
         """Let the trainer come to its end."""
-        _write(self.folder / f"go-{self.turn}", "stop")
+        leave(self.folder / f"go-{self.turn}", "stop")

@@ -31,7 +31,7 @@ from pairs import Samples
 from ranks import die_with_parent
 from report import console_for_tables, markdown_table, write_report
 from rich.table import Table
-from trainer_turns import Driver
+from trainer_turns import Driver, wait_until
 
 HERE = Path(__file__).resolve().parent
 _WARM_UP = 2  # turns, in which optimizers make their states and wrappers learn the order
@@ -118,8 +118,7 @@ def measure(
             driver.stop()
         for variant, driver in drivers.items():
             path = driver.folder / "losses-0"
-            while not path.exists() and driver.is_alive():
-                pass
+            wait_until(lambda path=path, job=driver: path.exists() or not job.is_alive())
             losses[variant] = json.loads(path.read_text())
     return Samples(seconds, cpu_seconds), losses
 
