@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import echelon as ec
 from tests.integrations.accelerate.accelerated_training import Training, train
@@ -79,6 +80,44 @@ def test_every_plan_has_the_weights_of_accelerate_in_one_process() -> None:
             check_equal(result, expected, has_weights=rank == 0 or name == "ddp")
     for rank, result in enumerate(run_job(f"{HERE}:of_hybrid_plan", 4)):
         check_equal(result, expected, has_weights=rank == 0)
+
+
+def of_uneven_and_kept_batches() -> Any:
+    """The weights after batches that do not suffice for all ranks, and after a late reduction."""
+    accelerator = restarted()(plan="ddp")
+    rows = torch.arange(5.0, dtype=torch.float64)[:, None]
+    loader = accelerator.prepare(DataLoader(rows, batch_size=1))
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False).double())
+    nn.init.zeros_(model.weight)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+    count = 0
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for row in loader:
+            accelerator.backward(model(row).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            count += 1
+    joined = model.weight.item()
+    with accelerator.no_sync(model):
+        kept = model(rows[:1] + 1).sum()
+        accelerator.backward(model(rows[:1] + 1 + accelerator.process_index).sum())
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(kept)
+    grad = model.weight.grad.item()
+    sharded = restarted()(plan="fsdp")
+    model = sharded.prepare(nn.Linear(1, 1))
+    with pytest.raises(ec.errors.UnsupportedError, match="even_batches=True"):
+        sharded.join_uneven_inputs([model]).__enter__()
+    return count, joined, grad
+
+
+@pytest.mark.slow
+def test_ranks_without_batches_wait_and_kept_gradients_are_reduced() -> None:
+    results = run_job(f"{HERE}:of_uneven_and_kept_batches", 2)
+    assert [count for count, _, _ in results] == [3, 2]  # rank 0 has rows 0, 2 and 4
+    # Means of rows 0 and 1, of rows 2 and 3, and of row 4 on the rank that has one.
+    assert [joined for _, joined, _ in results] == [-7.0, -7.0]
+    assert [grad for _, _, grad in results] == [2.5, 2.5]  # 1 and 2 kept, and 1 on each rank
 
 
 # --- one rank alone ------------------------------------------------------------------------------
