@@ -18,10 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from published_runs import STACKS, PublishedRun, read_runs
+from published_runs import STACKS, PublishedRun, error_line, read_runs
 
 from echelon.planner.software_stack import Rates
-from echelon.planner.step_time import step_time
 
 PATH = Path(__file__).parent.parent / "src" / "echelon" / "planner" / "rates.json"
 NOISE = 0.05  # of published times: equal runs differ by 1 to 16 %
@@ -62,13 +61,8 @@ def rates_at(logarithms: np.ndarray) -> Rates:
 
 
 def errors_of(runs: Sequence[PublishedRun], rates: Rates) -> np.ndarray:
-    """Predicted over published time, less one."""
-    return np.array([
-        step_time(run.model, run.layout, run.cluster, run.stack(rates), run.blocks).total
-        / run.step_s
-        - 1
-        for run in runs
-    ])  # fmt: skip
+    """The error of each row."""
+    return np.array([run.error(rates) for run in runs])
 
 
 def fit(runs: Sequence[PublishedRun]) -> Rates:
@@ -117,16 +111,6 @@ def stacks_of(runs: Sequence[PublishedRun]) -> dict[str, list[PublishedRun]]:
     return by_stack
 
 
-def report(name: str, errors: np.ndarray) -> None:
-    """One line of figures."""
-    size = np.abs(errors)
-    within = (size <= 0.15).mean()
-    print(
-        f"{name:<28} {len(errors):>4} rows  mean error {size.mean():6.1%}  median "
-        f"{np.median(size):6.1%}  bias {errors.mean():+6.1%}  within 15 % {within:4.0%}"
-    )
-
-
 def held_out(runs: Sequence[PublishedRun]) -> None:
     """Judge on rows that the fit has not seen: the other half of a source, and whole sources."""
     sources: dict[tuple[str, str], list[PublishedRun]] = {}
@@ -142,11 +126,11 @@ def held_out(runs: Sequence[PublishedRun]) -> None:
             shuffled = random.Random(seed).sample(rows, len(rows))
             half = len(rows) // 2
             errors.append(errors_of(shuffled[half:], fit(shuffled[:half])))
-        report(f"{source} {kind}", np.concatenate(errors))
+        print(error_line(f"{source} {kind}", np.concatenate(errors)))
     print("each source left out whole")
     for (source, kind), rows in sources.items():
         others = [run for run in runs if run.source != source]
-        report(f"{source} {kind}", errors_of(rows, fit(others)))
+        print(error_line(f"{source} {kind}", errors_of(rows, fit(others))))
 
 
 def main() -> None:
@@ -161,7 +145,7 @@ def main() -> None:
     fitted = {}
     for name, rows in sorted(stacks_of(runs).items()):
         rates = fit(rows)
-        report(name, errors_of(rows, rates))
+        print(error_line(name, errors_of(rows, rates)))
         fitted[name] = {key: float(f"{value:.4g}") for key, value in asdict(rates).items()}
     note = "Written by benchmarks/fit_planner.py from benchmarks/data/published_runs.csv."
     PATH.write_text(json.dumps({"note": note, "stacks": fitted}, indent=2) + "\n")

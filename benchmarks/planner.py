@@ -14,17 +14,15 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from published_runs import PATH, PublishedRun, read_runs
+from published_runs import PATH, PublishedRun, error_line, read_runs
 
 from echelon.planner.layout import Recompute
 from echelon.planner.software_stack import rates_of
-from echelon.planner.step_time import step_time
 
 
 def predicted(run: PublishedRun) -> float:
-    """Seconds of a step."""
-    stack = run.stack(rates_of(run.stack_name))
-    return step_time(run.model, run.layout, run.cluster, stack, run.blocks).total
+    """Seconds of a step, with the constants of the row's software."""
+    return run.predicted_s(rates_of(run.stack_name))
 
 
 def flop_seconds(run: PublishedRun) -> float:
@@ -32,21 +30,6 @@ def flop_seconds(run: PublishedRun) -> float:
     passes = 4 / 3 if run.layout.recompute is Recompute.BLOCKS else 1.0
     flops = run.model.flops() * run.layout.global_batch * passes
     return flops / (run.layout.num_ranks * run.cluster.device.peak)
-
-
-def errors_of(times: Sequence[float], runs: Sequence[PublishedRun]) -> list[float]:
-    """Predicted over published, less one."""
-    return [time / run.step_s - 1 for time, run in zip(times, runs, strict=True) if run.step_s]
-
-
-def line(name: str, errors: Sequence[float]) -> str:
-    """The figures of one source as text."""
-    sizes = [abs(error) for error in errors]
-    within = sum(size <= 0.15 for size in sizes) / len(sizes)
-    return (
-        f"{name:<30} {len(sizes):>5} {statistics.fmean(sizes):>8.1%} "
-        f"{statistics.median(sizes):>8.1%} {within:>6.0%}"
-    )
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
@@ -95,14 +78,12 @@ def main() -> None:
     sources: dict[str, list[PublishedRun]] = {}
     for run in timed:
         sources.setdefault(run.source, []).append(run)
-    print(f"{'time of a step':<30} {'rows':>5} {'mean':>8} {'median':>8} {'15 %':>6}")
+    print("time of a step")
     for source, rows in sources.items():
-        print(line(source, errors_of([predicted(run) for run in rows], rows)))
-        ideal = [flop_seconds(run) for run in rows]
-        rate = statistics.median(
-            run.step_s / time for run, time in zip(rows, ideal, strict=True) if run.step_s
-        )
-        print(line("  one FLOP rate", errors_of([rate * time for time in ideal], rows)))
+        print(error_line(source, [run.error(rates_of(run.stack_name)) for run in rows]))
+        ratios = [flop_seconds(run) / run.step_s for run in rows if run.step_s]
+        rate = statistics.median(1 / ratio for ratio in ratios)
+        print(error_line("  one FLOP rate", [rate * ratio - 1 for ratio in ratios]))
     judge_choices(timed)
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from echelon.planner.cluster import Cluster
 from echelon.planner.device import Device
 from echelon.planner.layout import Layout, Recompute, ShardedStates
 from echelon.planner.software_stack import Attention, Rates, SoftwareStack
+from echelon.planner.step_time import step_time
 from echelon.planner.transformer import Transformer
 
 PATH = Path(__file__).parent / "data" / "published_runs.csv"
@@ -65,9 +67,17 @@ class PublishedRun:
     blocks: tuple[int, ...] | None
     plan_group: tuple[object, ...]
 
-    def stack(self, rates: Rates) -> SoftwareStack:
-        """The software of this row with these constants."""
-        return SoftwareStack(
+    def error(self, rates: Rates) -> float:
+        """The step as the planner predicts it with these constants over the published one, less 1.
+
+        Only of a row that has a time.
+        """
+        assert self.step_s is not None, "nothing to compare with"
+        return self.predicted_s(rates) / self.step_s - 1
+
+    def predicted_s(self, rates: Rates) -> float:
+        """Seconds of a step, as the planner predicts them with these constants."""
+        stack = SoftwareStack(
             name=self.stack_name,
             rates=rates,
             attention=self.attention,
@@ -75,6 +85,18 @@ class PublishedRun:
             gradient_bytes=self.gradient_bytes,
             overlaps_reduction=self.overlaps_reduction,
         )
+        return step_time(self.model, self.layout, self.cluster, stack, self.blocks).total
+
+
+def error_line(name: str, errors: Sequence[float]) -> str:
+    """The figures of the errors of some rows as text."""
+    sizes = [abs(error) for error in errors]
+    within = sum(size <= 0.15 for size in sizes) / len(sizes)
+    return (
+        f"{name:<28} {len(sizes):>5} rows  mean error {statistics.fmean(sizes):6.1%}  median "
+        f"{statistics.median(sizes):6.1%}  bias {statistics.fmean(errors):+6.1%}  "
+        f"within 15 % {within:4.0%}"
+    )
 
 
 def read_runs(path: Path = PATH) -> list[PublishedRun]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import signal
+import subprocess
 import sys
-from contextlib import chdir
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ __all__ = [
     "blocks",
     "children",
     "environ_of_job",
+    "started_job",
     "trains_on",
     "write_training",
 ]
@@ -50,6 +54,35 @@ def environ_of_job(*folders: Path, **variables: str) -> dict[str, str]:
     """The environment of a job whose programs are looked for in ``folders``, then as usual."""
     places = [*map(str, folders), str(Path(sys.executable).parent), os.environ["PATH"]]
     return environ(**variables, PATH=os.pathsep.join(places))
+
+
+@contextmanager
+def started_job(
+    command: Sequence[str],
+    folder: Path,
+    env: Mapping[str, str],
+    *,
+    stdout: int = subprocess.DEVNULL,
+    stderr: int = subprocess.PIPE,
+) -> Iterator[subprocess.Popen[str]]:
+    """A launcher in a session of its own, with the training script in ``folder``."""
+    write_training(folder)
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=env,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:  # a failed test
+            os.killpg(process.pid, signal.SIGKILL)
+        with process:  # which waits for it and closes its pipe
+            pass
 
 
 def children(pid: int) -> list[int]:

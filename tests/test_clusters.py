@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from tests.documented_jobs import (
     STEPS,
     blocks,
     environ_of_job,
-    write_training,
+    started_job,
 )
 from tests.processes import free_port, wait_until
 
@@ -43,28 +42,13 @@ def nodes(
     folder: Path, command: list[str], variables: list[Mapping[str, str]]
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """The same command for each node, with variables of its own, in a folder that all see."""
-    write_training(folder)
     with ExitStack() as stack:
-        processes = []
-        for own in variables:
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=environ_of_job(GLOO_SOCKET_IFNAME="lo", **own),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
+        yield [
+            stack.enter_context(
+                started_job(command, folder, environ_of_job(GLOO_SOCKET_IFNAME="lo", **own))
             )
-            stack.callback(end, process)
-            processes.append(process)
-        yield processes
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:  # a failed test
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+            for own in variables
+        ]
 
 
 def pods(folder: Path, container: Mapping[str, Any]) -> Any:

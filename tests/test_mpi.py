@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -21,8 +20,8 @@ from tests.documented_jobs import (
     STEPS,
     blocks,
     environ_of_job,
+    started_job,
     trains_on,
-    write_training,
 )
 from tests.processes import free_port, wait_until
 
@@ -36,23 +35,11 @@ ONE_HOST, SEVERAL_HOSTS = blocks("mpi.md", "bash")
 @contextmanager
 def mpi_job(folder: Path, command: str) -> Iterator[subprocess.Popen[str]]:
     """A command of the page, with the training script in ``folder``."""
-    write_training(folder)
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    process = subprocess.Popen(
-        ["bash", "-c", f"exec {command}"],
-        cwd=folder,
-        env=environ_of_job(OMPI_MCA_rmaps_base_oversubscribe="1", **root),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    env = environ_of_job(OMPI_MCA_rmaps_base_oversubscribe="1", **root)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with started_job(["bash", "-c", f"exec {command}"], folder, env, **streams) as process:
         yield process
-    finally:
-        if process.poll() is None:  # a failed test
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 def test_a_job_that_gets_sigusr1_exits_with_75_and_goes_on_as_if_it_had_not_stopped(

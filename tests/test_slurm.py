@@ -23,8 +23,8 @@ from tests.documented_jobs import (
     blocks,
     children,
     environ_of_job,
+    started_job,
     trains_on,
-    write_training,
 )
 from tests.processes import free_port, wait_until
 
@@ -66,26 +66,12 @@ def batch_job(folder: Path, script: str, srun: str) -> Iterator[subprocess.Popen
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
     (folder / "job.sh").write_text(script)
-    write_training(folder)
     slurm = {"JOB_ID": str(port_of_job()), "JOB_NODELIST": "n[1-2]", "JOB_NUM_NODES": "1"}
     env = {f"SLURM_{name}": value for name, value in slurm.items()}
     env |= {"SLURM_GPUS_ON_NODE": str(RANKS), "MASTER_PORT": str(free_port())}
-    process = subprocess.Popen(
-        ["bash", "job.sh"],
-        cwd=folder,
-        env=environ_of_job(folder / "bin", **env),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    env = environ_of_job(folder / "bin", **env)
+    with started_job(["bash", "job.sh"], folder, env) as process:
         yield process
-    finally:
-        if process.poll() is None:  # a failed test
-            os.killpg(process.pid, signal.SIGKILL)
-        with process:  # which waits for it and closes its pipe
-            pass
 
 
 @pytest.mark.parametrize("script", blocks("slurm.md", "bash"))

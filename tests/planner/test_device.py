@@ -1,5 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
+import echelon as ec
 from echelon.planner.device import Device, presets
 
 
@@ -13,3 +16,9 @@ def test_each_preset_is_possible_and_has_its_source(name: str) -> None:
 
 def test_short_names_are_known() -> None:
     assert Device.preset("h100") is presets()["H100-SXM"]
+
+
+@pytest.mark.parametrize("field", ["memory", "link", "bus", "bandwidth", "processors"])
+def test_a_rate_of_zero_is_refused(field: str) -> None:
+    with pytest.raises(ec.ArgumentError, match=f"{field} of device 'H100-SXM' is 0"):
+        replace(Device.preset("H100"), **{field: 0})

@@ -24,15 +24,14 @@ import shutil
 import stat
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self, final
 
 from echelon.checkpoint.checksum import Checksum
-from echelon.checkpoint.format import PREFIX_NBYTES, newer_schema
-from echelon.checkpoint.records import MANIFEST, MAX_MANIFEST_NBYTES, step_name, step_of
+from echelon.checkpoint.records import MANIFEST, step_name, step_of
 from echelon.errors import CheckpointCorrupt, CheckpointError
 from echelon.process.operating_system import c_function
 
@@ -160,7 +159,7 @@ def sweep(root: Path) -> None:
     """Remove what killed saves left in ``root``. The caller holds the lock."""
     for entry in _entries(root):
         if entry.name.startswith((_SAVING, _REMOVING)):
-            _remove(Path(entry.path))
+            remove(Path(entry.path))
 
 
 def commit(temporary: Path, root: Path, step: int, *, replaces: bool) -> Path:
@@ -203,33 +202,16 @@ def _take_back(target: Path, temporary: Path, cause: OSError) -> None:
 def discard(folder: Path) -> None:
     """Remove a folder that is no longer needed, such as that of a save that failed."""
     with suppress(OSError):  # the failure itself is raised; the next save sweeps
-        _remove(folder)
+        remove(folder)
 
 
-def prune(root: Path, step: int, keep: int) -> None:
-    """Remove all but the newest ``keep`` steps up to ``step``, which was just committed.
-
-    Folders that this version cannot read are neither removed nor counted: those without a manifest,
-    and steps that a newer version wrote.
-    """
-    older = [number for number in steps(root) if number < step]
-    known = [number for number in older if _is_known(root / step_name(number))]
-    removed = [_set_aside(root / step_name(number)) for number in [*known, step][:-keep]]
+def remove_steps(folders: Sequence[Path]) -> None:
+    """Remove steps of one run, none of which a reader finds in part."""
+    removed = [_set_aside(folder) for folder in folders]
     if removed:
-        sync_folder(root)
+        sync_folder(removed[0].parent)
     for path in removed:
-        _remove(path)
-
-
-def _is_known(folder: Path) -> bool:
-    """Whether a folder is a step of a schema that this version knows."""
-    try:
-        with SavedBytes(folder / MANIFEST) as file:
-            prefix = bytearray(min(file.nbytes, PREFIX_NBYTES))
-            file.read_into(memoryview(prefix), 0)
-    except CheckpointCorrupt:
-        return False
-    return newer_schema(bytes(prefix)) is None
+        remove(path)
 
 
 def _set_aside(path: Path) -> Path:
@@ -239,7 +221,7 @@ def _set_aside(path: Path) -> Path:
     return aside
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Remove a folder, or a file or pipe in its place, which is never opened."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -313,20 +295,6 @@ def _read_at(fd: int, target: memoryview, offset: int) -> int:
     data = os.read(fd, len(target))
     target[: len(data)] = data
     return len(data)
-
-
-def read_manifest(folder: Path) -> bytes:
-    """The bytes of the manifest of a step.
-
-    Raises:
-        CheckpointCorrupt: the step has none, or it is larger than any manifest.
-    """
-    with SavedBytes(folder / MANIFEST) as file:
-        if file.nbytes > MAX_MANIFEST_NBYTES:
-            raise CheckpointCorrupt(f"has {file.nbytes} bytes, too many for a manifest", file.path)
-        data = bytearray(file.nbytes)
-        file.read_into(memoryview(data), 0)
-    return bytes(data)
 
 
 def check_entries(folder: Path, sizes: Mapping[str, int]) -> None:

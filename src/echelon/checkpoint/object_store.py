@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import final
 
-from echelon.checkpoint.format import PREFIX_NBYTES, newer_schema
 from echelon.checkpoint.records import MANIFEST, is_file_name, step_name, step_of
 from echelon.checkpoint.step_storage import FileInProgress, OpenFile, StepStorage, refuse_steps
 from echelon.checkpoint.store_path import StorePath, Upload
@@ -98,21 +97,9 @@ class ObjectStore(StepStorage[StorePath]):
         except CheckpointError:
             pass  # the failure itself is raised; the next save sweeps
 
-    def prune(self, root: StorePath, step: int, keep: int) -> None:
-        older = [number for number in self.steps(root) if number < step]
-        known = [number for number in older if self._is_known(root / step_name(number))]
-        for number in [*known, step][:-keep]:
-            self._remove(root / step_name(number))
-
-    def _is_known(self, folder: StorePath) -> bool:
-        """Whether a folder is a step of a schema that this version knows."""
-        try:
-            file = self.open(folder / MANIFEST)
-            prefix = bytearray(min(file.nbytes, PREFIX_NBYTES))
-            file.read_into(memoryview(prefix), 0)
-        except CheckpointCorrupt:
-            return False
-        return newer_schema(bytes(prefix)) is None
+    def remove_steps(self, folders: Sequence[StorePath]) -> None:
+        for folder in folders:
+            self._remove(folder)
 
     def _remove(self, folder: StorePath) -> None:
         """Remove a step; without its manifest, what is left of it is none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, final
@@ -79,8 +79,8 @@ class Disk(StepStorage[Path]):
     def discard(self, temporary: Path) -> None:
         files.discard(temporary)
 
-    def prune(self, root: Path, step: int, keep: int) -> None:
-        files.prune(root, step, keep)
+    def remove_steps(self, folders: Sequence[Path]) -> None:
+        files.remove_steps(folders)
 
 
 _DISK = Disk()

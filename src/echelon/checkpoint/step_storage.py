@@ -8,13 +8,14 @@ last (``object_store``).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar, final
 
-from echelon.checkpoint.records import MANIFEST, MAX_MANIFEST_NBYTES
+from echelon.checkpoint.format import PREFIX_NBYTES, newer_schema
+from echelon.checkpoint.records import MANIFEST, MAX_MANIFEST_NBYTES, step_name
 from echelon.checkpoint.store_path import StorePath
 from echelon.errors import CheckpointCorrupt, CheckpointError
 
@@ -121,8 +122,30 @@ class StepStorage(ABC, Generic[PlaceType]):
         """Remove what a save that failed has written."""
 
     @abstractmethod
+    def remove_steps(self, folders: Sequence[PlaceType]) -> None:
+        """Remove committed steps of one run."""
+
+    @final
     def prune(self, root: PlaceType, step: int, keep: int) -> None:
-        """Remove all but the newest ``keep`` steps up to ``step``, which was just committed."""
+        """Remove all but the newest ``keep`` steps up to ``step``, which was just committed.
+
+        Folders that this version cannot read are neither removed nor counted: those without a
+        manifest, and steps that a newer version wrote.
+        """
+        folders: list[PlaceType] = [root / step_name(n) for n in self.steps(root) if n < step]
+        folders = [folder for folder in folders if self._is_known(folder)]
+        folders.append(root / step_name(step))
+        self.remove_steps(folders[:-keep])
+
+    def _is_known(self, folder: PlaceType) -> bool:
+        """Whether a folder is a step of a schema that this version knows."""
+        try:
+            with closing(self.open(folder / MANIFEST)) as file:
+                prefix = bytearray(min(file.nbytes, PREFIX_NBYTES))
+                file.read_into(memoryview(prefix), 0)
+        except CheckpointCorrupt:
+            return False
+        return newer_schema(bytes(prefix)) is None
 
     @final
     def read_manifest(self, folder: PlaceType) -> bytes:
@@ -132,14 +155,11 @@ class StepStorage(ABC, Generic[PlaceType]):
             CheckpointCorrupt: the step has none, or it is larger than any manifest.
         """
         path = folder / MANIFEST
-        file = self.open(path)
-        try:
+        with closing(self.open(path)) as file:
             if file.nbytes > MAX_MANIFEST_NBYTES:
                 raise CheckpointCorrupt(f"has {file.nbytes} bytes, too many for a manifest", path)
             data = bytearray(file.nbytes)
             file.read_into(memoryview(data), 0)
-        finally:
-            file.close()
         return bytes(data)
 
 

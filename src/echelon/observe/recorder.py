@@ -164,7 +164,7 @@ class Recorder:
         """Write a line on rank 0, and send its numbers to the trackers of this rank."""
         if self._writer is not None:
             self._writer.write(kind, **values)
-        if numbers := tracked_values({"kind": kind, **values}):
+        if self._tracking.is_active and (numbers := tracked_values({"kind": kind, **values})):
             self._tracking.log(numbers, values["step"])
 
     def step(self, step: int, loss: float, num_tokens: int, **values: float) -> None:
@@ -176,8 +176,11 @@ class Recorder:
             values: further numbers, such as ``learning_rate`` and ``gradient_norm``; the page has
                 a curve of each.
         """
+        checks.integer("step", step)
         seconds, self._steps = self._lap(), step
         self._end_timeline(step)
+        if self._writer is None and not self._tracking.is_active:
+            return
         if len(self._recent_s) == 1 and step == 2:
             self._recent_s.clear()  # the first step also allocates and warms up
         self._recent_s.append(seconds)
@@ -235,6 +238,7 @@ class Recorder:
 
     def evaluation(self, step: int, loss: float) -> None:
         """Record the validation loss after ``step`` steps; its time counts for no step."""
+        checks.integer("step", step)
         self._lap()
         self._write(
             "evaluation", step=step, time_s=round(self._mark_s - self._start_s, 4), loss=loss

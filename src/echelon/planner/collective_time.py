@@ -76,7 +76,7 @@ class Rings:
         ep: of the experts.
         shard: of what is sharded.
         dp: of the replicas.
-        message: seconds of a message of one byte between stages, and its latency.
+        message: of two neighbours on ``pp``, which send each other activations and gradients.
     """
 
     tp: Ring

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 from typing import final
@@ -60,7 +60,8 @@ class Device:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for field in ("memory", "peak", "peak_8bit", "matmul", "attention", "bandwidth", "bus"):
+        names = {field.name for field in fields(self)} - {"name", "source"}
+        for field in sorted(names):
             positive(f"{field} of device {self.name!r}", getattr(self, field))
 
     @classmethod

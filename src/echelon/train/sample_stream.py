@@ -11,7 +11,14 @@ from torch.utils.data import default_collate
 from echelon.checks import flag, function, integer
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError
-from echelon.train.shares import rank_and_size, share_of, shares_of
+from echelon.train.shares import (
+    check_batch_size,
+    check_same_data,
+    rank_and_size,
+    share_of,
+    shares_of,
+    weight_of,
+)
 from echelon.train.source_cursor import END, Source, SourceCursor
 
 
@@ -74,11 +81,7 @@ class SampleStream:
         self._cursor = SourceCursor(source)
         self._group = group if isinstance(group, Group) else None
         self._rank, self._size = rank_and_size(group)
-        if batch_size < self._size:
-            raise ArgumentError(
-                f"a batch of {batch_size} samples has none for some of {self._size} ranks: "
-                f"batch_size counts those of all ranks, so give at least {self._size}"
-            )
+        check_batch_size(batch_size, self._size)
         self._shares: tuple[int, ...] = ()
         self._loop: object = None
 
@@ -111,8 +114,7 @@ class SampleStream:
     @property
     def weight(self) -> float:
         """The weight of this rank's mean in the mean over ranks, as that of a sampler."""
-        shares = self.shares
-        return shares[self._rank] * self._size / sum(shares)
+        return weight_of(self.shares, self._rank)
 
     def batches(self, epochs: int | None = 1) -> Iterator[Any]:
         """The batches from the position of the job to the end of an epoch.
@@ -199,10 +201,4 @@ class SampleStream:
             "epoch": self.epoch,
             "position": self.position,
         }
-        places = group.all_gather_object(place)
-        if any(other != place for other in places):
-            rows = "\n".join(f"  rank {rank}: {other}" for rank, other in enumerate(places))
-            raise StateError(
-                f"the ranks of group {group.name!r} do not read the same data:\n{rows}\n"
-                "Make the stream alike on all of them, and load the same state."
-            )
+        check_same_data(group, place, "stream")

@@ -18,7 +18,14 @@ from echelon.checks import integer
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError
 from echelon.train.sample_order import SampleOrder
-from echelon.train.shares import rank_and_size, share_of, shares_of
+from echelon.train.shares import (
+    check_batch_size,
+    check_same_data,
+    rank_and_size,
+    share_of,
+    shares_of,
+    weight_of,
+)
 from echelon.train.worker_seed import seeded_workers
 
 Batch = TypeVar("Batch")
@@ -109,11 +116,7 @@ class ResumableSampler(Sampler[Any]):
         )
         self._group = group if isinstance(group, Group) else None
         self._rank, self._size = rank_and_size(group)
-        if batch_size < self._size:
-            raise ArgumentError(
-                f"a batch of {batch_size} samples has none for some of {self._size} ranks: "
-                f"batch_size counts those of all ranks, so give at least {self._size}"
-            )
+        check_batch_size(batch_size, self._size)
         self._epoch = self._position = 0
         self._pass: _EpochPass | None = None
         self._shares: tuple[int, ...] = ()
@@ -149,8 +152,7 @@ class ResumableSampler(Sampler[Any]):
         Raises:
             StateError: it is read outside of the loop over ``batches``.
         """
-        shares = self.shares
-        return shares[self._rank] * self._size / sum(shares)
+        return weight_of(self.shares, self._rank)
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -187,7 +189,7 @@ class ResumableSampler(Sampler[Any]):
             integer("epochs", epochs, low=1)
         singly = self._check_loader(loader)
         if self._group is not None:
-            self._check_agreement(self._group)
+            check_same_data(self._group, self.state_dict(), "sampler")
         return self._batches(loader, singly, epochs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -349,12 +351,3 @@ class ResumableSampler(Sampler[Any]):
                 f"one: {_USE_AS}"
             )
         return True
-
-    def _check_agreement(self, group: Group) -> None:
-        states = group.all_gather_object(self.state_dict())
-        if any(state != states[0] for state in states):
-            rows = "\n".join(f"  rank {rank}: {state}" for rank, state in enumerate(states))
-            raise StateError(
-                f"the ranks of group {group.name!r} do not read the same data:\n{rows}\n"
-                "Make the sampler alike on all of them, and load the same state."
-            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from echelon.checks import integer
 from echelon.comm.group import Group
-from echelon.errors import ArgumentError, RankError
+from echelon.errors import ArgumentError, RankError, StateError
 
 
 def share_of(batch: range, rank: int, size: int) -> range:
@@ -22,6 +22,44 @@ def share_of(batch: range, rank: int, size: int) -> range:
 def shares_of(num_samples: int, size: int) -> tuple[int, ...]:
     """The number of samples of a batch that each rank has."""
     return tuple(len(share_of(range(num_samples), rank, size)) for rank in range(size))
+
+
+def weight_of(shares: tuple[int, ...], rank: int) -> float:
+    """The weight of the mean of one rank's share in the mean over ranks of the whole batch.
+
+    Example:
+        >>> [weight_of((3, 1), rank) for rank in range(2)]
+        [1.5, 0.5]
+    """
+    return shares[rank] * len(shares) / sum(shares)
+
+
+def check_batch_size(batch_size: int, size: int) -> None:
+    """Refuse a batch that has fewer samples than there are ranks."""
+    if batch_size < size:
+        raise ArgumentError(
+            f"a batch of {batch_size} samples has none for some of {size} ranks: "
+            f"batch_size counts those of all ranks, so give at least {size}"
+        )
+
+
+def check_same_data(group: Group, place: object, what: str) -> None:
+    """Let all ranks raise where they are not at the same place of the same data.
+
+    Args:
+        place: is compared.
+        what: is at that place, as the user knows it.
+
+    Raises:
+        StateError: shows the places of all ranks.
+    """
+    places = group.all_gather_object(place)
+    if any(other != places[0] for other in places):
+        rows = "\n".join(f"  rank {rank}: {other}" for rank, other in enumerate(places))
+        raise StateError(
+            f"the ranks of group {group.name!r} do not read the same data:\n{rows}\n"
+            f"Make the {what} alike on all of them, and load the same state."
+        )
 
 
 def rank_and_size(group: object) -> tuple[int, int]:

@@ -11,7 +11,6 @@ So a path exists only once it has a complete step::
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from inspect import signature
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, final
 
 from echelon.checkpoint.api import load, save, steps
 from echelon.checkpoint.coordinator import Coordinator
-from echelon.checkpoint.files import make_folder, sync_folder
+from echelon.checkpoint.files import make_folder, remove, sync_folder
 from echelon.checkpoint.items import RANDOM
 from echelon.checkpoint.loading import Loaded
 from echelon.comm.group import Group
@@ -93,10 +92,8 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    if os.path.lexists(path):
+        remove(path)
 
 
 def _is_name(key: str, also: Iterable[str] = ()) -> bool:

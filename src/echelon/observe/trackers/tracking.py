@@ -44,6 +44,11 @@ class Tracking:
         self._remedy = dict(remedy)
         self._warn()
 
+    @property
+    def is_active(self) -> bool:
+        """Whether this rank has trackers."""
+        return bool(self._threads)
+
     def config(self, values: Mapping[str, object]) -> None:
         """Send the options of the run to all trackers."""
         checks.mapping("values", values)
