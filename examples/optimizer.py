@@ -9,11 +9,23 @@ from torch import nn
 from torch.optim import AdamW
 
 
-def make_optimizer(model: nn.Module, args: argparse.Namespace) -> AdamW:
-    """AdamW with weight decay for matrices, but not for biases and norms."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+def matrices(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters whose weights decay: not biases and norms.
+
+    Ask before the model is wrapped: that keeps its parameters, and may change their shapes.
+    """
+    return {parameter for parameter in model.parameters() if parameter.dim() > 1}
+
+
+def make_optimizer(
+    model: nn.Module, decaying: set[nn.Parameter], args: argparse.Namespace
+) -> AdamW:
+    """AdamW over the parameters that this rank trains: in a pipeline, those of its stages."""
+    trained = list(model.parameters())
+    groups = [
+        {"params": [one for one in trained if one in decaying], "weight_decay": 0.1},
+        {"params": [one for one in trained if one not in decaying], "weight_decay": 0.0},
+    ]
     return AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
 
 

@@ -22,7 +22,7 @@ import resuming
 import torch
 from gpt import GPT, GPTConfig, flops_per_token
 from held_memory import held_bytes
-from optimizer import learning_rate, make_optimizer
+from optimizer import learning_rate, make_optimizer, matrices
 from steps import cross_entropy, evaluate, train
 from text import Text, load_text
 from torch import Tensor
@@ -94,14 +94,16 @@ def verify(data: Tensor, args: argparse.Namespace, world: ec.World) -> str:
     args = argparse.Namespace(**{**vars(args), "steps": VERIFIED_STEPS})
     alone = make_model(args, torch.float64, world.device)
     copy = make_model(args, torch.float64, world.device)
-    optimizer = make_optimizer(copy, args)
+    decaying = matrices(copy)
     together = wrap(copy, args, world, cross_entropy)
+    optimizer = make_optimizer(together, decaying, args)
     for _ in train(together, optimizer, data, args, *share(args, world)):
         pass
     difference = 0.0
     with whole(together, copy, world) as trained:
         if world.rank == 0:
-            for _ in train(alone, make_optimizer(alone, args), data, args, rank=0, size=1):
+            optimizer = make_optimizer(alone, matrices(alone), args)
+            for _ in train(alone, optimizer, data, args, rank=0, size=1):
                 pass
             for value, expected in zip(trained.parameters(), alone.parameters(), strict=True):
                 difference = max(difference, (value - expected).abs().max().item())
@@ -121,8 +123,9 @@ def main(world: ec.World, args: argparse.Namespace) -> None:
     verified = verify(text.train, args, world) if args.verify else None
     plain = make_model(args, getattr(torch, args.dtype), world.device)
     num_parameters = sum(parameter.numel() for parameter in plain.parameters())
-    optimizer = make_optimizer(plain, args)  # wrapping keeps the parameters, whatever their shape
+    decaying = matrices(plain)
     model = wrap(plain, args, world, cross_entropy)
+    optimizer = make_optimizer(model, decaying, args)
     checkpoints = resuming.Checkpoints(args, model, optimizer)
     first = checkpoints.resume()
     info = ec.observe.RunInfo(

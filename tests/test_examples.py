@@ -1,5 +1,6 @@
 """The examples, started as a user starts them."""
 
+import contextlib
 import importlib
 import json
 import re
@@ -7,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,39 @@ def test_any_number_of_ranks_trains_the_same_model(
     ran = {name: sorted(row[:2] for row in rows) for name, rows in drawn["timelines"].items()}
     assert ran["planned"] == ran["measured"]
     assert len(ran["planned"]) == 2 * 3 * 4  # stages; F, I, W; microbatches
+
+
+def test_a_training_goes_on_with_another_technique_from_its_checkpoint(
+    tmp_path: Path, prose: Path, example: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("echelon.observe.recorder.write_report", lambda folder, **options: None)
+    script, resuming = example("train_gpt"), example("resuming")
+
+    def train(ranks: int, *technique: str, until: int = 9) -> None:
+        """Up to a step, after which each rank is asked to save and exit."""
+        options = [*SMALL, "--data", str(prose), "--dtype", "float64", *technique]
+        options += ["--steps", "9", "--eval-every", "3", "--save-every", "9", "--resume", "auto"]
+        monkeypatch.setattr(sys, "argv", ["train_gpt.py", *options])
+        request = SimpleNamespace(requested=lambda: True, exit_code=75)
+        after = resuming.Checkpoints.after
+        with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
+            patch.setattr(
+                resuming.Checkpoints,
+                "after",
+                lambda self, step, stop: after(self, step, request if step == until else None),
+            )
+            ec.run(script.main, ranks, args=(script.parse_args(),))
+
+    def losses(*runs: str) -> list[float]:
+        lines = [line for run in runs for line in read_metrics(tmp_path / "runs" / run)]
+        return [line["loss"] for line in lines if line["kind"] == "step"]
+
+    train(1, "--name", "whole")
+    train(2, "--technique", "pipeline", until=3)
+    train(4, "--plan", "pp=2,shard=2", "--microbatches", "2", until=6)
+    train(2, "--technique", "fsdp")
+    assert losses("gpt", "gpt-2", "gpt-3") == pytest.approx(losses("whole"), rel=1e-9)
 
 
 def test_options_of_another_technique_are_refused(
