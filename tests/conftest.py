@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -174,3 +175,14 @@ def one_torch_thread() -> None:
     import torch  # the process that only hands out tests to others needs none
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_world() -> Iterator[None]:
+    """End a world that the test has entered in this very process: the next test meets none."""
+    yield
+    launch = sys.modules.get("echelon.launch.run")
+    world = getattr(launch._current, "world", None) if launch else None
+    if world is not None:
+        world.close()
+        del launch._current.world
