@@ -31,7 +31,8 @@ LAYERS: list[set[str]] = [
     {"testing", "train"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
     {"plan"},
-    {"integrations", "laboratory", "planner"},
+    {"integrations", "laboratory"},
+    {"planner"},
     {"cli"},
     {"__main__"},
     {PACKAGE},  # __init__.py: the public names

@@ -56,6 +56,7 @@ Computing a step again, ``ec.Blackbox`` and ``echelon replay``:
 Looking at objects:
 
 ``show``         ``ec.show``: an object in a notebook or a terminal
+``allocations``  the bytes of tensors that are alive after each operation
 ``step_record``  what a rank sends in a block, and the memory of its tensors over it
 
 Holding ranks after each call, ``ec.step_through``:

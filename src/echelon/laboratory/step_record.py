@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple, Self, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
 
 from echelon import checks, events
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
+from echelon.laboratory.allocations import Allocations
 from echelon.page import Picture, TextTable, View, ViewPart, bytes_text, html_of, view_of
 
 # Calls that move no values of this rank.
 _SENDS_NOTHING = {"recv", "subgroup", "window"}
-_COMMUNICATION = {"echelon.comm.group", "echelon.comm.work"}  # where every call passes
 _MOST_ROWS = 40
 _COLUMNS, _LEVELS = 72, " ▁▂▃▄▅▆▇█"  # of the text
 _WIDTH, _HEIGHT, _LEFT = 920, 120, 84  # of the SVG, in pixels
@@ -83,19 +79,19 @@ class StepRecord:
     def __init__(self, world: World, *held: Any) -> None:
         checks.instance("world", world, World)
         self._rank = world.rank
-        self._storages = _LiveStorages()
-        for tensor in _tensors(held):
-            self._storages.add(tensor)
-        self.calls: list[RecordedCall] = []
         self.memory: list[int] = []
+        self._allocations = Allocations(self.memory.append)
+        for tensor in _tensors(held):
+            self._allocations.add(tensor)
+        self.calls: list[RecordedCall] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         if self.memory:
             raise StateError("a StepRecord records one block: make another for another step")
-        self.memory.append(self._storages.nbytes)
+        self.memory.append(self._allocations.nbytes)
         self._stack.enter_context(events.listen(self._hear))
-        self._stack.enter_context(_Operations(self._storages, self.memory))
+        self._stack.enter_context(self._allocations)
         return self
 
     def __exit__(
@@ -105,7 +101,7 @@ class StepRecord:
         traceback: TracebackType | None,
     ) -> None:
         self._stack.close()
-        self.memory.append(self._storages.nbytes)
+        self.memory.append(self._allocations.nbytes)
 
     def _hear(self, event: events.Event) -> None:
         facts = event.facts
@@ -154,64 +150,6 @@ def _tensors(held: Any) -> Iterator[Tensor]:
             f"held has {held!r:.80}, a {type(held).__name__}; give modules, optimizers, tensors, "
             "or lists, tuples or dicts of them"
         )
-
-
-class _LiveStorages:
-    """The bytes of storages that have been seen and still exist."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._sizes: dict[int, int] = {}
-
-    def add(self, tensor: Tensor) -> None:
-        """Count the storage of ``tensor``, unless it is counted already."""
-        if is_traceable_wrapper_subclass(tensor):  # such as a DTensor: its parts have the storage
-            for name in tensor.__tensor_flatten__()[0]:
-                self.add(getattr(tensor, name))
-            return
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            return
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._sizes:
-            self.nbytes += size - self._sizes[key]  # it may have been resized
-        else:
-            self.nbytes += size
-            weakref.finalize(storage, self._remove, key).atexit = False
-        self._sizes[key] = size
-
-    def _remove(self, key: int) -> None:
-        self.nbytes -= self._sizes.pop(key)
-
-
-class _Operations(TorchDispatchMode):
-    """Notes the memory after each operation of this thread."""
-
-    def __init__(self, storages: _LiveStorages, memory: list[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._storages, self._memory = storages, memory
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if _in_group_call():
-            return output
-        for value in tree_iter((args, kwargs, output)):
-            if isinstance(value, Tensor):
-                self._storages.add(value)
-        self._memory.append(self._storages.nbytes)
-        return output
-
-
-def _in_group_call() -> bool:
-    """Whether an operation is part of the work of a group, which one rank may do for all."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_globals.get("__name__") in _COMMUNICATION:
-            return True
-        frame = frame.f_back
-    return False
 
 
 @view_of.register

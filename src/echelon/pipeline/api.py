@@ -196,10 +196,16 @@ class Pipeline(StagedModule):
             The loss of the batch on the rank of the last stage, or on all; None elsewhere.
 
         Raises:
-            ArgumentError: on every rank, if one rank cannot use its arguments.
+            ArgumentError: on every rank, if one rank cannot use its arguments, or if the schedule
+                has no backward.
             StageError: a stage or the loss raised.
         """
         self._check_not_failed()
+        if not self._schedule.has_backward:
+            raise ArgumentError(
+                f"step() trains, and schedule {self._schedule.name!r} has no backward: use "
+                "eval_step(), or another schedule"
+            )
         loss_fn = self._needs_loss("step")
         batch = self._batches.batch(args, kwargs, target, weights, loss_fn, training=True)
         for shared in self._shared_parameters:

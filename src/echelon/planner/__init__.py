@@ -16,5 +16,10 @@ In reading order::
     plan_search      all layouts of a cluster, those that fit, and the fastest
     model_file       a model's sizes from a file
 
-Nothing here needs torch: a plan for 10,000 devices is found on a laptop.
+A plan whose memory must be exact is run without its values, one rank of each stage::
+
+    shapes_only      operations on large tensors compute only shapes
+    dry_run          a step of a plan with all its allocations
+
+All but these two do without torch: a plan for 10,000 devices is found on a laptop.
 """

@@ -1,0 +1,145 @@
+"""``FakeGroup``: a group whose other ranks are not there, and are taken to be like this one.
+
+A program runs in it as one rank of thousands, to see what it allocates and calls. What it computes
+has no meaning beyond shapes. Groups of PyTorch's backend ``"fake"`` do the same for programs of
+``torch.distributed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from echelon.comm.buffers import zeros
+from echelon.comm.group import Group
+from echelon.comm.primitives import (
+    AllGather,
+    AllReduce,
+    Derived,
+    Exchange,
+    Primitive,
+    ReduceScatter,
+)
+from echelon.comm.work import Window, Work
+from echelon.diagnosis.collective_call import CollectiveCall
+
+
+@final
+class _DoneWork(Work):
+    """A call that was complete when it was issued."""
+
+    def done(self) -> bool:
+        return True
+
+    def _wait(self, timeout: float | None) -> None:
+        pass
+
+
+@final
+class FakeGroup(Group):
+    """One rank of a group, without the others.
+
+    A collective has the result that it had if the other ranks gave the same values; a message is
+    neither sent nor waited for.
+
+    Args:
+        rank: this rank in the group.
+        ranks: the ranks of the members in the job.
+        present: a group of those ranks that are there, which is what a subgroup of all of them is.
+        present_ranks: their ranks in the job.
+        shares_memory: whether the group is to behave as one whose ranks share memory.
+
+    Example:
+        >>> group = FakeGroup(3, range(1000))
+        >>> value = torch.ones(2)
+        >>> group.all_reduce(value)
+        >>> value.tolist(), len(group.all_gather_object("text"))
+        ([1000.0, 1000.0], 1000)
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        *,
+        present: Group | None = None,
+        present_ranks: Sequence[int] = (),
+        shares_memory: bool = False,
+        name: str = "world",
+    ) -> None:
+        super().__init__(
+            name,
+            rank,
+            ranks,
+            torch.device("cpu"),
+            300.0,
+            shares_memory=shares_memory,
+            note=lambda call: None,
+        )
+        self._present, self._present_ranks = present, present_ranks
+
+    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
+        if isinstance(operation, Derived):
+            operation = operation.primitive(self.rank, self.size)
+        with torch.inference_mode():
+            _act(operation, self.rank, self.size)
+        return _DoneWork(call)
+
+    def _subgroup(self, call: CollectiveCall, name: str, members: Sequence[int]) -> Any:
+        if self.rank not in members:
+            return None
+        ranks = [self.ranks[member] for member in members]
+        if self._present is not None and ranks == list(self._present_ranks):
+            return self._present
+        return FakeGroup(
+            ranks.index(self.ranks[self.rank]),
+            ranks,
+            present=self._present,
+            present_ranks=self._present_ranks,
+            shares_memory=self.shares_memory,
+            name=name,
+        )
+
+    def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
+        local = zeros(numel, dtype, self.device, what=f"a window of {numel} elements")
+        return Window(local, (local,) * self.size, shared=self.shares_memory)
+
+    def _shared(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:
+        return zeros(numel, dtype, self.device, what=f"a shared tensor of {numel} elements")
+
+
+def _act(operation: Primitive, rank: int, size: int) -> None:
+    """Write what the operation gives if all ranks have the values of this one."""
+    match operation:
+        case AllReduce(tensor=tensor, op=op):
+            _reduce(tensor, op, size)
+        case ReduceScatter(output=output, input=input, splits=splits, op=op):
+            output.copy_(input.split(splits)[rank])
+            _reduce(output, op, size)
+        case AllGather(outputs=outputs, input=input):
+            for output in outputs:
+                _copy(output, input)
+        case Exchange(outputs=outputs, inputs=inputs):
+            for output in outputs:
+                _copy(output, inputs[rank])
+        case _:  # a broadcast has this rank's values, and messages have none
+            pass
+
+
+def _reduce(tensor: Tensor, op: str, size: int) -> None:
+    """The reduction of so many equal tensors; all but two kinds are the tensor itself."""
+    if op == "sum":
+        tensor *= size
+    elif op == "product":
+        tensor **= size
+    elif op == "bxor" and size % 2 == 0:
+        tensor.zero_()
+
+
+def _copy(output: Tensor, input: Tensor) -> None:
+    """Copy as much as there is: another rank may have more or less than this one."""
+    numel = min(output.numel(), input.numel())
+    output[:numel].copy_(input[:numel])

@@ -1,0 +1,78 @@
+"""``Allocations``: the bytes of tensors that one thread has alive, after each operation."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+
+_COMMUNICATION = {"echelon.comm.group", "echelon.comm.work"}  # where every call passes
+
+
+@final
+class Allocations(TorchDispatchMode):
+    """Counts the storages that this thread uses, from the first operation with them to their end.
+
+    What a group allocates to move values is not counted, nor is workspace inside of an operation.
+    Nothing depends on clocks: two runs of a deterministic step count the same.
+
+    Args:
+        after: is called with the bytes of all storages that are alive, after each operation.
+        rounding: an allocation takes a multiple of so many bytes; PyTorch's of CUDA takes 512.
+
+    Attributes:
+        nbytes: of all storages that are alive.
+    """
+
+    def __init__(self, after: Callable[[int], None], *, rounding: int = 1) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._after, self._rounding = after, rounding
+        self._sizes: dict[int, int] = {}
+        self.nbytes = 0
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the storage of ``tensor`` as it is now."""
+        if is_traceable_wrapper_subclass(tensor):  # such as a DTensor: its parts have the storage
+            for name in tensor.__tensor_flatten__()[0]:
+                self.add(getattr(tensor, name))
+            return
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, -(-storage.nbytes() // self._rounding) * self._rounding
+        if key not in self._sizes:
+            weakref.finalize(storage, self._remove, key).atexit = False
+        self.nbytes += size - self._sizes.get(key, 0)  # it may have been resized
+        self._sizes[key] = size
+
+    def _remove(self, key: int) -> None:
+        self.nbytes -= self._sizes.pop(key)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if _in_group_call():
+            return output
+        for value in tree_iter((args, kwargs, output)):
+            if isinstance(value, Tensor):
+                self.add(value)
+        self._after(self.nbytes)
+        return output
+
+
+def _in_group_call() -> bool:
+    """Whether an operation is part of the work of a group, which one rank may do for all."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in _COMMUNICATION:
+            return True
+        frame = frame.f_back
+    return False

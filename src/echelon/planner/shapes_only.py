@@ -1,0 +1,168 @@
+"""``ShapesOnly``: a program runs with all its allocations, and computes nothing that is large.
+
+[Note: memory that nobody touches]
+Tensors are real ones of the CPU, with storages, addresses and views, so that wrappers and autograd
+do what they always do. The operating system backs memory by pages when they are touched, and large
+tensors never are. Small tensors are computed as ever, because programs look at them: lengths,
+flags, steps of an optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+
+from echelon.errors import UnsupportedError
+
+# Elements above which nothing is computed. The tensors that a program looks at have fewer.
+LARGE = 2**16
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+
+
+class _Made(NamedTuple):
+    """A tensor that an operation makes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@final
+class ShapesOnly(TorchDispatchMode):
+    """Within the block, operations of this thread on large tensors compute only shapes.
+
+    What they return that is small has zeros. An operation whose result depends on values that are
+    not computed, such as ``nonzero``, is refused.
+
+    Raises:
+        UnsupportedError: an operation's shapes are not known without its values.
+
+    Example:
+        >>> with ShapesOnly():
+        ...     a = torch.ones(100_000, 100_000)  # 40 GB, if it were touched
+        ...     loss = (a @ a).mean()
+        >>> loss.item()
+        0.0
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[Any, Any] = {}  # results by operation and what it was given
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _touches_nothing(func) or not _is_large(func, args, kwargs):
+            return func(*args, **kwargs)
+        made = self._shapes(func, args, kwargs)
+        returns = func._schema.returns
+        written = _written(func, args, kwargs)
+        results = [
+            written[next(iter(item.alias_info.before_set))]
+            if item.alias_info is not None
+            else _make(value)
+            for item, value in zip(returns, made if len(returns) > 1 else [made], strict=False)
+        ]
+        return results[0] if len(returns) == 1 else tuple(results) if returns else None
+
+    def _shapes(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """What the operation would return, with descriptions of the tensors that it makes."""
+        leaves, spec = tree_flatten((args, dict(kwargs)))
+        key: Any = (func, spec, *(_key(leaf) for leaf in leaves))
+        try:
+            if key in self._known:
+                return self._known[key]
+        except TypeError:  # an argument cannot be a key
+            key = None
+        _refuse_values(func)
+        args, kwargs = tree_unflatten([_on_meta(leaf) for leaf in leaves], spec)
+        try:
+            made = func(*args, **kwargs)
+        except NotImplementedError as error:
+            raise UnsupportedError(
+                f"the shapes that {func} returns are not known without computing it ({error}): "
+                "give a model whose operations PyTorch can run on the meta device"
+            ) from error
+        made = _described(made)
+        if key is not None:
+            self._known[key] = made
+        return made
+
+
+@cache
+def _touches_nothing(func: Any) -> bool:
+    """Whether an operation returns a view, or memory as it comes."""
+    infos = [item.alias_info for item in func._schema.returns]
+    if any(info is not None and not info.is_write for info in infos):
+        return True
+    name = func._schema.name.removeprefix("aten::")
+    return name in {"resize_", "set_"} or "empty" in name
+
+
+def _is_large(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation reads, writes or makes a tensor that is large."""
+    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+    if tensors:
+        is_host = any(tensor.device == _CPU for tensor in tensors)
+        return is_host and any(tensor.numel() > LARGE for tensor in tensors)
+    if not any(item.name == "device" for item in func._schema.arguments):
+        return False
+    if torch.device(kwargs.get("device") or _CPU) != _CPU:
+        return False
+    made: Tensor = func(*args, **{**kwargs, "device": _META, "pin_memory": None})
+    return made.numel() > LARGE
+
+
+def _refuse_values(func: Any) -> None:
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    if tags & set(func.tags):
+        raise UnsupportedError(
+            f"{func} depends on the values of a large tensor, and only shapes are computed: give a "
+            "model without such control flow, or measure it on ranks that are there"
+        )
+
+
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that an operation writes, by the names that its schema gives their memory."""
+    written: dict[str, Any] = {}
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            written |= dict.fromkeys(argument.alias_info.before_set, value)
+    return written
+
+
+def _key(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return _Made(tuple(leaf.shape), leaf.stride(), leaf.dtype)
+    return type(leaf), leaf  # or 1, 1.0 and True would be one key
+
+
+def _on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_META)
+    return _META if isinstance(leaf, torch.device) else leaf
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Made(tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, list | tuple):
+        return [_described(item) for item in value]
+    return value
+
+
+def _make(value: Any) -> Any:
+    if isinstance(value, _Made):
+        made = torch.empty_strided(value.shape, value.strides, dtype=value.dtype)
+        return made if made.numel() > LARGE else made.zero_()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_make(item) for item in value]
+    return value

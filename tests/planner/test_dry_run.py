@@ -1,0 +1,144 @@
+"""A dry run allocates what training allocates, of one rank of each stage."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import echelon as ec
+from echelon.errors import UnsupportedError
+from echelon.laboratory.allocations import Allocations
+from echelon.planner.dry_run import DryRunOptions, DryStep, dry_run
+
+WIDTH, ROWS = 64, 32
+BY_BLOCK = ec.units.by_type("Block")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def blocks(count: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(count)))
+
+
+def stages(plan: ec.Plan) -> Any:
+    model = blocks(8)
+    return model if plan.pp == 1 else ec.pipeline.split(model, plan.pp * plan.chunks)
+
+
+def trained(world: ec.World, plan: ec.Plan, units: Any) -> tuple[int, int, int]:
+    """Elements and bytes of the parameters of this rank, and the peak of its third step."""
+    plain, x = stages(plan), torch.ones(ROWS, WIDTH)
+    loss_fn, counts = (mse_loss if plan.pp > 1 else None), list[int]()
+    with Allocations(counts.append):
+        model = ec.parallelize(plain, plan, world, units=units, loss_fn=loss_fn)
+        del plain
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step() -> None:
+            if isinstance(model, ec.Pipeline):
+                model.step(x, target=x)
+            else:
+                mse_loss(model(x), x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        step()
+        counts.clear()
+        step()
+    kept = list(model.parameters())
+    return sum(p.numel() for p in kept), sum(p.nbytes for p in kept), max(counts)
+
+
+def planned(plan: ec.Plan, units: Any = None, **options: Any) -> list[DryStep]:
+    x = torch.ones(ROWS, WIDTH)
+    return dry_run(stages(plan), plan, x, x, mse_loss, DryRunOptions(units=units, **options))
+
+
+PLANS = [
+    (ec.Plan(dp=3), None),
+    *((ec.Plan(shard=4, strategy=one), BY_BLOCK) for one in ec.Strategy if not one.hybrid),
+    (ec.Plan(dp=2, shard=2), BY_BLOCK),
+    (ec.Plan(dp=2, shard=2, strategy=ec.Strategy.SHARD_GRAD_OP), BY_BLOCK),
+    (ec.Plan(shard=2, fsdp={"precision": ec.MixedPrecision(compute=torch.bfloat16)}), BY_BLOCK),
+    (ec.Plan(pp=2, microbatches=4), None),
+    (ec.Plan(pp=2, microbatches=4, schedule="gpipe"), None),
+    (ec.Plan(pp=4, microbatches=8, schedule="zb-h2"), None),
+    (ec.Plan(pp=2, microbatches=4, schedule="interleaved", chunks=2), None),
+    (ec.Plan(pp=2, microbatches=4, schedule="zb-v", chunks=2), None),
+    (ec.Plan(pp=2, microbatches=4, pipeline={"recompute": True}), None),
+    (ec.Plan(pp=2, dp=2, microbatches=4), None),
+    (ec.Plan(pp=2, shard=2, microbatches=4), BY_BLOCK),
+]
+
+
+@pytest.mark.parametrize(("plan", "units"), PLANS, ids=lambda value: repr(value)[:80])
+def test_parameters_and_the_peak_are_those_of_training(plan: ec.Plan, units: Any) -> None:
+    real = ec.run(trained, plan.num_ranks, args=(plan, units))
+    for stage, step in enumerate(planned(plan, units, shares_memory=True)):
+        numel, nbytes, peak = real[stage * plan.data_size]
+        assert (step.num_parameters, step.parameter_bytes) == (numel, nbytes)
+        # The first of simulated ranks has what they share, and other ranks some flags less.
+        assert step.peak == pytest.approx(peak, rel=1e-4)
+        assert sum(step.categories.values()) == step.peak
+
+
+def test_any_rank_of_a_group_can_be_looked_at() -> None:
+    plan = ec.Plan(shard=3)
+    real = ec.run(trained, 3, args=(plan, BY_BLOCK))
+    for rank in range(3):
+        [step] = planned(plan, BY_BLOCK, shares_memory=True, data_rank=rank)
+        assert (step.num_parameters, step.parameter_bytes) == real[rank][:2]
+
+
+def test_a_model_on_meta_has_memory_without_its_values_and_stays_on_meta() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(30_000, 30_000), nn.Linear(30_000, 30_000))
+        model[1].weight = model[0].weight  # tied
+        x = torch.empty(4, 30_000)
+    [step] = dry_run(model, ec.Plan(shard=1000), x, x, mse_loss)
+    assert step.num_parameters == 30_000 * 30_000 // 1000 + 2 * 30
+    assert model[0].weight.is_meta
+    assert step.categories["gathered"] >= 4 * 30_000 * 30_000
+
+
+def test_a_peak_is_named_and_traffic_is_counted() -> None:
+    first, last = planned(ec.Plan(pp=2, microbatches=4, schedule="gpipe"))
+    assert (first.stage, last.stage) == (0, 1)
+    assert first.after.startswith("0")
+    assert ROWS * WIDTH * 4 <= first.sent["send"] < 1.1 * ROWS * WIDTH * 4
+    [step] = planned(ec.Plan(dp=2))
+    assert step.after == ""
+    assert step.sent["all_reduce"] >= step.parameter_bytes
+
+
+def test_allocations_can_be_rounded_as_those_of_cuda_are() -> None:
+    [exact] = planned(ec.Plan(dp=2))
+    [rounded] = planned(ec.Plan(dp=2), rounding=512)
+    assert rounded.peak % 512 == 0
+    assert exact.peak < rounded.peak
+
+
+def test_a_model_that_looks_at_values_is_refused_with_its_operation() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(300, 300)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x[x.sum(1) > 0])
+
+    x = torch.ones(300, 300)
+    with pytest.raises(UnsupportedError, match="values of a large tensor"):
+        dry_run(Routed(), ec.Plan(dp=2), x, x, mse_loss)
