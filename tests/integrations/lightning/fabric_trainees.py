@@ -27,6 +27,7 @@ def fabric_strategy_of(name: str) -> Any:
 def fabric_pair(strategy: str, path: str, epochs: int = 2, resumes: bool = False) -> Any:
     """Two models with an optimizer each, accumulation, clipping; saved after each epoch."""
     is_plain = strategy in ("gloo", "echelon")
+    torch.set_default_dtype(torch.float64)  # into which Fabric turns the outputs of a model
     devices: Any = WORLD_SIZE if is_plain else "auto"
     fabric = L.Fabric(
         accelerator="cpu", devices=devices, strategy=fabric_strategy_of(strategy),
@@ -44,7 +45,7 @@ def fabric_pair(strategy: str, path: str, epochs: int = 2, resumes: bool = False
         fabric.load(path, state)
     norms, start = [], int(state["epoch"])
     for _ in range(start):
-        iter(samples)  # counts the epoch, which decides the order
+        next(iter(samples))  # counts the epoch, which decides the order
     for epoch in range(start, epochs):
         for i, (x, y) in enumerate(samples):
             synced = i % 2 == 1
