@@ -355,6 +355,7 @@ def test_a_command_ends_with_the_benchmark_that_started_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # a trainer takes 10 s to import, on each rank
 @pytest.mark.parametrize("host", ["lightning", "accelerate", "transformers"])
 def test_steps_of_trainers_are_measured_in_turns(host: str, tmp_path: Path) -> None:
     pytest.importorskip(host)

@@ -36,6 +36,8 @@ with ec.init(backend, timeout=3.0) as world:
             case "exit handler": atexit.register(sleeps)
             case "thread": threading.Thread(target=sleeps, name="uploads").start()
             case "stopped": os.kill(os.getpid(), signal.SIGSTOP)
+if world.rank == 0:
+    open(__file__ + ".left", "w").close()
 """
 SLEEPS = "sleeps or waits outside communication"
 DOES = {
@@ -96,7 +98,6 @@ def test_a_rank_that_goes_on_making_steps_raises_no_alarm(kind: str) -> None:
 def test_a_rank_of_a_script_that_hangs_on_its_way_out_is_named(
     how: str, backend: str, tmp_path: Path
 ) -> None:
-    start_s = time.monotonic()
     with Job(tmp_path, SCRIPT, how, backend) as job:
         code, _, lines = job.end()
         assert job.processes() == {}
@@ -106,7 +107,7 @@ def test_a_rank_of_a_script_that_hangs_on_its_way_out_is_named(
     assert lines[1].startswith("  its last call: all_reduce(sum) float32[3]")
     if how in ("return", "thread"):
         assert "    " + str(tmp_path / "job.py") + ":6 in sleeps" in lines
-    assert time.monotonic() - start_s < 30  # of which most is the start
+    assert time.time() - (tmp_path / "job.py.left").stat().st_mtime < 20
 
 
 @pytest.mark.slow

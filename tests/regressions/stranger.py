@@ -114,8 +114,10 @@ def open_memory(spoils: Path) -> None:
     """Try to open the memory of all processes of others."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
+            if process.stat().st_uid == os.getuid():
+                continue  # another test may run a job of this user
             for link in (process / "fd").iterdir():
-                if "memfd:echelon" in os.readlink(link) and process.name != str(os.getpid()):
+                if "memfd:echelon" in os.readlink(link):
                     spoils.write_text(f"opened {link}")
 
 

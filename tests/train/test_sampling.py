@@ -38,6 +38,8 @@ class Numbers(Dataset[Tensor]):
 
 
 def loader_of(sampler: ec.ResumableSampler, workers: int = 0, **options: Any) -> DataLoader[Tensor]:
+    if workers:  # a fork of a process with as many threads as this one may hang
+        options["multiprocessing_context"] = "forkserver"
     return DataLoader(Numbers(), batch_sampler=sampler, num_workers=workers, **options)
 
 

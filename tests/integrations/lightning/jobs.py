@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).resolve().parent
-LIMIT_S = 100
+LIMIT_S = 280
 
 
 def command_of(ranks: int, function: str, result: Path, *arguments: Any) -> list[str]:

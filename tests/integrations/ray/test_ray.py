@@ -16,7 +16,7 @@ import echelon as ec
 from tests.children import environ
 
 # A cluster takes ten seconds to start, a trainer ten more, and a busy machine several times that.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 12
 VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -32,7 +32,7 @@ def outcome_of(case: str, folder: Path) -> Any:
         env=environ(**VARIABLES),
         capture_output=True,
         text=True,
-        timeout=270,
+        timeout=580,
     )
     assert result.returncode == 0, result.stderr[-5000:]
     lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
@@ -73,7 +73,7 @@ def test_the_example_trains_and_keeps_two_checkpoints(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=270,
+        timeout=580,
     )
     assert result.returncode == 0, result.stderr[-5000:]
     checkpoint = result.stdout.splitlines()[-1].partition("checkpoint ")[2]
