@@ -33,9 +33,6 @@ class StorePath:
     Args:
         url: with its scheme, such as ``s3://bucket/runs/a``.
 
-    Attributes:
-        url: without a slash at its end.
-
     Raises:
         ArgumentError: no package is installed that knows the scheme.
 
@@ -46,6 +43,8 @@ class StorePath:
     """
 
     __slots__ = ("_scheme", "url")
+    url: str
+    """Without a slash at its end."""
 
     def __init__(self, url: str) -> None:
         match = _URL.fullmatch(url)
