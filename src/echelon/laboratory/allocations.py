@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
 
 _COMMUNICATION = {"echelon.comm.group", "echelon.comm.work"}  # where every call passes
 
@@ -61,11 +60,19 @@ class Allocations(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         if _in_group_call():
             return output
-        for value in tree_iter((args, kwargs, output)):
-            if isinstance(value, Tensor):
-                self.add(value)
+        for tensor in tensors_in((*args, *(kwargs or {}).values(), output)):
+            self.add(tensor)
         self._after(self.nbytes)
         return output
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among what an operation takes or returns, alone or in a list."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
 
 
 def _in_group_call() -> bool:

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from echelon.errors import UnsupportedError
+from echelon.laboratory.allocations import tensors_in
 
 # Elements above which nothing is computed. The tensors that a program looks at have fewer.
 LARGE = 2**16
@@ -108,7 +109,7 @@ def _touches_nothing(func: Any) -> bool:
 
 def _is_large(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation reads, writes or makes a tensor that is large."""
-    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = list(tensors_in((*args, *kwargs.values())))
     if tensors:
         is_host = any(tensor.device == _CPU for tensor in tensors)
         return is_host and any(tensor.numel() > LARGE for tensor in tensors)
