@@ -77,6 +77,15 @@ def test_what_depends_on_values_is_refused(operation) -> None:
         operation(torch.zeros(MANY))
 
 
+def test_tensors_from_outside_have_their_values_until_one_without_is_mixed_in() -> None:
+    text = torch.arange(MANY) % 7
+    with ShapesOnly():
+        assert text.bincount().tolist()[1:] == [MANY // 7 + (i < MANY % 7) for i in range(1, 7)]
+        assert (text + 1).max().item() == 7
+        assert (text * torch.ones(MANY)).max().item() == 0.0  # nobody knows
+        assert text[5].item() == 5
+
+
 def test_an_operation_without_shapes_on_meta_is_named() -> None:
     with torch.library._scoped_library("echelon_test", "DEF") as library:
         library.define("unknown(Tensor x) -> Tensor")

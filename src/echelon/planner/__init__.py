@@ -20,6 +20,7 @@ A plan whose memory must be exact is run without its values, one rank of each st
 
     shapes_only      operations on large tensors compute only shapes
     dry_run          a step of a plan with all its allocations
+    script_check     the same of a script, of which the first steps are run
 
-All but these two do without torch: a plan for 10,000 devices is found on a laptop.
+All but these do without torch: a plan for 10,000 devices is found on a laptop.
 """

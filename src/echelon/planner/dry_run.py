@@ -22,6 +22,7 @@ from echelon import checks, events
 from echelon.comm.fake.group import FakeGroup
 from echelon.comm.mesh import axis_ranks
 from echelon.comm.world import World
+from echelon.diagnosis.rank_monitor import StepCounter
 from echelon.fsdp import FSDP
 from echelon.fsdp.units import Rule
 from echelon.laboratory.allocations import Allocations
@@ -100,8 +101,8 @@ def dry_run(
     """The step of one rank of each stage, with the memory of its peak.
 
     Args:
-        model: what ``ec.parallelize`` takes; may be on the meta device.
-        inputs: the batch of a rank, or a tuple of arguments; may be on the meta device.
+        model: what ``ec.parallelize`` takes; may be on the meta device, and stays as it is.
+        inputs: the batch of a rank, or a tuple of arguments; only shapes and dtypes count.
         target: what ``loss_fn`` takes beside the output.
 
     Raises:
@@ -133,12 +134,13 @@ def _step_of(
     stages: World,
 ) -> DryStep:
     """What a rank of this stage does."""
-    world = _world_of(plan, stages, options)
+    world = fake_world(plan, stages, options)
     peak = _Peak()
     memory = Allocations(peak.after_operation, rounding=options.rounding)
-    with ShapesOnly():
+    shapes = ShapesOnly()
+    with shapes:
         copied, inputs, target = _with_memory((model, inputs, target))
-    with ShapesOnly(), memory:
+    with shapes, memory:
         in_pipeline = loss_fn if plan.pp > 1 else None
         shared = parallelize(copied, plan, world, units=options.units, loss_fn=in_pipeline)
         del copied
@@ -263,13 +265,20 @@ def _with_memory(given: tuple[Any, Any, Any]) -> Any:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    made = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().clone()
+    made = torch.empty_like(tensor, device="cpu", requires_grad=False)
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
 
 
-def _world_of(plan: Plan, stages: World, options: DryRunOptions) -> World:
-    """The job as a rank of this stage sees it: of all others, the other stages are there."""
+def fake_world(
+    plan: Plan, stages: World, options: DryRunOptions, steps: StepCounter | None = None
+) -> World:
+    """The job as a rank of this stage sees it: of all others, the other stages are there.
+
+    Args:
+        stages: one rank of each stage, as simulated ranks.
+        steps: counts the steps of this rank.
+    """
     lengths = {"pp": plan.pp, "dp": plan.dp, "shard": plan.shard}
     line = axis_ranks("pp", options.data_rank, lengths)
     group = FakeGroup(
@@ -279,4 +288,4 @@ def _world_of(plan: Plan, stages: World, options: DryRunOptions) -> World:
         present_ranks=line,
         shares_memory=options.shares_memory,
     )
-    return World(group, backend="fake")
+    return World(group, backend="fake", steps=steps)

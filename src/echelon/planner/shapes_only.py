@@ -3,12 +3,14 @@
 [Note: memory that nobody touches]
 Tensors are real ones of the CPU, with storages, addresses and views, so that wrappers and autograd
 do what they always do. The operating system backs memory by pages when they are touched, and large
-tensors never are. Small tensors are computed as ever, because programs look at them: lengths,
-flags, steps of an optimizer.
+tensors that are made within the block never are. Small tensors are computed as ever, because
+programs look at them: lengths, flags, steps of an optimizer. So are tensors from outside, such as
+the text that a program trains on, as long as none without values is mixed in.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, final
@@ -36,10 +38,10 @@ class _Made(NamedTuple):
 
 @final
 class ShapesOnly(TorchDispatchMode):
-    """Within the block, operations of this thread on large tensors compute only shapes.
+    """Large tensors that this thread makes within the block have memory and no values.
 
-    What they return that is small has zeros. An operation whose result depends on values that are
-    not computed, such as ``nonzero``, is refused.
+    Operations with them compute only shapes; what they return that is small has zeros. An operation
+    whose result depends on values that are not there, such as ``nonzero``, is refused.
 
     Raises:
         UnsupportedError: an operation's shapes are not known without its values.
@@ -55,12 +57,15 @@ class ShapesOnly(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known: dict[Any, Any] = {}  # results by operation and what it was given
+        self._empty: set[int] = set()  # storages without values
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _touches_nothing(func) or not _is_large(func, args, kwargs):
+        if _touches_nothing(func):
+            return self._noted(func(*args, **kwargs)) if _is_empty(func) else func(*args, **kwargs)
+        if not self._lacks_values(func, args, kwargs):
             return func(*args, **kwargs)
         made = self._shapes(func, args, kwargs)
         returns = func._schema.returns
@@ -68,10 +73,43 @@ class ShapesOnly(TorchDispatchMode):
         results = [
             written[next(iter(item.alias_info.before_set))]
             if item.alias_info is not None
-            else _make(value)
+            else self._make(value)
             for item, value in zip(returns, made if len(returns) > 1 else [made], strict=False)
         ]
         return results[0] if len(returns) == 1 else tuple(results) if returns else None
+
+    def _lacks_values(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Whether an operation takes a large tensor without values, or makes one of nothing."""
+        tensors = list(tensors_in((*args, *kwargs.values())))
+        if tensors:
+            return any(
+                tensor.numel() > LARGE
+                and tensor.device == _CPU
+                and tensor.untyped_storage()._cdata in self._empty
+                for tensor in tensors
+            )
+        if not any(item.name == "device" for item in func._schema.arguments):
+            return False
+        if torch.device(kwargs.get("device") or _CPU) != _CPU:
+            return False
+        made: Tensor = func(*args, **{**kwargs, "device": _META, "pin_memory": None})
+        return made.numel() > LARGE
+
+    def _noted(self, made: Tensor) -> Tensor:
+        """The tensor, whose memory has no values if it is large."""
+        if made.numel() > LARGE and made.device == _CPU:
+            storage = made.untyped_storage()
+            self._empty.add(storage._cdata)
+            weakref.finalize(storage, self._empty.discard, storage._cdata).atexit = False
+        return made
+
+    def _make(self, value: Any) -> Any:
+        if isinstance(value, _Made):
+            made = torch.empty_strided(value.shape, value.strides, dtype=value.dtype)
+            return self._noted(made) if made.numel() > LARGE else made.zero_()
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return [self._make(item) for item in value]
+        return value
 
     def _shapes(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """What the operation would return, with descriptions of the tensors that it makes."""
@@ -103,22 +141,13 @@ def _touches_nothing(func: Any) -> bool:
     infos = [item.alias_info for item in func._schema.returns]
     if any(info is not None and not info.is_write for info in infos):
         return True
-    name = func._schema.name.removeprefix("aten::")
-    return name in {"resize_", "set_"} or "empty" in name
+    return _is_empty(func) or func._schema.name in {"aten::resize_", "aten::set_"}
 
 
-def _is_large(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation reads, writes or makes a tensor that is large."""
-    tensors = list(tensors_in((*args, *kwargs.values())))
-    if tensors:
-        is_host = any(tensor.device == _CPU for tensor in tensors)
-        return is_host and any(tensor.numel() > LARGE for tensor in tensors)
-    if not any(item.name == "device" for item in func._schema.arguments):
-        return False
-    if torch.device(kwargs.get("device") or _CPU) != _CPU:
-        return False
-    made: Tensor = func(*args, **{**kwargs, "device": _META, "pin_memory": None})
-    return made.numel() > LARGE
+@cache
+def _is_empty(func: Any) -> bool:
+    """Whether an operation returns new memory as it comes."""
+    return "empty" in func._schema.name
 
 
 def _refuse_values(func: Any) -> None:
@@ -157,13 +186,4 @@ def _described(value: Any) -> Any:
         return _Made(tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, list | tuple):
         return [_described(item) for item in value]
-    return value
-
-
-def _make(value: Any) -> Any:
-    if isinstance(value, _Made):
-        made = torch.empty_strided(value.shape, value.strides, dtype=value.dtype)
-        return made if made.numel() > LARGE else made.zero_()
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_make(item) for item in value]
     return value
