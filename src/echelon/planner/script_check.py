@@ -87,7 +87,7 @@ def _run_stage(
     main: Callable[..., None],
     seen: dict[int, ScriptMemory],
 ) -> None:
-    peak = 0
+    kept = peak = 0
 
     def after_operation(nbytes: int) -> None:
         nonlocal peak
@@ -102,7 +102,6 @@ def _run_stage(
             raise _EnoughError
         kept, peak = memory.nbytes, memory.nbytes
 
-    kept = 0
     memory = Allocations(after_operation, rounding=rounding)
     world = fake_world(plan, stages, DryRunOptions(), StepCounter(after_step))
     world.is_replay = True
