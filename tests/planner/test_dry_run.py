@@ -113,6 +113,15 @@ def test_a_model_on_meta_has_memory_without_its_values_and_stays_on_meta() -> No
     assert step.categories["gathered"] >= 4 * 30_000 * 30_000
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_small_inputs_are_valid_indices(device: str) -> None:
+    model = nn.Sequential(nn.Embedding(3, 4), nn.Flatten(), nn.Linear(80, 20))
+    with torch.device(device):
+        x = torch.full((7, 20), 2)
+    [step] = dry_run(model, ec.Plan(dp=2), x, x.float(), mse_loss)
+    assert step.peak > 7 * 20 * 8
+
+
 def test_a_peak_is_named_and_traffic_is_counted() -> None:
     first, last = planned(ec.Plan(pp=2, microbatches=4, schedule="gpipe"))
     assert (first.stage, last.stage) == (0, 1)

@@ -31,7 +31,7 @@ from echelon.observe.meters import tensor_bytes
 from echelon.pipeline.api import Pipeline
 from echelon.plan.parallelize import parallelize
 from echelon.plan.plans import Plan
-from echelon.planner.shapes_only import ShapesOnly
+from echelon.planner.shapes_only import LARGE, ShapesOnly
 
 # The optimizer makes its state in the first step, and DDP its final buckets in the second.
 _WARM_UP = 2
@@ -266,6 +266,8 @@ def _with_memory(given: tuple[Any, Any, Any]) -> Any:
 
 def _real(tensor: Tensor) -> Tensor:
     made = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    if made.numel() <= LARGE:  # it is computed with, and an index must lie in its table
+        made.zero_() if tensor.is_meta else made.copy_(tensor.detach())
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
 
