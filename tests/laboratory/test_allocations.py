@@ -1,7 +1,10 @@
 """What is alive on a thread is counted, once, and until it ends."""
 
 import torch
+from torch import nn
 
+import echelon as ec
+from echelon.comm.fake.group import FakeGroup
 from echelon.laboratory.allocations import Allocations
 
 
@@ -38,3 +41,19 @@ def test_an_allocation_is_rounded_up() -> None:
         small, large = torch.zeros(1), torch.zeros(129)
         assert memory.nbytes == 512 + 1024
         del small, large
+
+
+def test_parameters_that_are_resharded_count_no_more_though_nothing_touches_them() -> None:
+    model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(8)))
+    counts: list[int] = []
+    with Allocations(counts.append) as memory:
+        units = ec.units.by_type(nn.Linear)
+        sharded = ec.FSDP(model, FakeGroup(0, range(2)), units=units, min_num_params=0)
+        x = torch.ones(1, 100)
+        counts.clear()
+        with torch.no_grad():
+            sharded(x)
+        torch.ones(1)
+    shards = sharded.memory_stats().shards
+    assert shards + 40_000 < max(counts) < shards + 3 * 40_000  # the unit that runs, and the next
+    assert shards <= counts[-1] < shards + 5_000

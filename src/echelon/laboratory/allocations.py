@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from types import FrameType
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from echelon import events
 
 _COMMUNICATION = {"echelon.comm.group", "echelon.comm.work"}  # where every call passes
 
@@ -34,7 +37,23 @@ class Allocations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._after, self._rounding = after, rounding
         self._sizes: dict[int, int] = {}
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._were_resized = False
+        self._listening = ExitStack()
         self.nbytes = 0
+
+    def __enter__(self) -> Self:
+        self._listening.enter_context(events.listen(self._hear))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._listening.close()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _hear(self, event: events.Event) -> None:
+        # FSDP gives memory of unsharded parameters back, and no operation sees that.
+        self._were_resized |= "unit" in event.facts
 
     def add(self, tensor: Tensor) -> None:
         """Count the storage of ``tensor`` as it is now."""
@@ -45,14 +64,19 @@ class Allocations(TorchDispatchMode):
         if tensor.layout is not torch.strided or tensor.is_meta:
             return
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, -(-storage.nbytes() // self._rounding) * self._rounding
-        if key not in self._sizes:
-            weakref.finalize(storage, self._remove, key).atexit = False
-        self.nbytes += size - self._sizes.get(key, 0)  # it may have been resized
-        self._sizes[key] = size
+        if storage._cdata not in self._sizes:
+            self._storages[storage._cdata] = weakref.ref(storage)
+            weakref.finalize(storage, self._remove, storage._cdata).atexit = False
+        self._weigh(storage)
+
+    def _weigh(self, storage: torch.UntypedStorage) -> None:
+        size = -(-storage.nbytes() // self._rounding) * self._rounding
+        self.nbytes += size - self._sizes.get(storage._cdata, 0)  # it may have been resized
+        self._sizes[storage._cdata] = size
 
     def _remove(self, key: int) -> None:
         self.nbytes -= self._sizes.pop(key)
+        del self._storages[key]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -60,6 +84,11 @@ class Allocations(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         if _in_group_call():
             return output
+        if self._were_resized:
+            self._were_resized = False
+            for reference in list(self._storages.values()):
+                if (storage := reference()) is not None:
+                    self._weigh(storage)
         for tensor in tensors_in((*args, *(kwargs or {}).values(), output)):
             self.add(tensor)
         self._after(self.nbytes)
