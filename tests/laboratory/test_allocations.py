@@ -46,7 +46,7 @@ def test_an_allocation_is_rounded_up() -> None:
 def test_parameters_that_are_resharded_count_no_more_though_nothing_touches_them() -> None:
     model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(8)))
     counts: list[int] = []
-    with Allocations(counts.append) as memory:
+    with Allocations(counts.append):
         units = ec.units.by_type(nn.Linear)
         sharded = ec.FSDP(model, FakeGroup(0, range(2)), units=units, min_num_params=0)
         x = torch.ones(1, 100)
