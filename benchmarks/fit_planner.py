@@ -41,7 +41,7 @@ PRIORS = {
     "ffn_passes": (3.0, 0.3),
     "logit_bytes": (16.0, 0.4),
     "bus": (0.85, 0.2),
-    "latency_s": (12e-6, 0.5),
+    "latency_s": (17e-6, 0.5),
     "network": (0.8, 0.25),
     "network_latency_s": (10e-6, 0.6),
     "message": (0.5, 0.7),

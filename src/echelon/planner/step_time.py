@@ -25,6 +25,7 @@ from echelon.planner.transformer import Transformer
 # AdamW in mixed precision reads and writes master weight, two moments and the gradient, and writes
 # the weight of 16 bits: bytes for each element of a shard, and for each element of the rank.
 _OPTIMIZER_BYTES, _WEIGHT_BYTES = 38, 4
+_BUCKET_BYTES = 25e6  # of gradients that are reduced while the backward runs, the default of DDP
 
 
 @final
@@ -126,14 +127,19 @@ def _compute(block: BlockTime, head: Seconds, count: int, *, is_last: bool) -> S
 def _hop(
     model: Transformer, layout: Layout, cluster: Cluster, stack: SoftwareStack, rings: Rings
 ) -> float:
-    """The part of one message between stages that no computation hides."""
+    """The part of one message between stages that no computation hides.
+
+    With ``tp``, each rank sends its part of what they all have, and they gather it in the next
+    stage (Narayanan et al., arXiv 2104.04473, section 4.1).
+    """
     if layout.pp == 1:
         return 0.0
     nbytes = WIDTH * layout.microbatch * model.seq / layout.cp * model.hidden
     rate = cluster.network * stack.rates.network / cluster.devices_per_host
     if not rings.message.between_hosts:
         rate = cluster.device.link * stack.rates.bus
-    return stack.rates.message * nbytes / rate + rings.message.latency
+    sent = stack.rates.message * nbytes / layout.tp / rate + rings.message.latency
+    return sent + (0.0 if layout.sequence_parallel else rings.tp.one_pass(nbytes))
 
 
 def _edges(model: Transformer, layout: Layout, stack: SoftwareStack, rings: Rings) -> float:
@@ -163,7 +169,10 @@ def _reduce(
         return 0.0
     elements = (count * model.block_parameters + model.embedding_parameters) / layout.tp
     nbytes = stack.gradient_bytes * elements
-    seconds = rings.shard.all_reduce(nbytes) + rings.dp.all_reduce(nbytes / layout.shard)
+    buckets = math.ceil(nbytes / _BUCKET_BYTES) if stack.overlaps_reduction else 1
+    bucket = nbytes / buckets
+    shards = 2 * rings.shard.one_pass(bucket)  # gradients are scattered, and weights gathered
+    seconds = buckets * (shards + rings.dp.all_reduce(bucket / layout.shard))
     if not stack.overlaps_reduction:
         return seconds
     hidden = min(seconds * 0.9, backward)  # of the last microbatch; the last bucket is never hidden
