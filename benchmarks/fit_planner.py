@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from published_runs import STACKS, PublishedRun, error_line, read_runs
+from published_runs import STACKS, PublishedRun, error_line, timed_runs
 
 from echelon.planner.software_stack import Rates
 
@@ -138,7 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--held-out", action="store_true", help="judge fits on unseen rows")
     arguments = parser.parse_args()
-    runs = [run for run in read_runs() if run.step_s is not None]
+    runs = timed_runs()
     if arguments.held_out:
         held_out(runs)
         return
