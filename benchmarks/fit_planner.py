@@ -40,7 +40,7 @@ PRIORS = {
     "block_passes": (14.0, 0.3),
     "ffn_passes": (3.0, 0.3),
     "logit_bytes": (16.0, 0.4),
-    "bus": (0.85, 0.2),
+    "bus": (0.9, 0.15),
     "latency_s": (17e-6, 0.5),
     "network": (0.8, 0.25),
     "network_latency_s": (10e-6, 0.6),

@@ -68,14 +68,14 @@ def computed_block(
     """
     passes = block_work(model, layout, stack)
     device = cluster.device
-    forward = work_seconds(passes.forward, device, stack)
-    backward = work_seconds(passes.backward, device, stack)
-    tokens = layout.microbatch * model.seq / layout.cp
-    exchange = _exchanges(model, layout, rings, tokens)
+    exchange = _exchanges(model, layout, rings, layout.microbatch * model.seq / layout.cp)
+    forward = work_seconds(passes.forward, device, stack, exchange)
+    backward = work_seconds(passes.backward, device, stack, exchange)
     weights = backward.matmul / 2  # the other half are gradients of inputs
     runs = 2  # one in the forward, one in the backward
     if layout.recompute is Recompute.BLOCKS:
-        backward = backward.plus(forward)
+        work = passes.backward.plus(passes.forward)
+        backward = work_seconds(work, device, stack, 2 * exchange)
         runs += 1
     elif layout.recompute is Recompute.ATTENTION:
         backward = backward.plus(Seconds(attention=forward.attention))
