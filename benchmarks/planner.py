@@ -45,7 +45,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def plans_of(runs: Sequence[PublishedRun]) -> list[tuple[float, float]]:
-    """The predicted and the published seconds of each plan; one that ran more than once, its mean."""
+    """Predicted and published seconds of each plan; of one that ran more than once, the mean."""
     by_plan: dict[object, list[PublishedRun]] = {}
     for run in runs:
         by_plan.setdefault((run.layout, run.blocks), []).append(run)

@@ -51,7 +51,9 @@ def check_against_all(
     pruned = fastest(timer, MemoryTable(model, stack), every, limit, limits.keep)
     best = exhaustive(timer, every, limit)[: limits.keep]
     assert [time.total for _, time in pruned] == [time.total for _, time in best]
-    assert [simplicity(layout) for layout, _ in pruned] == [simplicity(layout) for layout, _ in best]
+    assert [simplicity(layout) for layout, _ in pruned] == [
+        simplicity(layout) for layout, _ in best
+    ]
 
 
 @settings(max_examples=40, deadline=None)

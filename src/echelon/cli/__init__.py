@@ -188,13 +188,25 @@ def _plan(
     stack: Annotated[str, typer.Option(help="The software whose constants are used.")] = "fsdp",
     best: Annotated[int, typer.Option(min=1, help="How many plans are shown.")] = 10,
     explain: Annotated[int | None, typer.Option(help="Show the terms of this plan.")] = None,
+    scale: Annotated[
+        str, typer.Option(help="The best plan for each number of devices: 8,16,32.")
+    ] = "",
+    mtbf: Annotated[
+        float | None, typer.Option(min=0, help="Hours between failures of one host.")
+    ] = None,
+    save_rate: Annotated[
+        float | None, typer.Option(min=0, help="GB that one host saves in a second.")
+    ] = None,
+    restart: Annotated[
+        float, typer.Option(min=0, help="Minutes from a failure until training goes on.")
+    ] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Find the plans that fit a cluster that is not here, and the fastest of them.
 
     Exit code 1: no plan fits; the nearest one is named with its bytes.
     """
-    from echelon.cli import plan_command
+    from echelon.cli import plan_command, what_if_command
     from echelon.errors import ArgumentError
 
     request = plan_command.PlanRequest(
@@ -209,7 +221,12 @@ def _plan(
         explain=explain,
         as_json=as_json,
     )
+    what_if = what_if_command.WhatIf(
+        scale=scale, mtbf_hours=mtbf, save_gbytes=save_rate, restart_minutes=restart
+    )
     try:
+        if scale or mtbf is not None:
+            raise typer.Exit(what_if_command.show(request, what_if))
         raise typer.Exit(plan_command.show(request))
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error

@@ -15,7 +15,8 @@ from echelon.errors import ArgumentError
 from echelon.planner.cluster import Cluster
 from echelon.planner.layout import Recompute, ShardedStates
 from echelon.planner.model_file import read_transformer
-from echelon.planner.plan_search import PlannedLayout, SearchLimits, SearchResult, search
+from echelon.planner.layout_space import SearchLimits
+from echelon.planner.plan_search import PlannedLayout, SearchResult, search
 from echelon.planner.software_stack import SoftwareStack, rates_of
 from echelon.planner.transformer import Transformer
 
@@ -57,8 +58,10 @@ class PlanRequest:
     as_json: bool
 
 
-def show(request: PlanRequest) -> int:
-    """Print the best plans; returns 1 if none fits."""
+def searched(
+    request: PlanRequest,
+) -> tuple[Transformer, Cluster, SoftwareStack, SearchLimits]:
+    """What a request asks for: the model, the cluster, the constants and the limits."""
     model = read_transformer(request.model, request.seq)
     cluster = Cluster.parse(request.cluster)
     limits = SearchLimits(
@@ -67,7 +70,12 @@ def show(request: PlanRequest) -> int:
         max_memory=None if request.max_memory_gib is None else request.max_memory_gib * 2**30,
         keep=max(request.best, request.explain or 1),
     )
-    stack = SoftwareStack(name=request.stack, rates=rates_of(request.stack))
+    return model, cluster, SoftwareStack(name=request.stack, rates=rates_of(request.stack)), limits
+
+
+def show(request: PlanRequest) -> int:
+    """Print the best plans; returns 1 if none fits."""
+    model, cluster, stack, limits = searched(request)
     result = search(model, cluster, stack, limits)
     if request.as_json:
         rows = [_record(model, cluster, planned) for planned in result.best]
@@ -94,6 +102,8 @@ def describe(planned: PlannedLayout) -> str:
     text = ",".join(f"{axis}={getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1)
     if layout.sharded is not ShardedStates.NOTHING:
         text += f" ({_ZERO[layout.sharded]})"
+    if layout.pp > 1:
+        text += f" {layout.schedule_name}"
     if layout.chunks > 1:
         text += f" chunks={layout.chunks}"
     if layout.recompute is Recompute.BLOCKS:
@@ -113,8 +123,10 @@ def bound_by(planned: PlannedLayout) -> str:
     )
 
 
-def _axis(text: str) -> tuple[str, int]:
+def _axis(text: str) -> tuple[str, int | str]:
     name, _, value = text.partition("=")
+    if name.strip() == "schedule":
+        return "schedule", value.strip()
     if not (value.isascii() and value.isdigit()):
         raise ArgumentError(f"--fix is {text!r:.40}: give an axis and its length, such as pp=4")
     return name.strip(), int(value)
@@ -140,6 +152,7 @@ def _record(model: Transformer, cluster: Cluster, planned: PlannedLayout) -> dic
     return {
         "plan": describe(planned),
         **{axis: getattr(layout, axis) for axis in axes},
+        "schedule": layout.schedule_name if layout.pp > 1 else None,
         "sharded": _ZERO[layout.sharded] or "nothing",
         "recompute": layout.recompute.value,
         **_figures(model, cluster, planned),

@@ -11,9 +11,16 @@ In reading order::
     compute_time     how long a device takes for that
     collective_time  how long collectives take inside of and between hosts
     stage_time       how long one microbatch takes in each stage of a pipeline
+    stage_schedule   what a schedule costs in closed form: its bubble, and what a rank keeps
+    cost_table       times that many layouts share, each computed once
     step_time        the time of a step as a sum of named terms
     step_memory      what a rank keeps at the peak of a step, by category
-    plan_search      all layouts of a cluster, those that fit, and the fastest
+    layout_space     all layouts of a cluster, in families that compute the same
+    memory_table     the peaks of a family
+    layout_timer     the times of layouts, and a lower bound of a family
+    simulated_step   the time of a step with the pipeline simulated on its action lists
+    plan_search      the layouts that fit, and the fastest
+    what_if          the best plan of each size of a cluster, and what failures cost
     model_file       a model's sizes from a file
 
 A plan whose memory must be exact is run without its values, one rank of each stage::

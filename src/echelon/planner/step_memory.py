@@ -148,9 +148,7 @@ def rank_states(
     )
 
 
-def microbatch_bytes(
-    model: Transformer, layout: Layout, stack: SoftwareStack
-) -> MicrobatchBytes:
+def microbatch_bytes(model: Transformer, layout: Layout, stack: SoftwareStack) -> MicrobatchBytes:
     """What one microbatch needs; it is the same for all schedules and all that may be sharded."""
     keep = block_activations(model, layout, stack)
     inside = block_activations(model, layout, stack, recompute=Recompute.NOTHING)
