@@ -72,8 +72,8 @@ if TYPE_CHECKING:
     from echelon.laboratory.stepped_call import SteppedCall
     from echelon.launch.run import init, run
     from echelon.pipeline.api import Pipeline
-    from echelon.plan.parallelize import parallelize
-    from echelon.plan.plans import Plan
+    from echelon.plans.parallelize import parallelize
+    from echelon.plans.plans import Plan
     from echelon.train.finite import FiniteGuard, NonFinite
     from echelon.train.gathering import gather_samples
     from echelon.train.gradient_norm import clip_grad_norm_
@@ -204,8 +204,8 @@ _HOMES = {
     "ValueDifference": "echelon.laboratory.comparison",
     "ValueKind": "echelon.laboratory.comparison",
     "compare": "echelon.laboratory.compare",
-    "Plan": "echelon.plan.plans",
-    "parallelize": "echelon.plan.parallelize",
+    "Plan": "echelon.plans.plans",
+    "parallelize": "echelon.plans.parallelize",
     "FiniteGuard": "echelon.train.finite",
     "NonFinite": "echelon.train.finite",
     "ResumableSampler": "echelon.train.sampling",
