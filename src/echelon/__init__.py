@@ -72,6 +72,8 @@ if TYPE_CHECKING:
     from echelon.laboratory.stepped_call import SteppedCall
     from echelon.launch.run import init, run
     from echelon.pipeline.api import Pipeline
+    from echelon.planner.api import plan
+    from echelon.planner.ranked_plans import Plans
     from echelon.plans.parallelize import parallelize
     from echelon.plans.plans import Plan
     from echelon.train.finite import FiniteGuard, NonFinite
@@ -126,6 +128,7 @@ __all__ = [
     "PackedSequences",
     "Pipeline",
     "Plan",
+    "Plans",
     "RankError",
     "RankFailed",
     "RecordedCall",
@@ -165,6 +168,7 @@ __all__ = [
     "observe",
     "parallelize",
     "pipeline",
+    "plan",
     "replay",
     "run",
     "save",
@@ -205,6 +209,8 @@ _HOMES = {
     "ValueKind": "echelon.laboratory.comparison",
     "compare": "echelon.laboratory.compare",
     "Plan": "echelon.plans.plans",
+    "Plans": "echelon.planner.ranked_plans",
+    "plan": "echelon.planner.api",
     "parallelize": "echelon.plans.parallelize",
     "FiniteGuard": "echelon.train.finite",
     "NonFinite": "echelon.train.finite",

@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from echelon.cli.plan_command import PlanRequest, describe, searched
+from echelon.cli.plan_command import PlanRequest, searched
 from echelon.errors import ArgumentError
+from echelon.planner.plan_options import layout_text
 from echelon.planner.transformer import Transformer
 from echelon.planner.what_if import FailureCost, ScalePoint, failure_cost, scaled
 
@@ -82,7 +83,7 @@ def _row(point: ScalePoint, cost: FailureCost | None) -> dict[str, Any]:
     if point.planned is None:
         return {**row, "reason": point.reason}
     row |= {
-        "plan": describe(point.planned),
+        "plan": layout_text(point.planned.layout),
         "step_s": point.step_s,
         "tokens_per_second": point.tokens_per_second,
         "device_hours_for_1e9_tokens": point.device_hours(_TOKENS),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, final
 
-from echelon.checks import integer, one_of
+from echelon.checks import integer, mapping, one_of, positive
 from echelon.errors import ArgumentError
 from echelon.planner.cluster import Cluster
 from echelon.planner.layout import CHUNKS, Layout, Recompute, ShardedStates
@@ -31,16 +32,21 @@ class SearchLimits:
         max_memory: bytes of a device that may be allocated; None: its memory without the margin
             for what the allocator reserves and the context.
         keep: how many of the fastest are returned.
+        plans_only: whether only what an ``ec.Plan`` says is looked at.
     """
 
     global_batch: int
     fixed: Mapping[str, int | str] = field(default_factory=dict)
     max_memory: float | None = None
     keep: int = 10
+    plans_only: bool = False
 
     def __post_init__(self) -> None:
         integer("global_batch", self.global_batch, low=1)
         integer("keep", self.keep, low=1)
+        if self.max_memory is not None:
+            positive("max_memory", self.max_memory)
+        mapping("fixed", self.fixed)
         for name, value in self.fixed.items():
             if name == "schedule":
                 one_of("schedule", value, list(CHUNKS))
@@ -169,11 +175,13 @@ def _shards(batches: int, pp: int, limits: SearchLimits) -> Iterator[ShardChoice
         if shard == 1:
             yield ShardChoice(1, batches, ShardedStates.NOTHING)
         elif shard * _MOST_REPLICAS_OF_SHARDS >= batches:
-            yield ShardChoice(shard, batches // shard, ShardedStates.OPTIMIZER)
+            if not limits.plans_only or shard == batches:  # ec.Plan has no replicas of such shards
+                yield ShardChoice(shard, batches // shard, ShardedStates.OPTIMIZER)
             yield ShardChoice(shard, batches // shard, ShardedStates.GRADIENTS)
             if pp == 1:
                 yield ShardChoice(shard, batches // shard, ShardedStates.PARAMETERS)
 
 
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
