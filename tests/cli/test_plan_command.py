@@ -69,6 +69,17 @@ def test_plans_that_do_not_fit_are_shown_where_they_are_asked_for() -> None:
     assert (nearest["rank"], nearest["moment"].split()[0]) == (4, "after")
 
 
+@pytest.mark.parametrize("form", [(), ("--json",), ("--explain", 1)])
+def test_every_plan_is_looked_at_only_for_those_that_do_not_fit(
+    form: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("nobody asked for the plans that do not fit")
+
+    monkeypatch.setattr("echelon.planner.ranked_plans.survey", refuse)
+    assert call(LLAMA, "--cluster", "8 H100", "--global-batch", 16, *form)[0] == 0
+
+
 def test_a_plan_is_explained_with_the_options_of_ec_plan() -> None:
     arguments = (LLAMA, "--cluster", "8 H100", "--global-batch", 16, "--explain", 1)
     _, output = call(*arguments, "--fix", "shard=8", "--fix", "tp=1")

@@ -95,11 +95,16 @@ def show(request: PlanRequest) -> int:
     else:
         _table(plans, request.best)
     if not request.as_json:
-        for refused in plans.refused[: request.refused or _MOST_REFUSED * (not plans)]:
+        for refused in _refused(plans, request.refused or _MOST_REFUSED * (not plans)):
             typer.echo(f"  {refused}")
     if request.html is not None:
         write_files({"html": request.html}, lambda form: plans_page(plans), "the page of plans")
     return 0 if plans else 1
+
+
+def _refused(plans: Plans, count: int) -> Sequence[RefusedPlan]:
+    """Some that do not fit; only who asks for them waits until every plan has been looked at."""
+    return plans.refused[:count] if count else ()
 
 
 def _axis(text: str) -> tuple[str, int | str]:
@@ -117,7 +122,7 @@ def _record(plans: Plans, request: PlanRequest) -> dict[str, object]:
         "num_fitting": plans.num_fitting,
         "goal": plans.goal,
         "plans": [_plan_record(priced) for priced in plans[: request.best]],
-        "refused": [_refusal_record(refused) for refused in plans.refused[: request.refused]],
+        "refused": [_refusal_record(refused) for refused in _refused(plans, request.refused)],
     }
 
 
