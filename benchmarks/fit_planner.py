@@ -18,14 +18,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from published_runs import STACKS, PublishedRun, error_line, read_runs
+from planner import flop_seconds
+from published_runs import STACKS, PublishedRun, error_line, timed_runs
 
 from echelon.planner.software_stack import Rates
 
 PATH = Path(__file__).parent.parent / "src" / "echelon" / "planner" / "rates.json"
 NOISE = 0.05  # of published times: equal runs differ by 1 to 16 %
 ROBUST = 2.0  # in units of the noise: beyond it, an error counts by its size, not by its square
-ENOUGH = 60  # a source with more rows counts as much as one with so many
+ENOUGH = 200  # a source with more rows counts as much as one with so many
 
 # The value of each constant before the fit, and the standard deviation of its logarithm.
 PRIORS = {
@@ -40,8 +41,8 @@ PRIORS = {
     "block_passes": (14.0, 0.3),
     "ffn_passes": (3.0, 0.3),
     "logit_bytes": (16.0, 0.4),
-    "bus": (0.85, 0.2),
-    "latency_s": (12e-6, 0.5),
+    "bus": (0.9, 0.15),
+    "latency_s": (17e-6, 0.5),
     "network": (0.8, 0.25),
     "network_latency_s": (10e-6, 0.6),
     "message": (0.5, 0.7),
@@ -126,11 +127,26 @@ def held_out(runs: Sequence[PublishedRun]) -> None:
             shuffled = random.Random(seed).sample(rows, len(rows))
             half = len(rows) // 2
             errors.append(errors_of(shuffled[half:], fit(shuffled[:half])))
-        print(error_line(f"{source} {kind}", np.concatenate(errors)))
-    print("each source left out whole")
+        print(error_line(f"{source} {kind}", np.concatenate(errors)), flush=True)
+    print("each source left out whole, and the FLOP rate of the others of its devices")
+    means = []
     for (source, kind), rows in sources.items():
         others = [run for run in runs if run.source != source]
-        print(error_line(f"{source} {kind}", errors_of(rows, fit(others))))
+        errors = errors_of(rows, fit(others))
+        means.append(float(np.mean(np.abs(errors))))
+        print(error_line(f"{source} {kind}", errors), flush=True)
+        same = [run for run in others if run.cluster.device.name.startswith(kind)] or others
+        print(error_line("  one FLOP rate", flop_errors(rows, same)), flush=True)
+    print(f"mean over the sources: {np.mean(means):.1%}")
+
+
+def flop_errors(rows: Sequence[PublishedRun], others: Sequence[PublishedRun]) -> np.ndarray:
+    """The errors of one FLOP rate: the median over the sources of ``others`` of their medians."""
+    by_source: dict[str, list[float]] = {}
+    for run in others:
+        by_source.setdefault(run.source, []).append((run.step_s or 0.0) / flop_seconds(run))
+    slowness = np.median([np.median(ratios) for ratios in by_source.values()])
+    return np.array([slowness * flop_seconds(run) / (run.step_s or 0.0) - 1 for run in rows])
 
 
 def main() -> None:
@@ -138,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--held-out", action="store_true", help="judge fits on unseen rows")
     arguments = parser.parse_args()
-    runs = [run for run in read_runs() if run.step_s is not None]
+    runs = timed_runs()
     if arguments.held_out:
         held_out(runs)
         return

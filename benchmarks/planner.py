@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from published_runs import PATH, PublishedRun, error_line, read_runs
+from published_runs import PATH, PublishedRun, error_line, timed_runs
 
 from echelon.planner.layout import Recompute
 from echelon.planner.software_stack import rates_of
@@ -33,14 +33,26 @@ def flop_seconds(run: PublishedRun) -> float:
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's: that of the ranks."""
-    order_a, order_b = (sorted(range(len(x)), key=x.__getitem__) for x in (a, b))
-    rank_a, rank_b = [0.0] * len(a), [0.0] * len(b)
-    for place, index in enumerate(order_a):
-        rank_a[index] = place
-    for place, index in enumerate(order_b):
-        rank_b[index] = place
-    return statistics.correlation(rank_a, rank_b)
+    """Spearman's: that of the ranks, of which equal values have their mean; 0 if all are equal."""
+    if len(set(a)) == 1 or len(set(b)) == 1:
+        return 0.0
+    return statistics.correlation(_ranks(a), _ranks(b))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
+
+
+def plans_of(runs: Sequence[PublishedRun]) -> list[tuple[float, float]]:
+    """Predicted and published seconds of each plan; of one that ran more than once, the mean."""
+    by_plan: dict[object, list[PublishedRun]] = {}
+    for run in runs:
+        by_plan.setdefault((run.layout, run.blocks), []).append(run)
+    return [
+        (predicted(rows[0]), statistics.fmean(run.step_s or 0.0 for run in rows))
+        for rows in by_plan.values()
+    ]
 
 
 def judge_choices(runs: Sequence[PublishedRun]) -> None:
@@ -50,11 +62,11 @@ def judge_choices(runs: Sequence[PublishedRun]) -> None:
         groups.setdefault(run.plan_group, []).append(run)
     by_source: dict[str, list[tuple[float, float]]] = {}
     for rows in groups.values():
-        if len(rows) < 3:
+        plans = plans_of(rows)
+        if len(plans) < 3:
             continue
-        times = [predicted(run) for run in rows]
-        real = [run.step_s or 0.0 for run in rows]
-        chosen = real[min(range(len(rows)), key=times.__getitem__)]
+        times, real = zip(*plans, strict=True)
+        chosen = min(plans)[1]
         by_source.setdefault(rows[0].source, []).append(
             (chosen / min(real) - 1, rank_correlation(times, real))
         )
@@ -73,8 +85,7 @@ def main() -> None:
     """Read rows, and print the figures of each source."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, default=PATH)
-    runs = read_runs(parser.parse_args().file)
-    timed = [run for run in runs if run.step_s is not None]
+    timed = timed_runs(parser.parse_args().file)
     sources: dict[str, list[PublishedRun]] = {}
     for run in timed:
         sources.setdefault(run.source, []).append(run)

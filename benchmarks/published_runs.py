@@ -45,6 +45,7 @@ class PublishedRun:
 
     Attributes:
         step_s: seconds of a step as published; None where the row has none.
+        plan_known: whether the row says all axes of its plan and what it recomputes.
         peak_bytes: of one device as published; None where the row has none.
         fits: whether it ran.
         blocks: of each stage, where the source says how it cut; None: evenly.
@@ -62,6 +63,7 @@ class PublishedRun:
     gradient_bytes: int
     overlaps_reduction: bool
     step_s: float | None
+    plan_known: bool
     peak_bytes: float | None
     fits: bool
     blocks: tuple[int, ...] | None
@@ -97,6 +99,11 @@ def error_line(name: str, errors: Sequence[float]) -> str:
         f"{statistics.median(sizes):6.1%}  bias {statistics.fmean(errors):+6.1%}  "
         f"within 15 % {within:4.0%}"
     )
+
+
+def timed_runs(path: Path = PATH) -> list[PublishedRun]:
+    """The rows that a prediction can be compared with: they have a time, and a plan."""
+    return [run for run in read_runs(path) if run.step_s is not None and run.plan_known]
 
 
 def read_runs(path: Path = PATH) -> list[PublishedRun]:
@@ -177,6 +184,13 @@ def _cluster(row: Mapping[str, str], ranks: int) -> Cluster:
     )
 
 
+def _plan_known(row: Mapping[str, str]) -> bool:
+    """Whether nothing has to be guessed; a source may leave out chunks only without a pipeline."""
+    said = all(row[name] not in ("", "?") for name in ("tp", "pp", "dp", "mbs", "gbs", "recompute"))
+    fraction = "fraction" in row["recompute"]  # of the blocks, which is not said
+    return said and not fraction and (row["pp"] == "1" or row["vpp"] not in ("", "?"))
+
+
 def _blocks(row: Mapping[str, str], layout: Layout) -> tuple[int, ...] | None:
     layers, notes = int(row["layers"]), row["notes"]
     if "ceil(L/pp)" in notes:
@@ -203,16 +217,13 @@ def _run(row: Mapping[str, str]) -> PublishedRun:
     in_full = (
         "fp32" in gradients and "bf16 reduce" not in gradients and "and reduce" not in gradients
     )
-    group = (
-        row["source"], row["model"], row["layers"], row["hidden"], row["seq"], row["gpus"],
-        row["gpu"], row["gbs"],
-    )  # fmt: skip
+    cluster = _cluster(row, max(layout.num_ranks, int(row["gpus"])))
     return PublishedRun(
         key=row["id"],
         source=row["source"],
         model=model,
         layout=layout,
-        cluster=_cluster(row, max(layout.num_ranks, int(row["gpus"]))),
+        cluster=cluster,
         stack_name=STACKS.get(row["source"]) or ("fsdp" if fused else "megatron"),
         attention=(
             Attention.FUSED
@@ -225,8 +236,9 @@ def _run(row: Mapping[str, str]) -> PublishedRun:
         gradient_bytes=4 if in_full else 2,
         overlaps_reduction=fused,
         step_s=_number(row, "step_s", 0.0) or None,
+        plan_known=_plan_known(row),
         peak_bytes=_number(row, "peak_mem_gib", 0.0) * 2**30 or None,
         fits=row["fits"] != "OOM",
         blocks=_blocks(row, layout),
-        plan_group=group,
+        plan_group=(row["source"], model, cluster, row["gpus"], row["gbs"], row["dtype"]),
     )

@@ -13,7 +13,7 @@ from stages import cut
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.plan.axes import axes_of
+from echelon.plans.axes import axes_of
 
 Shared: TypeAlias = ec.DDP | ec.FSDP | ec.Pipeline
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]

@@ -23,7 +23,7 @@ MODULES = ("errors", "testing", "pipeline", "observe", "events", "c10d", "units"
 OPERATORS = {"__call__", "__enter__", "__exit__", "__iter__", "__len__", "__getitem__", "__next__"}
 
 # Only echelon makes these, so how they are made is no promise; nor that of its exceptions.
-MADE_BY_ECHELON = {"AsyncSave", "Group", "Loaded", "Window", "Work", "World"}
+MADE_BY_ECHELON = {"AsyncSave", "Group", "Loaded", "Plans", "Window", "Work", "World"}
 # Members without an underscore for other packages of echelon, which no page of docs/ names.
 FOR_OTHER_PACKAGES = {"before_close", "disown", "explain", "finish", "prepare_close"}
 FOR_OTHER_PACKAGES |= {"holdings", "shared_over"}

@@ -308,3 +308,19 @@ def test_a_sample_is_a_function_of_its_seed(example: Any) -> None:
     assert first.startswith(b"def ")
     assert len(first) == 24
     assert first == again != other
+
+
+@pytest.mark.parametrize("model", ["8b", pytest.param("405b", marks=pytest.mark.slow)])
+def test_plans_of_a_llama_are_printed_with_the_reasons(
+    model: str, example: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["plan_llama.py", model])
+    example("plan_llama").main()
+    best, others, refused = re.split("\nand why.*\n|\nThe nearest.*\n", capsys.readouterr().out)
+    assert re.search(r"a step, [\d,]+ tokens/s, MFU 0\.[3-6]", best)
+    assert ("ec.Plan(" in best) == (model == "8b")
+    assert ("No ec.Plan: an ec.Plan has no tp" in best) == (model == "405b")
+    # No plan that is kept from an axis is faster than the best of all.
+    assert re.search(r"[+][\d.]+% time: ", others)
+    assert "-" not in re.findall(r"([+-])[\d.]+% time", others)
+    assert len(re.findall(r"rank \d+ would have [\d.]+ GiB (?:after|in) ", refused)) == 3

@@ -72,8 +72,10 @@ if TYPE_CHECKING:
     from echelon.laboratory.stepped_call import SteppedCall
     from echelon.launch.run import init, run
     from echelon.pipeline.api import Pipeline
-    from echelon.plan.parallelize import parallelize
-    from echelon.plan.plans import Plan
+    from echelon.planner.api import plan
+    from echelon.planner.ranked_plans import Plans
+    from echelon.plans.parallelize import parallelize
+    from echelon.plans.plans import Plan
     from echelon.train.finite import FiniteGuard, NonFinite
     from echelon.train.gathering import gather_samples
     from echelon.train.gradient_norm import clip_grad_norm_
@@ -126,6 +128,7 @@ __all__ = [
     "PackedSequences",
     "Pipeline",
     "Plan",
+    "Plans",
     "RankError",
     "RankFailed",
     "RecordedCall",
@@ -165,6 +168,7 @@ __all__ = [
     "observe",
     "parallelize",
     "pipeline",
+    "plan",
     "replay",
     "run",
     "save",
@@ -204,8 +208,10 @@ _HOMES = {
     "ValueDifference": "echelon.laboratory.comparison",
     "ValueKind": "echelon.laboratory.comparison",
     "compare": "echelon.laboratory.compare",
-    "Plan": "echelon.plan.plans",
-    "parallelize": "echelon.plan.parallelize",
+    "Plan": "echelon.plans.plans",
+    "Plans": "echelon.planner.ranked_plans",
+    "plan": "echelon.planner.api",
+    "parallelize": "echelon.plans.parallelize",
     "FiniteGuard": "echelon.train.finite",
     "NonFinite": "echelon.train.finite",
     "ResumableSampler": "echelon.train.sampling",

@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
     {"launch"},
     {"testing", "train"},
     {"ddp", "fsdp", "pipeline", "checkpoint", "observe"},
-    {"plan"},
+    {"plans"},
     {"integrations", "laboratory"},
     {"planner"},
     {"cli"},

@@ -18,6 +18,7 @@ import torch
 
 import echelon as ec
 from echelon.errors import EchelonError
+from echelon.planner.transformer import Transformer
 from tests.attacks.bad_values import bad_values
 from tests.worlds import KINDS, run_world
 
@@ -225,6 +226,18 @@ def test_a_bound_beyond_what_torch_takes_as_an_integer_is_a_number_like_others()
 # Constructors and functions, by the types of their arguments --------------------------------------
 
 SCHEDULE = ec.pipeline.schedule("1f1b", 2, 4, 2)
+SIZES = Transformer(
+    layers=2,
+    hidden=8,
+    heads=2,
+    kv_heads=2,
+    head_dim=4,
+    ffn=32,
+    gated=False,
+    vocab=100,
+    seq=16,
+    tied=True,
+)
 
 # To add a call, add a line: its good arguments, of which one at a time is replaced.
 CALLS: dict[Callable[..., Any], Callable[[ec.World], dict[str, Any]]] = {
@@ -248,6 +261,7 @@ CALLS: dict[Callable[..., Any], Callable[[ec.World], dict[str, Any]]] = {
     ec.PackedSequences: lambda world: {"source": [torch.ones(3, dtype=torch.int64)], "length": 2},
     ec.shared_dataset: lambda world: {"build": lambda: torch.ones(1), "group": world.group},
     ec.Plan: lambda world: {},
+    ec.plan: lambda world: {"model": SIZES, "cluster": "2 A100", "global_batch": 4},
     ec.MixedPrecision: lambda world: {},
     ec.parallelize: lambda world: {
         "model": torch.nn.Linear(1, 1),
@@ -343,7 +357,7 @@ UNCHECKED = {
     *("CallLateness", "CameLast", "CommTotal", "HeldUp", "Lateness"),
     *("Action", "Choice", "Idle", "Measurement", "Pair", "Schedule", "ScheduleVerdict"),
     *("Simulation", "Step", "Timeline", "Wait"),
-    *("SharedColumn", "StorePath", "Tracker", "Tracking", "gather_samples"),
+    *("Plans", "SharedColumn", "StorePath", "Tracker", "Tracking", "gather_samples"),
 }
 
 

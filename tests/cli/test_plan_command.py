@@ -1,6 +1,7 @@
 """echelon plan: the table, one plan explained, JSON, exit codes and mistakes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -47,11 +48,85 @@ def test_json_has_the_axes_the_terms_and_the_bytes() -> None:
         assert sum(plan["bytes"].values()) == pytest.approx(plan["peak_gib"] * 2**30)
 
 
-def test_where_nothing_fits_the_nearest_plan_is_named_with_its_bytes() -> None:
+def test_where_nothing_fits_the_nearest_plans_are_named_with_rank_moment_and_bytes() -> None:
     code, output = call(MODELS / "llama-3-405b.json", "--cluster", "8 H100", "--global-batch", 8)
+    first, *nearest = output.splitlines()
     assert code == 1
-    assert "None of" in output
-    assert "GiB at the peak of its step" in output
+    assert first.startswith("None of")
+    assert len(nearest) == 3
+    for line in nearest:
+        assert re.search(r"rank \d would have [\d.]+ GiB (after|in) .* of \d+ \(.*\), of", line)
+
+
+def test_plans_that_do_not_fit_are_shown_where_they_are_asked_for() -> None:
+    arguments = (LLAMA, "--cluster", "8 H100", "--global-batch", 16, "--axes", "plan")
+    _, output = call(*arguments, "--refused", 2)
+    assert output.count(" would have ") == 2
+    assert "dp=8 recompute: rank 0 would have" in call(*arguments, "--refused", 50)[1]
+    _, printed = call(*arguments, "--refused", 2, "--json")
+    [nearest, _] = json.loads(printed)["refused"]
+    assert nearest["needs"] == sum(nearest["bytes"].values()) > nearest["limit"]
+    assert (nearest["rank"], nearest["moment"].split()[0]) == (4, "after")
+
+
+@pytest.mark.parametrize("form", [(), ("--json",), ("--explain", 1)])
+def test_every_plan_is_looked_at_only_for_those_that_do_not_fit(
+    form: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("nobody asked for the plans that do not fit")
+
+    monkeypatch.setattr("echelon.planner.ranked_plans.survey", refuse)
+    assert call(LLAMA, "--cluster", "8 H100", "--global-batch", 16, *form)[0] == 0
+
+
+def test_a_plan_is_explained_with_the_options_of_ec_plan() -> None:
+    arguments = (LLAMA, "--cluster", "8 H100", "--global-batch", 16, "--explain", 1)
+    _, output = call(*arguments, "--fix", "shard=8", "--fix", "tp=1")
+    assert "ec.Plan(shard=8, strategy=ec.Strategy." in output
+    _, other = call(*arguments, "--fix", "tp=2")
+    assert "No ec.Plan: an ec.Plan has no tp" in other
+
+
+def test_a_schedule_may_be_given() -> None:
+    arguments = (LLAMA, "--cluster", "8 H100", "--global-batch", 64, "--json", "--fix", "pp=2")
+    plans = json.loads(call(*arguments, "--fix", "schedule=zb-h1")[1])["plans"]
+    assert {plan["schedule"] for plan in plans} == {"zb-h1"}
+
+
+def test_only_what_an_ec_plan_says_is_looked_at_with_axes_plan() -> None:
+    arguments = (LLAMA, "--cluster", "8 H100", "--global-batch", 16, "--json")
+    plans = json.loads(call(*arguments, "--axes", "plan", "--best", 50)[1])["plans"]
+    assert all(plan["call"].startswith("ec.Plan(") for plan in plans)
+    assert {(plan["tp"], plan["cp"], plan["ep"]) for plan in plans} == {(1, 1, 1)}
+    every = json.loads(call(*arguments, "--best", 200)[1])["plans"]
+    assert {plan["call"] is None for plan in every} == {True, False}
+
+
+def test_the_goal_is_what_the_table_begins_with() -> None:
+    arguments = (LLAMA, "--cluster", "2x8 H100", "--global-batch", 64, "--json", "--axes", "plan")
+    fast = json.loads(call(*arguments)[1])["plans"]
+    small = json.loads(call(*arguments, "--goal", "memory")[1])["plans"]
+    cheap = json.loads(call(*arguments, "--goal", "cost", "--price", 2)[1])["plans"]
+    assert [plan["step_s"] for plan in fast] == sorted(plan["step_s"] for plan in fast)
+    assert [plan["peak_gib"] for plan in small] == sorted(plan["peak_gib"] for plan in small)
+    costs = [plan["cost_of_million_tokens"] for plan in cheap]
+    assert costs == sorted(costs)
+    first = cheap[0]
+    hourly = 2 * first["devices"]
+    assert costs[0] == pytest.approx(hourly / 3600 / first["tokens_per_second"] * 1e6)
+    assert {plan["devices"] for plan in fast} == {16}
+
+
+def test_a_page_is_written(tmp_path: Path) -> None:
+    page = tmp_path / "plans.html"
+    arguments = (LLAMA, "--cluster", "8 H100", "--global-batch", 16)
+    code, output = call(*arguments, "--fix", "pp=2", "--axes", "plan", "--html", page)
+    assert code == 0
+    assert str(page) in output
+    content = page.read_text()
+    assert "<h2>The schedule</h2>" in content
+    assert "<h2>Time and memory</h2>" in content
 
 
 @pytest.mark.parametrize(
@@ -60,9 +135,17 @@ def test_where_nothing_fits_the_nearest_plan_is_named_with_its_bytes() -> None:
         (("--cluster", "8 H900"), "device is 'H900'"),
         (("--cluster", "8 H100", "--fix", "pp=x"), "--fix is 'pp=x'"),
         (("--cluster", "8 H100", "--fix", "zz=2"), "fixed has 'zz'"),
+        (("--cluster", "8 H100", "--fix", "schedule=zz"), "schedule is 'zz'; use one of"),
         (("--cluster", "8 H100", "--stack", "horovod"), "stack is 'horovod'"),
         (("--cluster", "8 H100", "--explain", "0"), "--explain is 0"),
         (("--cluster", "3 H100", "--fix", "pp=7"), "no plan divides 3 devices"),
+        (("--cluster", "8 H100 @ 0 Gb/s"), "network is 0.0; it must be a number > 0"),
+        (("--cluster", "8 H100", "--goal", "speed"), "goal is 'speed'"),
+        (("--cluster", "8 H100", "--goal", "cost"), "no price of a device for an hour"),
+        (("--cluster", "8 H100", "--price", "0"), "price is 0.0"),
+        (("--cluster", "8 H100", "--axes", "none"), "axes is 'none'"),
+        (("--cluster", "8 H100", "--max-memory", "0"), "max_memory is 0.0"),
+        (("--cluster", "8 H100", "--html", "/nowhere/page.html"), "cannot be written"),
     ],
 )
 def test_mistakes_are_said(arguments: tuple[str, ...], sentence: str) -> None:

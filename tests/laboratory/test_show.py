@@ -61,5 +61,5 @@ def test_what_has_nothing_to_see_is_refused_with_what_to_do() -> None:
     ec.run(main, 2)
     with pytest.raises(ec.ArgumentError, match=r"has been closed.*inside of the function"):
         ec.show(worlds[0])
-    with pytest.raises(ec.ArgumentError, match=r"this is <class 'echelon.plan.plans.Plan'>"):
+    with pytest.raises(ec.ArgumentError, match=r"this is <class 'echelon.plans.plans.Plan'>"):
         ec.show(ec.Plan)

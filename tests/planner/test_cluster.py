@@ -35,13 +35,32 @@ def test_a_file_describes_a_device_of_ones_own(tmp_path: Path) -> None:
         Cluster.parse(str(path))
 
 
+def test_a_file_may_have_a_price_and_nothing_else(tmp_path: Path) -> None:
+    fields = {"hosts": 2, "devices_per_host": 8, "device": "A100", "network": 1e11}
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps({**fields, "price": 1.75}))
+    assert Cluster.parse(str(path)).price == 1.75
+    path.write_text(json.dumps(fields))
+    assert Cluster.parse(str(path)).price is None
+    for wrong in ({"price": 0}, {"price": "2"}, {"network": 0}, {"hosts": 0}, {"device": "H900"}):
+        path.write_text(json.dumps({**fields, **wrong}))
+        with pytest.raises(ec.ArgumentError, match=f"{next(iter(wrong))} is"):
+            Cluster.parse(str(path))
+    path.write_text(json.dumps({**fields, "colour": "red"}))
+    with pytest.raises(ec.ArgumentError, match="must be an object with the fields"):
+        Cluster.parse(str(path))
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("8x8 H900", "device is 'H900', which is not known"),
         ("many H100", "give hosts x devices and a device"),
         ("8x8 H100 @ 0 Gb/s", "network"),
-        ("0x8 H100", "hosts"),
+        ("8x8 H100 @ 1.2.3 Gb/s", "give hosts x devices and a device"),
+        ("0x8 H100", "hosts is 0; give a whole number >= 1"),
+        ("9999999x8 H100", "hosts is 9999999; give a whole number <= 1048576"),
+        ("1048576x8 H100", "devices_per_host is 8; give a whole number <= 1"),
         ("nowhere.json", "cannot be read"),
     ],
 )

@@ -17,6 +17,10 @@ SMALL = {
     "mixtral": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
     "olmo2": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
 }
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 32,
+}  # fmt: skip
 FIELDS = {
     "layers": 2, "hidden": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "ffn": 16, "gated": True,
     "vocab": 10, "seq": 4, "tied": False,
@@ -41,6 +45,11 @@ def test_the_parameters_of_a_configuration_are_those_of_its_model(
     assert read_transformer(tmp_path).num_parameters == expected
 
 
+def test_fields_without_parts_that_sizes_do_not_say_are_harmless(tmp_path: Path) -> None:
+    harmless = {"decoder_sparse_step": 1, "mlp_only_layers": [], "q_lora_rank": None}
+    assert read_transformer(write(tmp_path, {**LLAMA, **harmless})).layers == 2
+
+
 def test_our_own_fields_are_taken_as_they_are(tmp_path: Path) -> None:
     model = read_transformer(write(tmp_path, FIELDS), seq=128)
     assert (model.layers, model.ffn, model.seq) == (2, 16, 128)
@@ -56,6 +65,12 @@ def test_our_own_fields_are_taken_as_they_are(tmp_path: Path) -> None:
         ({"model_type": "resnet"}, "family 'resnet', which is not known"),
         ({"model_type": "llama", "hidden_size": 8}, "does not say num_hidden_layers"),
         ({**FIELDS, "heads": 0}, "heads is 0"),
+        ({**LLAMA, "num_attention_heads": 0}, "the number of heads is 0"),
+        ({**LLAMA, "num_experts": "8"}, "the number of experts is '8'"),
+        ({**LLAMA, "n_shared_experts": 1}, "n_shared_experts = 1, which sizes do not say: leave"),
+        ({**LLAMA, "mlp_only_layers": [0]}, "mlp_only_layers = .0., which sizes do not say"),
+        ({**LLAMA, "decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config"),
     ],
 )
 def test_what_is_wrong_is_said(value: Any, sentence: str, tmp_path: Path) -> None:

@@ -31,13 +31,37 @@ def test_the_bubble_of_equal_stages_is_that_of_1f1b() -> None:
     assert time.bubble == pytest.approx(3 * (last - head))
 
 
-def test_chunks_divide_the_bubble() -> None:
+def test_chunks_divide_the_bubble_and_multiply_the_messages() -> None:
     model = replace(MODEL, layers=8)
-    bubbles = [
-        step_time(model, Layout(pp=4, chunks=v, microbatches=8), cluster(1, 8), STACK).bubble
-        for v in (1, 2)
-    ]
+    silent = replace(STACK, rates=replace(STACK.rates, message=0.0))
+    few, many = (Layout(pp=4, chunks=v, microbatches=8) for v in (1, 2))
+    bubbles = [step_time(model, layout, cluster(1, 8), silent).bubble for layout in (few, many)]
     assert bubbles[1] == pytest.approx(bubbles[0] / 2)
+    messages = [step_time(model, layout, cluster(1, 8), STACK).message for layout in (few, many)]
+    assert messages[1] == pytest.approx(2 * messages[0])
+    assert messages[0] == pytest.approx(8 * 2 * (2 * 2048 * 1024) / 200e9)
+
+
+def test_the_ranks_of_tp_send_their_parts_of_a_message_and_gather_it() -> None:
+    together = Layout(tp=4, pp=2, microbatches=2, sequence_parallel=True)
+    apart = replace(together, sequence_parallel=False)
+    nbytes = 2 * 2048 * 1024
+    sent = [step_time(MODEL, layout, cluster(1, 8), STACK).message for layout in (together, apart)]
+    assert sent[0] == pytest.approx(4 * nbytes / 4 / 200e9)
+    assert sent[1] == pytest.approx(4 * (nbytes / 4 / 200e9 + 3 / 4 * nbytes / 100e9))
+
+
+def test_gradients_that_overlap_are_reduced_in_buckets_with_a_latency_each() -> None:
+    rates = replace(STACK.rates, latency_s=1e-3)
+    place, layout = cluster(1, 8), Layout(dp=2)
+    quick, slow = (
+        step_time(MODEL, layout, place, replace(STACK, rates=replace(rates, latency_s=latency)))
+        for latency in (0.0, 1e-9)
+    )
+    elements = MODEL.layers * MODEL.block_parameters + MODEL.embedding_parameters
+    buckets = -(-2 * elements // 25_000_000)
+    latency = 2 * 1e-9 * (1 + 0.2) * buckets
+    assert slow.reduce - quick.reduce == pytest.approx(latency / 10, rel=1e-3)
 
 
 def test_a_slower_network_is_never_faster() -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
@@ -69,3 +71,12 @@ def test_sizes_that_cannot_be_are_refused() -> None:
             layers=1, hidden=8, heads=8, kv_heads=3, head_dim=1, ffn=8, gated=False, vocab=8,
             seq=8, tied=False,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tied", None), ("gated", "no"), ("biases", []), ("positions", "8"), ("positions", -1)],
+)
+def test_a_size_of_another_type_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ec.ArgumentError, match=f"{field} is"):
+        replace(MODEL, **{field: value})

@@ -12,6 +12,7 @@ import typer
 import typer.core
 
 from echelon.cli.checkpoint_commands import app as checkpoints_app
+from echelon.cli.plan_arguments import plan_with
 from echelon.cli.replay_options import replay_with
 from echelon.cli.run_command import World, WorldKind, run_script
 from echelon.version import __version__
@@ -168,51 +169,7 @@ def _schedule(
         raise typer.BadParameter(str(error)) from error
 
 
-@app.command("plan")
-def _plan(
-    model: Annotated[
-        Path, typer.Argument(help="A JSON with sizes, or a config.json, or its folder.")
-    ],
-    cluster: Annotated[
-        str, typer.Option(help="Hosts x devices, such as '8x8 H100 @ 3200 Gb/s', or a JSON file.")
-    ] = ...,  # type: ignore[assignment]
-    global_batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = ...,  # type: ignore[assignment]
-    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
-    fix: Annotated[
-        list[str] | None,
-        typer.Option(help="An axis that is given: pp=4; may be given several times."),
-    ] = None,
-    max_memory: Annotated[
-        float | None, typer.Option(help="GiB of a device that may be allocated.")
-    ] = None,
-    stack: Annotated[str, typer.Option(help="The software whose constants are used.")] = "fsdp",
-    best: Annotated[int, typer.Option(min=1, help="How many plans are shown.")] = 10,
-    explain: Annotated[int | None, typer.Option(help="Show the terms of this plan.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Find the plans that fit a cluster that is not here, and the fastest of them.
-
-    Exit code 1: no plan fits; the nearest one is named with its bytes.
-    """
-    from echelon.cli import plan_command
-    from echelon.errors import ArgumentError
-
-    request = plan_command.PlanRequest(
-        model=model,
-        cluster=cluster,
-        global_batch=global_batch,
-        seq=seq,
-        fixed=tuple(fix or ()),
-        max_memory_gib=max_memory,
-        stack=stack,
-        best=best,
-        explain=explain,
-        as_json=as_json,
-    )
-    try:
-        raise typer.Exit(plan_command.show(request))
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
+app.command("plan")(plan_with)
 
 
 @app.command("compare")

@@ -16,8 +16,8 @@ from echelon.laboratory.compare import WorldName, compare
 from echelon.laboratory.comparison import Comparison
 from echelon.launch.program import Program
 from echelon.page import page, section
-from echelon.plan.axes import axes_of
-from echelon.plan.plans import Plan
+from echelon.plans.axes import axes_of
+from echelon.plans.plans import Plan
 
 _NEEDED = {
     "make_model": "a function that returns a new model",

@@ -1,9 +1,9 @@
-"""``echelon plan``: the plans of a cluster that fit and are fastest, and why."""
+"""``echelon plan``: the plans of a cluster that fit and are best, and why."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,21 +11,24 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from echelon.errors import ArgumentError
+from echelon.cli.schedule_command import write_files
+from echelon.errors import ArgumentError, UnsupportedError
+from echelon.planner.api import limits_of, place_of, software_of
 from echelon.planner.cluster import Cluster
-from echelon.planner.layout import Recompute, ShardedStates
-from echelon.planner.model_file import read_transformer
-from echelon.planner.plan_search import PlannedLayout, SearchLimits, SearchResult, search
-from echelon.planner.software_stack import SoftwareStack, rates_of
+from echelon.planner.described_model import described
+from echelon.planner.layout_space import SearchLimits
+from echelon.planner.plan_options import plan_text
+from echelon.planner.plan_page import plans_page
+from echelon.planner.plan_views import plan_table
+from echelon.planner.priced_plan import PricedPlan
+from echelon.planner.ranked_plans import Plans
+from echelon.planner.refusal import RefusedPlan
+from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.transformer import Transformer
 
-_ZERO = {
-    ShardedStates.NOTHING: "",
-    ShardedStates.OPTIMIZER: "optimizer",
-    ShardedStates.GRADIENTS: "gradients",
-    ShardedStates.PARAMETERS: "parameters",
-}
-_MOST_TERMS = 3
+_AS_TEXT = ("plan", "besides matrices")
+_MOST_REFUSED = 3  # where none fits
+_AXES = ("tp", "cp", "ep", "pp", "chunks", "dp", "shard", "microbatch", "microbatches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,153 +40,143 @@ class PlanRequest:
         cluster: a text or a file that describes the cluster.
         global_batch: sequences of a step.
         seq: tokens of a sequence; None: as many as the model's file says.
+        goal: what is best.
+        price: of a device for an hour; None: that of the cluster's file.
+        axes: which are looked at.
+        stack: the name of the fitted constants.
         fixed: axes that are given, each as ``pp=4``.
         max_memory_gib: GiB of a device that may be allocated.
-        stack: the name of the fitted constants.
         best: how many plans are shown.
+        refused: how many plans that do not fit are shown.
         explain: the number of a plan whose terms are shown.
         as_json: whether JSON is printed.
+        html: where a page is written; None for no page.
     """
 
     model: Path
     cluster: str
     global_batch: int
     seq: int | None
+    goal: str
+    price: float | None
+    axes: str
+    stack: str
     fixed: Sequence[str]
     max_memory_gib: float | None
-    stack: str
     best: int
+    refused: int
     explain: int | None
     as_json: bool
+    html: Path | None
+
+
+def searched(request: PlanRequest) -> tuple[Transformer, Cluster, SoftwareStack, SearchLimits]:
+    """What a request asks for: the model, the cluster, the constants and the limits."""
+    limits = limits_of(
+        request.global_batch,
+        dict(_axis(text) for text in request.fixed),
+        None if request.max_memory_gib is None else request.max_memory_gib * 2**30,
+        request.axes,  # type: ignore[arg-type]  # which is checked there, as is the goal
+        max(request.best, request.explain or 1),
+    )
+    place = place_of(request.cluster, request.price)
+    return described(request.model, request.seq), place, software_of(request.stack), limits
 
 
 def show(request: PlanRequest) -> int:
     """Print the best plans; returns 1 if none fits."""
-    model = read_transformer(request.model, request.seq)
-    cluster = Cluster.parse(request.cluster)
-    limits = SearchLimits(
-        global_batch=request.global_batch,
-        fixed=dict(_axis(text) for text in request.fixed),
-        max_memory=None if request.max_memory_gib is None else request.max_memory_gib * 2**30,
-        keep=max(request.best, request.explain or 1),
-    )
-    stack = SoftwareStack(name=request.stack, rates=rates_of(request.stack))
-    result = search(model, cluster, stack, limits)
+    plans = Plans(*searched(request), request.goal)  # type: ignore[arg-type]
     if request.as_json:
-        rows = [_record(model, cluster, planned) for planned in result.best]
-        typer.echo(json.dumps({"num_layouts": result.num_layouts, "plans": rows}, indent=2))
-        return 0 if rows else 1
-    if not result.best:
-        assert result.nearest is not None, "there are layouts, and none fits"
-        typer.echo(f"None of {result.num_layouts} plans fits. The nearest one:")
-        typer.echo(f"  {describe(result.nearest)}: {result.nearest.refusal()}")
-        return 1
-    if request.explain is not None:
-        return _explain(model, cluster, result, request.explain)
-    _table(model, cluster, result, request.best)
-    return 0
+        typer.echo(json.dumps(_record(plans, request), indent=2))
+    elif not plans:
+        typer.echo(f"None of {plans.num_layouts} plans fits. The nearest:")
+    elif request.explain is not None:
+        _explain(plans, request.explain)
+    else:
+        _table(plans, request.best)
+    if not request.as_json:
+        for refused in _refused(plans, request.refused or _MOST_REFUSED * (not plans)):
+            typer.echo(f"  {refused}")
+    if request.html is not None:
+        write_files({"html": request.html}, lambda form: plans_page(plans), "the page of plans")
+    return 0 if plans else 1
 
 
-def describe(planned: PlannedLayout) -> str:
-    """The axes of a plan as text.
-
-    An axis of length 1 is left out.
-    """
-    layout = planned.layout
-    axes = ("tp", "cp", "ep", "pp", "dp", "shard")
-    text = ",".join(f"{axis}={getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1)
-    if layout.sharded is not ShardedStates.NOTHING:
-        text += f" ({_ZERO[layout.sharded]})"
-    if layout.chunks > 1:
-        text += f" chunks={layout.chunks}"
-    if layout.recompute is Recompute.BLOCKS:
-        text += " recompute"
-    return text or "one device"
+def _refused(plans: Plans, count: int) -> Sequence[RefusedPlan]:
+    """Some that do not fit; only who asks for them waits until every plan has been looked at."""
+    return plans.refused[:count] if count else ()
 
 
-def bound_by(planned: PlannedLayout) -> str:
-    """The largest terms beside multiplications of matrices, with their parts of the step."""
-    assert planned.time is not None, "only of a plan that fits"
-    total = planned.time.total
-    terms = sorted(planned.time.terms().items(), key=lambda item: -item[1])
-    return ", ".join(
-        f"{name} {seconds / total:.0%}"
-        for name, seconds in [term for term in terms if term[0] != "matmul"][:_MOST_TERMS]
-        if seconds / total >= 0.005
-    )
-
-
-def _axis(text: str) -> tuple[str, int]:
-    name, _, value = text.partition("=")
+def _axis(text: str) -> tuple[str, int | str]:
+    name, _, value = (part.strip() for part in text.partition("="))
+    if name == "schedule":
+        return name, value
     if not (value.isascii() and value.isdigit()):
         raise ArgumentError(f"--fix is {text!r:.40}: give an axis and its length, such as pp=4")
-    return name.strip(), int(value)
+    return name, int(value)
 
 
-def _figures(model: Transformer, cluster: Cluster, planned: PlannedLayout) -> Mapping[str, float]:
-    assert planned.time is not None, "only of a plan that fits"
-    layout, seconds = planned.layout, planned.time.total
-    tokens = layout.global_batch * model.seq / seconds
-    flops = model.flops() * layout.global_batch / seconds / layout.num_ranks
+def _record(plans: Plans, request: PlanRequest) -> dict[str, object]:
     return {
-        "step_s": seconds,
-        "tokens_per_second": tokens,
-        "mfu": flops / cluster.device.peak,
-        "peak_gib": planned.memory.total / 2**30,
+        "num_layouts": plans.num_layouts,
+        "num_fitting": plans.num_fitting,
+        "goal": plans.goal,
+        "plans": [_plan_record(priced) for priced in plans[: request.best]],
+        "refused": [_refusal_record(refused) for refused in _refused(plans, request.refused)],
     }
 
 
-def _record(model: Transformer, cluster: Cluster, planned: PlannedLayout) -> dict[str, object]:
-    layout = planned.layout
-    assert planned.time is not None, "only of a plan that fits"
-    axes = ("tp", "cp", "ep", "pp", "chunks", "dp", "shard", "microbatch", "microbatches")
+def _plan_record(priced: PricedPlan) -> dict[str, object]:
+    layout = priced.layout
+    try:
+        call = plan_text(layout, tied=priced.tied)
+    except UnsupportedError:
+        call = None
     return {
-        "plan": describe(planned),
-        **{axis: getattr(layout, axis) for axis in axes},
-        "sharded": _ZERO[layout.sharded] or "nothing",
+        "plan": str(priced),
+        "call": call,
+        "devices": priced.cluster.num_devices,
+        **{axis: getattr(layout, axis) for axis in _AXES},
+        "schedule": priced.schedule,
+        "sharded": layout.sharded.name.lower(),
         "recompute": layout.recompute.value,
-        **_figures(model, cluster, planned),
-        "seconds": planned.time.terms(),
-        "bytes": planned.memory.categories(),
+        "step_s": priced.seconds,
+        "tokens_per_second": priced.tokens_per_second,
+        "mfu": priced.mfu,
+        "cost_of_million_tokens": priced.cost,
+        "peak_gib": priced.memory.total / 2**30,
+        "seconds": priced.time.terms(),
+        "bytes": priced.memory.categories(),
     }
 
 
-def _table(model: Transformer, cluster: Cluster, result: SearchResult, best: int) -> None:
+def _refusal_record(refused: RefusedPlan) -> dict[str, object]:
+    return {
+        **{axis: getattr(refused.layout, axis) for axis in _AXES},
+        "rank": refused.rank,
+        "moment": refused.moment,
+        "needs": refused.nbytes,
+        "limit": refused.limit,
+        "bytes": refused.memory.categories(),
+    }
+
+
+def _table(plans: Plans, best: int) -> None:
     console = Console()
     console.print(
-        f"{model.num_parameters / 1e9:.2f} B parameters on {cluster.num_devices} "
-        f"{cluster.device.name}: {result.num_fitting} of {result.num_layouts} plans fit"
+        f"{plans.model.num_parameters / 1e9:.2f} B parameters on {plans.cluster.num_devices} "
+        f"{plans.cluster.device.name}: {plans.num_fitting} of {plans.num_layouts} plans fit"
     )
+    content = plan_table(plans[:best])
     table = Table(box=None, header_style="bold")
-    for name in ("", "plan", "batch", "step s", "tokens/s", "MFU", "GiB", "besides matrices"):
-        is_text = name in ("plan", "besides matrices")
-        table.add_column(name, justify="left" if is_text else "right")
-    for number, planned in enumerate(result.best[:best], 1):
-        figures = _figures(model, cluster, planned)
-        layout = planned.layout
-        table.add_row(
-            str(number),
-            describe(planned),
-            f"{layout.microbatch}x{layout.microbatches}",
-            f"{figures['step_s']:.3g}",
-            f"{figures['tokens_per_second']:,.0f}",
-            f"{figures['mfu']:.1%}",
-            f"{figures['peak_gib']:.1f}",
-            bound_by(planned),
-        )
+    for name in ("", *content.heads):
+        table.add_column(name, justify="left" if name in _AS_TEXT else "right")
+    for number, row in enumerate(content.rows, 1):
+        table.add_row(str(number), *row)
     console.print(table)
 
 
-def _explain(model: Transformer, cluster: Cluster, result: SearchResult, number: int) -> int:
-    if not 1 <= number <= len(result.best):
-        raise ArgumentError(f"--explain is {number}; there are plans 1 to {len(result.best)}")
-    planned = result.best[number - 1]
-    assert planned.time is not None, "only what fits is among the best"
-    figures = _figures(model, cluster, planned)
-    typer.echo(f"plan {number}: {describe(planned)}, {figures['step_s']:.3f} s a step")
-    for name, seconds in planned.time.terms().items():
-        typer.echo(f"  {name:<12} {seconds:>10.4f} s {seconds / planned.time.total:>6.1%}")
-    typer.echo(f"memory of stage {planned.memory.rank_stage}: {figures['peak_gib']:.2f} GiB")
-    for name, nbytes in planned.memory.categories().items():
-        typer.echo(f"  {name:<12} {nbytes / 2**30:>10.2f} GiB")
-    return 0
+def _explain(plans: Plans, number: int) -> None:
+    if not 1 <= number <= len(plans):
+        raise ArgumentError(f"--explain is {number}; there are plans 1 to {len(plans)}")
+    typer.echo(f"plan {number}: {plans[number - 1].explain()}")

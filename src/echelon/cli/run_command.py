@@ -179,7 +179,7 @@ def _refuse_for(
 def _num_ranks(ranks: int | None, arguments: list[str]) -> int:
     """The number of ranks to start, from --ranks or from a plan among the script's arguments."""
     from echelon.errors import ArgumentError
-    from echelon.plan.axes import axes_of
+    from echelon.plans.axes import axes_of
 
     plans = [after for name, after in pairwise(arguments) if name == "--plan"]
     prefix = "--plan="

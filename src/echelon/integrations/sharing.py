@@ -14,8 +14,8 @@ from echelon.errors import ArgumentError
 from echelon.fsdp import FSDP
 from echelon.fsdp.units import Rule, by_type
 from echelon.pipeline.api import Pipeline
-from echelon.plan.parallelize import parallelize
-from echelon.plan.plans import Plan
+from echelon.plans.parallelize import parallelize
+from echelon.plans.plans import Plan
 
 Wrapper = DDP | FSDP | Pipeline
 

@@ -29,7 +29,7 @@ from echelon.laboratory.value_pairs import distance
 from echelon.laboratory.value_recorder import TrainingValues
 from echelon.laboratory.verdict import verdict
 from echelon.launch.run import MOST_RANKS, run
-from echelon.plan.plans import Plan
+from echelon.plans.plans import Plan
 
 WorldName = Literal["threads", "processes"]
 _RANKS = 2  # of a function, if nothing else is said

@@ -20,7 +20,7 @@ from echelon.laboratory.pieces import Piece
 from echelon.laboratory.seen_rows import SeenRows
 from echelon.laboratory.value_pairs import ValuePair
 from echelon.laboratory.value_recorder import StepValues, TrainingValues
-from echelon.plan.plans import Plan
+from echelon.plans.plans import Plan
 
 Differing = Sequence[tuple[ValueDifference, ValuePair]]
 

@@ -19,8 +19,8 @@ from echelon.laboratory.one_process import SEED, MakeModel, MakeOptimizer
 from echelon.laboratory.value_recorder import TrainingValues, ValueRecorder
 from echelon.pipeline.api import Pipeline
 from echelon.pipeline.microbatch import split_batch
-from echelon.plan.parallelize import parallelize
-from echelon.plan.plans import Plan
+from echelon.plans.parallelize import parallelize
+from echelon.plans.plans import Plan
 from echelon.train.gradient_norm import clip_grad_norm_
 
 TrainFunction = Callable[[World, nn.Module, list[Any], MakeOptimizer], nn.Module | None]

@@ -18,7 +18,7 @@ from echelon.laboratory.batch_rows import Row, batch_tensors, num_rows
 from echelon.laboratory.one_process import BatchPart, initial_stream
 from echelon.laboratory.rank_training import microbatch_rows
 from echelon.laboratory.value_recorder import RootCall, TrainingValues
-from echelon.plan.plans import Plan
+from echelon.plans.plans import Plan
 
 
 @final

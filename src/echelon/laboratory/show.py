@@ -32,7 +32,7 @@ def show(shown: Any) -> None:
         ArgumentError: there is nothing to see, as of a number, a plain module or a closed world.
 
     Example:
-        >>> from echelon.plan.plans import Plan
+        >>> from echelon.plans.plans import Plan
         >>> show(Plan(dp=2, shard=2))  # doctest: +ELLIPSIS
         Plan dp=2,shard=2
         4 ranks · 4 parts of a batch

@@ -11,10 +11,29 @@ In reading order::
     compute_time     how long a device takes for that
     collective_time  how long collectives take inside of and between hosts
     stage_time       how long one microbatch takes in each stage of a pipeline
+    stage_schedule   what a schedule costs in closed form: its bubble, and what a rank keeps
+    cost_table       times that many layouts share, each computed once
     step_time        the time of a step as a sum of named terms
     step_memory      what a rank keeps at the peak of a step, by category
-    plan_search      all layouts of a cluster, those that fit, and the fastest
+    layout_space     all layouts of a cluster, in families that compute the same
+    memory_table     the peaks of a family
+    layout_timer     the times of layouts, and a lower bound of a family
+    simulated_step   the time of a step with the pipeline simulated on its action lists
+    plan_search      the layouts that fit, and the fastest
+    plan_options     a layout as the options of an ec.Plan
+    refusal          a plan that does not fit: the rank, the moment and the bytes
+    survey           what is smallest, what does not fit, and what is worth a choice
+    goals            what is best
+    priced_plan      a plan that fits, with all that is said about it
+    ranked_plans     the plans of a cluster from the best on
+    what_if          the best plan of each size of a cluster, and what failures cost
     model_file       a model's sizes from a file
+    described_model  a model's sizes from what a user has
+    api              ec.plan
+    plan_timeline    the pipeline of a plan as a simulated schedule
+    memory_curve     the memory of the fullest rank along it
+    plan_views       what a notebook says about plans
+    plan_page        a page about plans
 
 A plan whose memory must be exact is run without its values, one rank of each stage::
 
@@ -24,3 +43,5 @@ A plan whose memory must be exact is run without its values, one rank of each st
 
 All but these do without torch: a plan for 10,000 devices is found on a laptop.
 """
+
+import echelon.planner.plan_views  # noqa: F401  # gives Plans their view

@@ -9,11 +9,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, final
 
-from echelon.checks import integer, positive
+from echelon.checks import instance, integer, positive
 from echelon.errors import ArgumentError
 from echelon.planner.device import Device
 
-_FORM = re.compile(r"(?:(\d+)\s*[x×]\s*)?(\d+)\s*[x×]?\s+(\S+)(?:\s*@\s*([\d.]+)\s*Gb/s)?")
+_FORM = re.compile(r"(?:(\d+)\s*[x×]\s*)?(\d+)\s*[x×]?\s+(\S+)(?:\s*@\s*(\d+(?:\.\d+)?)\s*Gb/s)?")
+_MOST_DEVICES = 2**20
 _USUAL_GBIT = {"V100": 400.0, "A100": 1600.0, "A800": 800.0, "MI300X": 3200.0}
 
 
@@ -27,17 +28,22 @@ class Cluster:
         devices_per_host: number of devices in each.
         device: what they are.
         network: bytes/s one way between a host and the others, all its network cards together.
+        price: of one device for an hour, in any currency; None: not known.
     """
 
     hosts: int
     devices_per_host: int
     device: Device
     network: float
+    price: float | None = None
 
     def __post_init__(self) -> None:
-        integer("hosts", self.hosts, low=1)
-        integer("devices_per_host", self.devices_per_host, low=1)
+        integer("hosts", self.hosts, low=1, high=_MOST_DEVICES)
+        integer("devices_per_host", self.devices_per_host, low=1, high=_MOST_DEVICES // self.hosts)
+        instance("device", self.device, Device)
         positive("network", self.network)
+        if self.price is not None:
+            positive("price", self.price)
 
     @property
     def num_devices(self) -> int:
@@ -88,10 +94,10 @@ class Cluster:
         except (OSError, ValueError) as error:
             raise ArgumentError(f"cluster {str(path)!r:.200} cannot be read: {error}") from error
         known = {field.name for field in fields(cls)}
-        if not isinstance(value, Mapping) or set(value) != known:
+        if not isinstance(value, Mapping) or set(value) | {"price"} != known:
             raise ArgumentError(
                 f"cluster {str(path)!r:.200} must be an object with the fields "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(known - {'price'}))}, and may have price"
             )
         values: dict[str, Any] = dict(value)
         device = values.pop("device")

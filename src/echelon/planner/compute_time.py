@@ -57,8 +57,14 @@ def matmul_seconds(product: Multiplication, device: Device, stack: SoftwareStack
     )
 
 
-def work_seconds(work: RankWork, device: Device, stack: SoftwareStack) -> Seconds:
-    """The time of the device, or that of the host where launching takes longer."""
+def work_seconds(
+    work: RankWork, device: Device, stack: SoftwareStack, exchanged: float = 0.0
+) -> Seconds:
+    """The time of the device, or that of the host where launching takes longer.
+
+    Args:
+        exchanged: seconds of collectives between this work, in which the host launches, too.
+    """
     rates = stack.rates
     fused = stack.attention is Attention.FUSED
     rate = device.attention * rates.attention if fused else device.matmul * rates.scores
@@ -66,4 +72,5 @@ def work_seconds(work: RankWork, device: Device, stack: SoftwareStack) -> Second
     attention = work.attention_flops / rate
     memory = work.moved / (device.bandwidth * rates.memory)
     host = work.kernels * rates.launch_s
-    return Seconds(matmul, attention, memory, max(0.0, host - matmul - attention - memory))
+    waited = max(0.0, host - matmul - attention - memory - exchanged)
+    return Seconds(matmul, attention, memory, waited)

@@ -29,8 +29,8 @@ from echelon.laboratory.allocations import Allocations
 from echelon.launch.run import run
 from echelon.observe.meters import tensor_bytes
 from echelon.pipeline.api import Pipeline
-from echelon.plan.parallelize import parallelize
-from echelon.plan.plans import Plan
+from echelon.plans.parallelize import parallelize
+from echelon.plans.plans import Plan
 from echelon.planner.shapes_only import LARGE, ShapesOnly
 
 # The optimizer makes its state in the first step, and DDP its final buckets in the second.

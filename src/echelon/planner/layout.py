@@ -9,6 +9,15 @@ from typing import final
 from echelon.checks import integer, one_of
 from echelon.errors import ArgumentError
 
+# The schedules that a search looks at, and how many stages a rank can have with them.
+CHUNKS = {
+    "1f1b": (1,),
+    "interleaved": (2, 3, 4, 5, 6, 8),
+    "zb-h1": (1,),
+    "zb-h2": (1,),
+    "zb-v": (2,),
+}
+
 
 class ShardedStates(Enum):
     """What the ranks of a shard group keep parts of.
@@ -51,6 +60,8 @@ class Layout:
         sharded: what the ranks of ``shard`` keep parts of.
         recompute: what the backward computes again.
         sequence_parallel: whether norms and residuals are shared over ``tp``, too.
+        schedule: of the pipeline, a name of ``stage_schedule``; None: ``1f1b``, and with more
+            chunks ``interleaved``.
     """
 
     tp: int = 1
@@ -65,6 +76,7 @@ class Layout:
     sharded: ShardedStates = ShardedStates.NOTHING
     recompute: Recompute = Recompute.NOTHING
     sequence_parallel: bool = False
+    schedule: str | None = None
 
     def __post_init__(self) -> None:
         degrees = ("tp", "cp", "ep", "shard", "dp", "pp", "chunks")
@@ -72,10 +84,37 @@ class Layout:
             integer(name, getattr(self, name), low=1)
         one_of("sharded", self.sharded, list(ShardedStates))
         one_of("recompute", self.recompute, list(Recompute))
+        self._check_schedule()
         if (self.dp * self.shard) % self.ep:
             raise ArgumentError(
                 f"ep is {self.ep}, which does not divide dp * shard, {self.dp * self.shard}"
             )
+
+    def _check_schedule(self) -> None:
+        if self.schedule is None:
+            return
+        one_of("schedule", self.schedule, list(CHUNKS))
+        allowed = CHUNKS[self.schedule]
+        if self.chunks not in allowed:
+            raise ArgumentError(
+                f"chunks is {self.chunks} and schedule {self.schedule!r}, which has "
+                f"{' or '.join(map(str, allowed))}"
+            )
+
+    @property
+    def schedule_name(self) -> str:
+        """The name of the schedule, also where none is given.
+
+        Example:
+            >>> Layout(pp=4, chunks=2).schedule_name
+            'interleaved'
+        """
+        return self.schedule or ("interleaved" if self.chunks > 1 else "1f1b")
+
+    @property
+    def is_v(self) -> bool:
+        """Whether the last stage is on the rank of the first one."""
+        return self.schedule_name == "zb-v"
 
     @property
     def num_ranks(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from echelon.checks import integer
 from echelon.errors import ArgumentError
 from echelon.planner.transformer import Transformer
 
@@ -26,6 +27,21 @@ _NAMES = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocab": ("vocab_size",),
     "seq": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
+}
+# Fields with which a model of a known family has parts that ``Transformer`` does not describe, and
+# a value with which it has none.
+_NOT_DESCRIBED = {
+    "decoder_sparse_step": 1,
+    "first_k_dense_replace": 0,
+    "kv_lora_rank": 0,
+    "mlp_only_layers": [],
+    "n_shared_experts": 0,
+    "num_shared_experts": 0,
+    "q_lora_rank": 0,
+    "quantization_config": {},
+    "shared_expert_intermediate_size": 0,
+    "text_config": {},
+    "vision_config": {},
 }
 _INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 
@@ -48,7 +64,21 @@ def read_transformer(path: Path, seq: int | None = None) -> Transformer:
         raise ArgumentError(f"model {str(file)!r:.200} cannot be read: {error}") from error
     if not isinstance(value, Mapping):
         raise ArgumentError(f"model {str(file)!r:.200} must be an object of JSON")
-    sizes = _of_config(value, str(file)) if "model_type" in value else _of_fields(value, str(file))
+    return transformer_of(value, str(file), seq)
+
+
+def transformer_of(value: Mapping[str, Any], name: str, seq: int | None = None) -> Transformer:
+    """The model of the fields of ``Transformer``, or of a configuration of ``transformers``.
+
+    Args:
+        name: of the model, for errors.
+        seq: tokens of a sequence; None: as many as the value says.
+
+    Raises:
+        ArgumentError: a size is missing, wrong or not known, or a field changes the model in a way
+            that sizes do not say.
+    """
+    sizes = _of_config(value, name) if "model_type" in value else _of_fields(value, name)
     if seq is not None:
         sizes["seq"] = seq
     return Transformer(**sizes)
@@ -74,9 +104,16 @@ def _of_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
             f"model {file!r:.200} is of the family {family!r:.40}, which is not known: write the "
             f"fields {', '.join(field.name for field in fields(Transformer))} into a JSON file"
         )
+    for field, without in _NOT_DESCRIBED.items():
+        if config.get(field) and config[field] != without:
+            raise ArgumentError(
+                f"model {file!r:.200} has {field} = {config[field]!r:.80}, which sizes do not "
+                "say: leave the field out to plan the model without it"
+            )
     sizes = {name: _first(config, names, file) for name, names in _NAMES.items()}
-    hidden, heads = sizes["hidden"], sizes["heads"]
+    hidden, heads = sizes["hidden"], integer("the number of heads", sizes["heads"], low=1)
     experts = config.get("num_local_experts") or config.get("num_experts") or 1
+    integer("the number of experts", experts, low=1)
     inner = next((config[name] for name in _INNER if config.get(name)), 4 * hidden)
     return {
         **sizes,

@@ -55,6 +55,15 @@ class RankWork:
     moved: float
     kernels: float
 
+    def plus(self, other: RankWork) -> RankWork:
+        """Both, one after the other."""
+        return RankWork(
+            multiplications=self.multiplications + other.multiplications,
+            attention_flops=self.attention_flops + other.attention_flops,
+            moved=self.moved + other.moved,
+            kernels=self.kernels + other.kernels,
+        )
+
 
 class Passes(NamedTuple):
     """The work of a forward and of a backward."""

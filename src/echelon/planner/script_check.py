@@ -18,9 +18,9 @@ from echelon.laboratory.allocations import Allocations
 from echelon.launch.program import Program
 from echelon.launch.run import enter, run
 from echelon.launch.simulated_job import run_threads
-from echelon.plan.plans import Plan
 from echelon.planner.dry_run import DryRunOptions, fake_world
 from echelon.planner.shapes_only import ShapesOnly
+from echelon.plans.plans import Plan
 
 # The optimizer makes its state in the first step, and DDP its final buckets in the second.
 _STEPS = 3

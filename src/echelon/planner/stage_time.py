@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from echelon.planner.cluster import Cluster
@@ -24,24 +24,42 @@ class BlockTime:
         forward: its computation.
         backward: its computation, with what is computed again.
         exchanged: seconds of collectives of ``tp``, ``cp`` and ``ep``, which nothing hides.
+        weights: the part of the backward that computes gradients of weights, which nothing waits
+            for.
         waiting: seconds in which it waits for gathered parameters or for reductions.
     """
 
     forward: Seconds
     backward: Seconds
     exchanged: float
-    waiting: float
+    weights: float
+    waiting: float = 0.0
+
+    @property
+    def computed(self) -> float:
+        """Forward and backward without waiting."""
+        return self.forward.total + self.backward.total + self.exchanged
 
     @property
     def total(self) -> float:
         """Forward and backward."""
-        return self.forward.total + self.backward.total + self.exchanged + self.waiting
+        return self.computed + self.waiting
 
 
 def block_time(
     model: Transformer, layout: Layout, cluster: Cluster, stack: SoftwareStack, rings: Rings
 ) -> BlockTime:
-    """One microbatch through one block, in a forward and a backward.
+    """One microbatch through one block, in a forward and a backward, with what it waits for."""
+    block = computed_block(model, layout, cluster, stack, rings)
+    return replace(block, waiting=waiting_of_block(model, layout, stack, rings, block))
+
+
+def computed_block(
+    model: Transformer, layout: Layout, cluster: Cluster, stack: SoftwareStack, rings: Rings
+) -> BlockTime:
+    """One microbatch through one block without waiting for its parameters and their gradients.
+
+    It is the same for all layouts of one ``tp``, ``cp``, ``ep``, ``microbatch`` and ``recompute``.
 
     With ``tp``, a forward has two all-reduces of the residual stream, and so has a backward
     (Shoeybi et al., arXiv 1909.08053, section 3). With sequence parallelism each is a
@@ -50,20 +68,30 @@ def block_time(
     """
     passes = block_work(model, layout, stack)
     device = cluster.device
-    forward = work_seconds(passes.forward, device, stack)
-    backward = work_seconds(passes.backward, device, stack)
-    tokens = layout.microbatch * model.seq / layout.cp
-    exchange = _exchanges(model, layout, rings, tokens)
+    exchange = _exchanges(model, layout, rings, layout.microbatch * model.seq / layout.cp)
+    forward = work_seconds(passes.forward, device, stack, exchange)
+    backward = work_seconds(passes.backward, device, stack, exchange)
+    weights = backward.matmul / 2  # the other half are gradients of inputs
     runs = 2  # one in the forward, one in the backward
     if layout.recompute is Recompute.BLOCKS:
-        backward = backward.plus(forward)
+        work = passes.backward.plus(passes.forward)
+        backward = work_seconds(work, device, stack, 2 * exchange)
         runs += 1
     elif layout.recompute is Recompute.ATTENTION:
         backward = backward.plus(Seconds(attention=forward.attention))
-    waiting = 0.0
-    if layout.shard > 1 and layout.sharded in (ShardedStates.PARAMETERS, ShardedStates.GRADIENTS):
-        waiting = _waiting(model, layout, stack, rings, (forward.total, backward.total))
-    return BlockTime(forward=forward, backward=backward, exchanged=runs * exchange, waiting=waiting)
+    return BlockTime(
+        forward=forward,
+        backward=backward,
+        exchanged=runs * exchange,
+        weights=weights,
+    )
+
+
+def parts_of_block(layout: Layout, block: BlockTime) -> tuple[float, float, float]:
+    """Seconds of its forward, of the gradients of its inputs, and of those of its weights."""
+    runs = 3 if layout.recompute is Recompute.BLOCKS else 2
+    forward = block.forward.total + block.exchanged / runs
+    return forward, block.total - forward - block.weights, block.weights
 
 
 def head_time(
@@ -83,10 +111,25 @@ def blocks_of_stages(layers: int, stages: int) -> list[int]:
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
-def stage_seconds(blocks: Sequence[int], block: float, head: float, hop: float) -> list[float]:
-    """One microbatch in each stage: its blocks, in the last one the head, and two messages."""
+def blocks_of_ranks(layers: int, layout: Layout) -> list[int]:
+    """The numbers of blocks of the ranks of a pipeline, whose stages are cut evenly.
+
+    Example:
+        >>> blocks_of_ranks(9, Layout(pp=3, chunks=2, microbatches=6, schedule="zb-v"))
+        [3, 3, 3]
+    """
+    if layout.is_v:
+        stages = blocks_of_stages(layers, 2 * layout.pp)
+        return [stages[rank] + stages[-1 - rank] for rank in range(layout.pp)]
+    return blocks_of_stages(layers, layout.pp)
+
+
+def stage_seconds(
+    blocks: Sequence[int], block: float, head: float, hop: float, head_rank: int = -1
+) -> list[float]:
+    """One microbatch in each rank: its blocks, two messages, and in one of them the head."""
     times = [count * block + 2 * hop for count in blocks]
-    times[-1] += head
+    times[head_rank] += head
     return times
 
 
@@ -102,19 +145,20 @@ def _exchanges(model: Transformer, layout: Layout, rings: Rings, tokens: float) 
     return seconds
 
 
-def _waiting(
-    model: Transformer,
-    layout: Layout,
-    stack: SoftwareStack,
-    rings: Rings,
-    computing: tuple[float, float],
+def waiting_of_block(
+    model: Transformer, layout: Layout, stack: SoftwareStack, rings: Rings, block: BlockTime
 ) -> float:
     """Seconds in which a block waits for its parameters or for the reduction of its gradients.
 
     The next block's gather and the last one's reduction run while this block computes, so the
     longer one counts, and part of the shorter one, because they share memory and processors.
     """
-    forward, backward = computing
+    if layout.shard == 1 or layout.sharded not in (
+        ShardedStates.PARAMETERS,
+        ShardedStates.GRADIENTS,
+    ):
+        return 0.0
+    forward, backward = block.forward.total, block.backward.total
     elements = model.block_parameters / layout.tp
     gather = rings.shard.one_pass(WIDTH * elements)
     reduce = rings.shard.one_pass(stack.gradient_bytes * elements)

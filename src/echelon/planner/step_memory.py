@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 from echelon.planner.layout import Layout, Recompute, ShardedStates
 from echelon.planner.operations import WIDTH
 from echelon.planner.software_stack import Attention, SoftwareStack
-from echelon.planner.stage_time import blocks_of_stages
+from echelon.planner.stage_schedule import microbatches_under_way
+from echelon.planner.stage_time import blocks_of_ranks
 from echelon.planner.transformer import Transformer
 
 # AdamW in mixed precision: a master weight and two moments in float32 (ZeRO, arXiv 1910.02054,
@@ -28,9 +29,10 @@ class StepMemory:
         parameters: weights of 16 bits, or the rank's part of them.
         gradients: as long as the weights.
         optimizer: master weights and moments.
-        gathered: whole parameters of the blocks that run and are prefetched.
+        gathered: whole parameters of the blocks that run and are prefetched, and the gradients of
+            one before they are reduced.
         activations: what the backward needs, of all microbatches that are under way.
-        working: what one block has besides while it is computed again, and buffers of reductions.
+        working: what one block has besides while it is computed again.
         logits: of the last stage and their gradients.
     """
 
@@ -46,7 +48,8 @@ class StepMemory:
     @property
     def total(self) -> float:
         """All bytes that are allocated."""
-        return sum(self.categories().values())
+        states = self.parameters + self.gradients + self.optimizer + self.gathered
+        return states + (self.activations + self.working + self.logits)
 
     def categories(self) -> dict[str, float]:
         """Bytes by category."""
@@ -60,9 +63,9 @@ def step_memory(
     """The memory of the rank that needs most.
 
     Args:
-        blocks: of each stage; None: cut evenly.
+        blocks: of each rank of ``pp``; None: stages are cut evenly.
     """
-    counts = blocks_of_stages(model.layers, layout.pp) if blocks is None else list(blocks)
+    counts = blocks_of_ranks(model.layers, layout) if blocks is None else list(blocks)
     stages = (stage_memory(model, layout, stack, counts, stage) for stage in range(layout.pp))
     return max(stages, key=lambda memory: memory.total)
 
@@ -71,45 +74,100 @@ def stage_memory(
     model: Transformer, layout: Layout, stack: SoftwareStack, blocks: Sequence[int], stage: int
 ) -> StepMemory:
     """The memory of the ranks of one stage."""
-    elements = _elements(model, layout, blocks, stage)
+    parts = RankParts.of(layout, blocks, stage)
+    under_way = microbatches_under_way(layout, stage) / layout.chunks
+    activations = rank_activations(microbatch_bytes(model, layout, stack), parts, under_way)
+    states = rank_states(model, layout, stack, parts)
+    return StepMemory(rank_stage=stage, **states._asdict(), **activations._asdict())
+
+
+class RankParts(NamedTuple):
+    """What a rank has of the model: blocks, and perhaps the embedding and the head."""
+
+    blocks: int
+    has_embedding: bool
+    has_head: bool
+
+    @classmethod
+    def of(cls, layout: Layout, blocks: Sequence[int], rank: int) -> RankParts:
+        """Those of a rank of ``pp``."""
+        return cls(blocks[rank], rank == 0, rank == (0 if layout.is_v else layout.pp - 1))
+
+
+class RankStates(NamedTuple):
+    """Bytes that are there during the whole step; the same for all schedules and microbatches."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    gathered: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self)
+
+
+class MicrobatchBytes(NamedTuple):
+    """Bytes that a microbatch keeps in one block, that one block has besides, and of logits."""
+
+    keep: float
+    working: float
+    logits: float
+
+
+class RankActivations(NamedTuple):
+    """Bytes of microbatches; the same for all ``shard`` and ``sharded``."""
+
+    activations: float
+    working: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self)
+
+
+def rank_states(
+    model: Transformer, layout: Layout, stack: SoftwareStack, parts: RankParts
+) -> RankStates:
+    """Parameters, gradients and optimizer of a rank, and what it gathers and reduces of blocks."""
+    elements = _elements(model, layout, parts)
     sharded, shard = layout.sharded, layout.shard
     block_bytes = WIDTH * _block_elements(model, layout)
-    tokens = layout.microbatch * model.seq / layout.cp
     whole_parameters = sharded is not ShardedStates.PARAMETERS
-    keep = block_activations(model, layout, stack)
-    under_way = microbatches_under_way(layout, stage)
-    activations = under_way * blocks[stage] * keep / layout.chunks
-    inside = block_activations(model, layout, stack, recompute=Recompute.NOTHING)
     gradient_bytes = stack.gradient_bytes
     divided = shard if sharded in (ShardedStates.GRADIENTS, ShardedStates.PARAMETERS) else 1
-    is_last = stage == layout.pp - 1
-    return StepMemory(
-        rank_stage=stage,
+    gathered = 0.0 if whole_parameters or shard == 1 else 2 * block_bytes
+    return RankStates(
         parameters=WIDTH * elements / (1 if whole_parameters else shard),
         gradients=gradient_bytes * elements / divided,
         optimizer=_OPTIMIZER_BYTES * elements / (1 if sharded is ShardedStates.NOTHING else shard),
-        gathered=0.0 if whole_parameters or shard == 1 else 2 * block_bytes,
-        activations=activations,
-        working=(inside - keep) + (gradient_bytes / WIDTH * block_bytes if divided > 1 else 0.0),
-        logits=tokens * model.vocab / layout.tp * (WIDTH + 2 * _FLOAT32) if is_last else 0.0,
+        gathered=gathered + (gradient_bytes / WIDTH * block_bytes if divided > 1 else 0.0),
     )
 
 
-def microbatches_under_way(layout: Layout, stage: int) -> float:
-    """Microbatches whose activations a stage of 1F1B keeps at its peak, in shares of a rank.
+def microbatch_bytes(model: Transformer, layout: Layout, stack: SoftwareStack) -> MicrobatchBytes:
+    """What one microbatch needs; it is the same for all schedules and all that may be sharded."""
+    keep = block_activations(model, layout, stack)
+    inside = block_activations(model, layout, stack, recompute=Recompute.NOTHING)
+    tokens = layout.microbatch * model.seq / layout.cp
+    logits = tokens * model.vocab / layout.tp * (WIDTH + 2 * _FLOAT32)
+    return MicrobatchBytes(keep, inside - keep, logits)
 
-    With ``chunks`` stages for a rank the first rank keeps (p - 1) / (p v) more (Korthikanti et al.,
-    arXiv 2205.05198, section 4.2.3).
 
-    Example:
-        >>> layout = Layout(pp=4, microbatches=8)
-        >>> [microbatches_under_way(layout, stage) for stage in range(4)]
-        [4.0, 3.0, 2.0, 1.0]
+def rank_activations(sizes: MicrobatchBytes, parts: RankParts, under_way: float) -> RankActivations:
+    """What a rank keeps of microbatches.
+
+    Args:
+        under_way: so many microbatches in all its blocks, at its peak.
     """
-    ahead = layout.pp - stage
-    if layout.chunks > 1:
-        ahead = layout.pp * layout.chunks + (layout.pp - 1) - 2 * stage
-    return float(min(layout.microbatches * layout.chunks, ahead))
+    return RankActivations(
+        activations=under_way * (parts.blocks * sizes.keep),
+        working=sizes.working,
+        logits=sizes.logits if parts.has_head else 0.0,
+    )
 
 
 def block_activations(
@@ -147,12 +205,12 @@ def _block_elements(model: Transformer, layout: Layout) -> float:
     return (dense + experts) / layout.tp
 
 
-def _elements(model: Transformer, layout: Layout, blocks: Sequence[int], stage: int) -> float:
-    elements = blocks[stage] * _block_elements(model, layout)
-    is_first, is_last = stage == 0, stage == layout.pp - 1
-    if is_first:
+def _elements(model: Transformer, layout: Layout, parts: RankParts) -> float:
+    elements = parts.blocks * _block_elements(model, layout)
+    if parts.has_embedding:
         elements += model.embedding_parameters / layout.tp
-    if is_last:
-        shares = model.tied and not is_first  # a tied head has a copy of the embedding's matrix
+    if parts.has_head:
+        # On another rank, a tied head has a copy of the embedding's matrix.
+        shares = model.tied and not parts.has_embedding
         elements += (model.head_parameters + shares * model.vocab * model.hidden) / layout.tp
     return elements

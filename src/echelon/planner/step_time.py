@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from typing import final
 
 from echelon.planner.cluster import Cluster
-from echelon.planner.collective_time import Rings, rings_of
+from echelon.planner.collective_time import Rings
 from echelon.planner.compute_time import Seconds
+from echelon.planner.cost_table import CostTable
 from echelon.planner.layout import Layout, ShardedStates
 from echelon.planner.operations import WIDTH
 from echelon.planner.software_stack import SoftwareStack
+from echelon.planner.stage_schedule import bubble_of_a_stage
 from echelon.planner.stage_time import (
     BlockTime,
-    block_time,
-    blocks_of_stages,
-    head_time,
+    blocks_of_ranks,
+    parts_of_block,
     stage_seconds,
 )
 from echelon.planner.transformer import Transformer
@@ -25,6 +26,8 @@ from echelon.planner.transformer import Transformer
 # AdamW in mixed precision reads and writes master weight, two moments and the gradient, and writes
 # the weight of 16 bits: bytes for each element of a shard, and for each element of the rank.
 _OPTIMIZER_BYTES, _WEIGHT_BYTES = 38, 4
+_BUCKET_BYTES = 25e6  # of gradients that are reduced while the backward runs, the default of DDP
+_ROUNDING = 1e-12  # sums of the same terms in another order differ by less
 
 
 @final
@@ -74,35 +77,35 @@ def step_time(
     cluster: Cluster,
     stack: SoftwareStack,
     blocks: Sequence[int] | None = None,
+    table: CostTable | None = None,
 ) -> StepTime:
     """The time of one step.
 
     Args:
-        blocks: of each stage; None: cut evenly.
+        blocks: of each rank of ``pp``; None: stages are cut evenly.
+        table: of this model, cluster and stack, where many layouts are looked at.
 
     Returns:
-        the terms of the rank with the slowest stage. All its microbatches take it the time of the
+        the terms of the rank with the slowest stages. All its microbatches take it the time of the
         computing terms; until its first and after its last microbatch it waits for the other
-        stages once (the bubble of 1F1B, Narayanan et al., arXiv 2104.04473, section 2.2), with
-        ``chunks`` stages for a rank the chunk-th part of it.
+        ranks, as long as the schedule says.
     """
-    rates = stack.rates
-    rings = rings_of(layout, cluster, rates)
-    block = block_time(model, layout, cluster, stack, rings)
-    head = head_time(model, layout, cluster, stack)
-    counts = blocks_of_stages(model.layers, layout.pp) if blocks is None else list(blocks)
-    hop = _hop(model, layout, cluster, stack, rings)
-    stages = stage_seconds(counts, block.total, head.total, hop)
+    table = CostTable(model, cluster, stack) if table is None else table
+    rings, head = table.rings(layout), table.head(layout)
+    block = table.block(layout, rings)
+    counts = blocks_of_ranks(model.layers, layout) if blocks is None else list(blocks)
+    hop = layout.chunks * exposed_message(model, layout, cluster, stack, rings)
+    head_rank = 0 if layout.is_v else layout.pp - 1
+    stages = stage_seconds(counts, block.total, head.total, hop, head_rank)
     slowest = max(range(layout.pp), key=stages.__getitem__)
-    bubble = (sum(stages) - stages[slowest]) / layout.chunks
-    compute = _compute(block, head, counts[slowest], is_last=slowest == layout.pp - 1)
+    bubble = (sum(stages) - stages[slowest]) * bubble_part(layout, block)
+    compute = _compute(block, head, counts[slowest], has_head=slowest == head_rank)
     compute = compute.times(layout.microbatches)
     exchange = layout.microbatches * counts[slowest] * block.exchanged
     edges = _edges(model, layout, stack, rings)
     gather = layout.microbatches * (counts[slowest] * block.waiting + edges)
     busy = compute.total + exchange + gather + 2 * layout.microbatches * hop + bubble
-    hosts = max(1.0, layout.num_ranks / cluster.devices_per_host)
-    backward = layout.microbatches * counts[slowest] * block.backward.total
+    backward = counts[slowest] * block.backward.total
     return StepTime(
         matmul=compute.matmul,
         attention=compute.attention,
@@ -112,28 +115,61 @@ def step_time(
         gather=gather,
         message=2 * layout.microbatches * hop,
         bubble=bubble,
-        reduce=_reduce(model, layout, stack, rings, max(counts), backward / layout.microbatches),
+        reduce=_reduce(model, layout, stack, rings, max(counts), backward),
         optimizer=_optimizer(model, layout, cluster, stack, max(counts)),
-        other=rates.step_s + busy * rates.drift * math.log2(hosts),
+        other=stack.rates.step_s + busy * drift_of(layout, cluster, stack),
     )
 
 
-def _compute(block: BlockTime, head: Seconds, count: int, *, is_last: bool) -> Seconds:
+def least_seconds(
+    model: Transformer, layout: Layout, cluster: Cluster, stack: SoftwareStack, table: CostTable
+) -> float:
+    """No choice of ``shard``, ``sharded``, ``schedule`` and ``chunks`` makes a step faster.
+
+    It has the computing terms of the slowest rank and the exchanges, and what grows with them;
+    waiting, messages, bubble, reductions and the optimizer are taken as nothing.
+    """
+    block = table.computed_block(layout, table.rings(layout)).computed
+    fewest, most = model.layers // layout.pp, -(-model.layers // layout.pp)
+    slowest = max(most * block, fewest * block + table.head(layout).total)
+    busy = layout.microbatches * slowest * (1 + drift_of(layout, cluster, stack))
+    return (busy + stack.rates.step_s) * (1 - _ROUNDING)
+
+
+def bubble_part(layout: Layout, block: BlockTime) -> float:
+    """The bubble as a part of the time that the other ranks take for one microbatch."""
+    forward, inputs, weights = parts_of_block(layout, block)
+    total = forward + inputs + weights
+    return bubble_of_a_stage(layout, forward, inputs, weights) / total
+
+
+def drift_of(layout: Layout, cluster: Cluster, stack: SoftwareStack) -> float:
+    """By which part a step takes longer on so many hosts."""
+    hosts = max(1.0, layout.num_ranks / cluster.devices_per_host)
+    return stack.rates.drift * math.log2(hosts)
+
+
+def _compute(block: BlockTime, head: Seconds, count: int, *, has_head: bool) -> Seconds:
     seconds = block.forward.plus(block.backward).times(count)
-    return seconds.plus(head) if is_last else seconds
+    return seconds.plus(head) if has_head else seconds
 
 
-def _hop(
+def exposed_message(
     model: Transformer, layout: Layout, cluster: Cluster, stack: SoftwareStack, rings: Rings
 ) -> float:
-    """The part of one message between stages that no computation hides."""
+    """The part of one message between stages that no computation hides.
+
+    With ``tp``, each rank sends its part of what they all have, and they gather it in the next
+    stage (Narayanan et al., arXiv 2104.04473, section 4.1).
+    """
     if layout.pp == 1:
         return 0.0
     nbytes = WIDTH * layout.microbatch * model.seq / layout.cp * model.hidden
     rate = cluster.network * stack.rates.network / cluster.devices_per_host
     if not rings.message.between_hosts:
         rate = cluster.device.link * stack.rates.bus
-    return stack.rates.message * nbytes / rate + rings.message.latency
+    sent = stack.rates.message * nbytes / layout.tp / rate + rings.message.latency
+    return sent + (0.0 if layout.sequence_parallel else rings.tp.one_pass(nbytes))
 
 
 def _edges(model: Transformer, layout: Layout, stack: SoftwareStack, rings: Rings) -> float:
@@ -163,7 +199,10 @@ def _reduce(
         return 0.0
     elements = (count * model.block_parameters + model.embedding_parameters) / layout.tp
     nbytes = stack.gradient_bytes * elements
-    seconds = rings.shard.all_reduce(nbytes) + rings.dp.all_reduce(nbytes / layout.shard)
+    buckets = math.ceil(nbytes / _BUCKET_BYTES) if stack.overlaps_reduction else 1
+    bucket = nbytes / buckets
+    shards = 2 * rings.shard.one_pass(bucket)  # gradients are scattered, and weights gathered
+    seconds = buckets * (shards + rings.dp.all_reduce(bucket / layout.shard))
     if not stack.overlaps_reduction:
         return seconds
     hidden = min(seconds * 0.9, backward)  # of the last microbatch; the last bucket is never hidden

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from echelon.checks import integer
+from echelon.checks import flag, integer
 from echelon.errors import ArgumentError
 
 
@@ -50,6 +50,9 @@ class Transformer:
         names = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "seq")
         for name in (*names, "experts", "active_experts"):
             integer(name, getattr(self, name), low=1)
+        integer("positions", self.positions)
+        for name in ("gated", "tied", "biases"):
+            flag(name, getattr(self, name))
         if self.heads % self.kv_heads:
             raise ArgumentError(
                 f"kv_heads is {self.kv_heads}, which does not divide heads, {self.heads}"

@@ -29,7 +29,7 @@ from echelon.integrations.accelerate.state_items import state_items
 from echelon.integrations.sharing import Sharing, Wrapper
 from echelon.launch.run import init
 from echelon.pipeline.api import Pipeline
-from echelon.plan.plans import Plan
+from echelon.plans.plans import Plan
 
 
 class EchelonAccelerator(Accelerator):

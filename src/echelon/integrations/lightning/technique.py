@@ -13,8 +13,8 @@ from echelon.ddp import DDP
 from echelon.errors import ArgumentError, UnsupportedError
 from echelon.fsdp import FSDP, MixedPrecision, Strategy
 from echelon.fsdp.units import Rule
-from echelon.plan.parallelize import parallelize
-from echelon.plan.plans import Plan
+from echelon.plans.parallelize import parallelize
+from echelon.plans.plans import Plan
 
 Parallel = Literal["ddp", "fsdp"] | Plan
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from echelon.errors import ArgumentError
 from echelon.pipeline.api import Pipeline
-from echelon.plan.plans import Plan
+from echelon.plans.plans import Plan
 
 # Called with the output of the last stage, the labels and the number of tokens of the step.
 TokenLoss = Callable[[Any, Tensor, Any], Tensor]

@@ -35,7 +35,7 @@ from echelon.integrations.transformers.trainer_checkpoint import (
 )
 from echelon.integrations.transformers.unsupported_arguments import refuse_arguments
 from echelon.pipeline.api import Pipeline
-from echelon.plan.plans import Plan
+from echelon.plans.plans import Plan
 from echelon.train.gradient_norm import clip_grad_norm_
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import pytest
 
 import echelon as ec
 from echelon.errors import ArgumentError
-from echelon.plan.axes import axes_of, text_of
+from echelon.plans.axes import axes_of, text_of
 
 
 @pytest.mark.parametrize("text", ["pp=2,dp=3", "shard=4", "dp=1"])

@@ -6,7 +6,7 @@ from html import escape
 
 from echelon.comm.mesh import coordinates
 from echelon.page import OWNER_COLOURS, Picture, TextTable, View, ViewPart, view_of
-from echelon.plan.plans import Plan
+from echelon.plans.plans import Plan
 
 _MOST_ROWS = 32
 _MOST_DRAWN = 256  # ranks

@@ -6,4 +6,4 @@
 ``plan_view``    what ``ec.show`` says about a plan
 """
 
-import echelon.plan.plan_view  # noqa: F401  # gives Plan its view
+import echelon.plans.plan_view  # noqa: F401  # gives Plan its view

@@ -31,7 +31,7 @@ from echelon.fsdp.units import Rule
 from echelon.pipeline.api import Pipeline
 from echelon.pipeline.shared_parameters import check_memory_of_stages, shared_parameters
 from echelon.pipeline.splitting.split import split
-from echelon.plan.plans import Plan
+from echelon.plans.plans import Plan
 
 _HYBRID_OF = {  # the same strategy if other groups have the same shards
     Strategy.FULL_SHARD: Strategy.HYBRID_SHARD,

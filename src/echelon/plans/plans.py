@@ -20,7 +20,7 @@ from echelon.pipeline.arguments import PipelineOptions
 from echelon.pipeline.schedules.families import FAMILIES
 from echelon.pipeline.schedules.families import schedule as make_schedule
 from echelon.pipeline.schedules.ir import Schedule
-from echelon.plan.axes import AXES, axes_of, text_of
+from echelon.plans.axes import AXES, axes_of, text_of
 
 # Options that a plan's ``pipeline``, ``fsdp`` and ``ddp`` may not have, and what sets them instead.
 _SET_ELSEWHERE = {

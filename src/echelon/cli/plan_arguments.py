@@ -1,0 +1,95 @@
+"""The command ``echelon plan`` and its options; what it does is in ``plan_command``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_Model = Annotated[Path, typer.Argument(help="A JSON with sizes, or a config.json, or its folder.")]
+_Cluster = Annotated[
+    str, typer.Option(help="Hosts x devices, such as '8x8 H100 @ 3200 Gb/s', or a JSON file.")
+]
+_GlobalBatch = Annotated[int, typer.Option(min=1, help="Sequences of a step.")]
+_Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")]
+_Fix = Annotated[
+    list[str] | None,
+    typer.Option(help="What is given: pp=4 or schedule=zb-v; may be given several times."),
+]
+_MaxMemory = Annotated[float | None, typer.Option(help="GiB of a device that may be allocated.")]
+_Goal = Annotated[str, typer.Option(help="What is best: tokens/s, cost or memory.")]
+_Price = Annotated[
+    float | None, typer.Option(help="Of a device for an hour, for the cost of tokens.")
+]
+_Axes = Annotated[
+    str, typer.Option(help="all, or plan: what an ec.Plan says, without tp, cp and ep.")
+]
+_Stack = Annotated[str, typer.Option(help="The software whose constants are used.")]
+_Best = Annotated[int, typer.Option(min=1, help="How many plans are shown.")]
+_Refused = Annotated[int, typer.Option(min=0, help="How many plans that do not fit are shown.")]
+_Explain = Annotated[int | None, typer.Option(help="Show the terms of this plan, and its ec.Plan.")]
+_Scale = Annotated[str, typer.Option(help="The best plan for each number of devices: 8,16,32.")]
+_Mtbf = Annotated[float | None, typer.Option(min=0, help="Hours between failures of one host.")]
+_SaveRate = Annotated[float | None, typer.Option(min=0, help="GB that one host saves in a second.")]
+_Restart = Annotated[
+    float, typer.Option(min=0, help="Minutes from a failure until training goes on.")
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Html = Annotated[Path | None, typer.Option(help="Write a page with all of it here.")]
+
+
+def plan_with(
+    model: _Model,
+    cluster: _Cluster = ...,  # type: ignore[assignment]
+    global_batch: _GlobalBatch = ...,  # type: ignore[assignment]
+    seq: _Seq = None,
+    fix: _Fix = None,
+    max_memory: _MaxMemory = None,
+    goal: _Goal = "tokens/s",
+    price: _Price = None,
+    axes: _Axes = "all",
+    stack: _Stack = "fsdp",
+    best: _Best = 10,
+    refused: _Refused = 0,
+    explain: _Explain = None,
+    scale: _Scale = "",
+    mtbf: _Mtbf = None,
+    save_rate: _SaveRate = None,
+    restart: _Restart = 10.0,
+    as_json: _AsJson = False,
+    html: _Html = None,
+) -> None:
+    """Find the plans that fit a cluster that is not here, and the best of them.
+
+    Exit code 1: no plan fits; the nearest ones are named with rank, moment and bytes.
+    """
+    from echelon.cli import plan_command, what_if_command
+    from echelon.errors import ArgumentError
+
+    request = plan_command.PlanRequest(
+        model=model,
+        cluster=cluster,
+        global_batch=global_batch,
+        seq=seq,
+        goal=goal,
+        price=price,
+        axes=axes,
+        stack=stack,
+        fixed=tuple(fix or ()),
+        max_memory_gib=max_memory,
+        best=best,
+        refused=refused,
+        explain=explain,
+        as_json=as_json,
+        html=html,
+    )
+    what_if = what_if_command.WhatIf(
+        scale=scale, mtbf_hours=mtbf, save_gbytes=save_rate, restart_minutes=restart
+    )
+    try:
+        if scale or mtbf is not None:
+            raise typer.Exit(what_if_command.show(request, what_if))
+        raise typer.Exit(plan_command.show(request))
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error)) from error

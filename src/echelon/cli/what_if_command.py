@@ -1,0 +1,118 @@
+"""``echelon plan --scale`` and ``--mtbf``: more devices, and failures of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from echelon.cli.plan_command import PlanRequest, searched
+from echelon.errors import ArgumentError
+from echelon.planner.plan_options import layout_text
+from echelon.planner.transformer import Transformer
+from echelon.planner.what_if import FailureCost, ScalePoint, failure_cost, scaled
+
+_HOUR = 3600.0
+_TOKENS = 1e9  # that device hours are given for
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """What is asked.
+
+    Attributes:
+        scale: numbers of devices with commas between them; empty: those of the cluster.
+        mtbf_hours: between two failures of one host, in the mean; None: nothing fails.
+        save_gbytes: that one host saves in a second.
+        restart_minutes: from a failure until the training goes on.
+    """
+
+    scale: str
+    mtbf_hours: float | None
+    save_gbytes: float | None
+    restart_minutes: float
+
+
+def show(request: PlanRequest, what_if: WhatIf) -> int:
+    """Print the best plan of each size; returns 1 if there is none for any."""
+    if what_if.mtbf_hours is not None and what_if.save_gbytes is None:
+        raise ArgumentError(
+            "--mtbf needs --save-rate, the GB that one host saves in a second: measure it with a "
+            "save of this training, or with dd on its file system"
+        )
+    model, cluster, stack, limits = searched(request)
+    sizes = _sizes(what_if.scale) if what_if.scale else [cluster.num_devices]
+    points = scaled(model, cluster, stack, limits, sizes)
+    costs = [_cost(model, point, what_if) for point in points]
+    rows = [_row(point, cost) for point, cost in zip(points, costs, strict=True)]
+    if request.as_json:
+        typer.echo(json.dumps(rows, indent=2))
+    else:
+        _table(rows)
+    return 0 if any(point.planned for point in points) else 1
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = text.split(",")
+    if not all(size.strip().isascii() and size.strip().isdigit() for size in sizes):
+        raise ArgumentError(f"--scale is {text!r:.80}: give numbers of devices, such as 8,16,32")
+    return [int(size) for size in sizes]
+
+
+def _cost(model: Transformer, point: ScalePoint, what_if: WhatIf) -> FailureCost | None:
+    if what_if.mtbf_hours is None or point.planned is None:
+        return None
+    assert what_if.save_gbytes is not None, "refused before"
+    return failure_cost(
+        model,
+        point.cluster,
+        mtbf_s=what_if.mtbf_hours * _HOUR,
+        save_rate=what_if.save_gbytes * 1e9,
+        restart_s=what_if.restart_minutes * 60,
+    )
+
+
+def _row(point: ScalePoint, cost: FailureCost | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"devices": point.cluster.num_devices}
+    if point.planned is None:
+        return {**row, "reason": point.reason}
+    row |= {
+        "plan": layout_text(point.planned.layout),
+        "step_s": point.step_s,
+        "tokens_per_second": point.tokens_per_second,
+        "device_hours_for_1e9_tokens": point.device_hours(_TOKENS),
+    }
+    if cost is not None:
+        lost = cost.lost if math.isfinite(cost.lost) else None
+        row |= {"save_s": cost.save_s, "interval_s": cost.interval_s, "lost": lost}
+    return row
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> None:
+    fails = any("save_s" in row for row in rows)
+    table = Table(box=None, header_style="bold")
+    names = ["devices", "plan", "step s", "tokens/s", "device h for 1e9 tokens"]
+    for name in [*names, "save s", "checkpoint every min", "lost"] if fails else names:
+        table.add_column(name, justify="left" if name == "plan" else "right")
+    for row in rows:
+        if "reason" in row:
+            table.add_row(str(row["devices"]), row["reason"])
+            continue
+        cells = [
+            str(row["devices"]),
+            row["plan"],
+            f"{row['step_s']:.3g}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['device_hours_for_1e9_tokens']:,.1f}",
+        ]
+        if fails:
+            lost = "all" if row["lost"] is None else f"{row['lost']:.1%}"
+            cells += [f"{row['save_s']:.3g}", f"{row['interval_s'] / 60:.3g}", lost]
+        table.add_row(*cells)
+    Console().print(table)

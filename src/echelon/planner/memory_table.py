@@ -1,0 +1,102 @@
+"""The peaks of many layouts, from sizes that are computed once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple, final
+
+from echelon.planner.layout import Layout, Recompute
+from echelon.planner.layout_space import LayoutFamily, ScheduleChoice, ShardChoice
+from echelon.planner.software_stack import SoftwareStack
+from echelon.planner.stage_schedule import microbatches_under_way
+from echelon.planner.stage_time import blocks_of_ranks
+from echelon.planner.step_memory import (
+    MicrobatchBytes,
+    RankParts,
+    microbatch_bytes,
+    rank_activations,
+    rank_states,
+)
+from echelon.planner.transformer import Transformer
+
+
+class _RankLoad(NamedTuple):
+    parts: RankParts
+    under_way: float
+
+
+@final
+class MemoryTable:
+    """Peaks of the families of one search, to the byte those of ``step_memory``.
+
+    Only the first and the last rank of a pipeline are looked at: the first has the embedding, at
+    least as many blocks as those after it and as many microbatches under way, and the last may have
+    the head.
+    """
+
+    def __init__(self, model: Transformer, stack: SoftwareStack) -> None:
+        self._model, self._stack = model, stack
+        self._loads: dict[tuple[int, int], list[tuple[_RankLoad, _RankLoad]]] = {}
+        self._sizes: dict[tuple[int, int, int, Recompute, bool], MicrobatchBytes] = {}
+        self._states: dict[tuple[int, int, int, int, RankParts], list[float]] = {}
+
+    def peaks(self, family: LayoutFamily) -> list[list[float]]:
+        """Bytes of the rank that needs most: a row for each schedule, a column for each shard."""
+        base = family.base
+        sizes = self._microbatch_bytes(base)
+        rows = []
+        for first, last in self._rank_loads(family):
+            first_states = self._shard_states(base, first.parts, family.shards)
+            last_states = self._shard_states(base, last.parts, family.shards)
+            first_bytes = rank_activations(sizes, first.parts, first.under_way).total
+            last_bytes = rank_activations(sizes, last.parts, last.under_way).total
+            rows.append(
+                [
+                    max(of_first + first_bytes, of_last + last_bytes)
+                    for of_first, of_last in zip(first_states, last_states, strict=True)
+                ]
+            )
+        return rows
+
+    def _rank_loads(self, family: LayoutFamily) -> list[tuple[_RankLoad, _RankLoad]]:
+        base = family.base
+        key = (base.pp, base.microbatches)
+        loads = self._loads.get(key)
+        if loads is None:
+            loads = [self._of_schedule(base, choice) for choice in family.schedules]
+            self._loads[key] = loads
+        return loads
+
+    def _of_schedule(self, base: Layout, choice: ScheduleChoice) -> tuple[_RankLoad, _RankLoad]:
+        layout = replace(base, **choice._asdict())
+        counts = blocks_of_ranks(self._model.layers, layout)
+        first, last = (
+            _RankLoad(
+                RankParts.of(layout, counts, rank),
+                microbatches_under_way(layout, rank) / layout.chunks,
+            )
+            for rank in (0, layout.pp - 1)
+        )
+        return first, last
+
+    def _microbatch_bytes(self, base: Layout) -> MicrobatchBytes:
+        key = (base.tp, base.cp, base.microbatch, base.recompute, base.sequence_parallel)
+        sizes = self._sizes.get(key)
+        if sizes is None:
+            sizes = self._sizes[key] = microbatch_bytes(self._model, base, self._stack)
+        return sizes
+
+    def _shard_states(
+        self, base: Layout, parts: RankParts, shards: tuple[ShardChoice, ...]
+    ) -> list[float]:
+        key = (base.tp, base.ep, base.pp, base.dp, parts)
+        states = self._states.get(key)
+        if states is None:
+            states = [
+                rank_states(
+                    self._model, replace(base, **choice._asdict()), self._stack, parts
+                ).total
+                for choice in shards
+            ]
+            self._states[key] = states
+        return states

@@ -1,0 +1,58 @@
+import pytest
+
+import echelon as ec
+from echelon.planner.layout import Recompute, ShardedStates
+from echelon.planner.layout_space import SearchLimits, families, layouts
+from tests.planner.sizes import MODEL, cluster
+
+
+def test_every_layout_uses_all_devices_and_the_whole_batch() -> None:
+    every = list(layouts(MODEL, cluster(2, 4), SearchLimits(global_batch=16)))
+    assert len(every) == len(set(every)) > 50
+    assert {(layout.num_ranks, layout.global_batch) for layout in every} == {(8, 16)}
+    assert {layout.schedule_name for layout in every} == {
+        "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v",
+    }  # fmt: skip
+    assert {layout.sharded for layout in every} == set(ShardedStates)
+    assert {layout.recompute for layout in every} == {Recompute.NOTHING, Recompute.BLOCKS}
+
+
+def test_a_family_has_the_layouts_that_it_counts() -> None:
+    for family in families(MODEL, cluster(1, 4), SearchLimits(global_batch=8)):
+        members = list(family.layouts())
+        assert len(set(members)) == family.num_layouts
+        same = {(m.tp, m.pp, m.cp, m.microbatch, m.microbatches, m.recompute) for m in members}
+        assert len(same) == 1
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [{"pp": 2, "tp": 2}, {"schedule": "zb-v"}, {"schedule": "1f1b", "pp": 4}, {"shard": 4}],
+    ids=str,
+)
+def test_fixed_axes_are_kept_and_nothing_else_is_left_out(fixed: dict[str, int | str]) -> None:
+    everything = layouts(MODEL, cluster(1, 8), SearchLimits(global_batch=16))
+    kept = [
+        layout
+        for layout in everything
+        if all(
+            getattr(layout, "schedule_name" if name == "schedule" else name) == value
+            for name, value in fixed.items()
+        )
+    ]
+    limits = SearchLimits(global_batch=16, fixed=fixed)
+    assert list(layouts(MODEL, cluster(1, 8), limits)) == kept != []
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"global_batch": 0}, "global_batch is 0"),
+        ({"global_batch": 8, "fixed": {"zz": 2}}, "fixed has 'zz'"),
+        ({"global_batch": 8, "fixed": {"pp": 0}}, "pp is 0"),
+        ({"global_batch": 8, "fixed": {"schedule": "zz"}}, "schedule is 'zz'"),
+    ],
+)
+def test_wrong_limits_are_refused(options: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ec.ArgumentError, match=sentence):
+        SearchLimits(**options)  # type: ignore[arg-type]
