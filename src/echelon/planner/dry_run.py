@@ -29,9 +29,9 @@ from echelon.laboratory.allocations import Allocations
 from echelon.launch.run import run
 from echelon.observe.meters import tensor_bytes
 from echelon.pipeline.api import Pipeline
+from echelon.planner.shapes_only import LARGE, ShapesOnly
 from echelon.plans.parallelize import parallelize
 from echelon.plans.plans import Plan
-from echelon.planner.shapes_only import LARGE, ShapesOnly
 
 # The optimizer makes its state in the first step, and DDP its final buckets in the second.
 _WARM_UP = 2
