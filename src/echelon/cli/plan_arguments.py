@@ -7,11 +7,17 @@ from typing import Annotated
 
 import typer
 
-_Model = Annotated[Path, typer.Argument(help="A JSON with sizes, or a config.json, or its folder.")]
+_Model = Annotated[
+    Path | None, typer.Argument(help="A JSON with sizes, or a config.json, or its folder.")
+]
+_Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[ARGUMENTS]...", help="For the script of --check, after --."),
+]
 _Cluster = Annotated[
     str, typer.Option(help="Hosts x devices, such as '8x8 H100 @ 3200 Gb/s', or a JSON file.")
 ]
-_GlobalBatch = Annotated[int, typer.Option(min=1, help="Sequences of a step.")]
+_GlobalBatch = Annotated[int | None, typer.Option(min=1, help="Sequences of a step.")]
 _Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")]
 _Fix = Annotated[
     list[str] | None,
@@ -36,13 +42,18 @@ _Restart = Annotated[
     float, typer.Option(min=0, help="Minutes from a failure until training goes on.")
 ]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Check = Annotated[
+    str | None,
+    typer.Option(help="Run the first steps of this script without values: does it fit?"),
+]
 _Html = Annotated[Path | None, typer.Option(help="Write a page with all of it here.")]
 
 
 def plan_with(
-    model: _Model,
+    model: _Model = None,
+    arguments: _Arguments = None,
     cluster: _Cluster = ...,  # type: ignore[assignment]
-    global_batch: _GlobalBatch = ...,  # type: ignore[assignment]
+    global_batch: _GlobalBatch = None,
     seq: _Seq = None,
     fix: _Fix = None,
     max_memory: _MaxMemory = None,
@@ -59,14 +70,24 @@ def plan_with(
     restart: _Restart = 10.0,
     as_json: _AsJson = False,
     html: _Html = None,
+    check: _Check = None,
 ) -> None:
     """Find the plans that fit a cluster that is not here, and the best of them.
 
-    Exit code 1: no plan fits; the nearest ones are named with rank, moment and bytes.
+    Exit code 1: no plan fits, or the script of --check does not; the nearest plans are named with
+    rank, moment and bytes.
     """
-    from echelon.cli import plan_command, what_if_command
+    from echelon.cli import plan_command, script_check_command, what_if_command
     from echelon.errors import ArgumentError
 
+    if check is not None:
+        words = [*([] if model is None else [str(model)]), *(arguments or [])]
+        try:
+            raise typer.Exit(script_check_command.show(check, words, cluster, fix or []))
+        except ArgumentError as error:
+            raise typer.BadParameter(str(error)) from error
+    if model is None or global_batch is None or arguments:
+        raise typer.BadParameter("give one MODEL and --global-batch, or --check and a script")
     request = plan_command.PlanRequest(
         model=model,
         cluster=cluster,

@@ -1,0 +1,54 @@
+"""``echelon plan --check``, as it is typed."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from echelon.cli import app
+from echelon.cli.script_check_command import show
+from echelon.errors import ArgumentError
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--layers", "2", "--width", "64", "--heads", "2", "--data", str(ROOT / "docs")]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return str(ROOT / "examples" / "train_gpt.py")
+
+
+def test_a_script_that_fits_leaves_with_0_and_writes_nothing(script: str, tmp_path: Path) -> None:
+    command = ["plan", "--check", script, "--cluster", "4 H100", "--", *SMALL]
+    result = CliRunner().invoke(app, [*command, "--plan", "pp=2,shard=2"])
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines()[-2:]]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [("0", "0", "fits"), ("1", "2", "fits")]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_script_that_does_not_fit_leaves_with_1(script: str) -> None:
+    wide = ["--layers", "24", "--width", "8192", "--heads", "64", "--context", "4096"]
+    command = ["plan", "--check", script, "--cluster", "2 H100", "--", *wide, "--data", SMALL[-1]]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    assert "does not fit" in result.output
+
+
+def test_what_cannot_be_checked_gets_a_sentence(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ArgumentError, match="for 4 ranks, and the cluster has 8 devices"):
+        show(script, ["--plan", "dp=4"], "8 H100", [])
+    with pytest.raises(ArgumentError, match="does not exist"):
+        show(str(tmp_path / "no.py"), [], "8 H100", [])
+    (tmp_path / "short.py").write_text("print('no step')\n")
+    assert show(str(tmp_path / "short.py"), [], "8 H100", ["pp=1"]) == 1
+    assert "took fewer than 3 steps" in capsys.readouterr().err
+    result = CliRunner().invoke(app, ["plan", "--cluster", "8 H100"])
+    assert result.exit_code == 2
+    assert "give one MODEL and --global-batch" in result.output
