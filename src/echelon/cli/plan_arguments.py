@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -78,14 +79,10 @@ def plan_with(
     rank, moment and bytes.
     """
     from echelon.cli import plan_command, script_check_command, what_if_command
-    from echelon.errors import ArgumentError
 
     if check is not None:
         words = [*([] if model is None else [str(model)]), *(arguments or [])]
-        try:
-            raise typer.Exit(script_check_command.show(check, words, cluster, fix or []))
-        except ArgumentError as error:
-            raise typer.BadParameter(str(error)) from error
+        _leave(lambda: script_check_command.show(check, words, cluster, fix or []))
     if model is None or global_batch is None or arguments:
         raise typer.BadParameter("give one MODEL and --global-batch, or --check and a script")
     request = plan_command.PlanRequest(
@@ -108,9 +105,16 @@ def plan_with(
     what_if = what_if_command.WhatIf(
         scale=scale, mtbf_hours=mtbf, save_gbytes=save_rate, restart_minutes=restart
     )
+    if scale or mtbf is not None:
+        _leave(lambda: what_if_command.show(request, what_if))
+    _leave(lambda: plan_command.show(request))
+
+
+def _leave(show: Callable[[], int]) -> NoReturn:
+    """End the command with the code that ``show`` returns, or with what is wrong."""
+    from echelon.errors import ArgumentError
+
     try:
-        if scale or mtbf is not None:
-            raise typer.Exit(what_if_command.show(request, what_if))
-        raise typer.Exit(plan_command.show(request))
+        raise typer.Exit(show())
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
