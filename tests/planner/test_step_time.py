@@ -80,17 +80,6 @@ def test_gradients_that_overlap_the_backward_cost_their_last_part() -> None:
     assert 0 < overlapped.reduce < alone.reduce
 
 
-def test_one_stage_updates_and_reduces_the_head_too() -> None:
-    tied = replace(MODEL, tied=True)
-    layout = Layout(dp=2)
-    untied_time, tied_time = (
-        step_time(model, layout, cluster(1, 8), STACK) for model in (MODEL, tied)
-    )
-    head = MODEL.vocab * MODEL.hidden
-    assert untied_time.optimizer - tied_time.optimizer == pytest.approx(42 * head / 1e12)
-    assert untied_time.reduce > tied_time.reduce
-
-
 def test_parameters_and_activations_move_with_their_width() -> None:
     wide = replace(STACK, parameter_bytes=4)
     sharded = Layout(shard=8, sharded=ShardedStates.PARAMETERS)

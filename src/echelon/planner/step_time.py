@@ -197,7 +197,7 @@ def _reduce(
     """Waiting for the reduction of gradients that no backward hides; 0 where shards are reduced."""
     if layout.shard > 1 and layout.sharded in (ShardedStates.PARAMETERS, ShardedStates.GRADIENTS):
         return 0.0
-    elements = _rank_elements(model, layout, count)
+    elements = (count * model.block_parameters + model.embedding_parameters) / layout.tp
     nbytes = stack.gradient_bytes * elements
     buckets = math.ceil(nbytes / _BUCKET_BYTES) if stack.overlaps_reduction else 1
     bucket = nbytes / buckets
@@ -209,16 +209,10 @@ def _reduce(
     return seconds - hidden + stack.rates.contention * hidden
 
 
-def _rank_elements(model: PlannedModel, layout: Layout, count: int) -> float:
-    """Of the rank with most: in a pipeline the first has the embedding, and not the head."""
-    elements = count * model.block_parameters + model.embedding_parameters
-    return (elements + (model.head_parameters if layout.pp == 1 else 0)) / layout.tp
-
-
 def _optimizer(
     model: PlannedModel, layout: Layout, cluster: Cluster, stack: SoftwareStack, count: int
 ) -> float:
-    elements = _rank_elements(model, layout, count)
+    elements = (count * model.block_parameters + model.embedding_parameters) / layout.tp
     shard = elements / (layout.shard if layout.sharded is not ShardedStates.NOTHING else 1)
     nbytes = _OPTIMIZER_BYTES * shard + _WEIGHT_BYTES * elements
     if layout.sharded is ShardedStates.PARAMETERS:
