@@ -122,6 +122,23 @@ def test_small_inputs_are_valid_indices(device: str) -> None:
     assert step.peak > 7 * 20 * 8
 
 
+@pytest.mark.parametrize("data_rank", [0, 1])
+def test_a_replica_goes_on_with_its_tables_of_positions(data_rank: int) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(ROWS, WIDTH)
+            self.register_buffer("first", torch.arange(ROWS))
+            self.register_buffer("second", torch.arange(ROWS))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.table(self.first) + self.table(self.second)
+
+    x, options = torch.ones(ROWS, WIDTH), DryRunOptions(data_rank=data_rank)
+    [step] = dry_run(Positions(), ec.Plan(dp=2), x, x, mse_loss, options)
+    assert step.num_parameters == ROWS * WIDTH
+
+
 def test_a_peak_is_named_and_traffic_is_counted() -> None:
     first, last = planned(ec.Plan(pp=2, microbatches=4, schedule="gpipe"))
     assert (first.stage, last.stage) == (0, 1)

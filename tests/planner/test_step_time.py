@@ -78,3 +78,17 @@ def test_gradients_that_overlap_the_backward_cost_their_last_part() -> None:
     alone = step_time(MODEL, layout, cluster(1, 8), replace(STACK, overlaps_reduction=False))
     overlapped = step_time(MODEL, layout, cluster(1, 8), STACK)
     assert 0 < overlapped.reduce < alone.reduce
+
+
+def test_parameters_and_activations_move_with_their_width() -> None:
+    wide = replace(STACK, parameter_bytes=4)
+    sharded = Layout(shard=8, sharded=ShardedStates.PARAMETERS)
+    pipeline = Layout(pp=4, microbatches=8)
+    narrow_gather, wide_gather = (
+        step_time(MODEL, sharded, cluster(1, 8), stack).gather for stack in (STACK, wide)
+    )
+    assert wide_gather > narrow_gather
+    narrow_hop, wide_hop = (
+        step_time(MODEL, pipeline, cluster(1, 8), stack).message for stack in (STACK, wide)
+    )
+    assert wide_hop == pytest.approx(2 * narrow_hop)

@@ -82,8 +82,8 @@ def broadcast_coalesced(
             flat[start : start + tensor.numel()].view(tensor.shape)
             for start, tensor in zip(placement.starts, members, strict=True)
         ]
-        if group.rank == src:
-            torch._foreach_copy_(views, members)
+        # Also where they are replaced: a dry run, which receives nothing, goes on with its values.
+        torch._foreach_copy_(views, members)
         group.broadcast(flat, src, label=label)
         if group.rank != src:
             torch._foreach_copy_(members, views)

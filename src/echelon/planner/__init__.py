@@ -41,6 +41,14 @@ A plan whose memory must be exact is run without its values, one rank of each st
     dry_run          a step of a plan with all its allocations
     script_check     the same of a script, of which the first steps are run
 
+Any model, and the machine at hand, are described by what they do::
+
+    traced_model       what the blocks of a model compute, move and keep
+    operation_counter  counts that, operation by operation
+    model_tracing      a step of any model, counted
+    rank_rates         how fast ranks compute and communicate, measured
+    measured_cluster   the machine at hand as a cluster
+
 All but these do without torch: a plan for 10,000 devices is found on a laptop.
 """
 

@@ -9,16 +9,16 @@ from echelon.planner.cluster import Cluster
 from echelon.planner.collective_time import Ring, Rings, ring
 from echelon.planner.compute_time import Seconds
 from echelon.planner.layout import Layout, Recompute
+from echelon.planner.operations import PlannedModel
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.stage_time import BlockTime, computed_block, head_time, waiting_of_block
-from echelon.planner.transformer import Transformer
 
 
 @final
 class CostTable:
     """The times of blocks, heads and rings by what they depend on."""
 
-    def __init__(self, model: Transformer, cluster: Cluster, stack: SoftwareStack) -> None:
+    def __init__(self, model: PlannedModel, cluster: Cluster, stack: SoftwareStack) -> None:
         self._model, self._cluster, self._stack = model, cluster, stack
         self._rings: dict[tuple[int, int], Ring] = {}
         self._blocks: dict[tuple[int, int, int, int, Recompute, bool], BlockTime] = {}

@@ -139,7 +139,7 @@ def _step_of(
     memory = Allocations(peak.after_operation, rounding=options.rounding)
     shapes = ShapesOnly()
     with shapes:
-        copied, inputs, target = _with_memory((model, inputs, target))
+        copied, inputs, target = with_memory((model, inputs, target))
     with shapes, memory:
         in_pipeline = loss_fn if plan.pp > 1 else None
         shared = parallelize(copied, plan, world, units=options.units, loss_fn=in_pipeline)
@@ -254,7 +254,7 @@ class _Calls:
             self.sent[facts["op"]] = self.sent.get(facts["op"], 0) + facts["nbytes"]
 
 
-def _with_memory(given: tuple[Any, Any, Any]) -> Any:
+def with_memory(given: tuple[Any, Any, Any]) -> Any:
     """A copy of model, inputs and target whose tensors have memory; what is tied stays tied."""
     modules = [given[0]] if isinstance(given[0], nn.Module) else given[0]
     tensors: list[Any] = [leaf for leaf in tree_leaves(given[1:]) if isinstance(leaf, Tensor)]

@@ -12,8 +12,8 @@ from echelon.checks import integer, mapping, one_of, positive
 from echelon.errors import ArgumentError
 from echelon.planner.cluster import Cluster
 from echelon.planner.layout import CHUNKS, Layout, Recompute, ShardedStates
+from echelon.planner.operations import PlannedModel
 from echelon.planner.stage_schedule import schedule_choices
-from echelon.planner.transformer import Transformer
 
 _AXES = ("tp", "cp", "ep", "shard", "dp", "pp", "chunks", "microbatch")
 _MOST_MICROBATCH = 64
@@ -105,13 +105,13 @@ class LayoutFamily:
         return itertools.starmap(self.layout, itertools.product(self.schedules, self.shards))
 
 
-def layouts(model: Transformer, cluster: Cluster, limits: SearchLimits) -> Iterator[Layout]:
+def layouts(model: PlannedModel, cluster: Cluster, limits: SearchLimits) -> Iterator[Layout]:
     """Every layout of a search."""
     for family in families(model, cluster, limits):
         yield from family.layouts()
 
 
-def families(model: Transformer, cluster: Cluster, limits: SearchLimits) -> Iterator[LayoutFamily]:
+def families(model: PlannedModel, cluster: Cluster, limits: SearchLimits) -> Iterator[LayoutFamily]:
     """Every layout of a search, those together that compute the same."""
     devices = cluster.num_devices
     for tp in _divisors(min(cluster.devices_per_host, model.heads)):
@@ -127,7 +127,7 @@ def families(model: Transformer, cluster: Cluster, limits: SearchLimits) -> Iter
 
 
 def _with_batches(
-    model: Transformer, limits: SearchLimits, axes: tuple[int, int, int, int]
+    model: PlannedModel, limits: SearchLimits, axes: tuple[int, int, int, int]
 ) -> Iterator[LayoutFamily]:
     tp, pp, cp, batches = axes
     each = limits.global_batch // batches

@@ -8,9 +8,9 @@ from typing import final
 from echelon.planner.cluster import Cluster
 from echelon.planner.cost_table import CostTable
 from echelon.planner.layout import Layout
+from echelon.planner.operations import PlannedModel
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.step_time import StepTime, least_seconds, step_time
-from echelon.planner.transformer import Transformer
 
 
 @final
@@ -22,7 +22,7 @@ class LayoutTimer:
         table: filled as layouts are timed.
     """
 
-    model: Transformer
+    model: PlannedModel
     cluster: Cluster
     stack: SoftwareStack
     table: CostTable = field(init=False)

@@ -7,6 +7,7 @@ from typing import NamedTuple, final
 
 from echelon.planner.layout import Layout, Recompute
 from echelon.planner.layout_space import LayoutFamily, ScheduleChoice, ShardChoice
+from echelon.planner.operations import PlannedModel
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.stage_schedule import microbatches_under_way
 from echelon.planner.stage_time import blocks_of_ranks
@@ -17,7 +18,6 @@ from echelon.planner.step_memory import (
     rank_activations,
     rank_states,
 )
-from echelon.planner.transformer import Transformer
 
 
 class _RankLoad(NamedTuple):
@@ -34,7 +34,7 @@ class MemoryTable:
     the head.
     """
 
-    def __init__(self, model: Transformer, stack: SoftwareStack) -> None:
+    def __init__(self, model: PlannedModel, stack: SoftwareStack) -> None:
         self._model, self._stack = model, stack
         self._loads: dict[tuple[int, int], list[tuple[_RankLoad, _RankLoad]]] = {}
         self._sizes: dict[tuple[int, int, int, Recompute, bool], MicrobatchBytes] = {}

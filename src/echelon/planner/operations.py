@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import NamedTuple, Protocol, final
 
-from echelon.planner.layout import Layout
+from echelon.planner.layout import Layout, Recompute
 from echelon.planner.software_stack import Attention, Rates, SoftwareStack
 from echelon.planner.transformer import Transformer
 
@@ -72,13 +72,68 @@ class Passes(NamedTuple):
     backward: RankWork
 
 
-def block_work(model: Transformer, layout: Layout, stack: SoftwareStack) -> Passes:
+class CountedModel(Protocol):
+    """A model that says itself what its blocks compute, move and keep, such as ``TracedModel``.
+
+    The sizes mean what they do in ``Transformer``.
+    """
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def hidden(self) -> float: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> float: ...
+    @property
+    def vocab(self) -> float: ...
+    @property
+    def seq(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def active_experts(self) -> int: ...
+    @property
+    def expert_parameters(self) -> float: ...
+    @property
+    def block_parameters(self) -> float: ...
+    @property
+    def embedding_parameters(self) -> float: ...
+    @property
+    def head_parameters(self) -> float: ...
+    @property
+    def num_parameters(self) -> float: ...
+
+    def flops(self, *, causal: bool = True) -> float:
+        """Of one sequence in a forward and a backward."""
+
+    def block_work(self, layout: Layout) -> Passes:
+        """Of one block for one microbatch on one rank."""
+
+    def head_work(self, layout: Layout) -> RankWork:
+        """Of what is before and after the blocks, in a forward and a backward together."""
+
+    def block_activations(self, layout: Layout, recompute: Recompute) -> float:
+        """Bytes that one block keeps of one microbatch for its backward."""
+
+
+PlannedModel = Transformer | CountedModel
+
+
+def block_work(model: PlannedModel, layout: Layout, stack: SoftwareStack) -> Passes:
     """Of one block for one microbatch on one rank, with its matrices divided over ``tp``.
 
     In a backward each multiplication becomes two of the same FLOPs. Fused attention computes the
     scores again, so its backward has 2.5 times the FLOPs of its forward (Dao, arXiv 2307.08691,
     section 4.1); it skips the half that a causal mask hides, which the others compute.
     """
+    if not isinstance(model, Transformer):
+        return model.block_work(layout)
     tokens = layout.microbatch * model.seq / layout.cp
     forward = _block_multiplications(model, layout, tokens)
     backward = _transposed(forward)
@@ -104,8 +159,10 @@ def block_work(model: Transformer, layout: Layout, stack: SoftwareStack) -> Pass
     )
 
 
-def head_work(model: Transformer, layout: Layout, rates: Rates) -> RankWork:
+def head_work(model: PlannedModel, layout: Layout, rates: Rates) -> RankWork:
     """Of the embedding, the head and the loss, in a forward and a backward together."""
+    if not isinstance(model, Transformer):
+        return model.head_work(layout)
     tokens = layout.microbatch * model.seq / layout.cp
     columns = model.vocab / layout.tp
     forward = Multiplication(tokens, model.hidden, columns)

@@ -14,11 +14,11 @@ from echelon.planner.layout import CHUNKS, Layout
 from echelon.planner.layout_space import LayoutFamily, SearchLimits, families
 from echelon.planner.layout_timer import LayoutTimer
 from echelon.planner.memory_table import MemoryTable
+from echelon.planner.operations import PlannedModel
 from echelon.planner.simulated_step import simulated_steps
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.step_memory import StepMemory, step_memory
 from echelon.planner.step_time import StepTime
-from echelon.planner.transformer import Transformer
 
 # What an allocator keeps besides what is allocated, and what the context of a device takes.
 RESERVED = 0.08
@@ -78,7 +78,7 @@ class SearchResult:
 
 
 def search(
-    model: Transformer, cluster: Cluster, stack: SoftwareStack, limits: SearchLimits
+    model: PlannedModel, cluster: Cluster, stack: SoftwareStack, limits: SearchLimits
 ) -> SearchResult:
     """The fastest layouts that fit.
 
@@ -175,7 +175,7 @@ class _Survey:
         return num_fitting > 0
 
     def nearest(
-        self, model: Transformer, stack: SoftwareStack, limit: float
+        self, model: PlannedModel, stack: SoftwareStack, limit: float
     ) -> PlannedLayout | None:
         """The layout that needs least memory of those that do not fit."""
         if self._least is None:

@@ -83,6 +83,7 @@ class SoftwareStack:
         rates: its constants.
         attention: how attention is computed.
         compiled: whether operations between multiplications are fused by a compiler.
+        parameter_bytes: of one element when parameters are gathered and activations are sent.
         gradient_bytes: of one element when gradients are reduced.
         overlaps_reduction: whether gradients are reduced while the backward runs.
     """
@@ -91,6 +92,7 @@ class SoftwareStack:
     rates: Rates
     attention: Attention = Attention.FUSED
     compiled: bool = False
+    parameter_bytes: int = 2
     gradient_bytes: int = 2
     overlaps_reduction: bool = True
 

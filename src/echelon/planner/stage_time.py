@@ -10,9 +10,8 @@ from echelon.planner.cluster import Cluster
 from echelon.planner.collective_time import Rings
 from echelon.planner.compute_time import Seconds, work_seconds
 from echelon.planner.layout import Layout, Recompute, ShardedStates
-from echelon.planner.operations import WIDTH, block_work, head_work
+from echelon.planner.operations import WIDTH, PlannedModel, block_work, head_work
 from echelon.planner.software_stack import SoftwareStack
-from echelon.planner.transformer import Transformer
 
 
 @final
@@ -47,7 +46,7 @@ class BlockTime:
 
 
 def block_time(
-    model: Transformer, layout: Layout, cluster: Cluster, stack: SoftwareStack, rings: Rings
+    model: PlannedModel, layout: Layout, cluster: Cluster, stack: SoftwareStack, rings: Rings
 ) -> BlockTime:
     """One microbatch through one block, in a forward and a backward, with what it waits for."""
     block = computed_block(model, layout, cluster, stack, rings)
@@ -55,7 +54,7 @@ def block_time(
 
 
 def computed_block(
-    model: Transformer, layout: Layout, cluster: Cluster, stack: SoftwareStack, rings: Rings
+    model: PlannedModel, layout: Layout, cluster: Cluster, stack: SoftwareStack, rings: Rings
 ) -> BlockTime:
     """One microbatch through one block without waiting for its parameters and their gradients.
 
@@ -95,7 +94,7 @@ def parts_of_block(layout: Layout, block: BlockTime) -> tuple[float, float, floa
 
 
 def head_time(
-    model: Transformer, layout: Layout, cluster: Cluster, stack: SoftwareStack
+    model: PlannedModel, layout: Layout, cluster: Cluster, stack: SoftwareStack
 ) -> Seconds:
     """One microbatch through embedding, head and loss, in a forward and a backward."""
     return work_seconds(head_work(model, layout, stack.rates), cluster.device, stack)
@@ -133,7 +132,7 @@ def stage_seconds(
     return times
 
 
-def _exchanges(model: Transformer, layout: Layout, rings: Rings, tokens: float) -> float:
+def _exchanges(model: PlannedModel, layout: Layout, rings: Rings, tokens: float) -> float:
     """Seconds of one pass through a block, forward or backward."""
     nbytes = WIDTH * tokens * model.hidden
     seconds = 2 * rings.tp.all_reduce(nbytes)
@@ -146,7 +145,7 @@ def _exchanges(model: Transformer, layout: Layout, rings: Rings, tokens: float) 
 
 
 def waiting_of_block(
-    model: Transformer, layout: Layout, stack: SoftwareStack, rings: Rings, block: BlockTime
+    model: PlannedModel, layout: Layout, stack: SoftwareStack, rings: Rings, block: BlockTime
 ) -> float:
     """Seconds in which a block waits for its parameters or for the reduction of its gradients.
 
@@ -160,7 +159,7 @@ def waiting_of_block(
         return 0.0
     forward, backward = block.forward.total, block.backward.total
     elements = model.block_parameters / layout.tp
-    gather = rings.shard.one_pass(WIDTH * elements)
+    gather = rings.shard.one_pass(stack.parameter_bytes * elements)
     reduce = rings.shard.one_pass(stack.gradient_bytes * elements)
     reduce += rings.dp.all_reduce(stack.gradient_bytes * elements / layout.shard)
     gathers_again = layout.sharded is ShardedStates.PARAMETERS

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from echelon.planner.layout import Layout, Recompute, ShardedStates
-from echelon.planner.operations import WIDTH
+from echelon.planner.operations import WIDTH, PlannedModel
 from echelon.planner.software_stack import Attention, SoftwareStack
 from echelon.planner.stage_schedule import microbatches_under_way
 from echelon.planner.stage_time import blocks_of_ranks
@@ -58,7 +58,7 @@ class StepMemory:
 
 
 def step_memory(
-    model: Transformer, layout: Layout, stack: SoftwareStack, blocks: Sequence[int] | None = None
+    model: PlannedModel, layout: Layout, stack: SoftwareStack, blocks: Sequence[int] | None = None
 ) -> StepMemory:
     """The memory of the rank that needs most.
 
@@ -71,7 +71,7 @@ def step_memory(
 
 
 def stage_memory(
-    model: Transformer, layout: Layout, stack: SoftwareStack, blocks: Sequence[int], stage: int
+    model: PlannedModel, layout: Layout, stack: SoftwareStack, blocks: Sequence[int], stage: int
 ) -> StepMemory:
     """The memory of the ranks of one stage."""
     parts = RankParts.of(layout, blocks, stage)
@@ -130,7 +130,7 @@ class RankActivations(NamedTuple):
 
 
 def rank_states(
-    model: Transformer, layout: Layout, stack: SoftwareStack, parts: RankParts
+    model: PlannedModel, layout: Layout, stack: SoftwareStack, parts: RankParts
 ) -> RankStates:
     """Parameters, gradients and optimizer of a rank, and what it gathers and reduces of blocks."""
     elements = _elements(model, layout, parts)
@@ -148,7 +148,7 @@ def rank_states(
     )
 
 
-def microbatch_bytes(model: Transformer, layout: Layout, stack: SoftwareStack) -> MicrobatchBytes:
+def microbatch_bytes(model: PlannedModel, layout: Layout, stack: SoftwareStack) -> MicrobatchBytes:
     """What one microbatch needs; it is the same for all schedules and all that may be sharded."""
     keep = block_activations(model, layout, stack)
     inside = block_activations(model, layout, stack, recompute=Recompute.NOTHING)
@@ -171,7 +171,7 @@ def rank_activations(sizes: MicrobatchBytes, parts: RankParts, under_way: float)
 
 
 def block_activations(
-    model: Transformer,
+    model: PlannedModel,
     layout: Layout,
     stack: SoftwareStack,
     recompute: Recompute | None = None,
@@ -182,6 +182,8 @@ def block_activations(
     queries, keys, values and output; attention that is not fused the scores, too.
     """
     recompute = layout.recompute if recompute is None else recompute
+    if not isinstance(model, Transformer):
+        return model.block_activations(layout, recompute)
     tokens = layout.microbatch * model.seq / layout.cp
     tp = layout.tp
     stream = tokens * model.hidden * WIDTH / (tp if layout.sequence_parallel else 1)
@@ -197,7 +199,7 @@ def block_activations(
     return kept
 
 
-def _block_elements(model: Transformer, layout: Layout) -> float:
+def _block_elements(model: PlannedModel, layout: Layout) -> float:
     experts = model.experts * model.expert_parameters / layout.ep if model.experts > 1 else 0.0
     dense = model.block_parameters - (
         model.experts * model.expert_parameters if model.experts > 1 else 0
@@ -205,7 +207,7 @@ def _block_elements(model: Transformer, layout: Layout) -> float:
     return (dense + experts) / layout.tp
 
 
-def _elements(model: Transformer, layout: Layout, parts: RankParts) -> float:
+def _elements(model: PlannedModel, layout: Layout, parts: RankParts) -> float:
     elements = parts.blocks * _block_elements(model, layout)
     if parts.has_embedding:
         elements += model.embedding_parameters / layout.tp

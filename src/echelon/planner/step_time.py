@@ -12,7 +12,7 @@ from echelon.planner.collective_time import Rings
 from echelon.planner.compute_time import Seconds
 from echelon.planner.cost_table import CostTable
 from echelon.planner.layout import Layout, ShardedStates
-from echelon.planner.operations import WIDTH
+from echelon.planner.operations import PlannedModel
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.stage_schedule import bubble_of_a_stage
 from echelon.planner.stage_time import (
@@ -21,7 +21,6 @@ from echelon.planner.stage_time import (
     parts_of_block,
     stage_seconds,
 )
-from echelon.planner.transformer import Transformer
 
 # AdamW in mixed precision reads and writes master weight, two moments and the gradient, and writes
 # the weight of 16 bits: bytes for each element of a shard, and for each element of the rank.
@@ -72,7 +71,7 @@ class StepTime:
 
 
 def step_time(
-    model: Transformer,
+    model: PlannedModel,
     layout: Layout,
     cluster: Cluster,
     stack: SoftwareStack,
@@ -122,7 +121,7 @@ def step_time(
 
 
 def least_seconds(
-    model: Transformer, layout: Layout, cluster: Cluster, stack: SoftwareStack, table: CostTable
+    model: PlannedModel, layout: Layout, cluster: Cluster, stack: SoftwareStack, table: CostTable
 ) -> float:
     """No choice of ``shard``, ``sharded``, ``schedule`` and ``chunks`` makes a step faster.
 
@@ -155,7 +154,7 @@ def _compute(block: BlockTime, head: Seconds, count: int, *, has_head: bool) -> 
 
 
 def exposed_message(
-    model: Transformer, layout: Layout, cluster: Cluster, stack: SoftwareStack, rings: Rings
+    model: PlannedModel, layout: Layout, cluster: Cluster, stack: SoftwareStack, rings: Rings
 ) -> float:
     """The part of one message between stages that no computation hides.
 
@@ -164,7 +163,7 @@ def exposed_message(
     """
     if layout.pp == 1:
         return 0.0
-    nbytes = WIDTH * layout.microbatch * model.seq / layout.cp * model.hidden
+    nbytes = stack.parameter_bytes * layout.microbatch * model.seq / layout.cp * model.hidden
     rate = cluster.network * stack.rates.network / cluster.devices_per_host
     if not rings.message.between_hosts:
         rate = cluster.device.link * stack.rates.bus
@@ -172,7 +171,7 @@ def exposed_message(
     return sent + (0.0 if layout.sequence_parallel else rings.tp.one_pass(nbytes))
 
 
-def _edges(model: Transformer, layout: Layout, stack: SoftwareStack, rings: Rings) -> float:
+def _edges(model: PlannedModel, layout: Layout, stack: SoftwareStack, rings: Rings) -> float:
     """Gathers and reductions of embedding and head, and those of the first block: nothing is
     computed meanwhile."""
     if layout.shard == 1 or layout.sharded not in (
@@ -182,12 +181,13 @@ def _edges(model: Transformer, layout: Layout, stack: SoftwareStack, rings: Ring
         return 0.0
     edge = (model.embedding_parameters + model.head_parameters) / layout.tp / layout.pp
     block = model.block_parameters / layout.tp
-    gathers = rings.shard.one_pass(WIDTH * edge) * 2 + rings.shard.one_pass(WIDTH * block)
+    width = stack.parameter_bytes
+    gathers = rings.shard.one_pass(width * edge) * 2 + rings.shard.one_pass(width * block)
     return gathers + rings.shard.one_pass(stack.gradient_bytes * (edge + block))
 
 
 def _reduce(
-    model: Transformer,
+    model: PlannedModel,
     layout: Layout,
     stack: SoftwareStack,
     rings: Rings,
@@ -210,7 +210,7 @@ def _reduce(
 
 
 def _optimizer(
-    model: Transformer, layout: Layout, cluster: Cluster, stack: SoftwareStack, count: int
+    model: PlannedModel, layout: Layout, cluster: Cluster, stack: SoftwareStack, count: int
 ) -> float:
     elements = (count * model.block_parameters + model.embedding_parameters) / layout.tp
     shard = elements / (layout.shard if layout.sharded is not ShardedStates.NOTHING else 1)

@@ -134,12 +134,12 @@ class CausalLMBlocks(Blocks):
                 f"this {type(model).__name__} gives the logits of its routers, of which a stage "
                 "knows those of its own blocks only: set config.output_router_logits = False"
             )
-        self._blocks = list(model.get_submodule(self._architecture.list_name).children())
+        self.modules = list(model.get_submodule(self._architecture.list_name).children())
 
     @property
     def num_blocks(self) -> int:
         """The number of items of the model's list of blocks."""
-        return len(self._blocks)
+        return len(self.modules)
 
     def submodule(self, start: int, stop: int) -> Submodule:
         """A stage that runs the model's forward around its blocks."""
@@ -157,7 +157,7 @@ class CausalLMBlocks(Blocks):
         list_name = architecture.list_name
         blocks = [
             block if start <= i < stop else empty_block(block, return_input)
-            for i, block in enumerate(self._blocks)
+            for i, block in enumerate(self.modules)
         ]
         names = {
             *(architecture.prefix if is_first else ()),
@@ -165,7 +165,7 @@ class CausalLMBlocks(Blocks):
             *architecture.everywhere,
         }
         copied = partial_model(self._model, list_name, blocks, names, make_stand_in, cache)
-        modules = copied.modules | {f"{list_name}.{i}": self._blocks[i] for i in range(start, stop)}
+        modules = copied.modules | {f"{list_name}.{i}": self.modules[i] for i in range(start, stop)}
         body = _HiddenToHidden(copied.model, is_first, is_last)
         return Submodule(body, self._named(modules), self._named(copied.containers))
 

@@ -80,7 +80,7 @@ class ModuleListBlocks(Blocks):
         suffix: Sequence[str] | None,
     ) -> None:
         self._model, self._list_name = model, list_name
-        self._blocks = list(model.get_submodule(list_name).children())
+        self.modules = list(model.get_submodule(list_name).children())
         before, after, self._tables = names_around(model, list_name)
         default_prefix = [name for name in before if name not in (suffix or ())]
         default_suffix = [name for name in after if name not in (prefix or ())]
@@ -95,7 +95,7 @@ class ModuleListBlocks(Blocks):
     @property
     def num_blocks(self) -> int:
         """One block for each item of the list; the first has the prefix, the last the suffix."""
-        return len(self._blocks)
+        return len(self.modules)
 
     def submodule(self, start: int, stop: int) -> Submodule:
         """A stage that runs the model's forward around its blocks."""
@@ -109,14 +109,14 @@ class ModuleListBlocks(Blocks):
         calls = BlockCalls(start, stop, cache)
         blocks = [
             block if start <= i < stop else self._absent(i, stop, calls, cache)
-            for i, block in enumerate(self._blocks)
+            for i, block in enumerate(self.modules)
         ]
         make_stand_in = partial(fake_copy, cache=cache)
         copied = partial_model(self._model, self._list_name, blocks, names, make_stand_in, cache)
         modules = copied.modules | {
-            f"{self._list_name}.{i}": self._blocks[i] for i in range(start, stop)
+            f"{self._list_name}.{i}": self.modules[i] for i in range(start, stop)
         }
-        own_blocks = {i: self._blocks[i] for i in range(start, stop)}
+        own_blocks = {i: self.modules[i] for i in range(start, stop)}
         body = _PartialForward(copied.model, own_blocks, is_last, self._hint(), calls, cache)
         return Submodule(body, modules, copied.containers)
 
@@ -126,7 +126,7 @@ class ModuleListBlocks(Blocks):
         """What replaces a block of another stage; at that of ``stop`` the forward ends."""
         forward = _exit if index == stop else partial(calls.absent, index)
         name = f"{self._list_name}.{index}"
-        return absent_block(self._blocks[index], name, forward, cache)
+        return absent_block(self.modules[index], name, forward, cache)
 
     def _hint(self) -> str:
         return (

@@ -74,7 +74,7 @@ def split(
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"module is {module!r:.80}; give a torch.nn.Module")
     instance("group", group, Group, or_none=True)
-    make_blocks = partial(_blocks_of, prefix=prefix, suffix=suffix)
+    make_blocks = partial(blocks_of, prefix=prefix, suffix=suffix)
     blocks = make_blocks(module)
     _check_num_stages(module, blocks, num_stages, schedule)
     args = example if isinstance(example, tuple) else None if example is None else (example,)
@@ -100,8 +100,8 @@ def _check_num_stages(
         )
 
 
-def _blocks_of(
-    module: nn.Module, prefix: Sequence[str] | None, suffix: Sequence[str] | None
+def blocks_of(
+    module: nn.Module, prefix: Sequence[str] | None = None, suffix: Sequence[str] | None = None
 ) -> Blocks:
     """The blocks of a model, by the first way of cutting it that applies."""
     layers = getattr(module, "pipeline_layers", None)

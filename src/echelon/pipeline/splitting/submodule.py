@@ -82,7 +82,13 @@ def _descendant(module: nn.Module, path: str) -> nn.Module:
 
 
 class Blocks(ABC):
-    """The blocks of a model in order, which are not cut further."""
+    """The blocks of a model in order, which are not cut further.
+
+    Attributes:
+        modules: the module of each block.
+    """
+
+    modules: list[nn.Module]
 
     @property
     @abstractmethod
@@ -104,17 +110,17 @@ class SequentialBlocks(Blocks):
     """Layers that each take the output of the previous one; a tuple has positional arguments."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
-        self._layers = list(layers)
+        self.modules = list(layers)
         self._names = _names_of(model, layers)
 
     @property
     def num_blocks(self) -> int:
         """The number of layers."""
-        return len(self._layers)
+        return len(self.modules)
 
     def submodule(self, start: int, stop: int) -> Submodule:
         """A stage that runs its layers one after the other."""
-        layers = self._layers[start:stop]
+        layers = self.modules[start:stop]
         named = zip(self._names[start:stop], layers, strict=True)
         modules = {name: layer for name, layer in named if name is not None}
         return Submodule(_Sequence(layers), modules)
