@@ -86,6 +86,14 @@ def test_tensors_from_outside_have_their_values_until_one_without_is_mixed_in() 
         assert text[5].item() == 5
 
 
+def test_a_small_tensor_that_is_expanded_is_not_computed_with() -> None:
+    with ShapesOnly():
+        positions = torch.arange(30_000)
+        mask = positions[:, None].expand(30_000, 30_000) >= 1  # 900 MB, if it were touched
+        assert mask.shape == (30_000, 30_000)
+        assert mask.any().item() is False  # nobody knows
+
+
 def test_an_operation_without_shapes_on_meta_is_named() -> None:
     with torch.library._scoped_library("echelon_test", "DEF") as library:
         library.define("unknown(Tensor x) -> Tensor")

@@ -82,18 +82,20 @@ class ShapesOnly(TorchDispatchMode):
         """Whether an operation takes a large tensor without values, or makes one of nothing."""
         tensors = list(tensors_in((*args, *kwargs.values())))
         if tensors:
-            return any(
-                tensor.numel() > LARGE
-                and tensor.device == _CPU
-                and tensor.untyped_storage()._cdata in self._empty
-                for tensor in tensors
-            )
+            return any(tensor.numel() > LARGE and self._is_without(tensor) for tensor in tensors)
         if not any(item.name == "device" for item in func._schema.arguments):
             return False
         if torch.device(kwargs.get("device") or _CPU) != _CPU:
             return False
         made: Tensor = func(*args, **{**kwargs, "device": _META, "pin_memory": None})
         return made.numel() > LARGE
+
+    def _is_without(self, tensor: Tensor) -> bool:
+        """Whether a tensor has no values, or so few that it is a small one, expanded to a mask."""
+        if tensor.device != _CPU:
+            return False
+        storage = tensor.untyped_storage()
+        return storage._cdata in self._empty or storage.nbytes() < tensor.nbytes
 
     def _noted(self, made: Tensor) -> Tensor:
         """The tensor, whose memory has no values if it is large."""
