@@ -128,7 +128,7 @@ def test_longer_sequences_take_more_memory() -> None:
         ({"seq": 0}, "seq is 0; give a whole number >= 1"),
         ({"keep": 0}, "keep is 0"),
         ({"model": "absent.json"}, "model 'absent.json' cannot be read"),
-        ({"model": 3}, "model is 3; give the path"),
+        ({"model": 3}, "model is 3; give a torch.nn.Module"),
     ],
     ids=str,
 )
@@ -157,3 +157,19 @@ def test_planning_needs_no_torch() -> None:
         "print(plans.best.explain()); plans_page(plans); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=environ(), timeout=60)
+
+
+def test_a_module_is_planned_for_by_an_example_and_trains_by_the_best_plan() -> None:
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(512, 8, dropout=0.0, batch_first=True)
+        model = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
+    example = torch.empty(1, 128, 512, device="meta")
+    plans = ec.plan(model, "2x8 A100", global_batch=64, example=example)
+    assert plans.best.plan.num_ranks == 16
+    assert plans.model.num_parameters == sum(param.numel() for param in model.parameters())
+    staged = ec.plan(model, "2x8 A100", global_batch=64, example=example, fixed={"pp": 4})
+    assert staged.best.plan.pp == 4
+    with pytest.raises(ec.ArgumentError, match="give example, a batch or a tuple"):
+        ec.plan(model, "8 A100", global_batch=64)
+    with pytest.raises(ec.ArgumentError, match="example is a batch of a module"):
+        ec.plan(MODEL, "8 A100", global_batch=64, example=example)

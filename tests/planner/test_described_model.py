@@ -50,5 +50,5 @@ def test_another_length_of_sequences_may_be_given() -> None:
 
 @pytest.mark.parametrize("value", [None, 3, [MODEL], {"model_type": "llama"}, type(MODEL)])
 def test_what_describes_no_model_is_refused(value: Any) -> None:
-    with pytest.raises(ec.ArgumentError, match=r"model is .*; give the path of a JSON"):
+    with pytest.raises(ec.ArgumentError, match=r"model is .*; give a torch\.nn\.Module"):
         described(value)

@@ -58,7 +58,7 @@ def test_our_own_fields_are_taken_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        ("{", "cannot be read"),
+        ("{", "is no JSON"),
         ("[]", "must be an object of JSON"),
         ({**FIELDS, "depth": 3}, "has 'depth': give the fields"),
         ({"layers": 2}, "has no 'ffn'"),

@@ -55,6 +55,20 @@ def test_counts_of_more_sequences_follow_from_those_of_one_and_two() -> None:
     assert forward.attention_flops == 10 * 4 * 5
 
 
+def test_products_are_found_in_whatever_order_a_backward_computes_them() -> None:
+    swapped = [Multiplication(4, 64, 32), Multiplication(64, 4, 32)]
+    once = replace(part(4.0), backward=replace(work(4.0), multiplications=tuple(swapped)))
+    grown = (Multiplication(64, 8, 32), Multiplication(8, 64, 32))
+    twice = replace(part(8.0), backward=replace(work(8.0), multiplications=grown))
+    model = replace(
+        TRACED,
+        once=replace(TRACED.once, blocks=(once,) * 2),
+        twice=replace(TRACED.twice, blocks=(twice,) * 2),
+    )
+    backward = model.block_work(Layout(microbatch=5)).backward
+    assert backward.multiplications == (Multiplication(20, 64, 32), Multiplication(64, 20, 32))
+
+
 def test_the_mean_block_has_the_mean_of_the_flops() -> None:
     forward = TRACED.block_work(Layout(microbatch=3)).forward
     flops = sum(product.flops for product in forward.multiplications)

@@ -17,14 +17,14 @@ from echelon.planner.api import limits_of, place_of, software_of
 from echelon.planner.cluster import Cluster
 from echelon.planner.described_model import described
 from echelon.planner.layout_space import SearchLimits
-from echelon.planner.plan_options import plan_text
+from echelon.planner.operations import PlannedModel
+from echelon.planner.plan_options import missing_in_plan, plan_text
 from echelon.planner.plan_page import plans_page
 from echelon.planner.plan_views import plan_table
 from echelon.planner.priced_plan import PricedPlan
 from echelon.planner.ranked_plans import Plans
 from echelon.planner.refusal import RefusedPlan
 from echelon.planner.software_stack import SoftwareStack
-from echelon.planner.transformer import Transformer
 
 _AS_TEXT = ("plan", "besides matrices")
 _MOST_REFUSED = 3  # where none fits
@@ -70,7 +70,7 @@ class PlanRequest:
     html: Path | None
 
 
-def searched(request: PlanRequest) -> tuple[Transformer, Cluster, SoftwareStack, SearchLimits]:
+def searched(request: PlanRequest) -> tuple[PlannedModel, Cluster, SoftwareStack, SearchLimits]:
     """What a request asks for: the model, the cluster, the constants and the limits."""
     limits = limits_of(
         request.global_batch,
@@ -174,6 +174,10 @@ def _table(plans: Plans, best: int) -> None:
     for number, row in enumerate(content.rows, 1):
         table.add_row(str(number), *row)
     console.print(table)
+    if any(missing_in_plan(planned.layout) for planned in plans[:best]):
+        console.print(
+            "An ec.Plan does not say all of these: --axes plan looks at those that it does."
+        )
 
 
 def _explain(plans: Plans, number: int) -> None:

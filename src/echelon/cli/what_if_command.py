@@ -14,8 +14,8 @@ from rich.table import Table
 
 from echelon.cli.plan_command import PlanRequest, searched
 from echelon.errors import ArgumentError
+from echelon.planner.operations import PlannedModel
 from echelon.planner.plan_options import layout_text
-from echelon.planner.transformer import Transformer
 from echelon.planner.what_if import FailureCost, ScalePoint, failure_cost, scaled
 
 _HOUR = 3600.0
@@ -65,7 +65,7 @@ def _sizes(text: str) -> list[int]:
     return [int(size) for size in sizes]
 
 
-def _cost(model: Transformer, point: ScalePoint, what_if: WhatIf) -> FailureCost | None:
+def _cost(model: PlannedModel, point: ScalePoint, what_if: WhatIf) -> FailureCost | None:
     if what_if.mtbf_hours is None or point.planned is None:
         return None
     assert what_if.save_gbytes is not None, "refused before"

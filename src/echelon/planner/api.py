@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from echelon.checks import instance, mapping, one_of
 from echelon.errors import ArgumentError
@@ -26,6 +26,7 @@ def plan(
     *,
     global_batch: int,
     seq: int | None = None,
+    example: Any = None,
     fixed: Mapping[str, int | str] | None = None,
     max_memory: float | None = None,
     goal: Goal = "tokens/s",
@@ -37,12 +38,14 @@ def plan(
     """Find the plans that fit a cluster, which need not be here, and the best of them.
 
     Args:
-        model: a configuration of ``transformers``, the path of its JSON or its folder, or sizes: a
-            ``Transformer`` or the path of a JSON with its fields.
+        model: a ``torch.nn.Module``, also on the meta device; a configuration of
+            ``transformers``, the path of its JSON or its folder; or sizes: a ``Transformer`` or the
+            path of a JSON with its fields.
         cluster: hosts x devices and a device, such as ``"8x8 H100"``, the path of a JSON file, or a
             ``Cluster``.
         global_batch: sequences of a step.
         seq: tokens of a sequence; None: as many as the model says.
+        example: of a module: a batch, or a tuple of arguments, whose shapes count.
         fixed: values of axes that are given, such as ``{"pp": 4}``, and the ``"schedule"``.
         max_memory: bytes of a device that may be allocated; None: its memory without a margin for
             what the allocator reserves and the context.
@@ -74,7 +77,7 @@ def plan(
     """
     limits = limits_of(global_batch, fixed, max_memory, axes, keep)
     place = place_of(cluster, price)
-    return Plans(described(model, seq), place, software_of(stack), limits, goal)
+    return Plans(described(model, seq, example), place, software_of(stack), limits, goal)
 
 
 def software_of(stack: str) -> SoftwareStack:

@@ -10,10 +10,10 @@ from echelon.checks import one_of
 from echelon.errors import ArgumentError
 from echelon.planner.cluster import Cluster
 from echelon.planner.layout_space import SearchLimits
+from echelon.planner.operations import PlannedModel
 from echelon.planner.plan_search import PlannedLayout, SearchResult, search
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.survey import survey
-from echelon.planner.transformer import Transformer
 
 Goal = Literal["tokens/s", "cost", "memory"]
 
@@ -37,7 +37,7 @@ class Ranking:
 
 
 def ranking(
-    model: Transformer,
+    model: PlannedModel,
     cluster: Cluster,
     stack: SoftwareStack,
     limits: SearchLimits,
@@ -77,7 +77,7 @@ def parts_of(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def _cheapest(
-    model: Transformer, cluster: Cluster, stack: SoftwareStack, limits: SearchLimits
+    model: PlannedModel, cluster: Cluster, stack: SoftwareStack, limits: SearchLimits
 ) -> Ranking:
     if cluster.price is None:
         raise ArgumentError(

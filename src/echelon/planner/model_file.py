@@ -60,8 +60,13 @@ def read_transformer(path: Path, seq: int | None = None) -> Transformer:
     file = path / "config.json" if path.is_dir() else path
     try:
         value = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ArgumentError(f"model {str(file)!r:.200} cannot be read: {error}") from error
+    except ValueError as error:
+        raise ArgumentError(
+            f"model {str(file)!r:.200} is no JSON ({error}): give one with the sizes of a model, a "
+            "config.json of transformers, or its folder"
+        ) from error
     if not isinstance(value, Mapping):
         raise ArgumentError(f"model {str(file)!r:.200} must be an object of JSON")
     return transformer_of(value, str(file), seq)

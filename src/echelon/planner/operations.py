@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, final
+from typing import NamedTuple, Protocol, final, runtime_checkable
 
 from echelon.planner.layout import Layout, Recompute
 from echelon.planner.software_stack import Attention, Rates, SoftwareStack
@@ -72,6 +72,7 @@ class Passes(NamedTuple):
     backward: RankWork
 
 
+@runtime_checkable
 class CountedModel(Protocol):
     """A model that says itself what its blocks compute, move and keep, such as ``TracedModel``.
 

@@ -9,6 +9,7 @@ from echelon.errors import UnsupportedError
 from echelon.page import html_of
 from echelon.planner.cluster import Cluster
 from echelon.planner.layout import Layout
+from echelon.planner.operations import PlannedModel
 from echelon.planner.plan_options import (
     beside_plan,
     layout_text,
@@ -20,7 +21,6 @@ from echelon.planner.refusal import peak_moment
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.step_memory import StepMemory
 from echelon.planner.step_time import StepTime
-from echelon.planner.transformer import Transformer
 
 if TYPE_CHECKING:
     from echelon.plans.plans import Plan
@@ -40,7 +40,7 @@ class PricedPlan:
         planned: the layout with its time and its memory.
     """
 
-    model: Transformer
+    model: PlannedModel
     cluster: Cluster
     stack: SoftwareStack
     planned: PlannedLayout

@@ -11,12 +11,12 @@ from echelon.page import html_of
 from echelon.planner.cluster import Cluster
 from echelon.planner.goals import Goal, Ranking, ranking
 from echelon.planner.layout_space import SearchLimits
+from echelon.planner.operations import PlannedModel
 from echelon.planner.plan_search import PlannedLayout
 from echelon.planner.priced_plan import PricedPlan
 from echelon.planner.refusal import RefusedPlan
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.survey import Survey, survey
-from echelon.planner.transformer import Transformer
 
 _MOST_REFUSED = 3  # in a sentence
 
@@ -35,7 +35,7 @@ class Plans(Sequence[PricedPlan]):
 
     def __init__(
         self,
-        model: Transformer,
+        model: PlannedModel,
         cluster: Cluster,
         stack: SoftwareStack,
         limits: SearchLimits,

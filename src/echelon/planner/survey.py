@@ -12,12 +12,12 @@ from echelon.planner.layout import Layout
 from echelon.planner.layout_space import LayoutFamily, SearchLimits, families
 from echelon.planner.layout_timer import LayoutTimer
 from echelon.planner.memory_table import MemoryTable
+from echelon.planner.operations import PlannedModel
 from echelon.planner.plan_search import PlannedLayout
 from echelon.planner.refusal import RefusedPlan
 from echelon.planner.simulated_step import simulated_steps
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.step_memory import step_memory
-from echelon.planner.transformer import Transformer
 
 
 @final
@@ -43,7 +43,7 @@ class _Sized(NamedTuple):
 
 
 def survey(
-    model: Transformer,
+    model: PlannedModel,
     cluster: Cluster,
     stack: SoftwareStack,
     limits: SearchLimits,

@@ -200,8 +200,8 @@ def _at(once: float, twice: float, sequences: int) -> float:
 
 def _work_at(once: RankWork, twice: RankWork, sequences: int) -> RankWork:
     """What grows by the same amount with each sequence."""
-    if len(once.multiplications) == len(twice.multiplications):
-        pairs = zip(once.multiplications, twice.multiplications, strict=True)
+    pairs = _paired(once.multiplications, twice.multiplications)
+    if pairs is not None:
         products = [
             Multiplication(*(_at(a, b, sequences) for a, b in zip(*pair, strict=True)))
             for pair in pairs
@@ -214,6 +214,30 @@ def _work_at(once: RankWork, twice: RankWork, sequences: int) -> RankWork:
         moved=_at(once.moved, twice.moved, sequences),
         kernels=_at(once.kernels, twice.kernels, sequences),
     )
+
+
+def _paired(
+    once: Sequence[Multiplication], twice: Sequence[Multiplication]
+) -> list[tuple[Multiplication, Multiplication]] | None:
+    """Each product of one sequence with that of two, in which at most one size has grown.
+
+    A backward may compute the gradients of an input and of a matrix in either order.
+    """
+    if len(once) != len(twice):
+        return None
+    rest, pairs = list(twice), []
+    for product in once:
+        grown = [_grown_sizes(product, other) for other in rest]
+        if 1 not in grown and 0 not in grown:
+            return None
+        pairs.append((product, rest.pop(grown.index(1 if 1 in grown else 0))))
+    return pairs
+
+
+def _grown_sizes(small: Multiplication, large: Multiplication) -> int:
+    """How many sizes have doubled; -1 if one has become anything else."""
+    sizes = list(zip(small, large, strict=True))
+    return sum(b == 2 * a for a, b in sizes) if all(b in (a, 2 * a) for a, b in sizes) else -1
 
 
 def _mean(works: Sequence[RankWork]) -> RankWork:

@@ -11,9 +11,9 @@ from echelon.checks import integer, positive
 from echelon.errors import ArgumentError
 from echelon.planner.cluster import Cluster
 from echelon.planner.layout_space import SearchLimits
+from echelon.planner.operations import PlannedModel
 from echelon.planner.plan_search import PlannedLayout, search
 from echelon.planner.software_stack import SoftwareStack
-from echelon.planner.transformer import Transformer
 
 # What a checkpoint has of a parameter: a master weight and two moments of AdamW in float32.
 _SAVED_BYTES = 12
@@ -55,7 +55,7 @@ class ScalePoint:
 
 
 def scaled(
-    model: Transformer,
+    model: PlannedModel,
     cluster: Cluster,
     stack: SoftwareStack,
     limits: SearchLimits,
@@ -121,13 +121,13 @@ class FailureCost:
     lost: float
 
 
-def checkpoint_bytes(model: Transformer) -> int:
+def checkpoint_bytes(model: PlannedModel) -> int:
     """Of the state of a training: 12 for each parameter, in mixed precision with AdamW."""
-    return _SAVED_BYTES * model.num_parameters
+    return int(_SAVED_BYTES * model.num_parameters)
 
 
 def failure_cost(
-    model: Transformer, cluster: Cluster, *, mtbf_s: float, save_rate: float, restart_s: float
+    model: PlannedModel, cluster: Cluster, *, mtbf_s: float, save_rate: float, restart_s: float
 ) -> FailureCost:
     """The best interval between checkpoints, and what is lost with it.
 

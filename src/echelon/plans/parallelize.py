@@ -133,7 +133,9 @@ def _check(
     plan.check_world(world)
     checks.function("loss_fn", loss_fn, "output and target", or_none=True)
     if units is not None and plan.shard == 1:
-        raise ArgumentError("units are what FSDP gathers, and shard is 1: use shard > 1")
+        raise ArgumentError(
+            "units are what FSDP gathers, and shard is 1: leave units out, or use shard > 1"
+        )
     if loss_fn is not None and plan.pp == 1:
         raise ArgumentError("loss_fn is for pipelines, and pp is 1: call it on the model's output")
     if plan.pp == 1 and not isinstance(model, nn.Module):
