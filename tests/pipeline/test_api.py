@@ -356,3 +356,19 @@ def test_backward_of_what_a_pipeline_gave_says_what_to_do(kind):
     with pytest.raises(RuntimeError, match="does not require grad") as caught:
         run_world(kind, calls_backward, 2)
     assert "loss = pipe.step(x, target=y), which runs backward itself" in notes_of(caught.value)
+
+
+def test_a_schedule_without_a_backward_evaluates_and_does_not_train() -> None:
+    def main(world: ec.World) -> float | None:
+        stages = [nn.Linear(4, 4), nn.Linear(4, 1)]
+        options = {"microbatches": 2, "schedule": "forward-only", "loss_fn": nn.MSELoss()}
+        pipe = ec.Pipeline(stages, world.group, **options)
+        x, y = torch.ones(8, 4), torch.zeros(8, 1)
+        with pytest.raises(ec.ArgumentError, match="'forward-only' has no backward: use eval_step"):
+            pipe.step(x, target=y)
+        loss = pipe.eval_step(x, target=y)
+        return None if loss is None else loss.item()
+
+    first, last = ec.run(main, 2)
+    assert first is None
+    assert last is not None
