@@ -1,16 +1,19 @@
 """A rank that hangs where nobody waits for it is named, and its job ends; a slow one is not."""
 
 import re
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import echelon as ec
-from echelon.diagnosis.stragglers import ExitSign, ExitStage, StragglerRule
+from echelon.diagnosis.flight_recorder import Phase, RankStatus
+from echelon.diagnosis.stragglers import ExitSign, ExitStage, StragglerRule, straggler_error
 from echelon.errors import CommTimeout
 from tests.cli.jobs import Job
 
@@ -155,3 +158,14 @@ def test_every_call_and_step_of_a_rank_gives_all_of_them_the_timeout_again() -> 
     for number in range(5):
         now[0] += 9.0
         assert checked.late({0: ENDED, 1: ExitSign(stage=ExitStage.RUNNING, progress=number)}) == []
+
+
+def test_a_late_rank_that_ends_while_it_is_looked_at_is_said_to_have_ended() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    facts: dict[str, Any] = {"attempt": 0, "call": "", "waits_for": None, "stacks_fd": None}
+    status = RankStatus(
+        rank=0, pid=gone.pid, start_ticks=1, phase=Phase.CLOSED, step=6, thread_id=1,
+        native_id=gone.pid, script_ended=True, **facts,
+    )  # fmt: skip
+    assert "rank 0 at step 6 has ended only now" in str(straggler_error({0: status}, [0]))

@@ -17,7 +17,7 @@ from echelon.diagnosis import stacks
 from echelon.diagnosis.flight_recorder import Phase, RankStatus
 from echelon.errors import CommTimeout
 from echelon.process import time_limits
-from echelon.process.process_status import activity
+from echelon.process.process_status import ENDED, activity
 
 END = "the end of the job"  # what a straggler keeps the others from
 _MAX_DESCRIBED = 2  # ranks that an error describes; its note has the stacks of all
@@ -204,7 +204,9 @@ def straggler_error(statuses: Mapping[int, RankStatus], late: Iterable[int]) -> 
 
 def _stuck(status: RankStatus, stack: list[str]) -> StuckRank:
     doing = activity(status.pid, status.native_id)
-    if status.script_ended:
+    if doing == ENDED:
+        doing = "has ended only now"
+    elif status.script_ended:
         doing = f"has ended its script, but {doing}"
     return StuckRank.of(status, doing, stack)
 

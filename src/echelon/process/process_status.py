@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Self, final
 
 _PROC = Path("/proc")
-_ENDED, _STOPPED = "has ended", "is stopped by SIGSTOP or a debugger"
+ENDED, _STOPPED = "has ended", "is stopped by SIGSTOP or a debugger"
 _ACTIVITIES = {
     "R": "computes outside communication",
     "D": "waits for a device",
     "T": _STOPPED,
     "t": _STOPPED,
-    "X": _ENDED,
-    "Z": _ENDED,
+    "X": ENDED,
+    "Z": ENDED,
 }
 
 
