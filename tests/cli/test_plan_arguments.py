@@ -18,8 +18,8 @@ def test_every_argument_of_ec_plan_is_an_option() -> None:
         if name == "example":
             continue  # of a module, which is no file
         option = command[RENAMED.get(name, name)]
-        # The command looks at all axes, its list is empty, and --check needs no model and no batch.
-        if name not in ("axes", "fixed", "model", "global_batch"):
+        # The command looks at all axes, its list is empty, and --check and --measure need less.
+        if name not in ("axes", "fixed", "model", "cluster", "global_batch"):
             assert option.default in (argument.default, ...), name
 
 

@@ -2,12 +2,16 @@
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from echelon.cli import app
+from echelon.planner.measured_cluster import as_cluster
+from tests.planner.sizes import MODEL
+from tests.planner.test_measured_cluster import RATES
 
 MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 LLAMA = MODELS / "llama-3-8b.json"
@@ -152,3 +156,21 @@ def test_mistakes_are_said(arguments: tuple[str, ...], sentence: str) -> None:
     code, output = call(LLAMA, "--global-batch", 16, *arguments)
     assert code == 2
     assert sentence in " ".join(output.replace("│", " ").split())
+
+
+def test_the_machine_at_hand_can_be_measured_instead_of_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = as_cluster([RATES, RATES], memory=64e9)
+    monkeypatch.setattr(
+        "echelon.planner.measured_cluster.measure_cluster",
+        lambda ranks: measured if ranks == 2 else None,
+    )
+    model = tmp_path / "small.json"
+    model.write_text(json.dumps(asdict(MODEL)))
+    code, output = call(model, "--measure", 2, "--global-batch", 8, "--json")
+    assert code == 0, output
+    best = json.loads(output)["plans"][0]
+    assert best["dp"] * best["shard"] * best["pp"] * best["tp"] * best["cp"] == 2
+    code, output = call(LLAMA, "--measure", 2, "--cluster", "8 H100", "--global-batch", 8)
+    assert (code, "give --cluster, or --measure" in output) == (2, True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from echelon.planner.software_stack import MeasuredCluster
 
 _Model = Annotated[
     Path | None, typer.Argument(help="A JSON with sizes, or a config.json, or its folder.")
@@ -16,7 +19,12 @@ _Arguments = Annotated[
     typer.Argument(metavar="[ARGUMENTS]...", help="For the script of --check, after --."),
 ]
 _Cluster = Annotated[
-    str, typer.Option(help="Hosts x devices, such as '8x8 H100 @ 3200 Gb/s', or a JSON file.")
+    str | None,
+    typer.Option(help="Hosts x devices, such as '8x8 H100 @ 3200 Gb/s', or a JSON file."),
+]
+_Measure = Annotated[
+    int | None,
+    typer.Option(min=1, help="Instead of --cluster: so many ranks here, measured for 30 s."),
 ]
 _GlobalBatch = Annotated[int | None, typer.Option(min=1, help="Sequences of a step.")]
 _Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")]
@@ -53,7 +61,8 @@ _Html = Annotated[Path | None, typer.Option(help="Write a page with all of it he
 def plan_with(
     model: _Model = None,
     arguments: _Arguments = None,
-    cluster: _Cluster = ...,  # type: ignore[assignment]
+    cluster: _Cluster = None,
+    measure: _Measure = None,
     global_batch: _GlobalBatch = None,
     seq: _Seq = None,
     fix: _Fix = None,
@@ -80,14 +89,16 @@ def plan_with(
     """
     from echelon.cli import plan_command, script_check_command, what_if_command
 
-    if check is not None:
+    if (cluster is None) == (measure is None):
+        raise typer.BadParameter("give --cluster, or --measure and a number of ranks")
+    if check is not None and cluster is not None:
         words = [*([] if model is None else [str(model)]), *(arguments or [])]
         _leave(lambda: script_check_command.show(check, words, cluster, fix or []))
-    if model is None or global_batch is None or arguments:
+    if model is None or global_batch is None or arguments or check is not None:
         raise typer.BadParameter("give one MODEL and --global-batch, or --check and a script")
     request = plan_command.PlanRequest(
         model=model,
-        cluster=cluster,
+        cluster=_measured(measure) if cluster is None else cluster,
         global_batch=global_batch,
         seq=seq,
         goal=goal,
@@ -108,6 +119,13 @@ def plan_with(
     if scale or mtbf is not None:
         _leave(lambda: what_if_command.show(request, what_if))
     _leave(lambda: plan_command.show(request))
+
+
+def _measured(ranks: int | None) -> MeasuredCluster:
+    from echelon.planner.measured_cluster import measure_cluster  # which brings torch
+
+    assert ranks is not None, "there is no cluster"
+    return measure_cluster(ranks)
 
 
 def _leave(show: Callable[[], int]) -> NoReturn:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from echelon.cli.schedule_command import write_files
 from echelon.errors import ArgumentError, UnsupportedError
-from echelon.planner.api import limits_of, place_of, software_of
+from echelon.planner.api import Place, limits_of, place_of
 from echelon.planner.cluster import Cluster
 from echelon.planner.described_model import described
 from echelon.planner.layout_space import SearchLimits
@@ -54,7 +54,7 @@ class PlanRequest:
     """
 
     model: Path
-    cluster: str
+    cluster: Place
     global_batch: int
     seq: int | None
     goal: str
@@ -79,8 +79,8 @@ def searched(request: PlanRequest) -> tuple[PlannedModel, Cluster, SoftwareStack
         request.axes,  # type: ignore[arg-type]  # which is checked there, as is the goal
         max(request.best, request.explain or 1),
     )
-    place = place_of(request.cluster, request.price)
-    return described(request.model, request.seq), place, software_of(request.stack), limits
+    place, software = place_of(request.cluster, request.price, request.stack)
+    return described(request.model, request.seq), place, software, limits
 
 
 def show(request: PlanRequest) -> int:

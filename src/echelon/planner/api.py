@@ -14,15 +14,16 @@ from echelon.planner.described_model import Describable, described
 from echelon.planner.goals import Goal
 from echelon.planner.layout_space import SearchLimits
 from echelon.planner.ranked_plans import Plans
-from echelon.planner.software_stack import SoftwareStack, rates_of
+from echelon.planner.software_stack import MeasuredCluster, SoftwareStack, rates_of
 
 Axes = Literal["plan", "all"]
+Place = Cluster | MeasuredCluster | str | os.PathLike[str]
 _NOT_IN_PLAN = ("tp", "cp", "ep")
 
 
 def plan(
     model: Describable,
-    cluster: Cluster | str | os.PathLike[str],
+    cluster: Place,
     *,
     global_batch: int,
     seq: int | None = None,
@@ -42,7 +43,8 @@ def plan(
             ``transformers``, the path of its JSON or its folder; or sizes: a ``Transformer`` or the
             path of a JSON with its fields.
         cluster: hosts x devices and a device, such as ``"8x8 H100"``, the path of a JSON file, or a
-            ``Cluster``.
+            ``Cluster``; or what ``echelon.planner.measured_cluster.measure_cluster`` returned,
+            which has the constants of its own software.
         global_batch: sequences of a step.
         seq: tokens of a sequence; None: as many as the model says.
         example: of a module: a batch, or a tuple of arguments, whose shapes count.
@@ -76,8 +78,8 @@ def plan(
         Plan(dp=8)
     """
     limits = limits_of(global_batch, fixed, max_memory, axes, keep)
-    place = place_of(cluster, price)
-    return Plans(described(model, seq, example), place, software_of(stack), limits, goal)
+    place, software = place_of(cluster, price, stack)
+    return Plans(described(model, seq, example), place, software, limits, goal)
 
 
 def software_of(stack: str) -> SoftwareStack:
@@ -109,13 +111,19 @@ def limits_of(
     )
 
 
-def place_of(cluster: Cluster | str | os.PathLike[str], price: float | None = None) -> Cluster:
-    """The cluster of a text, a path or an object, with another price if there is one."""
+def place_of(
+    cluster: Place, price: float | None = None, stack: str = "fsdp"
+) -> tuple[Cluster, SoftwareStack]:
+    """The cluster of a text, a path or an object, with another price if there is one, and the
+    constants of the software there."""
+    software = cluster.stack if isinstance(cluster, MeasuredCluster) else software_of(stack)
+    if isinstance(cluster, MeasuredCluster):
+        cluster = cluster.cluster
     if isinstance(cluster, str | os.PathLike):
         cluster = Cluster.parse(os.fspath(cluster))
     if not isinstance(cluster, Cluster):
         raise ArgumentError(
             f"cluster is {cluster!r:.80}; give hosts x devices and a device, such as '8x8 H100', "
-            "the path of a JSON file, or a Cluster"
+            "the path of a JSON file, a Cluster, or what measure_cluster() returned"
         )
-    return cluster if price is None else replace(cluster, price=price)
+    return (cluster if price is None else replace(cluster, price=price)), software

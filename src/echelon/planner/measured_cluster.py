@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
 
 from echelon.checks import integer, positive
 from echelon.launch.run import run
 from echelon.planner.cluster import Cluster
 from echelon.planner.device import Device
 from echelon.planner.rank_rates import RankRates, measure_rates, median_rates
-from echelon.planner.software_stack import Rates, SoftwareStack
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class MeasuredCluster:
-    """What ``step_time`` asks of the machine at hand and of the wrappers of echelon.
-
-    Attributes:
-        cluster: one host with a device for each rank.
-        stack: its constants; elements have 4 bytes.
-    """
-
-    cluster: Cluster
-    stack: SoftwareStack
+from echelon.planner.software_stack import MeasuredCluster, Rates, SoftwareStack
 
 
 def measure_cluster(ranks: int = 2, *, seconds: float = 30.0) -> MeasuredCluster:

@@ -11,6 +11,7 @@ from importlib import resources
 from typing import final
 
 from echelon.errors import ArgumentError
+from echelon.planner.cluster import Cluster
 
 
 class Attention(Enum):
@@ -114,3 +115,17 @@ def rates_of(name: str) -> Rates:
     if name not in known:
         raise ArgumentError(f"stack is {name!r:.80}; give one of {', '.join(known)}")
     return known[name]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCluster:
+    """What ``step_time`` asks of the machine at hand and of the wrappers of echelon.
+
+    Attributes:
+        cluster: one host with a device for each rank.
+        stack: its constants; elements have 4 bytes.
+    """
+
+    cluster: Cluster
+    stack: SoftwareStack
