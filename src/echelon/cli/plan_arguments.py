@@ -84,8 +84,7 @@ def plan_with(
 ) -> None:
     """Find the plans that fit a cluster that is not here, and the best of them.
 
-    Exit code 1: no plan fits, or the script of --check does not; the nearest plans are named with
-    rank, moment and bytes.
+    Exit code 1: no plan fits, and the nearest ones are named, or the script of --check does not.
     """
     from echelon.cli import plan_command, script_check_command, what_if_command
 
