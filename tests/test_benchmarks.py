@@ -267,6 +267,8 @@ def test_many_simulated_ranks_take_a_step_of_one_process(tmp_path: Path) -> None
     assert result["bars"][0]["reached"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)  # processes that import torch take turns
 def test_turns_are_measured_with_and_without_groups_of_torch(tmp_path: Path) -> None:
     import rank_turns
 
