@@ -29,7 +29,12 @@ def test_the_best_plans_are_a_table_with_what_bounds_them() -> None:
     assert code == 0
     assert "8.03 B parameters on 8 H100-SXM" in output
     assert "attention 3" in output
-    assert len(output.splitlines()) == 5
+    # Plans of the fastest axes have tp or cp; with --axes plan there is nothing to say of them.
+    assert len(output.splitlines()) == 6
+    assert output.splitlines()[-1].startswith("An ec.Plan does not say all of these")
+    options = ("--global-batch", 16, "--best", 3, "--axes", "plan")
+    code, output = call(LLAMA, "--cluster", "8 H100", *options)
+    assert (code, len(output.splitlines())) == (0, 5)
 
 
 def test_the_terms_of_a_plan_add_up() -> None:
