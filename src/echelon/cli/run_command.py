@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -179,12 +178,10 @@ def _refuse_for(
 def _num_ranks(ranks: int | None, arguments: list[str]) -> int:
     """The number of ranks to start, from --ranks or from a plan among the script's arguments."""
     from echelon.errors import ArgumentError
-    from echelon.plans.axes import axes_of
+    from echelon.plans.axes import axes_of, plan_argument
 
-    plans = [after for name, after in pairwise(arguments) if name == "--plan"]
-    prefix = "--plan="
-    plans += [text.removeprefix(prefix) for text in arguments if text.startswith(prefix)]
-    if not plans:
+    text = plan_argument(arguments)
+    if text is None:
         if ranks is None:
             raise typer.BadParameter(
                 "say how many, or give the script a --plan such as pp=2,shard=2",
@@ -192,12 +189,12 @@ def _num_ranks(ranks: int | None, arguments: list[str]) -> int:
             )
         return ranks
     try:
-        planned = prod(axes_of(plans[-1]).values())
+        planned = prod(axes_of(text).values())
     except ArgumentError as error:
         raise typer.BadParameter(str(error), param_hint="--plan") from error
     if ranks is not None and ranks != planned:
         raise typer.BadParameter(
-            f"it is {ranks}, and --plan {plans[-1]} is for {planned}: leave --ranks out, or change "
+            f"it is {ranks}, and --plan {text} is for {planned}: leave --ranks out, or change "
             "one of them",
             param_hint="--ranks",
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import typer
@@ -14,8 +13,8 @@ from echelon.errors import ArgumentError, StateError
 from echelon.launch.program import Program
 from echelon.page import bytes_text
 from echelon.planner.cluster import Cluster
-from echelon.planner.plan_search import CONTEXT_BYTES, RESERVED
-from echelon.plans.axes import AXES, axes_of
+from echelon.planner.plan_search import usable_bytes
+from echelon.plans.axes import AXES, axes_of, plan_argument
 
 
 def show(script: str, arguments: Sequence[str], cluster_text: str, fixed: Sequence[str]) -> int:
@@ -50,7 +49,7 @@ def show(script: str, arguments: Sequence[str], cluster_text: str, fixed: Sequen
     except StateError as error:
         typer.echo(str(error), err=True)
         return 1
-    limit = (cluster.device.memory - CONTEXT_BYTES) / (1 + RESERVED)
+    limit = usable_bytes(cluster.device)
     table = Table(box=None, header_style="bold")
     for name in ("stage", "rank", "kept", "peak", f"of {bytes_text(int(limit))}"):
         table.add_column(name, justify="right")
@@ -64,10 +63,9 @@ def show(script: str, arguments: Sequence[str], cluster_text: str, fixed: Sequen
 
 def _axes(arguments: Sequence[str], fixed: Sequence[str], devices: int) -> dict[str, int]:
     """The axes of the script's plan, or those that are given; the other ranks are replicas."""
-    texts = [after for name, after in pairwise(arguments) if name == "--plan"]
-    texts += [text.removeprefix("--plan=") for text in arguments if text.startswith("--plan=")]
-    if texts:
-        return axes_of(texts[-1])
+    text = plan_argument(arguments)
+    if text is not None:
+        return axes_of(text)
     axes = axes_of(",".join(fixed)) if fixed else {}
     taken = 1
     for name in AXES:

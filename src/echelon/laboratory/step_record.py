@@ -17,7 +17,7 @@ from echelon.laboratory.allocations import Allocations
 from echelon.page import Picture, TextTable, View, ViewPart, bytes_text, html_of, view_of
 
 # Calls that move no values of this rank.
-_SENDS_NOTHING = {"recv", "subgroup", "window"}
+SENDS_NOTHING = {"recv", "subgroup", "window"}
 _MOST_ROWS = 40
 _COLUMNS, _LEVELS = 72, " ▁▂▃▄▅▆▇█"  # of the text
 _WIDTH, _HEIGHT, _LEFT = 920, 120, 84  # of the SVG, in pixels
@@ -107,7 +107,7 @@ class StepRecord:
         facts = event.facts
         if event.name != "collective.issue" or facts["rank"] != self._rank:
             return
-        if facts["op"] not in _SENDS_NOTHING:
+        if facts["op"] not in SENDS_NOTHING:
             after = len(self.memory) - 1
             call = RecordedCall(facts["op"], facts["nbytes"], facts["label"], after)
             self.calls.append(call)

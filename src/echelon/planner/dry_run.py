@@ -26,6 +26,7 @@ from echelon.diagnosis.rank_monitor import StepCounter
 from echelon.fsdp import FSDP
 from echelon.fsdp.units import Rule
 from echelon.laboratory.allocations import Allocations
+from echelon.laboratory.step_record import SENDS_NOTHING
 from echelon.launch.run import run
 from echelon.observe.meters import tensor_bytes
 from echelon.pipeline.api import Pipeline
@@ -35,8 +36,6 @@ from echelon.plans.plans import Plan
 
 # The optimizer makes its state in the first step, and DDP its final buckets in the second.
 _WARM_UP = 2
-# Calls that move no values of this rank.
-_SENDS_NOTHING = {"recv", "subgroup", "window"}
 
 
 @final
@@ -189,10 +188,10 @@ def _step(
 
 def _held(shared: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     """The bytes of all but activations, by category, now."""
-    state = tensor_bytes(shared, optimizer)["optimizer state"]
+    plain = tensor_bytes(shared, optimizer)
+    state = plain["optimizer state"]
     wrappers = [module for module in shared.modules() if isinstance(module, FSDP)]
     if not wrappers:
-        plain = tensor_bytes(shared)
         return {
             "parameters": plain["parameters"] + plain["buffers"],
             "gradients": plain["gradients"],
@@ -250,7 +249,7 @@ class _Calls:
             return
         if event.name == "pipeline.action":
             self.last_action = facts["action"]
-        elif event.name == "collective.issue" and facts["op"] not in _SENDS_NOTHING:
+        elif event.name == "collective.issue" and facts["op"] not in SENDS_NOTHING:
             self.sent[facts["op"]] = self.sent.get(facts["op"], 0) + facts["nbytes"]
 
 

@@ -10,6 +10,7 @@ from typing import final
 
 from echelon.errors import ArgumentError
 from echelon.planner.cluster import Cluster
+from echelon.planner.device import Device
 from echelon.planner.layout import CHUNKS, Layout
 from echelon.planner.layout_space import LayoutFamily, SearchLimits, families
 from echelon.planner.layout_timer import LayoutTimer
@@ -92,7 +93,7 @@ def search(
     """
     limit = limits.max_memory
     if limit is None:
-        limit = (cluster.device.memory - CONTEXT_BYTES) / (1 + RESERVED)
+        limit = usable_bytes(cluster.device)
     memory = MemoryTable(model, stack)
     fitting, survey = list[LayoutFamily](), _Survey()
     for family in families(model, cluster, limits):
@@ -119,6 +120,11 @@ def search(
         num_layouts=survey.num_layouts,
         num_fitting=survey.num_fitting,
     )
+
+
+def usable_bytes(device: Device) -> float:
+    """What may be allocated: the memory without what the allocator reserves and the context."""
+    return (device.memory - CONTEXT_BYTES) / (1 + RESERVED)
 
 
 def fastest(

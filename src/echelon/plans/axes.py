@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from echelon.errors import ArgumentError
 
@@ -28,6 +29,18 @@ def axes_of(text: str) -> dict[str, int]:
             raise ArgumentError(f"plan is {text!r:.80}, with {item!r:.40}: give a number >= 1")
         lengths[name] = int(length)
     return lengths
+
+
+def plan_argument(arguments: Sequence[str]) -> str | None:
+    """The text of the last ``--plan`` among the arguments of a script; None without one.
+
+    Example:
+        >>> plan_argument(["--steps", "3", "--plan", "pp=2"])
+        'pp=2'
+    """
+    texts = [after for name, after in pairwise(arguments) if name == "--plan"]
+    texts += [text.removeprefix("--plan=") for text in arguments if text.startswith("--plan=")]
+    return texts[-1] if texts else None
 
 
 def text_of(axes: Mapping[str, int]) -> str:
