@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; child processes inherit it
 
@@ -158,6 +159,16 @@ def is_slow(item: pytest.Item) -> bool:
     return bool(values & named)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker a file at a time, also after a worker has crashed."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from tests.crashed_workers import CrashedWorkers
+
+    return CrashedWorkers(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is slow for its values, and put long files first.
 
@@ -186,3 +197,20 @@ def own_world() -> Iterator[None]:
     if world is not None:
         world.close()
         del launch._current.world
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """Fail a test that leaves variables to the tests after it, which would see ranks in them."""
+    before = dict(os.environ)
+    yield
+    names = sorted(
+        name
+        for name in before.keys() | os.environ.keys()
+        if name != "PYTEST_CURRENT_TEST" and before.get(name) != os.environ.get(name)
+    )
+    if names:
+        values = ", ".join(f"{name}={os.environ.get(name)!r}" for name in names)
+        os.environ.clear()
+        os.environ.update(before)
+        pytest.fail(f"the test left these variables changed: {values}", pytrace=False)
