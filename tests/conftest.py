@@ -41,6 +41,7 @@ COSTLY_WORLDS = {"processes", "gloo"}
 IN_EVERY_WORLD = {"attacks", "c10d", "checkpoint", "cli", "comm", "cuda", "diagnosis", "launch"}
 IN_EVERY_WORLD |= {"laws", "process"}
 LONG = {"comm", "torch_dist", "cli", "c10d", "launch", "test_examples.py", "test_benchmarks.py"}
+OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # These serve all processes of a session and end with it. A rank is a child of the forkserver, not
 # of pytest, and would show the same command line.
 OWN_SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
@@ -201,16 +202,15 @@ def own_world() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
-    """Fail a test that leaves variables to the tests after it, which would see ranks in them."""
+    """Put variables back, and fail a test that leaves those of a rank to the tests after it."""
     before = dict(os.environ)
     yield
-    names = sorted(
-        name
-        for name in before.keys() | os.environ.keys()
-        if name != "PYTEST_CURRENT_TEST" and before.get(name) != os.environ.get(name)
-    )
-    if names:
-        values = ", ".join(f"{name}={os.environ.get(name)!r}" for name in names)
-        os.environ.clear()
-        os.environ.update(before)
-        pytest.fail(f"the test left these variables changed: {values}", pytrace=False)
+    after = dict(os.environ)
+    for name in before.keys() | after.keys():
+        if name not in before:
+            del os.environ[name]
+        elif before[name] != after.get(name):
+            os.environ[name] = before[name]
+    changed = {name: after.get(name) for name in OF_A_RANK if before.get(name) != after.get(name)}
+    if changed:
+        pytest.fail(f"the test left these variables changed: {changed}", pytrace=False)
