@@ -391,15 +391,3 @@ def test_steps_in_ray_are_measured_and_their_losses_agree(tmp_path: Path) -> Non
     assert {len(times) for times in records["tasks"][0]["seconds"].values()} == {2}
     assert len(records["bars"]) == 3
     assert records["settings"]["default_backend"] == "gloo"
-
-
-def test_noise_costs_an_exact_prediction_regret_and_no_noise_costs_nothing() -> None:
-    from planner import exact_choice
-
-    near = [[(1.0, 9.0), (1.01, 5.0), (1.02, 7.0)]]
-    far = [[(1.0, 9.0), (2.0, 5.0), (3.0, 7.0)]]
-    assert exact_choice(near, 0.0) == (0.0, pytest.approx(1.0))
-    regret, correlation = exact_choice(near, 0.03)
-    assert 0.005 < regret < 0.06
-    assert 0.1 < correlation < 0.7
-    assert exact_choice(far, 0.03) == (0.0, pytest.approx(1.0))
