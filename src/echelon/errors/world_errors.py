@@ -107,7 +107,7 @@ class CollectiveMismatch(CommError):
         """Ranks that expect other parts of an all-to-all than their peers send."""
         message = (
             f"the parts of all_to_all_single #{position} of group {group!r} do not fit together:\n"
-            f"{_unmarked_rows(calls)}\n"
+            f"{rows_text(calls, _without_place)}\n"
             "What rank s sends to rank r (input_splits[r] there) must be what r expects from s "
             "(output_splits[s])."
         )
@@ -116,9 +116,9 @@ class CollectiveMismatch(CommError):
     @classmethod
     def of_message(cls, group: str, calls: Mapping[int, str]) -> Self:
         """A send and a receive that found each other and do not fit."""
+        rows = "\n".join(f"  rank {rank}: {text}" for rank, text in sorted(calls.items()))
         message = (
-            f"a message in group {group!r} is received as something else than was sent:\n"
-            f"{_unmarked_rows(calls)}\n"
+            f"a message in group {group!r} is received as something else than was sent:\n{rows}\n"
             "The receiver must give a tensor of the same dtype and number of elements."
         )
         return revive(cls, message, {"calls": dict(calls)})
@@ -127,11 +127,6 @@ class CollectiveMismatch(CommError):
 def _without_place(call: str) -> str:
     """A call as ranks must agree on it: they may issue it in different lines."""
     return call.rpartition(" at ")[0] or call
-
-
-def _unmarked_rows(calls: Mapping[int, str]) -> str:
-    """One row a rank, where ranks need not be alike."""
-    return "\n".join(f"  rank {rank}: {text}" for rank, text in sorted(calls.items()))
 
 
 class RankFailed(CommError):
