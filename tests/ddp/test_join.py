@@ -182,3 +182,23 @@ def test_an_error_inside_join_is_the_error_of_the_run():
 
     with pytest.raises(KeyError, match="no such batch"):
         ec.run(main, 2)
+
+
+def test_a_barrier_every_few_batches_names_a_batch_that_one_rank_has_left_out():
+    trained = []
+
+    def main(world):
+        ddp = ec.DDP(mlp(), world.group)
+        for index in range(12):
+            if index % 4 == 0:
+                world.group.barrier(label=f"batch {index}")
+            if world.rank == 1 and index == 2:
+                continue
+            ddp(rows(index, 1, per_rank=3)).sum().backward()
+            trained.append(index)
+
+    with pytest.raises(ec.CollectiveMismatch, match="No majority says which rank is right") as info:
+        ec.run(main, 2)
+    assert "rank 0: all_reduce(mean)" in str(info.value)
+    assert "rank 1: barrier of 'batch 4'" in str(info.value)
+    assert max(trained) < 4

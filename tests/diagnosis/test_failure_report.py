@@ -4,10 +4,17 @@ from typing import Any
 
 import pytest
 
+import echelon as ec
 from echelon.diagnosis.failure_record import FailureRecord
 from echelon.diagnosis.failure_report import MAX_LINES, failure_report
 from echelon.diagnosis.flight_recorder import Phase, RankStatus, where_of
-from echelon.errors import CheckpointError, CollectiveMismatch, CommTimeout, RankFailed
+from echelon.errors import (
+    ArgumentError,
+    CheckpointError,
+    CollectiveMismatch,
+    CommTimeout,
+    RankFailed,
+)
 
 
 def record(error: BaseException, rank: int, time_s: float = 0.0) -> FailureRecord:
@@ -183,11 +190,58 @@ def test_an_exception_is_the_cause_even_if_others_waited_in_vain_for_its_rank() 
     assert text(records=records)[0] == "rank 2 raised ValueError: boom"
 
 
+DISAGREEMENT = (
+    "the ranks disagree: CollectiveMismatch: collective #3 of group 'world' differs between ranks:"
+)
+
+
 def test_ranks_that_disagree_are_all_shown() -> None:
     mismatch = CollectiveMismatch("world", 3, {0: "all_reduce", 1: "barrier", 2: "all_reduce"})
     lines = text(records={rank: record(mismatch, rank) for rank in range(3)})
-    assert lines[0].startswith("rank 0 raised CollectiveMismatch: collective #3 of group 'world'")
-    assert "    rank 1: barrier   <-- differs" in lines
+    assert lines[:3] == [
+        DISAGREEMENT,
+        "    rank 0: all_reduce",
+        "    rank 1: barrier   <-- differs",
+    ]
+    assert not any(line.startswith("then ") for line in lines)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_ranks_that_disagree_none_is_blamed_whoever_raised_first(first: int) -> None:
+    error = CollectiveMismatch("world", 3, {0: "all_reduce", 1: "barrier"})
+    times = {first: 1.0, 1 - first: 2.0}
+    lines = text(records={rank: record(error, rank, times[rank]) for rank in range(2)})
+    assert lines[:5] == [
+        DISAGREEMENT,
+        "    rank 0: all_reduce",
+        "    rank 1: barrier",
+        "  No majority says which rank is right.",
+        "  All ranks of a group must issue the same collectives in the same order.",
+    ]
+    assert not any("<-- differs" in line or line.startswith("then ") for line in lines)
+
+
+def test_ranks_that_disagree_in_different_steps_are_told_with_their_steps() -> None:
+    error = CollectiveMismatch("world", 3, {0: "all_reduce", 1: "barrier"})
+    records = {rank: FailureRecord.of(error, rank, f"at step {rank + 4}") for rank in range(2)}
+    lines = text(records=records)
+    assert lines[0].startswith("the ranks disagree: CollectiveMismatch: ")
+    assert lines[1] == "  at step 4 on rank 0; at step 5 on rank 1"
+
+
+def test_a_rank_that_differs_is_shown_among_many() -> None:
+    calls = dict.fromkeys(range(64), "all_reduce") | {40: "barrier"}
+    lines = text(records={0: record(CollectiveMismatch("world", 3, calls), 0)})
+    assert "    rank 40: barrier   <-- differs" in lines
+    assert "  All ranks of a group must issue the same collectives in the same order." in lines
+
+
+def test_of_an_error_raised_on_purpose_the_lines_of_the_user_are_shown() -> None:
+    with pytest.raises(ArgumentError) as info:
+        ec.units.by_type()
+    lines = text(records={0: FailureRecord.of(info.value, 0)})
+    assert "    ec.units.by_type()" in lines
+    assert not any("src/echelon" in line for line in lines)
 
 
 def test_when_torchrun_itself_fails_its_words_are_shown() -> None:

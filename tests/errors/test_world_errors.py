@@ -21,6 +21,14 @@ def test_a_mismatch_marks_the_rank_that_differs() -> None:
     assert error.calls == {0: "barrier", 1: "broadcast", 2: "barrier"}
 
 
+def test_a_mismatch_marks_no_rank_for_the_line_of_its_call() -> None:
+    calls = {0: "barrier at a.py:1 in f", 1: "barrier at a.py:2 in f", 2: "send at a.py:3 in f"}
+    marked = [
+        line for line in str(CollectiveMismatch("world", 3, calls)).splitlines() if "<--" in line
+    ]
+    assert marked == ["  rank 2: send at a.py:3 in f   <-- differs"]
+
+
 def test_too_little_memory_says_what_is_needed_and_what_there_is() -> None:
     error = SharedMemoryError("a window", 3 * 2**20, 2**20)
     assert "a window needs 3.0 MiB of shared memory and 1.0 MiB are available" in str(error)

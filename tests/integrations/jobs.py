@@ -38,7 +38,7 @@ def start_job(
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
-        env=environ(OMP_NUM_THREADS="1", PYTHONPATH=path),
+        env=environ(OMP_NUM_THREADS="1", PYTHONPATH=path, TMPDIR=folder),  # for its logs
     )
 
 

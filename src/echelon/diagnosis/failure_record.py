@@ -30,7 +30,9 @@ from echelon.errors import (
     CommError,
     CommTimeout,
     DeadlockError,
+    ModelMismatch,
     RankFailed,
+    StartMismatch,
 )
 from echelon.errors.message_text import message_of, printable
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 STACKS_FILE = "{}-stacks.txt"  # beside the file of a record, with its name
 
+_DISAGREEMENTS = {error.__name__ for error in (CollectiveMismatch, ModelMismatch, StartMismatch)}
 _LATER_FIELDS = ("op", "content")  # which records of earlier versions do not have
 _MAX_MESSAGE = 4000  # characters; a message may hold a tensor
 _MAX_NBYTES = 1 << 26  # that reading a record may take
@@ -192,10 +195,16 @@ class FailureRecord:
         return self.reason in (Reason.TIMEOUT, Reason.LOST)
 
     @property
+    def is_disagreement(self) -> bool:
+        """Whether ranks differ in what must be the same; then each raises, and none is to blame."""
+        return self.type in _DISAGREEMENTS
+
+    @property
     def headline(self) -> str:
         """One line that names the rank, where it was, and what happened to it.
 
-        If this rank waited in vain, the line begins with the rank that held it up.
+        If this rank waited in vain, the line begins with the rank that held it up. If ranks
+        disagree, it names none.
         """
         subject = f"rank {self.rank} {self.where}".rstrip()
         if self.reason is Reason.TIMEOUT and self.failed_rank is not None:
@@ -209,6 +218,8 @@ class FailureRecord:
             return f"rank {self.failed_rank} {stuck}; {waited}"
         if self.type:
             first = self.message.strip().split("\n", 1)[0]
+            if self.is_disagreement:
+                return f"{f'the ranks disagree {self.where}'.rstrip()}: {self.type}: {first}"
             return f"{subject} raised {self.type}" + (f": {first}" if first else "")
         if not self.exit_code:
             return f"{subject} exited with code 0 while others were waiting"

@@ -9,7 +9,9 @@ from dataclasses import replace
 from echelon.diagnosis.failure_record import STACKS_FILE, FailureRecord, Reason
 from echelon.diagnosis.flight_recorder import RankStatus, where_of
 from echelon.diagnosis.root_cause import root_cause
-from echelon.diagnosis.stacks import innermost, of_crash
+from echelon.diagnosis.stacks import innermost, is_user_file, of_crash
+from echelon.errors import EchelonError
+from echelon.errors.message_text import by_value
 
 MAX_LINES = 25
 _MESSAGE_LINES, _STUCK_LINES, _TRACE_LINES, _LOG_LINES, _OTHER_LINES = 8, 14, 8, 10, 3
@@ -36,10 +38,11 @@ def failure_report(
     if cause is None:
         tail = _tail(agent_log, _LOG_LINES) or ["  it wrote nothing"]
         return ["torchrun could not run the ranks; it wrote:", *tail, *notes][:MAX_LINES]
+    alike = _alike(cause, by_rank.values())
     others = [
         record
         for rank, record in sorted(by_rank.items())
-        if record is not cause and record.type  # a process without a record has nothing to tell
+        if record not in alike and record.type  # a process without a record has nothing to tell
     ]
     failed = cause.failed_rank
     if cause.reason is Reason.TIMEOUT:
@@ -48,6 +51,8 @@ def failure_report(
         where = where_of(failed, statuses or {})
         left = FailureRecord(rank=failed, reason=Reason.LEFT, where=where)
         lines, others = _process_lines(left, statuses or {}), [cause, *others]
+    elif cause.is_disagreement:
+        lines = _disagreement_lines(alike)
     elif cause.type:
         lines = _exception_lines(cause)
     else:
@@ -55,22 +60,71 @@ def failure_report(
     return _finished(lines, sorted(others, key=lambda record: record.rank), notes)
 
 
+def _alike(cause: FailureRecord, records: Iterable[FailureRecord]) -> list[FailureRecord]:
+    """The records of one failure, in rank order: ranks that disagree all raise, each by itself."""
+    if not cause.is_disagreement:
+        return [cause]
+    alike = [
+        record
+        for record in records
+        if (record.type, _first_line(record)) == (cause.type, _first_line(cause))
+    ]
+    return sorted(alike, key=lambda record: record.rank)
+
+
+def _disagreement_lines(records: Sequence[FailureRecord]) -> list[str]:
+    """The lines for ranks that disagree; which of them raised first says nothing."""
+    record = max(records, key=lambda record: len(record.message))  # one may know of more ranks
+    wheres = {record.rank: record.where for record in records}
+    if len(set(wheres.values())) == 1:
+        return _exception_lines(record)
+    headline, *lines = _exception_lines(replace(record, where=""))
+    return [headline, _cut(f"  {by_value(wheres)}"), *lines]
+
+
 def _exception_lines(record: FailureRecord) -> list[str]:
     """The lines for a rank that raised."""
     message = record.message.strip().split("\n")[1:]
-    lines = [_cut(record.headline), *(_cut(f"  {line}") for line in message[:_MESSAGE_LINES])]
+    rows = _distinct(message) if record.is_disagreement else message
+    lines = [_cut(record.headline), *(_cut(f"  {line}") for line in rows[:_MESSAGE_LINES])]
     # Frames and their source are indented; the message at the end is not.
     trace = [line for line in record.traceback.split("\n") if line.startswith("  ")]
     trace = [line for line in trace if line.strip() not in {line.strip() for line in message}]
-    if record.place:
+    if EchelonError.revived(record.type, record.message, {}) is not None:  # raised on purpose
+        trace = _frames_of_user(trace) or trace
+    if record.place and record.place not in record.message:
         lines.append(_cut(f"  at {record.place}"))
     if trace:
         shown = trace[-_TRACE_LINES:]
         if not shown[0].lstrip().startswith("File "):
             shown = shown[1:]
-        lines += ["", *map(_cut, shown)]
+        of_rank = [f"  on rank {record.rank}:"] if record.is_disagreement else []
+        lines += ["", *of_rank, *map(_cut, shown)]
     if notes := _notes(record):
         lines += ["", *map(_cut, notes)]
+    return lines
+
+
+def _first_line(record: FailureRecord) -> str:
+    return record.message.strip().partition("\n")[0]
+
+
+def _distinct(rows: Sequence[str]) -> list[str]:
+    """As many rows as are shown: of many ranks, one that differs must be among them."""
+    texts = [row.partition(": ")[2] or row for row in rows]
+    first = sorted(range(len(rows)), key=lambda index: texts.index(texts[index]) != index)
+    return [rows[index] for index in sorted(first[:_MESSAGE_LINES])]
+
+
+def _frames_of_user(trace: Sequence[str]) -> list[str]:
+    """The lines of a traceback but those of this library, of torch and of Python's own modules."""
+    lines: list[str] = []
+    is_users = False
+    for line in trace:
+        if frame := re.match(r'  File "(.*)", line \d+', line):
+            is_users = is_user_file(frame[1])
+        if is_users:
+            lines.append(line)
     return lines
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 MAX_ROWS = 12  # of a message that lists names; a model has thousands
+NO_MAJORITY = "No majority says which rank is right."
 
 # Control, format (such as those that reverse a line), surrogates, line and paragraph separators.
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
@@ -89,13 +90,33 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def rows_text(values: Mapping[int, str]) -> str:
-    """One row a rank; those that are not like most are marked."""
-    usual, _ = Counter(values.values()).most_common(1)[0]
-    return "\n".join(
-        f"  rank {rank}: {text}" + ("" if text == usual else "   <-- differs")
+def rows_text(values: Mapping[int, str], compared: Callable[[str], str] = lambda text: text) -> str:
+    """One row a rank; those that are not like most of them are marked.
+
+    Where no value is that of more than half of the ranks, nobody knows which is right: no row is
+    marked then, and a sentence says so.
+
+    Args:
+        compared: the part of a row that should be the same on all ranks.
+
+    Example:
+        >>> print(rows_text({0: "1", 1: "2", 2: "1"}))
+          rank 0: 1
+          rank 1: 2   <-- differs
+          rank 2: 1
+        >>> print(rows_text({0: "1", 1: "2"}))
+          rank 0: 1
+          rank 1: 2
+        No majority says which rank is right.
+    """
+    usual, count = Counter(map(compared, values.values())).most_common(1)[0]
+    has_majority = 2 * count > len(values)
+    rows = [
+        f"  rank {rank}: {text}"
+        + ("   <-- differs" if has_majority and compared(text) != usual else "")
         for rank, text in sorted(values.items())
-    )
+    ]
+    return "\n".join(rows if has_majority else [*rows, NO_MAJORITY])
 
 
 def by_value(values: Mapping[int, str]) -> str:

@@ -98,7 +98,7 @@ class CollectiveMismatch(CommError):
         self.calls = dict(calls)
         super().__init__(
             f"collective #{position} of group {group!r} differs between ranks:\n"
-            f"{rows_text(self.calls)}\n"
+            f"{rows_text(self.calls, _without_place)}\n"
             "All ranks of a group must issue the same collectives in the same order."
         )
 
@@ -107,7 +107,7 @@ class CollectiveMismatch(CommError):
         """Ranks that expect other parts of an all-to-all than their peers send."""
         message = (
             f"the parts of all_to_all_single #{position} of group {group!r} do not fit together:\n"
-            f"{rows_text(calls)}\n"
+            f"{rows_text(calls, _without_place)}\n"
             "What rank s sends to rank r (input_splits[r] there) must be what r expects from s "
             "(output_splits[s])."
         )
@@ -122,6 +122,11 @@ class CollectiveMismatch(CommError):
             "The receiver must give a tensor of the same dtype and number of elements."
         )
         return revive(cls, message, {"calls": dict(calls)})
+
+
+def _without_place(call: str) -> str:
+    """A call as ranks must agree on it: they may issue it in different lines."""
+    return call.rpartition(" at ")[0] or call
 
 
 class RankFailed(CommError):

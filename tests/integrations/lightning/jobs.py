@@ -35,8 +35,9 @@ def environment_of(**variables: str) -> dict[str, str]:
 def finished(folder: Path, ranks: int, function: str, *arguments: Any) -> tuple[int, str]:
     """The exit code and the output of a job."""
     command = command_of(ranks, function, folder / "result.pt", *arguments)
+    env = environment_of(TMPDIR=str(folder))  # where logs of a failure stay
     done = subprocess.run(
-        command, env=environment_of(), cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
+        command, env=env, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
     )
     return done.returncode, done.stdout + done.stderr
 
