@@ -57,8 +57,12 @@ _Check = Annotated[
 ]
 _Html = Annotated[Path | None, typer.Option(help="Write a page with all of it here.")]
 
+_CHECKED = {"check", "cluster", "fix", "max_memory"}  # options that --check uses
+_TABLE = {"best", "refused", "explain", "html"}  # and those of the table of plans
+
 
 def plan_with(
+    context: typer.Context,
     model: _Model = None,
     arguments: _Arguments = None,
     cluster: _Cluster = None,
@@ -90,9 +94,11 @@ def plan_with(
 
     if (cluster is None) == (measure is None):
         raise typer.BadParameter("give --cluster, or --measure and a number of ranks")
-    if check is not None and cluster is not None:
+    if check is not None:
+        _refuse_inert(context, _given(context) - _CHECKED, "--check")
+        assert cluster is not None, "there is no --measure"
         words = [*([] if model is None else [str(model)]), *(arguments or [])]
-        _leave(lambda: script_check_command.show(check, words, cluster, fix or []))
+        _leave(lambda: script_check_command.show(check, words, cluster, fix or [], max_memory))
     if model is None or global_batch is None or arguments or check is not None:
         raise typer.BadParameter("give one MODEL and --global-batch, or --check and a script")
     request = plan_command.PlanRequest(
@@ -115,9 +121,26 @@ def plan_with(
     what_if = what_if_command.WhatIf(
         scale=scale, mtbf_hours=mtbf, save_gbytes=save_rate, restart_minutes=restart
     )
+    if mtbf is None:
+        _refuse_inert(context, _given(context) & {"save_rate", "restart"}, "no --mtbf")
     if scale or mtbf is not None:
+        _refuse_inert(context, _given(context) & _TABLE, "--scale or --mtbf")
         _leave(lambda: what_if_command.show(request, what_if))
     _leave(lambda: plan_command.show(request))
+
+
+def _given(context: typer.Context) -> set[str]:
+    """The options that were typed."""
+    names = {str(param.name) for param in context.command.params if param.opts[0].startswith("-")}
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+
+def _refuse_inert(context: typer.Context, inert: set[str], situation: str) -> None:
+    """Refuse options that would do nothing."""
+    for param in context.command.params:
+        if param.name in inert:
+            raise typer.BadParameter(f"{param.opts[0]} does nothing with {situation}: leave it out")
 
 
 def _measured(ranks: int | None) -> MeasuredCluster:
