@@ -57,8 +57,9 @@ _Check = Annotated[
 ]
 _Html = Annotated[Path | None, typer.Option(help="Write a page with all of it here.")]
 
-_CHECKED = {"check", "cluster", "fix", "max_memory"}  # options that --check uses
-_TABLE = {"best", "refused", "explain", "html"}  # and those of the table of plans
+_CHECKED = {"check", "cluster", "fix", "max_memory", "model", "arguments"}  # used by --check
+_OF_FAILURES = {"save_rate", "restart"}
+_OF_TABLE = {"best", "refused", "explain", "html"}
 
 
 def plan_with(
@@ -92,11 +93,8 @@ def plan_with(
     """
     from echelon.cli import plan_command, script_check_command, what_if_command
 
-    if (cluster is None) == (measure is None):
-        raise typer.BadParameter("give --cluster, or --measure and a number of ranks")
-    if check is not None:
-        _refuse_inert(context, _given(context) - _CHECKED, "--check")
-        assert cluster is not None, "there is no --measure"
+    _check_options(context)
+    if check is not None and cluster is not None:
         words = [*([] if model is None else [str(model)]), *(arguments or [])]
         _leave(lambda: script_check_command.show(check, words, cluster, fix or [], max_memory))
     if model is None or global_batch is None or arguments or check is not None:
@@ -121,26 +119,28 @@ def plan_with(
     what_if = what_if_command.WhatIf(
         scale=scale, mtbf_hours=mtbf, save_gbytes=save_rate, restart_minutes=restart
     )
-    if mtbf is None:
-        _refuse_inert(context, _given(context) & {"save_rate", "restart"}, "no --mtbf")
     if scale or mtbf is not None:
-        _refuse_inert(context, _given(context) & _TABLE, "--scale or --mtbf")
         _leave(lambda: what_if_command.show(request, what_if))
     _leave(lambda: plan_command.show(request))
 
 
-def _given(context: typer.Context) -> set[str]:
-    """The options that were typed."""
-    names = {str(param.name) for param in context.command.params if param.opts[0].startswith("-")}
-    sources = {name: context.get_parameter_source(name) for name in names}
-    return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
-
-
-def _refuse_inert(context: typer.Context, inert: set[str], situation: str) -> None:
-    """Refuse options that would do nothing."""
-    for param in context.command.params:
-        if param.name in inert:
-            raise typer.BadParameter(f"{param.opts[0]} does nothing with {situation}: leave it out")
+def _check_options(context: typer.Context) -> None:
+    """Refuse options that contradict or would do nothing beside the others."""
+    options = {str(param.name): param.opts[0] for param in context.command.params}
+    sources = {name: context.get_parameter_source(name) for name in options}
+    given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    if ("cluster" in given) == ("measure" in given):
+        raise typer.BadParameter("give --cluster, or --measure and a number of ranks")
+    if "check" in given:
+        inert, situation = given - _CHECKED, "--check"
+    elif "mtbf" not in given and given & _OF_FAILURES:
+        inert, situation = given & _OF_FAILURES, "no --mtbf"
+    elif given & {"scale", "mtbf"}:
+        inert, situation = given & _OF_TABLE, "--scale or --mtbf"
+    else:
+        return
+    for name in sorted(inert):
+        raise typer.BadParameter(f"{options[name]} does nothing with {situation}: leave it out")
 
 
 def _measured(ranks: int | None) -> MeasuredCluster:
