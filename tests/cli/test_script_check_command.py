@@ -1,5 +1,6 @@
 """``echelon plan --check``, as it is typed."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -47,8 +48,39 @@ def test_what_cannot_be_checked_gets_a_sentence(
     with pytest.raises(ArgumentError, match="does not exist"):
         show(str(tmp_path / "no.py"), [], "8 H100", [])
     (tmp_path / "short.py").write_text("print('no step')\n")
-    assert show(str(tmp_path / "short.py"), [], "8 H100", ["pp=1"]) == 1
+    assert show(str(tmp_path / "short.py"), [], "8 H100", ["pp=1"]) == 2
     assert "took fewer than 3 steps" in capsys.readouterr().err
     result = CliRunner().invoke(app, ["plan", "--cluster", "8 H100"])
     assert result.exit_code == 2
     assert "give one MODEL and --global-batch" in result.output
+
+
+SCRIPT = """
+import os, torch, echelon as ec
+world = ec.init()
+assert os.environ["WORLD_SIZE"] == str(world.size) == "8", os.environ["WORLD_SIZE"]
+assert os.environ["RANK"] == str(world.rank)
+model = ec.DDP(torch.nn.Linear(300, 300), world.group)
+optimizer = torch.optim.AdamW(model.parameters())
+while True:
+    model(torch.randn(8, 300)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_the_variables_of_torchrun_are_those_of_the_planned_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = dict(os.environ)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert show(str(tmp_path / "train.py"), [], "8 H100", []) == 0
+    assert show(str(tmp_path / "train.py"), [], "8 H100", [], max_memory_gib=1e-4) == 1
+    assert dict(os.environ) == before
+
+
+def test_a_plan_that_is_given_twice_is_refused(script: str) -> None:
+    with pytest.raises(ArgumentError, match="--fix is 'dp=8', and the script has --plan"):
+        show(script, ["--plan", "shard=8"], "8 H100", ["dp=8"])

@@ -10,7 +10,6 @@ DEVICE = Device(
     name="round",
     memory=80e9,
     peak=400e12,
-    peak_8bit=400e12,
     matmul=200e12,
     attention=100e12,
     bandwidth=1e12,

@@ -19,7 +19,7 @@ def test_one_host_needs_no_number_of_hosts() -> None:
 
 def test_a_file_describes_a_device_of_ones_own(tmp_path: Path) -> None:
     device = {
-        "name": "mine", "memory": 1e9, "peak": 1e12, "peak_8bit": 1e12, "matmul": 8e11,
+        "name": "mine", "memory": 1e9, "peak": 1e12, "matmul": 8e11,
         "attention": 5e11, "bandwidth": 1e10, "link": 1e9, "bus": 1e9, "processors": 10,
     }  # fmt: skip
     path = tmp_path / "cluster.json"
@@ -67,3 +67,10 @@ def test_a_file_may_have_a_price_and_nothing_else(tmp_path: Path) -> None:
 def test_what_is_wrong_is_said(text: str, sentence: str) -> None:
     with pytest.raises(ec.ArgumentError, match=sentence):
         Cluster.parse(text)
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ec.ArgumentError, match="cannot be read"):
+        Cluster.parse(str(path))

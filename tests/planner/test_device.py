@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from echelon.planner.device import Device, presets
 def test_each_preset_is_possible_and_has_its_source(name: str) -> None:
     device = presets()[name]
     assert device.source
-    assert device.attention <= device.matmul <= device.peak <= device.peak_8bit
+    assert device.attention <= device.matmul <= device.peak
     assert device.bus <= device.link <= device.bandwidth
 
 
@@ -22,3 +23,20 @@ def test_short_names_are_known() -> None:
 def test_a_rate_of_zero_is_refused(field: str) -> None:
     with pytest.raises(ec.ArgumentError, match=f"{field} of device 'H100-SXM' is 0"):
         replace(Device.preset("H100"), **{field: 0})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("attention", 5e-324, "attention of device 'H100-SXM' is 5e-324"),
+        ("bandwidth", 1e300, "bandwidth of device 'H100-SXM' is 1e.300"),
+        ("processors", 0.5, "processors of device 'H100-SXM' is 0.5; give a whole number"),
+        ("name", 3, "name is 3; give a text"),
+    ],
+)
+def test_a_number_with_which_times_overflow_is_refused(
+    field: str, value: object, sentence: str
+) -> None:
+    changed: Any = {field: value}
+    with pytest.raises(ec.ArgumentError, match=sentence):
+        replace(Device.preset("H100"), **changed)

@@ -76,3 +76,53 @@ def test_our_own_fields_are_taken_as_they_are(tmp_path: Path) -> None:
 def test_what_is_wrong_is_said(value: Any, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ec.ArgumentError, match=sentence):
         read_transformer(write(tmp_path, value))
+
+
+BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100}
+FALCON = {
+    "model_type": "falcon", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 100, "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def test_a_family_without_positions_takes_the_length_that_is_given(tmp_path: Path) -> None:
+    path = write(tmp_path, BLOOM)
+    with pytest.raises(ec.ArgumentError, match="give seq, the tokens of a sequence"):
+        read_transformer(path)
+    assert read_transformer(path, seq=128).seq == 128
+
+
+def test_heads_have_the_name_of_each_family(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "gpt_neo", hidden_size=64, num_layers=2, num_heads=4, vocab_size=100,
+        attention_types=[[["global", "local"], 1]],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    assert read_transformer(tmp_path).heads == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "kv_heads"),
+    [
+        ({}, 1),
+        ({"multi_query": False}, 4),
+        ({"new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+    ],
+)
+def test_keys_and_values_of_a_falcon_are_those_of_its_architecture(
+    fields: dict[str, Any], kv_heads: int, tmp_path: Path
+) -> None:
+    assert read_transformer(write(tmp_path, {**FALCON, **fields})).kv_heads == kv_heads
+
+
+@pytest.mark.parametrize(
+    "field", [{"add_cross_attention": True}, {"word_embed_proj_dim": 32}], ids=str
+)
+def test_parts_that_sizes_do_not_say_are_refused(field: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ec.ArgumentError, match=f"{next(iter(field))} = .*which sizes do not say"):
+        read_transformer(write(tmp_path, {**LLAMA, **field}))
+
+
+def test_a_file_that_is_nested_too_deeply_is_no_json(tmp_path: Path) -> None:
+    with pytest.raises(ec.ArgumentError, match="is no JSON"):
+        read_transformer(write(tmp_path, "[" * 100_000))

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import echelon as ec
 from echelon.errors import ArgumentError, UnsupportedError
 from echelon.planner.layout import Layout, Recompute
 from echelon.planner.model_tracing import trace_model
 from echelon.planner.operations import block_work, head_work
-from echelon.planner.step_memory import block_activations
+from echelon.planner.software_stack import SoftwareStack, rates_of
+from echelon.planner.step_memory import block_activations, step_memory
 from echelon.planner.traced_model import TracedModel
 from echelon.planner.transformer import Transformer
 from tests.planner.sizes import RATES, STACK
@@ -179,3 +181,41 @@ def test_what_cannot_be_traced_is_refused_with_a_sentence() -> None:
     frozen = stack_of_layers(2).requires_grad_(False)
     with pytest.raises(ArgumentError, match="no output of the model has a gradient"):
         trace_model(frozen, torch.zeros(2, 300))
+
+
+def test_parameters_that_are_frozen_have_neither_gradients_nor_an_optimizer() -> None:
+    model = nn.Sequential(*(nn.Linear(300, 300, bias=False) for _ in range(4)))
+    for layer in list(model)[:3]:
+        layer.requires_grad_(False)
+    traced = trace_model(model, torch.zeros(8, 300))
+    stack = SoftwareStack(name="fsdp", rates=rates_of("fsdp"))
+    memory = step_memory(traced, Layout(), stack)
+    assert traced.trained_share == 0.25
+    assert memory.parameters == 2 * 4 * 90_000
+    assert memory.gradients == stack.gradient_bytes * 90_000
+    assert memory.optimizer == 12 * 90_000
+
+
+def test_the_multiplications_of_a_recurrent_layer_are_counted() -> None:
+    traced = trace_model(nn.LSTM(64, 64, batch_first=True), torch.zeros(4, 10, 64))
+    forward = 10 * 2 * 2 * 64 * 4 * 64  # of inputs and of states, for each of 10 tokens
+    assert traced.flops() == pytest.approx(3 * forward, rel=0.25)  # the input has no gradient
+    assert torch.backends.mkldnn.enabled
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "sentence"),
+    [
+        (nn.Linear(8, 8), torch.zeros(4, 9), "Linear cannot run with one sequence of its example"),
+        (nn.Linear(8, 8), {"x": torch.zeros(4, 8)}, "Linear cannot run with one sequence"),
+        (nn.BatchNorm1d(8), torch.zeros(4, 8), "more than 1 value per channel"),
+        (nn.Linear(8, 8), torch.zeros(0, 8), "no tensor with a row for each sequence"),
+        (nn.LazyLinear(8), torch.zeros(4, 8), "'weight' has no shape before the first forward"),
+    ],
+)
+def test_a_model_that_cannot_run_gets_a_sentence(
+    model: nn.Module, example: Any, sentence: str
+) -> None:
+    with pytest.raises(ec.ArgumentError, match=sentence):
+        trace_model(model, example)
+    assert torch._C._len_torch_dispatch_stack() == 0

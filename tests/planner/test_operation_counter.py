@@ -73,3 +73,11 @@ def test_places_divide_what_is_counted() -> None:
         layer(torch.ones(2, 4))
     assert counter.at(0, "forward") == counter.at(3, "forward")
     assert counter.uses == {0: {0, 3}, 1: {0, 3}}
+
+
+def test_a_transposed_convolution_multiplies_each_element_of_its_input() -> None:
+    layer = nn.ConvTranspose2d(8, 4, 3, stride=2)
+    forward, backward = counted(layer, torch.ones(2, 8, 5, 5, requires_grad=True))
+    flops = 2 * 2 * 5 * 5 * 8 * 4 * 9
+    assert [product.flops for product in forward.multiplications] == [flops]
+    assert [product.flops for product in backward.multiplications] == [flops, flops]

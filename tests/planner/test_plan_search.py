@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 
 import echelon as ec
 from echelon.planner.cluster import Cluster
+from echelon.planner.device import Device
 from echelon.planner.layout import Layout
 from echelon.planner.layout_space import LayoutFamily, SearchLimits, families
 from echelon.planner.layout_timer import LayoutTimer
 from echelon.planner.memory_table import MemoryTable
-from echelon.planner.plan_search import fastest, search
+from echelon.planner.plan_search import fastest, search, usable_bytes
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.step_memory import step_memory
 from echelon.planner.step_time import StepTime
@@ -140,11 +141,11 @@ def test_fixed_axes_are_kept() -> None:
     assert {(planned.layout.pp, planned.layout.tp) for planned in result.best} == {(2, 2)}
 
 
-def test_what_does_not_fit_is_refused_with_stage_and_bytes() -> None:
+def test_what_does_not_fit_is_refused_with_rank_and_bytes() -> None:
     result = search(MODEL, cluster(1, 1), STACK, SearchLimits(global_batch=1, max_memory=1e6))
     assert result.best == ()
     assert result.nearest is not None
-    assert "stage 0 of 1 would have" in result.nearest.refusal()
+    assert "rank 0 would have" in str(result.nearest)
 
 
 def test_a_batch_that_no_plan_divides_is_refused() -> None:
@@ -160,3 +161,13 @@ def test_a_batch_that_no_plan_divides_is_refused() -> None:
 def test_of_equally_fast_layouts_the_simplest_is_taken() -> None:
     result = search(MODEL, cluster(1, 1), STACK, SearchLimits(global_batch=1))
     assert result.best[0].layout == Layout()
+
+
+def test_a_batch_that_only_other_axes_divide_says_so() -> None:
+    limits = SearchLimits(global_batch=3, fixed={"tp": 1, "cp": 1, "ep": 1}, plans_only=True)
+    with pytest.raises(ec.ArgumentError, match="look at tp, cp and ep with axes='all'"):
+        search(MODEL, cluster(1, 8), STACK, limits)
+
+
+def test_a_device_smaller_than_its_context_has_no_memory() -> None:
+    assert usable_bytes(replace(Device.preset("H100"), memory=1e9)) == 0

@@ -26,7 +26,6 @@ def test_each_size_has_the_plan_that_a_search_for_it_finds() -> None:
         best = search(MODEL, place, STACK, limits).best[0]
         assert point.planned is not None
         assert point.planned.layout == best.layout
-        assert best.time is not None
         assert point.step_s == best.time.total
         assert point.tokens_per_second == pytest.approx(32 * 2048 / best.time.total)
         hours = place.num_devices * best.time.total * (1e9 / (32 * 2048)) / 3600
@@ -36,7 +35,7 @@ def test_each_size_has_the_plan_that_a_search_for_it_finds() -> None:
 def test_a_size_without_a_plan_says_why() -> None:
     limits = SearchLimits(global_batch=12, fixed={"pp": 1, "tp": 1, "cp": 1}, max_memory=1e6)
     too_small, no_divisor = scaled(MODEL, cluster(1, 4), STACK, limits, [4, 32])
-    assert "no plan fits: stage 0 of 1 would have" in too_small.reason
+    assert "recompute: rank 0 would have" in too_small.reason
     assert "no plan divides 32 devices" in no_divisor.reason
     for point in (too_small, no_divisor):
         assert point.planned is None

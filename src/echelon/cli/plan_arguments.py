@@ -57,8 +57,13 @@ _Check = Annotated[
 ]
 _Html = Annotated[Path | None, typer.Option(help="Write a page with all of it here.")]
 
+_CHECKED = {"check", "cluster", "fix", "max_memory", "model", "arguments"}  # used by --check
+_OF_FAILURES = {"save_rate", "restart"}
+_OF_TABLE = {"best", "refused", "explain", "html"}
+
 
 def plan_with(
+    context: typer.Context,
     model: _Model = None,
     arguments: _Arguments = None,
     cluster: _Cluster = None,
@@ -88,11 +93,10 @@ def plan_with(
     """
     from echelon.cli import plan_command, script_check_command, what_if_command
 
-    if (cluster is None) == (measure is None):
-        raise typer.BadParameter("give --cluster, or --measure and a number of ranks")
+    _check_options(context)
     if check is not None and cluster is not None:
         words = [*([] if model is None else [str(model)]), *(arguments or [])]
-        _leave(lambda: script_check_command.show(check, words, cluster, fix or []))
+        _leave(lambda: script_check_command.show(check, words, cluster, fix or [], max_memory))
     if model is None or global_batch is None or arguments or check is not None:
         raise typer.BadParameter("give one MODEL and --global-batch, or --check and a script")
     request = plan_command.PlanRequest(
@@ -118,6 +122,25 @@ def plan_with(
     if scale or mtbf is not None:
         _leave(lambda: what_if_command.show(request, what_if))
     _leave(lambda: plan_command.show(request))
+
+
+def _check_options(context: typer.Context) -> None:
+    """Refuse options that contradict or would do nothing beside the others."""
+    options = {str(param.name): param.opts[0] for param in context.command.params}
+    sources = {name: context.get_parameter_source(name) for name in options}
+    given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    if ("cluster" in given) == ("measure" in given):
+        raise typer.BadParameter("give --cluster, or --measure and a number of ranks")
+    if "check" in given:
+        inert, situation = given - _CHECKED, "--check"
+    elif "mtbf" not in given and given & _OF_FAILURES:
+        inert, situation = given & _OF_FAILURES, "no --mtbf"
+    elif given & {"scale", "mtbf"}:
+        inert, situation = given & _OF_TABLE, "--scale or --mtbf"
+    else:
+        return
+    for name in sorted(inert):
+        raise typer.BadParameter(f"{options[name]} does nothing with {situation}: leave it out")
 
 
 def _measured(ranks: int | None) -> MeasuredCluster:

@@ -74,7 +74,7 @@ def searched(request: PlanRequest) -> tuple[PlannedModel, Cluster, SoftwareStack
     """What a request asks for: the model, the cluster, the constants and the limits."""
     limits = limits_of(
         request.global_batch,
-        dict(_axis(text) for text in request.fixed),
+        _axes(request.fixed),
         None if request.max_memory_gib is None else request.max_memory_gib * 2**30,
         request.axes,  # type: ignore[arg-type]  # which is checked there, as is the goal
         max(request.best, request.explain or 1),
@@ -105,6 +105,15 @@ def show(request: PlanRequest) -> int:
 def _refused(plans: Plans, count: int) -> Sequence[RefusedPlan]:
     """Some that do not fit; only who asks for them waits until every plan has been looked at."""
     return plans.refused[:count] if count else ()
+
+
+def _axes(texts: Sequence[str]) -> dict[str, int | str]:
+    fixed: dict[str, int | str] = {}
+    for text in texts:
+        name, value = _axis(text)
+        if fixed.setdefault(name, value) != value:
+            raise ArgumentError(f"--fix gives {name} as {fixed[name]} and as {value}: give it once")
+    return fixed
 
 
 def _axis(text: str) -> tuple[str, int | str]:

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from echelon.checks import positive
 from echelon.errors import ArgumentError, StateError
 from echelon.launch.program import Program
 from echelon.page import bytes_text
@@ -17,12 +18,20 @@ from echelon.planner.plan_search import usable_bytes
 from echelon.plans.axes import AXES, axes_of, plan_argument
 
 
-def show(script: str, arguments: Sequence[str], cluster_text: str, fixed: Sequence[str]) -> int:
-    """Print what each stage of a script allocates; returns 1 if it does not fit.
+def show(
+    script: str,
+    arguments: Sequence[str],
+    cluster_text: str,
+    fixed: Sequence[str],
+    max_memory_gib: float | None = None,
+) -> int:
+    """Print what each stage of a script allocates; returns 1 if it does not fit, and 2 if the
+    script failed.
 
     Args:
         arguments: of the script; its plan is that of a ``--plan`` among them.
         fixed: axes, each as ``pp=4``, of a script without one; else all devices are replicas.
+        max_memory_gib: GiB of a device that may be allocated; None: its memory without a margin.
 
     Raises:
         ArgumentError: the plan is for another number of devices than the cluster has.
@@ -32,6 +41,9 @@ def show(script: str, arguments: Sequence[str], cluster_text: str, fixed: Sequen
     from echelon.plans.plans import Plan
 
     cluster = Cluster.parse(cluster_text)
+    limit = usable_bytes(cluster.device)
+    if max_memory_gib is not None:
+        limit = positive("--max-memory", max_memory_gib) * 2**30
     program = Program(script)
     if (problem := program.problem()) is not None:
         raise ArgumentError(problem)
@@ -48,8 +60,7 @@ def show(script: str, arguments: Sequence[str], cluster_text: str, fixed: Sequen
         stages = check_script(program, arguments, plan)
     except StateError as error:
         typer.echo(str(error), err=True)
-        return 1
-    limit = usable_bytes(cluster.device)
+        return 2
     table = Table(box=None, header_style="bold")
     for name in ("stage", "rank", "kept", "peak", f"of {bytes_text(int(limit))}"):
         table.add_column(name, justify="right")
@@ -65,6 +76,10 @@ def _axes(arguments: Sequence[str], fixed: Sequence[str], devices: int) -> dict[
     """The axes of the script's plan, or those that are given; the other ranks are replicas."""
     text = plan_argument(arguments)
     if text is not None:
+        if fixed:
+            raise ArgumentError(
+                f"--fix is {fixed[0]!r:.40}, and the script has --plan {text}: give one of them"
+            )
         return axes_of(text)
     axes = axes_of(",".join(fixed)) if fixed else {}
     taken = 1

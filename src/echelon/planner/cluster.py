@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, final
 
-from echelon.checks import instance, integer, positive
+from echelon.checks import instance, integer, number, positive
 from echelon.errors import ArgumentError
-from echelon.planner.device import Device
+from echelon.planner.device import MOST_BYTES, Device
 
 _FORM = re.compile(r"(?:(\d+)\s*[x×]\s*)?(\d+)\s*[x×]?\s+(\S+)(?:\s*@\s*(\d+(?:\.\d+)?)\s*Gb/s)?")
 _MOST_DEVICES = 2**20
@@ -41,7 +41,7 @@ class Cluster:
         integer("hosts", self.hosts, low=1, high=_MOST_DEVICES)
         integer("devices_per_host", self.devices_per_host, low=1, high=_MOST_DEVICES // self.hosts)
         instance("device", self.device, Device)
-        positive("network", self.network)
+        number("network", self.network, 1.0, MOST_BYTES)
         if self.price is not None:
             positive("price", self.price)
 
@@ -91,7 +91,7 @@ class Cluster:
     def _of_file(cls, path: Path) -> Cluster:
         try:
             value = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ArgumentError(f"cluster {str(path)!r:.200} cannot be read: {error}") from error
         known = {field.name for field in fields(cls)}
         if not isinstance(value, Mapping) or set(value) | {"price"} != known:

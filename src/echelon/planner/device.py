@@ -9,10 +9,11 @@ from functools import cache
 from importlib import resources
 from typing import final
 
-from echelon.checks import positive
+from echelon.checks import instance, integer, number
 from echelon.errors import ArgumentError
 
 _GIGA, _TERA = 1e9, 1e12
+MOST_BYTES = 1e30  # bytes or a rate; times of more would round to nothing
 # Short names that people use, and the preset that they mean.
 _ALSO = {
     "V100": "V100-SXM-32",
@@ -36,7 +37,6 @@ class Device:
         name: what it is called.
         memory: bytes.
         peak: dense FLOP/s with 16-bit inputs, as its maker prints it.
-        peak_8bit: the same with 8-bit inputs; that of 16 bits where it has none.
         matmul: FLOP/s of the best large multiplication of 16-bit matrices that was measured.
         attention: FLOP/s of fused attention in its forward.
         bandwidth: bytes/s of its memory.
@@ -50,7 +50,6 @@ class Device:
     name: str
     memory: float
     peak: float
-    peak_8bit: float
     matmul: float
     attention: float
     bandwidth: float
@@ -60,9 +59,12 @@ class Device:
     source: str = ""
 
     def __post_init__(self) -> None:
-        names = {field.name for field in fields(self)} - {"name", "source"}
+        instance("name", self.name, str)
+        instance("source", self.source, str)
+        names = {field.name for field in fields(self)} - {"name", "source", "processors"}
         for field in sorted(names):
-            positive(f"{field} of device {self.name!r}", getattr(self, field))
+            number(f"{field} of device {self.name!r}", getattr(self, field), 1.0, MOST_BYTES)
+        integer(f"processors of device {self.name!r}", self.processors, low=1)
 
     @classmethod
     def preset(cls, name: str) -> Device:
@@ -94,12 +96,10 @@ def presets() -> Mapping[str, Device]:
 
 
 def _device(row: Mapping[str, str]) -> Device:
-    peak = float(row["peak_16bit"]) * _TERA
     return Device(
         name=row["name"],
         memory=float(row["memory_gb"]) * _GIGA,
-        peak=peak,
-        peak_8bit=float(row["peak_8bit"]) * _TERA if row["peak_8bit"] else peak,
+        peak=float(row["peak_16bit"]) * _TERA,
         matmul=float(row["matmul_16bit"]) * _TERA,
         attention=float(row["attention_16bit"]) * _TERA,
         bandwidth=float(row["memory_tb_s"]) * _TERA,

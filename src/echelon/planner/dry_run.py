@@ -23,6 +23,7 @@ from echelon.comm.fake.group import FakeGroup
 from echelon.comm.mesh import axis_ranks
 from echelon.comm.world import World
 from echelon.diagnosis.rank_monitor import StepCounter
+from echelon.errors import ArgumentError
 from echelon.fsdp import FSDP
 from echelon.fsdp.units import Rule
 from echelon.laboratory.allocations import Allocations
@@ -258,9 +259,25 @@ def with_memory(given: tuple[Any, Any, Any]) -> Any:
     modules = [given[0]] if isinstance(given[0], nn.Module) else given[0]
     tensors: list[Any] = [leaf for leaf in tree_leaves(given[1:]) if isinstance(leaf, Tensor)]
     for module in modules:
+        require_copyable(module)
         tensors += [*module.parameters(), *module.buffers()]
     memo: dict[int, Any] = {id(tensor): _real(tensor) for tensor in tensors}
     return copy.deepcopy(given, memo)
+
+
+def require_copyable(module: nn.Module) -> None:
+    """Refuse a module whose shapes are not known, or which cannot be copied."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ArgumentError(
+            f"the module is a {type(module).__name__}, which takes no hooks: give the module that "
+            "was compiled by TorchScript"
+        )
+    for name, param in module.named_parameters():
+        if nn.parameter.is_lazy(param):
+            raise ArgumentError(
+                f"parameter {name!r} has no shape before the first forward: run the module once "
+                "with a batch, or give a layer with its sizes"
+            )
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -94,7 +94,6 @@ def _cheapest(
             continue  # fewer hosts may divide nothing
         results.append(result)
         for planned in result.best:
-            assert planned.time is not None, "only what fits is among the best"
             candidates.append((planned.time.total * part.num_devices, part, planned))
     candidates.sort(key=lambda candidate: candidate[0])
     best = [(part, planned) for _, part, planned in candidates[: limits.keep]]

@@ -46,7 +46,6 @@ def as_cluster(measured: Sequence[RankRates], memory: float) -> MeasuredCluster:
         name="measured",
         memory=memory / len(measured),
         peak=rates.matmul,
-        peak_8bit=rates.matmul,
         matmul=rates.matmul,
         attention=rates.attention,
         bandwidth=rates.bandwidth,

@@ -24,13 +24,14 @@ _WITH_POSITIONS = ("gpt2", "gpt_neo", "opt")
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "vocab": ("vocab_size",),
     "seq": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
 }
 # Fields with which a model of a known family has parts that ``Transformer`` does not describe, and
 # a value with which it has none.
 _NOT_DESCRIBED = {
+    "add_cross_attention": False,
     "decoder_sparse_step": 1,
     "first_k_dense_replace": 0,
     "kv_lora_rank": 0,
@@ -62,7 +63,7 @@ def read_transformer(path: Path, seq: int | None = None) -> Transformer:
         value = json.loads(file.read_text("utf-8"))
     except OSError as error:
         raise ArgumentError(f"model {str(file)!r:.200} cannot be read: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArgumentError(
             f"model {str(file)!r:.200} is no JSON ({error}): give one with the sizes of a model, a "
             "config.json of transformers, or its folder"
@@ -83,7 +84,11 @@ def transformer_of(value: Mapping[str, Any], name: str, seq: int | None = None) 
         ArgumentError: a size is missing, wrong or not known, or a field changes the model in a way
             that sizes do not say.
     """
-    sizes = _of_config(value, name) if "model_type" in value else _of_fields(value, name)
+    if "model_type" not in value:
+        sizes = _of_fields(value, name)
+    else:  # a family without positions does not say how long a sequence is
+        without = seq is not None and not any(field in value for field in _NAMES["seq"])
+        sizes = _of_config({**value, "n_ctx": seq} if without else value, name)
     if seq is not None:
         sizes["seq"] = seq
     return Transformer(**sizes)
@@ -120,9 +125,15 @@ def _of_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
     experts = config.get("num_local_experts") or config.get("num_experts") or 1
     integer("the number of experts", experts, low=1)
     inner = next((config[name] for name in _INNER if config.get(name)), 4 * hidden)
+    projected = config.get("word_embed_proj_dim") or hidden
+    if projected != hidden:
+        raise ArgumentError(
+            f"model {file!r:.200} has word_embed_proj_dim = {projected!r:.80}, which sizes do not "
+            "say unless it is hidden_size"
+        )
     return {
         **sizes,
-        "kv_heads": config.get("num_key_value_heads") or heads,
+        "kv_heads": _kv_heads(config, heads),
         "head_dim": config.get("head_dim") or hidden // heads,
         "ffn": config.get("moe_intermediate_size", inner) if experts > 1 else inner,
         "gated": family in _THREE,
@@ -138,4 +149,11 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...], file: str) -> int:
     for name in names:
         if isinstance(config.get(name), int):
             return int(config[name])
-    raise ArgumentError(f"model {file!r:.200} does not say {names[0]}")
+    how = ": give seq, the tokens of a sequence" if names == _NAMES["seq"] else ""
+    raise ArgumentError(f"model {file!r:.200} does not say {names[0]}{how}")
+
+
+def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
+    if config["model_type"] == "falcon" and not config.get("new_decoder_architecture"):
+        return 1 if config.get("multi_query", True) else heads
+    return config.get("num_key_value_heads") or config.get("num_kv_heads") or heads

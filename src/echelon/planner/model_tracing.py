@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends import mkldnn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon import checks
-from echelon.errors import ArgumentError
+from echelon.errors import ArgumentError, EchelonError
 from echelon.pipeline.splitting.split import blocks_of
 from echelon.planner.dry_run import with_memory
 from echelon.planner.operation_counter import OperationCounter
@@ -69,12 +71,15 @@ def trace_model(
             steps.append(_traced(copied, batch, wanted, loss_fn))
     (once, sizes), (twice, _) = steps
     params = [param for param in copied.parameters() if param.requires_grad]
+    num_parameters = sum(param.numel() for param in copied.parameters())
+    num_trained = sum(param.numel() for param in params)
     return TracedModel(
         once=once,
         twice=twice,
         **sizes,
-        num_parameters=sum(param.numel() for param in copied.parameters()),
+        num_parameters=num_parameters,
         seq=seq,
+        trained_share=num_trained / num_parameters if num_parameters else 1.0,
         width=params[0].itemsize if params else 4,
         rounding=rounding,
     )
@@ -83,7 +88,7 @@ def trace_model(
 def _tokens_of(given: tuple[Any, ...]) -> int:
     """The tokens of a sequence; a row of anything but whole numbers counts as one."""
     leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.ndim]
-    if not leaves:
+    if not leaves or any(len(leaf) == 0 for leaf in leaves):
         raise ArgumentError(
             f"inputs is {given!r:.80}, which has no tensor with a row for each sequence"
         )
@@ -117,9 +122,9 @@ def _traced(
         for handle in _hooks(block, index, len(blocks), counter, outputs)
     ]
     try:
-        with counter, torch.enable_grad():
+        with _without_mkldnn(), counter, torch.enable_grad():
             counter.place = _BEFORE
-            result = model(*batch)
+            result = _output_of(model, batch)
             counter.place = _AFTER
             outputs[_AFTER] = sum(map(Tensor.numel, _with_gradients(result)))
             loss = _mean_of(result) if loss_fn is None else loss_fn(result, target)
@@ -135,6 +140,29 @@ def _traced(
         head=_part(counter, _AFTER, outputs),
     )
     return step, _sizes(model, blocks, counter)
+
+
+@contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    """In it, a recurrent layer is one operation that hides its multiplications."""
+    (enabled, *_) = mkldnn.set_flags(False)
+    try:
+        yield
+    finally:
+        mkldnn.set_flags(enabled)
+
+
+def _output_of(model: nn.Module, batch: Sequence[Any]) -> Any:
+    try:
+        return model(*batch)
+    except EchelonError:
+        raise
+    except Exception as error:
+        raise ArgumentError(
+            f"{type(model).__name__} cannot run with one sequence of its example: "
+            f"{type(error).__name__}: {error}. Give what the module takes: a tuple where it takes "
+            "several arguments, whose tensors have a row for each sequence"
+        ) from error
 
 
 def _block_modules(model: nn.Module) -> list[nn.Module]:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from echelon.planner.operations import Multiplication, RankWork
+from echelon.planner.shapes_only import touches_nothing
 
 # The backward of fused attention computes the scores again (Dao, arXiv 2307.08691, section 4.1).
 _ATTENTION_BACKWARD = 2.5
@@ -102,7 +103,7 @@ class OperationCounter(TorchDispatchMode):
                     and (index := self._constants.get(_storage(leaf), -1)) >= 0
                 ):
                     self.uses.setdefault(index, set()).add(self.place)
-        if not _is_view(func):
+        if not touches_nothing(func):
             _count(self.at(self.place, self.direction), func, args, kwargs or {}, output)
         return output
 
@@ -110,13 +111,6 @@ class OperationCounter(TorchDispatchMode):
 def _storage(tensor: Tensor) -> int:
     address: int = tensor.untyped_storage()._cdata
     return address
-
-
-def _is_view(func: Any) -> bool:
-    infos = [item.alias_info for item in func._schema.returns]
-    return "empty" in func._schema.name or any(
-        info is not None and not info.is_write for info in infos
-    )
 
 
 def _count(work: PlaceWork, func: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
@@ -143,16 +137,19 @@ def _products(name: str, args: Any, output: Any) -> list[Multiplication]:
             if output.ndim == 3:  # the gradient of the matrices
                 return [Multiplication(left.shape[0], left.shape[1], right.shape[-1])]
         case "convolution":
-            return [_convolution(args[1], output.numel() / args[1].shape[0])]
+            return [_convolution(args[1], args[0] if args[6] else output)]
         case "convolution_backward":
-            product = _convolution(args[2], args[0].numel() / args[2].shape[0])
+            product = _convolution(args[2], args[1] if args[7] else args[0])
             return [product] * sum(args[-1][:2])
         case _:
             return []
     return [Multiplication(math.prod(left.shape[:-1]), left.shape[-1], right.shape[-1])]
 
 
-def _convolution(weight: Tensor, positions: float) -> Multiplication:
+def _convolution(weight: Tensor, outer: Tensor) -> Multiplication:
+    """Of a weight with the side that has its first dimension: the output, or the input of a
+    transposed one."""
+    positions = outer.numel() / weight.shape[0]
     return Multiplication(positions, math.prod(weight.shape[1:]), weight.shape[0])
 
 

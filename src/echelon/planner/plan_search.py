@@ -16,6 +16,7 @@ from echelon.planner.layout_space import LayoutFamily, SearchLimits, families
 from echelon.planner.layout_timer import LayoutTimer
 from echelon.planner.memory_table import MemoryTable
 from echelon.planner.operations import PlannedModel
+from echelon.planner.refusal import RefusedPlan
 from echelon.planner.simulated_step import simulated_steps
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.step_memory import StepMemory, step_memory
@@ -34,30 +35,15 @@ class PlannedLayout:
 
     Attributes:
         layout: the degrees of all axes.
-        time: of a step; None where it does not fit.
+        time: of a step.
         memory: of the rank that needs most.
         limit: bytes that may be allocated on one device.
     """
 
     layout: Layout
-    time: StepTime | None
+    time: StepTime
     memory: StepMemory
     limit: float
-
-    @property
-    def fits(self) -> bool:
-        """Whether the memory is within the limit."""
-        return self.memory.total <= self.limit
-
-    def refusal(self) -> str:
-        """Why it does not fit: the stage, the bytes, and the largest categories."""
-        parts = sorted(self.memory.categories().items(), key=lambda item: -item[1])[:3]
-        text = ", ".join(f"{name} {nbytes / 2**30:.1f}" for name, nbytes in parts)
-        return (
-            f"stage {self.memory.rank_stage} of {self.layout.pp} would have "
-            f"{self.memory.total / 2**30:.1f} GiB at the peak of its step ({text}), of "
-            f"{self.limit / 2**30:.1f} GiB"
-        )
 
 
 @final
@@ -73,7 +59,7 @@ class SearchResult:
     """
 
     best: tuple[PlannedLayout, ...]
-    nearest: PlannedLayout | None
+    nearest: RefusedPlan | None
     num_layouts: int
     num_fitting: int
 
@@ -95,16 +81,17 @@ def search(
     if limit is None:
         limit = usable_bytes(cluster.device)
     memory = MemoryTable(model, stack)
-    fitting, survey = list[LayoutFamily](), _Survey()
+    fitting, count = list[LayoutFamily](), _Count()
     for family in families(model, cluster, limits):
-        if survey.add(family, memory.peaks(family), limit):
+        if count.add(family, memory.peaks(family), limit):
             fitting.append(family)
-    if not survey.num_layouts:
+    if not count.num_layouts:
         raise ArgumentError(
             f"no plan divides {cluster.num_devices} devices, {model.layers} blocks, {model.heads} "
             f"heads and a global batch of {limits.global_batch}"
             + (f" with {dict(limits.fixed)}" if limits.fixed else "")
             + ": change the batch or the fixed axes"
+            + (", or look at tp, cp and ep with axes='all'" if limits.plans_only else "")
         )
     timer = LayoutTimer(model, cluster, stack)
     ranked = fastest(timer, memory, fitting, limit, max(SIMULATED, limits.keep))
@@ -116,15 +103,15 @@ def search(
             )
             for layout, time in simulated[: limits.keep]
         ),
-        nearest=survey.nearest(model, stack, limit),
-        num_layouts=survey.num_layouts,
-        num_fitting=survey.num_fitting,
+        nearest=count.nearest(model, stack, limit),
+        num_layouts=count.num_layouts,
+        num_fitting=count.num_fitting,
     )
 
 
 def usable_bytes(device: Device) -> float:
     """What may be allocated: the memory without what the allocator reserves and the context."""
-    return (device.memory - CONTEXT_BYTES) / (1 + RESERVED)
+    return max(0.0, device.memory - CONTEXT_BYTES) / (1 + RESERVED)
 
 
 def fastest(
@@ -160,7 +147,7 @@ def fastest(
     return [(layout, time) for _, layout, time in best]
 
 
-class _Survey:
+class _Count:
     """How many layouts there are and fit, and which of the others needs least memory."""
 
     def __init__(self) -> None:
@@ -182,14 +169,14 @@ class _Survey:
 
     def nearest(
         self, model: PlannedModel, stack: SoftwareStack, limit: float
-    ) -> PlannedLayout | None:
+    ) -> RefusedPlan | None:
         """The layout that needs least memory of those that do not fit."""
         if self._least is None:
             return None
         _, family, schedule, shard = self._least
         layout = family.layout(family.schedules[schedule], family.shards[shard])
         memory = step_memory(model, layout, stack)
-        return PlannedLayout(layout=layout, time=None, memory=memory, limit=limit)
+        return RefusedPlan(layout=layout, memory=memory, limit=limit)
 
 
 def _order(timed: tuple[Layout, StepTime]) -> tuple[float, ...]:

@@ -53,7 +53,6 @@ class PricedPlan:
     @property
     def time(self) -> StepTime:
         """Seconds of a step, by what they go into."""
-        assert self.planned.time is not None, "it fits"
         return self.planned.time
 
     @property

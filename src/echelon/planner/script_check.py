@@ -6,11 +6,13 @@ One rank of each stage runs, on a thread, beside ranks that are taken to be like
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
+from echelon.c10d.rank_variables import rank_variables
 from echelon.comm.world import World
 from echelon.diagnosis.rank_monitor import StepCounter
 from echelon.errors import StateError
@@ -106,6 +108,10 @@ def _run_stage(
     world = fake_world(plan, stages, DryRunOptions(), StepCounter(after_step))
     world.is_replay = True
     enter(world)
+    # The environment is that of this simulated rank, which is put back when another one's turn
+    # comes; a script may divide its batch by WORLD_SIZE.
+    port = int(os.environ.get("MASTER_PORT", 0))
+    os.environ.update(rank_variables(world.rank, world.size, port))
     try:
         with ShapesOnly(), memory:
             main(world, *args)

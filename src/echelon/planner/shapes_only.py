@@ -63,7 +63,7 @@ class ShapesOnly(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _touches_nothing(func):
+        if touches_nothing(func):
             return self._noted(func(*args, **kwargs)) if _is_empty(func) else func(*args, **kwargs)
         if not self._lacks_values(func, args, kwargs):
             return func(*args, **kwargs)
@@ -138,7 +138,7 @@ class ShapesOnly(TorchDispatchMode):
 
 
 @cache
-def _touches_nothing(func: Any) -> bool:
+def touches_nothing(func: Any) -> bool:
     """Whether an operation returns a view, or memory as it comes."""
     infos = [item.alias_info for item in func._schema.returns]
     if any(info is not None and not info.is_write for info in infos):

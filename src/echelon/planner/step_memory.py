@@ -140,11 +140,16 @@ def rank_states(
     gradient_bytes = stack.gradient_bytes
     divided = shard if sharded in (ShardedStates.GRADIENTS, ShardedStates.PARAMETERS) else 1
     gathered = 0.0 if whole_parameters or shard == 1 else 2 * block_bytes
+    trained = model.trained_share
     return RankStates(
         parameters=WIDTH * elements / (1 if whole_parameters else shard),
-        gradients=gradient_bytes * elements / divided,
-        optimizer=_OPTIMIZER_BYTES * elements / (1 if sharded is ShardedStates.NOTHING else shard),
-        gathered=gathered + (gradient_bytes / WIDTH * block_bytes if divided > 1 else 0.0),
+        gradients=trained * gradient_bytes * elements / divided,
+        optimizer=trained
+        * _OPTIMIZER_BYTES
+        * elements
+        / (1 if sharded is ShardedStates.NOTHING else shard),
+        gathered=gathered
+        + (trained * gradient_bytes / WIDTH * block_bytes if divided > 1 else 0.0),
     )
 
 

@@ -67,6 +67,8 @@ class TracedModel:
         head_parameters: elements that run after the blocks, without those of the embedding.
         shared_parameters: elements of the embedding that the head uses, too.
         num_parameters: of all; what is shared counts once.
+        trained_share: the part of them that has gradients and states of the optimizer; the same is
+            taken for every block.
         seq: tokens of a sequence.
         width: bytes of an element of the activations.
         rounding: an allocation takes a multiple of so many bytes.
@@ -80,6 +82,7 @@ class TracedModel:
     shared_parameters: int
     num_parameters: int
     seq: int
+    trained_share: float = 1.0
     width: int = 2
     rounding: int = 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from echelon.checks import flag, integer
 from echelon.errors import ArgumentError
@@ -45,6 +45,8 @@ class Transformer:
     biases: bool = False
     experts: int = 1
     active_experts: int = 1
+
+    trained_share: ClassVar[float] = 1.0  # of the parameters
 
     def __post_init__(self) -> None:
         names = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "seq")

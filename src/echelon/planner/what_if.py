@@ -82,7 +82,7 @@ def scaled(
             if result.best:
                 planned = result.best[0]
             elif result.nearest is not None:
-                reason = f"no plan fits: {result.nearest.refusal()}"
+                reason = f"no plan fits: {result.nearest}"
         tokens = limits.global_batch * model.seq
         points.append(ScalePoint(cluster=part, planned=planned, reason=reason, tokens=tokens))
     return points
