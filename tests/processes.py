@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from echelon.process.process_status import ProcessStatus
@@ -16,12 +18,15 @@ __all__ = ["becomes_true", "free_port", "has_ended", "run_python", "wait_until"]
 
 WAIT_S = 90.0  # on a busy machine some starts take this long
 POLL_S = 0.01
+_anywhere = random.SystemRandom()  # no two workers take the same ports in turn
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """A port that was free a moment ago, below those that Linux gives to connections."""
+    while True:
+        port = _anywhere.randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def has_ended(pid: int) -> bool:

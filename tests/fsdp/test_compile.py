@@ -85,6 +85,7 @@ def trains(world: World, way: str, initial: dict[str, Tensor]) -> dict[str, Tens
 )
 def test_training_with_compiled_units_equals_one_process(kind: str, way: str) -> None:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # of the tests before
     plain = stack()
     initial = copy.deepcopy(plain.state_dict())
     expected = train(plain, range(2))
