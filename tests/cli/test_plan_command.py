@@ -148,7 +148,7 @@ def test_a_page_is_written(tmp_path: Path) -> None:
         (("--cluster", "8 H100", "--stack", "horovod"), "stack is 'horovod'"),
         (("--cluster", "8 H100", "--explain", "0"), "--explain is 0"),
         (("--cluster", "3 H100", "--fix", "pp=7"), "no plan divides 3 devices"),
-        (("--cluster", "8 H100 @ 0 Gb/s"), "network is 0.0; it must be a number > 0"),
+        (("--cluster", "8 H100 @ 0 Gb/s"), "network is 0.0; it must be a number of at least 1"),
         (("--cluster", "8 H100", "--goal", "speed"), "goal is 'speed'"),
         (("--cluster", "8 H100", "--goal", "cost"), "no price of a device for an hour"),
         (("--cluster", "8 H100", "--price", "0"), "price is 0.0"),

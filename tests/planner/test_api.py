@@ -110,7 +110,7 @@ def test_longer_sequences_take_more_memory() -> None:
     [
         ({"cluster": "8 H900"}, "device is 'H900', which is not known: give one of"),
         ({"cluster": "many H100"}, "give hosts x devices and a device"),
-        ({"cluster": "8 H100 @ 0 Gb/s"}, "network is 0.0; it must be a number > 0"),
+        ({"cluster": "8 H100 @ 0 Gb/s"}, "network is 0.0; it must be a number of at least 1"),
         ({"cluster": "0x8 H100"}, "hosts is 0; give a whole number >= 1"),
         ({"cluster": "99999999x8 H100"}, "hosts is 99999999; give a whole number <="),
         ({"cluster": "absent.json"}, "cluster 'absent.json' cannot be read"),
