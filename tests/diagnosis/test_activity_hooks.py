@@ -1,6 +1,7 @@
 import gc
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from echelon.comm.threads.randomness import random_stream
 from echelon.diagnosis import activity_hooks
 from echelon.diagnosis.rank_monitor import StepCounter
 from echelon.diagnosis.step_rows import Activity, RankSteps
+from tests.processes import run_python
 
+ROOT = Path(__file__).resolve().parents[2]
 NAP_S = 0.1
 
 
@@ -109,7 +112,8 @@ def test_a_garbage_collection_is_seen(steps: StepCounter) -> None:
     assert naps(steps) == {Activity.COLLECTING}
 
 
-def test_what_was_replaced_is_put_back_with_the_last_rank() -> None:
+def installs_and_removes() -> None:
+    """Install for two ranks, and remove what was installed."""
     backward, load = vars(torch.autograd)["_engine_run_backward"], _BaseDataLoaderIter.__next__
     callbacks = list(gc.callbacks)
     activity_hooks.install()
@@ -121,6 +125,12 @@ def test_what_was_replaced_is_put_back_with_the_last_rank() -> None:
     assert vars(torch.autograd)["_engine_run_backward"] is backward
     assert _BaseDataLoaderIter.__next__ is load
     assert gc.callbacks == callbacks
+
+
+def test_what_was_replaced_is_put_back_with_the_last_rank() -> None:
+    # In a process without ranks that the tests before have left behind.
+    done = run_python("-c", f"import {__name__} as test; test.installs_and_removes()", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_replacement_of_somebody_else_stays() -> None:
