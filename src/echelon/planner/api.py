@@ -74,8 +74,8 @@ def plan(
         ...     vocab=50257, seq=1024, tied=True,
         ... )
         >>> plans = plan(model, "8 A100", global_batch=64)
-        >>> plans.best.plan
-        Plan(dp=8)
+        >>> plans.best.plan.shard
+        8
     """
     limits = limits_of(global_batch, fixed, max_memory, axes, keep)
     place, software = place_of(cluster, price, stack)

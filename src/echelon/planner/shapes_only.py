@@ -41,14 +41,15 @@ class ShapesOnly(TorchDispatchMode):
     """Large tensors that this thread makes within the block have memory and no values.
 
     Operations with them compute only shapes; what they return that is small has zeros. An operation
-    whose result depends on values that are not there, such as ``nonzero``, is refused.
+    whose result depends on values that are not there, such as ``nonzero``, is refused. Linux has no
+    addresses for one tensor that is larger than the memory of the machine.
 
     Raises:
         UnsupportedError: an operation's shapes are not known without its values.
 
     Example:
         >>> with ShapesOnly():
-        ...     a = torch.ones(100_000, 100_000)  # 40 GB, if it were touched
+        ...     a = torch.ones(30_000, 30_000)  # 3.6 GB, if it were touched
         ...     loss = (a @ a).mean()
         >>> loss.item()
         0.0
