@@ -77,6 +77,32 @@ def in_every_way(folder: str) -> dict[str, Any]:
     }
 
 
+def bf16_in_stages(folder: str) -> dict[str, Any]:
+    """Losses of a pipeline under autocast that was evaluated before, and dtypes in its stages."""
+    options = bf16()
+    options["own"] |= {"eval_dataset": rows(24, seed=2)}
+    trainer = make(kind_of(ec.Plan(**STAGES)), folder, stages=2, **options)
+    evaluated = trainer.evaluate()["eval_loss"]
+    dtypes: dict[int, set[torch.dtype]] = {}
+    for index, block in enumerate(options["model"].transformer.h):
+        block.mlp.c_fc.register_forward_hook(
+            lambda module, args, output, at=index: dtypes.setdefault(at, set()).add(output.dtype)
+        )
+    trainer.train()
+    results = {"losses": losses_of(trainer), "dtypes": dtypes, "evaluated": evaluated}
+    return {**results, "evaluated after": trainer.evaluate()["eval_loss"]}
+
+
+def bf16_in_one_process(folder: str) -> dict[str, Any]:
+    options = bf16()
+    options["own"] |= {"eval_dataset": rows(24, seed=2)}
+    trainer = make(transformers.Trainer, folder, **options)
+    evaluated = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    results = {"losses": losses_of(trainer), "evaluated": evaluated}
+    return {**results, "evaluated after": trainer.evaluate()["eval_loss"]}
+
+
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], close: float) -> None:
     assert found.keys() == expected.keys()
     for name, value in found.items():
@@ -103,6 +129,17 @@ def test_every_plan_has_the_weights_of_trainer_in_one_process(tmp_path: Path) ->
         assert_same(weights_in(f"{folder}/{name}"), weights, 1e-12)
     model = transformers.GPT2LMHeadModel.from_pretrained(f"{folder}/pp", dtype=torch.float64)
     assert torch.equal(model.lm_head.weight, weights_in(f"{folder}/pp")["transformer.wte.weight"])
+
+
+@pytest.mark.slow
+def test_stages_compute_under_autocast_and_train_as_trainer_in_one_process(tmp_path: Path) -> None:
+    [expected] = run_job(f"{HERE}:bf16_in_one_process", 1, str(tmp_path / "plain"))
+    ranks = run_job(f"{HERE}:bf16_in_stages", 2, str(tmp_path / "pp"))
+    for rank, results in enumerate(ranks):
+        assert results["dtypes"] == {rank: {torch.bfloat16}}
+        for name, value in expected.items():
+            # Products in bfloat16 round by 2^-9.
+            assert results[name] == pytest.approx(value, rel=2e-3)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

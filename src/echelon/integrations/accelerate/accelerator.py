@@ -13,7 +13,13 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import DistributedType, DynamoBackend, recursively_apply
+from accelerate.utils import (
+    DistributedType,
+    DynamoBackend,
+    convert_outputs_to_fp32,
+    recursively_apply,
+)
+from accelerate.utils.modeling import get_mixed_precision_context_manager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -110,6 +116,8 @@ class EchelonAccelerator(Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Share a model among the ranks; for evaluation only, leave it as it is on each rank."""
+        if not evaluation_mode:
+            _restore_forward(model)  # of a model that was evaluated before
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
         if evaluation_mode or isinstance(prepared, Wrapper):
             return prepared
@@ -121,10 +129,24 @@ class EchelonAccelerator(Accelerator):
                 "forward and backward of a pipeline are one call, and an Accelerate loop has two: "
                 "use EchelonTrainer, or ec.parallelize and pipe.step in a loop of your own"
             )
+        if self.sharing.num_stages > 1:
+            _restore_forward(model)  # which stages run on a part of the model
         shared = self.sharing.share(model, self.world, self.loss_fn)
+        if isinstance(shared, Pipeline) and self.native_amp:
+            self._autocast_stages(shared)
         shared._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's mark
         self._models[self._models.index(model)] = shared
         return shared
+
+    def _autocast_stages(self, pipe: Pipeline) -> None:
+        """Compute as Accelerate's ``forward`` of the whole model: the last output is float32."""
+        plan = self.sharing.plan
+        assert isinstance(plan, Plan), "only a plan has stages"
+        for index, stage in pipe.stages.items():
+            autocast = get_mixed_precision_context_manager(True, self.autocast_handler)
+            forward = autocast(stage.forward)
+            is_last = int(index) == plan.pp * plan.chunks - 1
+            stage.forward = convert_outputs_to_fp32(forward) if is_last else forward
 
     def prepare_data_loader(
         self,
@@ -281,3 +303,12 @@ class EchelonAccelerator(Accelerator):
         if self.project_configuration.automatic_checkpoint_naming:
             return folder or f"{self.project_dir}/checkpoints"
         raise ArgumentError("give the folder of the state, or automatic_checkpoint_naming")
+
+
+def _restore_forward(model: nn.Module) -> None:
+    """Undo the autocast that Accelerate has put around the ``forward`` of a model."""
+    forward = vars(model).pop("_original_forward", None)
+    if forward is not None:
+        del model.forward
+        if getattr(forward, "__func__", None) is not type(model).forward:
+            model.forward = forward

@@ -206,9 +206,13 @@ class EchelonTraining(_Base):
             whole = model.full_parameters()
             model = model.module
         with whole:
-            return super().prediction_step(
+            loss, logits, labels = super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs
             )
+        if loss is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func):
+            # Trainer multiplies by all ranks, also where a plan has stages and is not trained yet.
+            loss = loss / self._sharing.num_stages
+        return loss, logits, labels
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer``; refused on a pipeline, whose logits are on one rank only."""
