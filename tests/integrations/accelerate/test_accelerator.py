@@ -158,6 +158,17 @@ def test_what_accelerate_would_do_to_shards_is_refused() -> None:
             call()
 
 
+def on_a_simulated_rank(world: ec.World) -> None:
+    from echelon.integrations.accelerate import EchelonAccelerator
+
+    with pytest.raises(ec.errors.UnsupportedError, match="--world processes"):
+        EchelonAccelerator(cpu=True)
+
+
+def test_simulated_ranks_are_refused_on_all_ranks() -> None:
+    ec.run(on_a_simulated_rank, 2, world="threads")
+
+
 def test_a_model_that_was_evaluated_before_is_shared_when_it_is_trained() -> None:
     accelerator = alone()
     model = nn.Linear(2, 1)

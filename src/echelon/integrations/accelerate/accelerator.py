@@ -56,7 +56,8 @@ class EchelonAccelerator(Accelerator):
 
     Raises:
         ArgumentError: the plan is for another number of ranks, or an option does not fit it.
-        UnsupportedError: another wrapper, a compiler, or float16 is asked for.
+        UnsupportedError: another wrapper, a compiler, or float16 is asked for, or ranks are
+            simulated.
     """
 
     def __init__(
@@ -70,6 +71,11 @@ class EchelonAccelerator(Accelerator):
         self.sharing = Sharing(plan=plan, units=units, options=options or {})
         self.loss_fn: Callable[[Any, Any], Tensor] | None = None  # of a pipeline
         self.world = init()
+        if self.world.backend == "threads":
+            raise UnsupportedError(
+                "Accelerate keeps the rank of a process in its globals, so ranks must be "
+                "processes: use `echelon run --world processes`"
+            )
         if isinstance(plan, Plan):
             plan.check_world(self.world)
         if is_cpu(self.world.device):
