@@ -26,7 +26,7 @@ __all__ = ["Driver", "TurnLoader", "leave", "wait_until"]
 _LOOK_S = 0.002
 
 
-def wait_until(is_there: Callable[[], bool], limit_s: float = 300.0) -> None:
+def wait_until(is_there: Callable[[], bool], limit_s: float = 120.0) -> None:
     """Sleep until something is there; raise a TimeoutError if it does not come."""
     end_s = time.monotonic() + limit_s
     while not is_there():

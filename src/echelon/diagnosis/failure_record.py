@@ -200,6 +200,11 @@ class FailureRecord:
         return self.type in _DISAGREEMENTS
 
     @property
+    def first_line(self) -> str:
+        """The first line of the message."""
+        return self.message.strip().partition("\n")[0]
+
+    @property
     def headline(self) -> str:
         """One line that names the rank, where it was, and what happened to it.
 
@@ -217,7 +222,7 @@ class FailureRecord:
             waited = f"rank {self.rank} waited {self.seconds:.1f} s for it"
             return f"rank {self.failed_rank} {stuck}; {waited}"
         if self.type:
-            first = self.message.strip().split("\n", 1)[0]
+            first = self.first_line
             if self.is_disagreement:
                 return f"{f'the ranks disagree {self.where}'.rstrip()}: {self.type}: {first}"
             return f"{subject} raised {self.type}" + (f": {first}" if first else "")

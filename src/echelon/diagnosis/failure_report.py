@@ -67,7 +67,7 @@ def _alike(cause: FailureRecord, records: Iterable[FailureRecord]) -> list[Failu
     alike = [
         record
         for record in records
-        if (record.type, _first_line(record)) == (cause.type, _first_line(cause))
+        if (record.type, record.first_line) == (cause.type, cause.first_line)
     ]
     return sorted(alike, key=lambda record: record.rank)
 
@@ -103,10 +103,6 @@ def _exception_lines(record: FailureRecord) -> list[str]:
     if notes := _notes(record):
         lines += ["", *map(_cut, notes)]
     return lines
-
-
-def _first_line(record: FailureRecord) -> str:
-    return record.message.strip().partition("\n")[0]
 
 
 def _distinct(rows: Sequence[str]) -> list[str]:

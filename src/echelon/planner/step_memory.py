@@ -140,16 +140,13 @@ def rank_states(
     gradient_bytes = stack.gradient_bytes
     divided = shard if sharded in (ShardedStates.GRADIENTS, ShardedStates.PARAMETERS) else 1
     gathered = 0.0 if whole_parameters or shard == 1 else 2 * block_bytes
-    trained = model.trained_share
+    trained = model.trained_share * elements
+    reduced_bytes = model.trained_share * gradient_bytes / WIDTH * block_bytes
     return RankStates(
         parameters=WIDTH * elements / (1 if whole_parameters else shard),
-        gradients=trained * gradient_bytes * elements / divided,
-        optimizer=trained
-        * _OPTIMIZER_BYTES
-        * elements
-        / (1 if sharded is ShardedStates.NOTHING else shard),
-        gathered=gathered
-        + (trained * gradient_bytes / WIDTH * block_bytes if divided > 1 else 0.0),
+        gradients=gradient_bytes * trained / divided,
+        optimizer=_OPTIMIZER_BYTES * trained / (1 if sharded is ShardedStates.NOTHING else shard),
+        gathered=gathered + (reduced_bytes if divided > 1 else 0.0),
     )
 
 

@@ -69,7 +69,7 @@ def test_the_examples_train_and_go_on_with_another_number_of_ranks(tmp_path: Pat
         command = [sys.executable, "-m", "echelon", "run", "--ranks", str(ranks)]
         done = subprocess.run(
             [*command, str(EXAMPLES / f"{name}.py")],
-            env=environment_of(), cwd=tmp_path, capture_output=True, text=True, timeout=300,
+            env=environment_of(), cwd=tmp_path, capture_output=True, text=True, timeout=100,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         outputs.append(re.findall(r"epoch (\d): \w+ ([\d.]+)", done.stdout))
