@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts import skip_without_host
+
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -76,6 +78,7 @@ def test_every_dependency_has_its_reason() -> None:
     ids=lambda path: str(path.relative_to(SRC / "echelon")),
 )
 def test_the_examples_of_docstrings_run(path: Path) -> None:
+    skip_without_host(path)
     name = ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert result.failed == 0, "see the captured output"

@@ -16,6 +16,7 @@ import torch
 
 import echelon as ec
 from tests.children import environ
+from tests.hosts import skip_without_host
 from tests.pages.code_blocks import (
     PAGES,
     ROOT,
@@ -91,6 +92,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ids=page_name,
 )
 def test_python_of_a_page_runs_and_prints_what_it_shows(page: Path, folder: Path) -> None:
+    skip_without_host(page)
     ranks = num_ranks(page)
     if ranks:
         assert ec.run(lambda world: run_page(page, world), ranks) == [None] * ranks

@@ -48,7 +48,10 @@ def test_a_place_that_cannot_be_one_is_refused_before_the_run() -> None:
         TrackerChoice.parse("prometheus-http=door")
 
 
-def test_the_place_is_what_follows_the_name(tmp_path: Path) -> None:
+def test_the_place_is_what_follows_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)
     assert TrackerChoice.parse("mlflow=http://host/?a=b").place == "http://host/?a=b"
     assert TrackerChoice.parse("wandb=").place is None
     tracker = TrackerChoice.parse("prometheus").open(TrackedRun(folder=tmp_path, name="a"))

@@ -94,6 +94,7 @@ def test_the_warning_says_how_the_values_get_there_after_all(
     def fail(*arguments: Any) -> None:
         raise OSError("no space left")
 
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: package)
     monkeypatch.setattr("echelon.observe.trackers.known_trackers.TrackerChoice.open", fail)
     with pytest.warns(
         UserWarning, match=r"failed: OSError: no space left. Training goes on. "
