@@ -73,6 +73,21 @@ def test_a_parameter_whose_shape_changed_has_no_state(kind: str, tmp_path: Path)
     check_separate(model, optimizer)
 
 
+def test_the_state_of_another_optimizer_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
+    saved = nn.Linear(4, 3)
+    ec.save(tmp_path, step=1, model=saved, optimizer=trained(saved, torch.optim.AdamW))
+    model = nn.Linear(4, 3)
+    before = model.weight.detach().clone()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ec.CheckpointMismatch, match="optimizer: saved from AdamW, here SGD"):
+        ec.load(tmp_path, model=model, optimizer=sgd)
+    assert torch.equal(model.weight, before)
+    assert not sgd.state
+    adam = torch.optim.Adam(model.parameters())  # which has the same options
+    ec.load(tmp_path, model=model, optimizer=adam)
+    assert torch.equal(model.weight, saved.weight)
+
+
 def test_a_state_of_the_new_shape_stays_where_the_saved_one_does_not_fit(tmp_path: Path) -> None:
     saved = nn.Linear(4, 3)
     ec.save(tmp_path, step=1, model=saved, optimizer=trained(saved, torch.optim.AdamW))

@@ -71,6 +71,7 @@ def test_units_by_a_function_of_module_and_number_of_parameters() -> None:
 
 def test_a_tied_parameter_lives_once_in_the_lowest_common_unit() -> None:
     found = names(build(), ec.units.by_type(nn.Embedding, nn.Linear))
+    assert names(build(), ec.units.by_type((nn.Embedding, "Linear"))) == found
     assert found[""][0] == "tokens.weight"
     assert "head" not in found
     inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -109,6 +110,8 @@ def test_a_rule_that_matches_nothing_warns_with_the_classes_there_are() -> None:
         lambda: ec.units.by_size("9"),
         lambda: ec.units.by_type(),
         lambda: ec.units.by_type(3),
+        lambda: ec.units.by_type(()),
+        lambda: ec.units.by_type((nn.Linear, 3)),
         lambda: ec.units.by_function(3),
         lambda: plan_units(linears(), "blocks"),
     ],

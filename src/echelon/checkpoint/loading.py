@@ -221,6 +221,7 @@ class _Loading:
         for name, optimizer in items.optimizers.items():
             section = self._section(name, "optimizer")
             if section is not None:
+                plan.compare_class(name, optimizer, section)
                 shards = items.shards_by_param
                 self._optimizers.append(OptimizerLoader(name, optimizer, section, shards, plan))
         for name in items.objects:

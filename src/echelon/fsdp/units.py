@@ -19,7 +19,7 @@ import inspect
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType, FunctionType
@@ -66,8 +66,15 @@ def by_size(num_parameters: int) -> Rule:
     return Rule(f"by_size({least})", claims)
 
 
-def by_type(*classes: type[nn.Module] | str) -> Rule:
-    """Modules of these classes, or of classes with these names."""
+def by_type(
+    *classes: type[nn.Module] | str | tuple[type[nn.Module] | str, ...],
+) -> Rule:
+    """Modules of these classes, or of classes with these names; also given as a tuple."""
+    listed = [cls for given in classes for cls in (given if isinstance(given, tuple) else (given,))]
+    return _by_types(listed)
+
+
+def _by_types(classes: Sequence[type[nn.Module] | str]) -> Rule:
     if not classes:
         raise ArgumentError("by_type() needs at least one class, or the name of one")
     for cls in classes:
