@@ -19,7 +19,7 @@ import inspect
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType, FunctionType
@@ -71,23 +71,19 @@ def by_type(
 ) -> Rule:
     """Modules of these classes, or of classes with these names; also given as a tuple."""
     listed = [cls for given in classes for cls in (given if isinstance(given, tuple) else (given,))]
-    return _by_types(listed)
-
-
-def _by_types(classes: Sequence[type[nn.Module] | str]) -> Rule:
-    if not classes:
+    if not listed:
         raise ArgumentError("by_type() needs at least one class, or the name of one")
-    for cls in classes:
+    for cls in listed:
         if not isinstance(cls, str) and not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise ArgumentError(f"by_type got {cls!r}; give classes of modules, or their names")
-    names = {cls for cls in classes if isinstance(cls, str)}
-    types = tuple(cls for cls in classes if not isinstance(cls, str))
+    names = {cls for cls in listed if isinstance(cls, str)}
+    types = tuple(cls for cls in listed if not isinstance(cls, str))
 
     def claims(module: nn.Module, numel: int, rest: int) -> bool:
         return isinstance(module, types) or type(module).__name__ in names
 
-    listed = ", ".join(cls if isinstance(cls, str) else cls.__name__ for cls in classes)
-    return Rule(f"by_type({listed})", claims)
+    written = ", ".join(cls if isinstance(cls, str) else cls.__name__ for cls in listed)
+    return Rule(f"by_type({written})", claims)
 
 
 def by_function(function: Callable[[nn.Module, int], bool]) -> Rule:
